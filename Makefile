@@ -1,0 +1,74 @@
+# Every target installs what it needs into $(VENV) first; a second run starts at once.
+#   make up ARGS="--port 9000"     VENV=/elsewhere make test     PYTHON=python3.12 make up
+
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml constraints-cpu.txt
+
+# Without an NVIDIA GPU, torch is held to a release that has CPU wheels. Which wheel pip takes is its own configuration's
+# matter (index, find-links): see CONTRIBUTING.md.
+GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
+CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
+
+.PHONY: help up test lint format protos gpu-test bench-engine bench-transport bench-serving compose-test clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvrail needs Python 3.11 or later; name one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.worker: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[worker]'
+	@touch $@
+
+$(VENV)/.dev: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev]'
+	@touch $(VENV)/.worker $@
+
+up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http://127.0.0.1:8000
+	@exec $(BIN)/kvrail up $(ARGS)
+
+test: lint  ## everything that CI checks, but for the compose cluster
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
+		PYTHON=$(abspath $(BIN))/python scripts/protos.sh "$$scratch" && \
+		diff -r -x __init__.py -x __pycache__ "$$scratch/kvrail/wire/v1" kvrail/wire/v1 || \
+		{ echo "kvrail/wire/v1 is not what proto/ says; run make protos" >&2; exit 1; }
+
+format: $(VENV)/.dev  ## put the code into the form that lint demands
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
+	PYTHON=$(abspath $(BIN))/python scripts/protos.sh
+
+gpu-test: $(VENV)/.dev  ## the tests that need an NVIDIA GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
+	$(BIN)/python -m benchmarks.engine $(ARGS)
+
+bench-transport: $(VENV)/.dev  ## throughput of the KV transports
+	$(BIN)/python -m benchmarks.transport $(ARGS)
+
+bench-serving: $(VENV)/.dev  ## latency and throughput of a whole cluster, as a client sees it
+	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
+	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
+
+clean:  ## remove what the other targets made
+	rm -rf $(filter .venv,$(VENV)) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

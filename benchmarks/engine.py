@@ -1,0 +1,172 @@
+"""Speed of the engine on one device, beside what the device can do and what transformers' own batching does.
+
+    python -m benchmarks.engine [--shape qwen3-8b | --model FOLDER] [--device cuda] [--peer] [--profile]
+
+Correctness first: packed, chunked, captured steps are compared with the model's own dense forward pass; beyond a
+relative difference of 0.1 nothing is timed. Then, each after a warm-up and as medians: decode steps and prefills of the
+runner (model and sampler), the same through the engine (scheduling, text-less output), and, with --peer, a workload
+of prompts and continuations beside `generate_batch` of transformers in the same run. --profile adds the kernels of one
+decode step by time. Results go to benchmarks/results as JSON and Markdown.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case, Measurement, measure_ceilings, profile_step
+from benchmarks.peers import generate_batch_seconds
+from benchmarks.shapes import SHAPES, write_shape
+from kvrail.engine.loader import LoadedModel, load_model
+
+RESULTS = Path(__file__).parent / "results"
+DECODES = "1x128,1x2048,8x128,8x2048,32x128,32x2048,64x128,64x2048"
+PREFILLS = "1x2048,1x8000,8x2048,32x1024"
+WORKLOAD = "32x1024"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n", 1)[0])
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b", help="random weights of this shape")
+    source.add_argument("--model", help="model folder; its weights are random too, only its shape counts")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-dtype", default="bfloat16")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--max-batch-tokens", type=int, default=8192)
+    parser.add_argument("--decode", default=DECODES, help="batch x context, comma-separated; empty: none")
+    parser.add_argument("--prefill", default=PREFILLS, help="prompts x tokens, comma-separated; empty: none")
+    parser.add_argument("--workload", default=WORKLOAD, help="prompts x tokens of the comparison with --peer")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens continued in the comparison")
+    parser.add_argument("--steps", type=int, default=24, help="decode steps that are timed")
+    parser.add_argument("--peer", action="store_true", help="run transformers' generate_batch too")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args(argv)
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    """'8x128,1x2048' as [(8, 128), (1, 2048)]."""
+    return [(int(a), int(b)) for a, b in (entry.split("x") for entry in text.split(",") if entry)]
+
+
+def load(options: argparse.Namespace, folder: Path) -> LoadedModel:
+    return load_model(
+        str(folder),
+        device=options.device,
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        page_size=options.page_size,
+        load_format="dummy",
+    )
+
+
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[Measurement]:
+    begin = time.perf_counter()
+    loaded = load(options, folder)
+    yield Measurement("load the model", time.perf_counter() - begin, "s")
+    decodes, prefills = pairs(options.decode), pairs(options.prefill)
+    work = pairs(options.workload)[0]
+    grown = max(options.steps, options.new_tokens) + SPARE_TOKENS
+    bench = Bench(
+        loaded,
+        max_tokens=max(n * (length + grown) for n, length in [*decodes, *prefills, work]),
+        max_running=max([n for n, _ in decodes] + [64]),
+        max_batch_tokens=options.max_batch_tokens,
+        graphs=not options.no_graphs,
+        compile=not options.no_compile,
+    )
+    reference = bench.dense_logits()
+    begin = time.perf_counter()
+    bench.runner.warm_up()
+    yield Measurement("warm up", time.perf_counter() - begin, "s")
+    for name, error in bench.gate(reference).items():
+        yield Measurement(f"gate: {name}", error, "relative difference")
+        if not error < 0.1:
+            raise SystemExit(f"the gate failed: {name} differs by {error:.3g}; nothing was timed")
+    yield from measure_ceilings(loaded.device)
+    bench.fill_pages()
+    for case in [Case(*pair) for pair in decodes]:
+        yield Measurement(f"decode {case}, runner", bench.decode_runner(case, options.steps) * 1e3, "ms a step")
+        yield Measurement(f"decode {case}, engine", bench.decode_engine(case, options.steps) * 1e3, "ms a step")
+    for case in [Case(*pair) for pair in prefills]:
+        yield Measurement(f"prefill {case}, runner", case.tokens / bench.prefill_runner(case), "tokens/s")
+        yield Measurement(f"prefill {case}, engine", case.tokens / bench.prefill_engine(case), "tokens/s")
+    if options.peer:
+        yield from compare(options, bench, Case(*work), folder)
+    if options.profile:
+        for case in (Case(1, 128), Case(64, 2048)):
+            print(profile_step(bench, case, options.out))
+        print(profile_step(bench, Case(1, 2048), options.out, prefill=True))
+
+
+def compare(options: argparse.Namespace, bench: Bench, case: Case, folder: Path) -> Iterator[Measurement]:
+    """The same prompts through our engine and through generate_batch.
+
+    With one new token each, prefill is all there is; what more tokens take beyond that is decoding.
+    """
+    lengths = [1, options.new_tokens]
+    ours = [statistics.median(bench.workload(case, length) for _ in range(3)) for length in lengths]
+    theirs = generate_batch_seconds(folder, bench.loaded, bench.prompts(case), lengths)
+    rates = {"engine": ours, "generate_batch": theirs}
+    for name, (first, whole) in rates.items():
+        yield Measurement(f"{case} prompts, prefill, {name}", case.tokens / first, "tokens/s")
+        steps = options.new_tokens - 1
+        yield Measurement(f"{case} prompts, decode, {name}", (whole - first) / steps * 1e3, "ms a step")
+        made = case.batch * options.new_tokens
+        yield Measurement(f"{case} prompts, {options.new_tokens} new each, {name}", made / whole, "new tokens/s")
+    yield Measurement("prefill, engine over generate_batch", theirs[0] / ours[0], "times")
+    yield Measurement("decode, engine over generate_batch", (theirs[1] - theirs[0]) / (ours[1] - ours[0]), "times")
+    yield Measurement("in all, engine over generate_batch", theirs[1] / ours[1], "times")
+
+
+def report(options: argparse.Namespace, found: list[Measurement]) -> None:
+    """Write JSON and Markdown."""
+    device = torch.device(options.device)
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
+    now = datetime.now(UTC)
+    head = {
+        "date": now.isoformat(timespec="seconds"),
+        "hardware": hardware,
+        "command": "python -m benchmarks.engine " + " ".join(sys.argv[1:]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": options.model or options.shape,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"engine-{now:%Y%m%d-%H%M}-{device.type}"
+    rows = [{"name": m.name, "value": m.value, "unit": m.unit} for m in found]
+    stem.with_suffix(".json").write_text(json.dumps({**head, "measurements": rows}, indent=2) + "\n")
+    lines = ["# Engine benchmark", ""] + [f"- {key}: `{value}`" for key, value in head.items()]
+    lines += ["", "| measurement | value | unit |", "|---|---|---|"]
+    lines += [f"| {m.name} | {m.value:,.4g} | {m.unit} |" for m in found]
+    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if argv is None else argv)
+    random.seed(0)
+    found: list[Measurement] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.model) if options.model else write_shape(options.shape, Path(scratch) / options.shape)
+        for measurement in measure(options, folder):
+            found.append(measurement)
+            print(f"{measurement.name:70s} {measurement.value:12,.4g} {measurement.unit}", flush=True)
+    report(options, found)
+
+
+if __name__ == "__main__":
+    main()

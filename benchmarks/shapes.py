@@ -1,0 +1,48 @@
+"""Model folders without weights: the configuration of a known model and a tokenizer of its vocabulary's size.
+
+For benchmarks with `--load-format dummy`: speed depends on shapes, not on what the weights say.
+"""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+SHAPES: dict[str, dict[str, object]] = {
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-06,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "eos_token_id": 151645,
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """Write the model folder of shape `name` into `folder`; returns it."""
+    config = SHAPES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    size = int(str(config["vocab_size"]))
+    vocabulary = {token: number for number, token in enumerate(alphabet)}
+    vocabulary |= {f"Ġw{number}": number for number in range(len(alphabet), size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder

@@ -1,0 +1,101 @@
+"""What a receiver checks of a transfer as a whole: order, range, shape, and each page exactly once a stage."""
+
+from dataclasses import dataclass, replace
+
+from codec.base import BlockSpec
+from codec.frame import FrameFormatError, FrameHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one transfer brings: every stage of pages [first_page, first_page + spec.num_pages) of every layer.
+
+    spec: shape of all of it as one block. Pages are logical indices in the request.
+    """
+
+    request_id: str
+    codec: str
+    num_stages: int
+    spec: BlockSpec
+    first_page: int
+
+
+class FrameGuard:
+    """Admits the frames of one transfer in order, each (stage, layer, page) exactly once.
+
+    A block is admitted at stage 0 where it overlaps no other, and at each later stage with the same bounds.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        spec = transfer.spec
+        self._covered = bytearray(spec.num_layers * spec.num_pages)  # at stage 0, layer by layer
+        self._next_stage: dict[tuple[int, int, int, int], int] = {}  # by a block's bounds
+        self._missing = [spec.num_layers * spec.num_pages] * transfer.num_stages  # (layer, page) pairs, by stage
+        self._next_sequence = 0
+
+    def admit(self, header: FrameHeader) -> None:
+        """Take note of a frame. Raises FrameFormatError, and forgets the frame, where it does not belong here."""
+        self._check_identity(header)
+        self._check_bounds(header)
+        spec = header.spec
+        block = (header.first_layer, spec.num_layers, header.first_page, spec.num_pages)
+        expected = self._next_stage.get(block, 0)
+        if header.stage != expected:
+            raise FrameFormatError(f"frame {header.sequence} has stage {header.stage}; its block's next is {expected}")
+        if header.stage == 0:
+            self._cover(header)
+        self._next_stage[block] = header.stage + 1
+        self._missing[header.stage] -= spec.num_layers * spec.num_pages
+        self._next_sequence += 1
+
+    def complete(self, stage: int | None = None) -> bool:
+        """Whether every page of every layer has come, in `stage` or, without one, in all stages."""
+        return self.missing() == 0 if stage is None else self._missing[stage] == 0
+
+    def missing(self) -> int:
+        """How many (stage, layer, page) have not come yet."""
+        return sum(self._missing)
+
+    def _check_identity(self, header: FrameHeader) -> None:
+        transfer = self._transfer
+        for name in ("request_id", "codec", "num_stages"):
+            value, expected = getattr(header, name), getattr(transfer, name)
+            if value != expected:
+                raise FrameFormatError(f"frame {header.sequence} has {name} {value!r}; this transfer has {expected!r}")
+        if header.sequence != self._next_sequence:
+            raise FrameFormatError(f"frame has sequence {header.sequence}; the next is {self._next_sequence}")
+        spec = transfer.spec
+        shape = replace(header.spec, num_layers=spec.num_layers, num_pages=spec.num_pages)
+        if shape != spec:
+            raise FrameFormatError(f"frame {header.sequence} has a block {header.spec}; this transfer has {spec}")
+
+    def _check_bounds(self, header: FrameHeader) -> None:
+        spec, transfer = header.spec, self._transfer
+        last_layer, last_page = header.first_layer + spec.num_layers, header.first_page + spec.num_pages
+        end_page = transfer.first_page + transfer.spec.num_pages
+        if last_layer > transfer.spec.num_layers:
+            raise FrameFormatError(
+                f"frame {header.sequence} has layers {header.first_layer} to {last_layer}; "
+                f"this transfer has {transfer.spec.num_layers}"
+            )
+        if header.first_page < transfer.first_page or last_page > end_page:
+            raise FrameFormatError(
+                f"frame {header.sequence} has pages {header.first_page} to {last_page}; "
+                f"this transfer has {transfer.first_page} to {end_page}"
+            )
+
+    def _cover(self, header: FrameHeader) -> None:
+        """Mark a block's pages; refuse it, marking none, where one was covered before."""
+        width, spec = self._transfer.spec.num_pages, header.spec
+        column = header.first_page - self._transfer.first_page
+        layers = range(header.first_layer, header.first_layer + spec.num_layers)
+        rows = [slice(layer * width + column, layer * width + column + spec.num_pages) for layer in layers]
+        for layer, row in zip(layers, rows, strict=True):
+            if any(self._covered[row]):
+                raise FrameFormatError(
+                    f"frame {header.sequence} brings pages {header.first_page} to {header.first_page + spec.num_pages} "
+                    f"of layer {layer}, of which one has come before"
+                )
+        for row in rows:
+            self._covered[row] = b"\1" * spec.num_pages

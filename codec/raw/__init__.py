@@ -1,0 +1,1 @@
+"""The codec that changes nothing: the baseline of every other one."""

@@ -1,0 +1,245 @@
+"""Settings of every process: frozen, typed, validated once at start.
+
+A setting comes from a flag, an environment variable (KVRAIL_PREFILL_PORT), a TOML file (--config FILE) or its default,
+in this order. An error names the key, the value and the remedy. Nothing is changed after start.
+
+A TOML file describes a whole cluster: keys at the top hold for every process that has them; the tables [router],
+[prefill], [decode] and [up] hold for one and win over the top.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from kvrail.errors import ConfigError
+
+DEMO_MODEL = str(Path(__file__).resolve().parent.parent / "models" / "kvrail-demo")
+
+
+def _split(value: object) -> object:
+    """'a, b' as ('a', 'b'): lists are written with commas in flags and environment variables."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _check_address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError("write each address as host:port, for example 127.0.0.1:7001")
+    return value
+
+
+def _check_device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError("write cpu, cuda or cuda:N")
+    return value
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Address = Annotated[str, AfterValidator(_check_address)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Device = Annotated[str, AfterValidator(_check_device)]
+KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]
+
+
+class Settings(BaseSettings):
+    """Base of all settings: where values come from, and errors that say which one is wrong."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+    table: ClassVar[str]
+    """Name of this process's table in a TOML file."""
+
+    @classmethod
+    def load(cls, flags: Mapping[str, object] | None = None, config: Path | None = None) -> Self:
+        """Settings from `flags` (by field name), the environment, the file `config` and the defaults.
+
+        Raises ConfigError, which names the key, the value and the remedy.
+        """
+        environment = cls._environment()
+        file = _file_values(cls, config) if config else {}
+        given = dict(flags or {})
+        try:
+            return cls(**{k: v for k, v in file.items() if k not in environment}, **given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = str(first["loc"][0]) if first["loc"] else ""
+            if key in given or not key:
+                origin = flag_name(key) if key else cls.table
+            elif key in environment:
+                origin = environment[key]
+            else:
+                origin = f"{key} in {config}"
+            raise ConfigError(_explain(cls, origin, key, first)) from None
+
+    @classmethod
+    def _environment(cls) -> dict[str, str]:
+        """Environment variables of this process that are set, by field; one that no field knows is an error."""
+        prefix = cls.model_config["env_prefix"]
+        known = {f"{prefix}{name.upper()}": name for name in cls.model_fields}
+        found = {}
+        for variable in sorted(os.environ):
+            if not variable.upper().startswith(prefix):
+                continue
+            if variable.upper() not in known:
+                remedy = _nearest(variable, known) or "unset it"
+                if re.search(r"_SERVICE_|_PORT_\d+_", variable):
+                    remedy = "Kubernetes made it of a Service: set enableServiceLinks: false in the pod"
+                raise ConfigError(f"environment variable {variable} names no setting of kvrail {cls.table}; {remedy}")
+            found[known[variable.upper()]] = variable
+        return found
+
+
+class ServiceSettings(Settings):
+    """What every service has."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    model: str = Field(DEMO_MODEL, min_length=1, description="model: a local folder or a Hub name (safetensors only)")
+    served_model_name: str = Field("", description="name that clients use; default: the model's last path part")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
+    log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
+    grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
+
+    @property
+    def model_name(self) -> str:
+        """The name under which clients ask for the model."""
+        return self.served_model_name or Path(self.model).name
+
+
+class RouterSettings(ServiceSettings):
+    """Settings of `kvrail router`."""
+
+    model_config = SettingsConfigDict(env_prefix="KVRAIL_ROUTER_")
+    table = "router"
+
+    port: Port = Field(8000, description="HTTP port of the API and of /metrics")
+    decode_workers: Addresses = Field(("127.0.0.1:7002",), min_length=1, description="decode workers, host:port each")
+    prefill_workers: Addresses = Field(
+        ("127.0.0.1:7001",), description="prefill workers, host:port each; none: decode workers prefill"
+    )
+    api_keys: Names = Field((), repr=False, description="accepted bearer keys; none: no authentication")
+    request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one request, in seconds")
+    max_concurrent_requests: PositiveInt = Field(1024, description="requests at once; more are answered 429")
+    max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
+    status_interval_s: PositiveFloat = Field(0.5, description="seconds between two looks at each worker's load")
+
+
+class WorkerSettings(ServiceSettings):
+    """What prefill and decode workers share."""
+
+    metrics_port: Port = Field(0, description="HTTP port of /metrics and /health; 0: any free one")
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N")
+    dtype: ComputeDtype = Field("auto", description="type to compute in; auto: float32 on a CPU, bfloat16 on CUDA")
+    kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
+    load_format: Literal["safetensors", "dummy"] = Field(
+        "safetensors", description="dummy: random weights from a fixed seed, for benchmarks"
+    )
+    page_size: PositiveInt = Field(64, description="tokens a page; equal on every worker")
+    kv_memory_gib: float = Field(
+        0.0, ge=0, description="memory for pages in GiB; 0: 2 GiB on a CPU, 85 % of what is free on CUDA"
+    )
+    num_pages: int = Field(0, ge=0, description="pages; overrides --kv-memory-gib where not 0")
+    max_model_len: int = Field(0, ge=0, description="context limit in tokens; 0: the model's own")
+    max_batch_tokens: PositiveInt = Field(2048, description="tokens of one engine step")
+    max_running: PositiveInt = Field(64, description="sequences in one engine step")
+    max_waiting: PositiveInt = Field(256, description="requests that may wait; more are refused as overload")
+    prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
+    cuda_graphs: bool = Field(True, description="capture decode steps on CUDA")
+    compile: bool = Field(True, description="fuse each layer's elementwise work with torch.compile on CUDA")
+    transport: Literal["grpc"] = Field("grpc", description="how KV frames cross")
+    max_frame_bytes: PositiveInt = Field(4 << 20, description="largest payload of a KV frame")
+
+
+class PrefillSettings(WorkerSettings):
+    """Settings of `kvrail prefill`."""
+
+    model_config = SettingsConfigDict(env_prefix="KVRAIL_PREFILL_")
+    table = "prefill"
+
+    port: Port = Field(7001, description="gRPC port")
+
+
+class DecodeSettings(WorkerSettings):
+    """Settings of `kvrail decode`."""
+
+    model_config = SettingsConfigDict(env_prefix="KVRAIL_DECODE_")
+    table = "decode"
+
+    port: Port = Field(7002, description="gRPC port")
+    codec: str = Field("raw", min_length=1, description="KV codec to ask prefill workers for")
+    local_prefill_tokens: int = Field(
+        64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
+    )
+    transfer_timeout_s: PositiveFloat = Field(
+        60.0, description="longest silence of a prefill worker before it counts as lost"
+    )
+
+
+class UpSettings(Settings):
+    """Settings of `kvrail up`, which runs a whole cluster on one machine."""
+
+    model_config = SettingsConfigDict(env_prefix="KVRAIL_UP_")
+    table = "up"
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where a GPU is found, else the CPU")
+    prefill_workers: int = Field(1, ge=0, le=64, description="prefill workers; 0: decode workers prefill")
+    decode_workers: int = Field(1, ge=1, le=64, description="decode workers")
+    startup_timeout_s: PositiveFloat = Field(600.0, description="longest wait until every process is healthy")
+
+
+PROCESSES: tuple[type[Settings], ...] = (RouterSettings, PrefillSettings, DecodeSettings, UpSettings)
+"""Every process that has settings."""
+
+
+def flag_name(field: str) -> str:
+    """The flag that sets `field`."""
+    return "--" + field.replace("_", "-")
+
+
+def _file_values(cls: type[Settings], path: Path) -> dict[str, Any]:
+    """What the TOML file `path` says for `cls`."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}; name a readable TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}; correct the file") from None
+    tables = {process.table: process for process in PROCESSES}
+    top = {key: value for key, value in content.items() if key not in tables}
+    common = set(WorkerSettings.model_fields)
+    for key in top:
+        if key not in common:
+            remedy = _nearest(key, common) or f"tables are {', '.join(f'[{table}]' for table in tables)}"
+            owners = [f"[{table}]" for table, process in tables.items() if key in process.model_fields]
+            if owners:
+                remedy = f"it belongs into {' or '.join(owners)}"
+            raise ConfigError(f"{key} in {path} is no setting of all processes; {remedy}")
+    own = content.get(cls.table, {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"{cls.table} = {own!r} in {path} is no table; write [{cls.table}] and the keys below it")
+    return {key: value for key, value in top.items() if key in cls.model_fields} | own
+
+
+def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def _explain(cls: type[Settings], origin: str, key: str, error: ErrorDetails) -> str:
+    """One line: where the value came from, the value, what is accepted."""
+    if error["type"] == "extra_forbidden":
+        remedy = _nearest(key, set(cls.model_fields)) or f"kvrail {cls.table} --help lists all settings"
+        return f"{origin} is no setting of kvrail {cls.table}; {remedy}"
+    field = cls.model_fields.get(key)
+    value = "the value" if field is None or not field.repr else repr(error["input"])
+    message = error["msg"].removeprefix("Value error, ")
+    about = f" ({field.description})" if field is not None else ""
+    return f"{origin}: {value} is not accepted: {message[:1].lower()}{message[1:]}{about}"

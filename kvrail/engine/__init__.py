@@ -1,0 +1,1 @@
+"""The engine: pages, scheduler, runner, attention, sampler. Continuous batching over one model on one device."""

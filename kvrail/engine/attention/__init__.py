@@ -1,0 +1,1 @@
+"""Paged attention: a reference, a CPU path, CUDA kernels, and their place in transformers' attention registry."""

@@ -1,0 +1,187 @@
+"""Triton kernels that move keys and values between packed tokens and pages."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvrail.engine.cache import LayerPages
+
+
+@triton.jit
+def store_rows(
+    source,
+    pool,
+    scales,
+    slot,
+    token,
+    stride_head,
+    stride_token,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """One token's rows of HEADS heads, in slot `slot` of HEADS rows.
+
+    LIMIT: the largest value of an eight-bit type, 0 where elements are stored as they are.
+    """
+    head = tl.arange(0, HEADS_PADDED)[:, None]
+    dim = tl.arange(0, DIM_PADDED)[None, :]
+    mask = (head < HEADS) & (dim < DIM)
+    rows = tl.load(source + token * stride_token + head * stride_head + dim, mask=mask, other=0.0)
+    if LIMIT > 0:
+        rows = rows.to(tl.float32)
+        amax = tl.max(tl.abs(rows), axis=1)
+        scale = tl.where(amax > 0, amax * (1.0 / LIMIT), 1.0)
+        wide = tl.broadcast_to(scale[:, None], [HEADS_PADDED, DIM_PADDED])
+        rows = tl.clamp(tl.div_rn(rows, wide), -LIMIT, LIMIT)
+        heads = tl.arange(0, HEADS_PADDED)
+        tl.store(scales + slot * HEADS + heads, scale, mask=heads < HEADS)
+    tl.store(pool + slot * HEADS * DIM + head * DIM + dim, rows.to(pool.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _write_kernel(
+    key,
+    value,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    slots,
+    key_stride_head,
+    key_stride_token,
+    value_stride_head,
+    value_stride_token,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Grid: (tokens, 2): keys, then values."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if tl.program_id(1) == 0:
+        store_rows(
+            key, keys, key_scales, slot, token, key_stride_head, key_stride_token,
+            HEADS, HEADS_PADDED, KEY_DIM, KEY_DIM_PADDED, LIMIT,
+        )  # fmt: skip
+    else:
+        store_rows(
+            value, values, value_scales, slot, token, value_stride_head, value_stride_token,
+            HEADS, HEADS_PADDED, VALUE_DIM, VALUE_DIM_PADDED, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_rows(
+    target,
+    pool,
+    scales,
+    slot,
+    token,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    head = tl.arange(0, HEADS_PADDED)[:, None]
+    dim = tl.arange(0, DIM_PADDED)[None, :]
+    mask = (head < HEADS) & (dim < DIM)
+    rows = tl.load(pool + slot * HEADS * DIM + head * DIM + dim, mask=mask)
+    if SCALED:
+        heads = tl.arange(0, HEADS_PADDED)
+        scale = tl.load(scales + slot * HEADS + heads, mask=heads < HEADS)
+        rows = rows.to(tl.float32) * scale[:, None]
+    tl.store(target + token * HEADS * DIM + head * DIM + dim, rows.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _gather_kernel(
+    key,
+    value,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    slots,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """Grid: (tokens, 2): keys, then values."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _load_rows(key, keys, key_scales, slot, token, HEADS, HEADS_PADDED, KEY_DIM, KEY_DIM_PADDED, SCALED)
+    else:
+        _load_rows(value, values, value_scales, slot, token, HEADS, HEADS_PADDED, VALUE_DIM, VALUE_DIM_PADDED, SCALED)
+
+
+def write_pages(layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+    """Store new tokens; the same as reference.write_pages. key, value: [tokens, kv_heads, dim], dim contiguous."""
+    tokens, heads, key_dim = key.shape
+    value_dim = value.shape[2]
+    if tokens == 0:
+        return
+    key, value = unit_stride(key), unit_stride(value)
+    _write_kernel[(tokens, 2)](
+        key,
+        value,
+        layer.keys,
+        layer.values,
+        layer.key_scales,
+        layer.value_scales,
+        slots,
+        key.stride(1),
+        key.stride(0),
+        value.stride(1),
+        value.stride(0),
+        HEADS=heads,
+        HEADS_PADDED=triton.next_power_of_2(heads),
+        KEY_DIM=key_dim,
+        KEY_DIM_PADDED=triton.next_power_of_2(key_dim),
+        VALUE_DIM=value_dim,
+        VALUE_DIM_PADDED=triton.next_power_of_2(value_dim),
+        LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
+    )
+
+
+def gather_tokens(layer: LayerPages, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the tokens in `slots` as `dtype`, contiguous: two of [tokens, kv_heads, dim]."""
+    heads, key_dim = layer.keys.shape[2:]
+    value_dim = layer.values.shape[3]
+    key = torch.empty(len(slots), heads, key_dim, dtype=dtype, device=slots.device)
+    value = torch.empty(len(slots), heads, value_dim, dtype=dtype, device=slots.device)
+    if len(slots):
+        _gather_kernel[(len(slots), 2)](
+            key,
+            value,
+            layer.keys,
+            layer.values,
+            layer.key_scales,
+            layer.value_scales,
+            slots,
+            HEADS=heads,
+            HEADS_PADDED=triton.next_power_of_2(heads),
+            KEY_DIM=key_dim,
+            KEY_DIM_PADDED=triton.next_power_of_2(key_dim),
+            VALUE_DIM=value_dim,
+            VALUE_DIM_PADDED=triton.next_power_of_2(value_dim),
+            SCALED=layer.key_scales is not None,
+        )
+    return key, value
+
+
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a contiguous last axis."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

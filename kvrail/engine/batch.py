@@ -1,0 +1,46 @@
+"""What the scheduler hands to the data plane for one step: plain integers, no tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrail.sampling import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """One sequence's part of a step: the tokens to compute and where their KV goes.
+
+    token_ids: the new tokens; the KV of the `start` tokens before them is in the pages already.
+    page_table: pages of the sequence in order, enough for `start + len(token_ids)` tokens.
+    wants_logits: whether the last token's logits are needed (false for all but the last chunk of a prompt).
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    page_table: Sequence[int]
+    wants_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What the sampler needs to know to draw one token from one row of logits.
+
+    position: index in the whole sequence of the token to be drawn (prompt length + tokens generated so far); together
+    with the seed and `index`, the number of the sequence among the request's n, it keys the random draw.
+    banned: token ids that must not be drawn (end-of-sequence and stop tokens before min_tokens).
+    """
+
+    params: SamplingParams
+    index: int
+    position: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    banned: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One drawn token; logprobs where the request asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None

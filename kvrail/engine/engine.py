@@ -1,0 +1,258 @@
+"""The engine: requests in, events out, one step after another.
+
+One thread steps; any thread may submit, abort or report on a transfer. A lock guards the books (requests, scheduler,
+pages) and is held only while they change, never while the model computes. A request that is dropped while its step
+computes keeps its pages until that step is over.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from kvrail.engine.batch import SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.events import Delivery, PageLease
+from kvrail.engine.pages import PageCounts
+from kvrail.engine.requests import EngineRequest, ModelLimits, RequestBook, Step, WrittenPages
+from kvrail.engine.scheduler import Scheduler
+from kvrail.errors import KvrailError, OverloadedError, WorkerUnavailableError
+from kvrail.metrics import EngineMetrics
+from kvrail.text import Tokenizer
+
+logger = logging.getLogger("kvrail.engine")
+
+MAX_FAILURES = 3
+"""Failed steps in a row after which the engine gives up: the device is broken, not a request."""
+
+
+class Runner(Protocol):
+    """Computes a step (kvrail.engine.runner)."""
+
+    @property
+    def launches_async(self) -> bool:
+        """Whether `execute` returns before the device has finished."""
+
+    def bind_thread(self) -> None:
+        """Called once by the thread that will execute."""
+
+    def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Logits, float32 [slices that want them, vocabulary], in the order of the slices."""
+
+
+class Draws(Protocol):
+    """Draws tokens from logits (kvrail.engine.sampler)."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        """One token a row."""
+
+
+LayerObserver = Callable[[int, Sequence[WrittenPages]], None]
+"""Called on the engine's thread once a layer's work of a prefill step is enqueued: (layer, pages it completes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Load of the engine."""
+
+    running: int
+    waiting: int
+    pages: PageCounts
+    healthy: bool
+
+
+class Engine:
+    """Continuous batching over one model on one device.
+
+    deliver: called with batches of events, from any thread, outside the lock; must not block.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Draws,
+        scheduler: Scheduler,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
+        metrics: EngineMetrics,
+        deliver: Callable[[Delivery], None],
+        on_layer: LayerObserver | None = None,
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._scheduler = scheduler
+        self._book = RequestBook(scheduler, limits, tokenizer, metrics)
+        self._metrics = metrics
+        self._deliver = deliver
+        self._on_layer = on_layer
+        self._changed = threading.Condition(threading.RLock())
+        self._failures = 0
+        self._preemptions = 0
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start stepping in a thread."""
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop stepping and wait for the thread; what still runs is failed."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed:
+            events = self._book.fail(self._book.ids(), WorkerUnavailableError("the worker has stopped"))
+        self._deliver(events)
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError; then nothing is kept."""
+        with self._changed:
+            self._book.validate(request)
+            if not self._alive():
+                raise WorkerUnavailableError("the engine has stopped; restart the worker")
+            if not self._scheduler.can_wait():
+                raise OverloadedError(f"{self._scheduler.num_waiting} requests are waiting already; try again later")
+            self._book.open(request)
+            events = self._book.admit()
+            self._changed.notify()
+        self._deliver(events)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request, wherever it is. No further events come. Unknown ids are ignored: it may just have ended."""
+        self._change(lambda: self._book.close(request_id))
+
+    def claim_lease(self, request_id: str) -> PageLease | None:
+        """Take over the hold on an admitted request's pages; None where it was dropped. Give it to `release_lease`."""
+        with self._changed:
+            return self._book.claim_lease(request_id)
+
+    def receive_first_tokens(self, request_id: str, tokens: Sequence[SampledToken]) -> None:
+        """The first token of each of the n sequences, drawn by the prefill worker; their output is emitted at once."""
+        with self._changed:
+            events = self._book.receive_first_tokens(request_id, tokens)
+            events += self._book.admit()
+            self._changed.notify()
+        self._deliver(events)
+
+    def receive_kv(self, request_id: str) -> None:
+        """A transfer has filled the prompt's pages; the first tokens came before it."""
+        self._change(lambda: self._book.receive_kv(request_id))
+
+    def compute_here(self, request_id: str) -> None:
+        """A transfer failed for good; the prompt's KV is computed by this engine."""
+        self._change(lambda: self._book.compute_here(request_id))
+
+    def release_lease(self, lease: PageLease) -> None:
+        """Give back a hold on pages, after the last read or write of them has completed."""
+        self._change(lambda: self._book.release_lease(lease))
+
+    def status(self) -> EngineStatus:
+        """Load and health now."""
+        with self._changed:
+            scheduler = self._scheduler
+            return EngineStatus(scheduler.num_running, scheduler.num_waiting, scheduler.pool.counts(), self._alive())
+
+    def check(self) -> None:
+        """Raise AssertionError unless free + used + cached = total and, when nothing runs, used = 0."""
+        with self._changed:
+            self._scheduler.check()
+            if self._book.idle:
+                assert self._scheduler.pool.counts().used == 0, "pages are held by nobody's request"
+
+    def pending(self) -> bool:
+        """Whether a step would do anything: compute, or emit what was drawn."""
+        with self._changed:
+            return self._scheduler.has_work() or self._book.has_drawn
+
+    def step(self) -> None:
+        """Plan, compute and draw once. Text of the tokens drawn before is made while the device computes."""
+        if not self._runner.launches_async:
+            self._emit_drawn()
+        with self._changed:
+            events = self._book.admit()
+            step, started = self._book.plan()
+        self._deliver(events + started)
+        if not step.work:
+            self._emit_drawn()
+            return
+        begin = perf_counter()
+        try:
+            logits = self._runner.execute(step.slices, self._observer(step))
+            if self._runner.launches_async:
+                self._emit_drawn()
+            if len(step.logit_rows) != logits.shape[0]:
+                logits = logits[step.logit_rows]
+            tokens = self._sampler.sample(logits, step.rows) if step.rows else []
+        except Exception as error:  # noqa: BLE001 whatever broke a step, its requests must hear of it
+            self._step_failed(step, error)
+            return
+        self._failures = 0
+        with self._changed:
+            events = self._book.settle(step, tokens)
+        self._deliver(events)
+        self._record(step, perf_counter() - begin)
+
+    def _loop(self) -> None:
+        self._runner.bind_thread()
+        while True:
+            with self._changed:
+                while not (self._stopping or self.pending()):
+                    self._changed.wait()
+                if self._stopping:
+                    return
+            self.step()
+
+    def _alive(self) -> bool:
+        return not self._stopping and self._failures < MAX_FAILURES
+
+    def _change(self, change: Callable[[], object]) -> None:
+        """Change the books, admit what fits now, wake the thread."""
+        with self._changed:
+            change()
+            events = self._book.admit()
+            self._changed.notify()
+        self._deliver(events)
+
+    def _observer(self, step: Step) -> Callable[[int], None] | None:
+        observe = self._on_layer
+        if observe is None or not step.written:
+            return None
+        return lambda layer: observe(layer, step.written)
+
+    def _record(self, step: Step, seconds: float) -> None:
+        metrics = self._metrics
+        metrics.step_seconds.observe(seconds)
+        metrics.step_tokens.observe(sum(item.count for item in step.work))
+        metrics.generation_tokens.inc(len(step.rows))
+        prompt = [w.count for w, s in zip(step.work, step.slices, strict=True) if s.start < len(w.sequence.prompt_ids)]
+        metrics.prompt_tokens.inc(sum(prompt))
+        metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions)
+        self._preemptions = self._scheduler.preemptions
+
+    def report_load(self) -> None:
+        """Bring the gauges up to date; called when metrics are read."""
+        status = self.status()
+        self._metrics.running.set(status.running)
+        self._metrics.waiting.set(status.waiting)
+        self._metrics.set_pages(free=status.pages.free, used=status.pages.used, cached=status.pages.cached)
+
+    def _emit_drawn(self) -> None:
+        with self._changed:
+            events = self._book.emit_drawn()
+        self._deliver(events)
+
+    def _step_failed(self, step: Step, error: Exception) -> None:
+        logger.exception("a step failed; its %d sequences are failed", len(step.work))
+        known = error if isinstance(error, KvrailError) else KvrailError(f"the engine failed: {type(error).__name__}")
+        with self._changed:
+            self._failures += 1
+            self._book.abandon()
+            ids = {item.sequence.request_id for item in step.work} if self._alive() else self._book.ids()
+            events = self._book.fail(ids, known)
+        self._deliver(events)

@@ -1,0 +1,77 @@
+"""What the engine tells whoever asked: one event after another for each request, ending in Finished or Failed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrail.engine.batch import SampledToken
+from kvrail.errors import KvrailError
+from kvrail.sampling import FinishReason, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class PageLease:
+    """A hold on a request's pages by someone who reads or writes them beside the engine: a transfer.
+
+    The pages are not reused until the lease is released, whatever becomes of the request. `generations` are the pages'
+    allocation counts when the lease was taken.
+    """
+
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The prompt has pages.
+
+    cached_tokens: leading tokens whose KV is in them already; whole pages.
+    awaits_kv: the engine waits for a transfer to fill the others (`receive_kv` or `compute_here` ends the wait).
+
+    Where it awaits KV or is prefill-only, a lease of its pages lies ready for `Engine.claim_lease`.
+    """
+
+    cached_tokens: int
+    awaits_kv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    """The first chunk of the prompt is being computed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A prefill-only request is done: the first token of each of its n sequences."""
+
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New output of sequence `index`; `text` is held back while a stop string may still match."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All n sequences have ended and their pages are back."""
+
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended in an error and its pages are back."""
+
+    error: KvrailError
+
+
+Event = Admitted | PrefillStarted | Prefilled | Output | Finished | Failed
+Delivery = Sequence[tuple[str, Event]]
+"""Events of several requests, in order, each with its request id."""

@@ -1,0 +1,190 @@
+"""Loads a decoder-only model from Hugging Face transformers and makes sure that paged attention runs it exactly."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from kvrail.engine.attention.registry import NAME, register
+from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_folder
+from kvrail.engine.inputs import StepInputs
+from kvrail.engine.probe import forward, inspect, verify
+from kvrail.engine.support import context_limit, refuse_unsupported
+from kvrail.errors import ConfigError, UnsupportedModelError
+from kvrail.layout import DTYPE_BYTES, KVLayout
+
+LoadFormat = Literal["safetensors", "dummy"]
+
+_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
+_DUMMY_SEED = 0
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that is ready to run paged.
+
+    model: transformers' causal LM in evaluation mode on `device`, parameters in `dtype`; config: its configuration.
+    layout: how its KV lies in pages. max_model_len: tokens, prompt and output together. fingerprint: hex digest of
+    configuration and weights. layers: its decoder layers in order, each with one attention module.
+    projections: names, in each layer, of linear modules that take the same input.
+    """
+
+    model: Any
+    config: Any
+    layout: KVLayout
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    device: torch.device
+    dtype: torch.dtype
+    layers: tuple[torch.nn.Module, ...]
+    projections: tuple[tuple[str, ...], ...]
+
+    def logits(self, inputs: StepInputs) -> torch.Tensor:
+        """One packed forward pass: float32 logits [rows, vocab] on the device."""
+        return forward(self.model, inputs)
+
+
+def load_model(
+    model: str,
+    *,
+    device: str,
+    dtype: str,
+    kv_dtype: str,
+    page_size: int,
+    load_format: LoadFormat,
+    max_model_len: int = 0,
+) -> LoadedModel:
+    """Load `model`, a local folder or a Hub name, and probe it.
+
+    dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32" or "bfloat16". kv_dtype: a key of
+    kvrail.layout.DTYPE_BYTES. load_format "dummy" reads the configuration alone and draws random weights from a fixed
+    seed on the device. max_model_len 0: the model's own limit.
+
+    Raises ConfigError for settings that do not fit the model or the machine, UnsupportedModelError for models that
+    paged attention would not run exactly.
+    """
+    place = _device(device)
+    compute = _compute_dtype(dtype, place)
+    if page_size < 1:
+        raise ConfigError(f"page_size is {page_size}; choose a power of two such as 64")
+    if kv_dtype not in DTYPE_BYTES:
+        raise ConfigError(f"kv_dtype is {kv_dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
+    folder = _resolve(model, load_format)
+    config = _load_config(model, folder)
+    limit = context_limit(config)
+    if max_model_len > limit:
+        raise ConfigError(f"max_model_len is {max_model_len}, but {model} has a context of {limit}; lower it")
+    refuse_unsupported(config)
+    register()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are for lines
+    lm = _build(folder, config, compute, place, load_format)
+    found = inspect(lm, config)
+    layout = KVLayout(found.num_layers, found.num_kv_heads, found.key_dim, found.value_dim, page_size, kv_dtype)
+    verify(lm, layout)
+    digest = fingerprint_dummy(config, _DUMMY_SEED) if load_format == "dummy" else fingerprint_folder(folder)
+    return LoadedModel(
+        model=lm,
+        config=config,
+        layout=layout,
+        vocab_size=lm.get_output_embeddings().weight.shape[0],
+        max_model_len=max_model_len or limit,
+        eos_token_ids=_eos_token_ids(folder, config),
+        fingerprint=digest,
+        device=place,
+        dtype=compute,
+        layers=found.layers,
+        projections=found.projections,
+    )
+
+
+def _device(device: str) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}; choose cpu, cuda or cuda:N") from error
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}; choose cpu, cuda or cuda:N")
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device is {device!r}, but torch sees no CUDA device; choose cpu")
+        count = torch.cuda.device_count()
+        if (place.index or 0) >= count:
+            raise ConfigError(f"device is {device!r}, but torch sees {count} CUDA devices")
+        chosen = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+        torch.cuda.set_device(chosen)  # Triton launches on the thread's current device, wherever the tensors are
+        return chosen
+    return torch.device("cpu")
+
+
+def _compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in named:
+        raise ConfigError(f"dtype is {dtype!r}; choose auto, float32 or bfloat16")
+    return named[dtype]
+
+
+def _resolve(model: str, load_format: LoadFormat) -> Path:
+    """The model's local folder, fetched from the Hub where `model` is no folder."""
+    folder = Path(model)
+    if not folder.is_dir():
+        patterns = ["*.json"] if load_format == "dummy" else _FILES
+        try:
+            folder = Path(snapshot_download(model, allow_patterns=patterns))
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            raise ConfigError(f"model {model!r} is no local folder, and the Hub did not give it: {error}") from error
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model {model!r} has no config.json")
+    if load_format == "safetensors" and not any(folder.glob("*.safetensors")):
+        raise UnsupportedModelError(f"model {model!r} has no safetensors files; convert them, pickles are not read")
+    return folder
+
+
+def _load_config(model: str, folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModelError(f"transformers does not know the configuration of {model!r}: {error}") from error
+
+
+def _build(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, load_format: LoadFormat) -> Any:
+    """The model in evaluation mode on `device`, with our attention."""
+    try:
+        if load_format == "dummy":
+            lm = _random_model(config, dtype, device)
+        else:
+            auto: Any = AutoModelForCausalLM
+            lm = auto.from_pretrained(
+                folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            ).to(device)
+        lm.set_attn_implementation(NAME)
+    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+        raise UnsupportedModelError(f"transformers cannot build {config.model_type}: {error}") from error
+    return lm.eval().requires_grad_(False)
+
+
+def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Weights drawn on the device, from a fixed seed that leaves the process's generators as they were."""
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.device(device):
+        torch.manual_seed(_DUMMY_SEED)
+        auto: Any = AutoModelForCausalLM
+        return auto.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    """End-of-sequence tokens of generation_config.json and of the configuration."""
+    given: list[Any] = [config.get_text_config().eos_token_id]
+    path = folder / "generation_config.json"
+    if path.is_file():
+        given.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+    return frozenset(int(i) for ids in given if ids is not None for i in (ids if isinstance(ids, list) else [ids]))

@@ -1,0 +1,72 @@
+"""From slices to the arrays of one step, in numpy: no tensor is made per sequence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.engine.batch import SequenceSlice
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """Arrays of one step, int64, sequences with one new token first.
+
+    token_ids, positions, slots: [tokens]; page_tables: [sequences, width], unused entries 0; plan: [sequences, 2], new
+    tokens and tokens in all; logit_rows: [rows], the packed index of the token whose logits each asking slice gets, in
+    the order of the slices; decodes: how many leading sequences have one new token.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    slots: Ints
+    page_tables: Ints
+    plan: Ints
+    logit_rows: Ints
+    decodes: int
+
+
+def pack(slices: Sequence[SequenceSlice], page_size: int) -> PackedStep:
+    """Lay `slices` out on one axis."""
+    order = sorted(range(len(slices)), key=lambda i: len(slices[i].token_ids) > 1)
+    ordered = [slices[i] for i in order]
+    new = np.fromiter((len(s.token_ids) for s in ordered), np.int64, len(ordered))
+    start = np.fromiter((s.start for s in ordered), np.int64, len(ordered))
+    total = start + new
+    ends = np.cumsum(new)
+    owner = np.repeat(np.arange(len(ordered)), new)
+    positions = np.arange(ends[-1]) + np.repeat(start - (ends - new), new)
+    tables = _page_tables(ordered, -(-total // page_size))
+    slots = tables[owner, positions // page_size] * page_size + positions % page_size
+    last = np.empty(len(slices), np.int64)
+    last[order] = ends - 1
+    return PackedStep(
+        token_ids=np.fromiter(chain.from_iterable(s.token_ids for s in ordered), np.int64, int(ends[-1])),
+        positions=positions,
+        slots=slots,
+        page_tables=tables,
+        plan=np.stack([new, total], axis=1),
+        logit_rows=last[[i for i, s in enumerate(slices) if s.wants_logits]],
+        decodes=int((new == 1).sum()),
+    )
+
+
+def _page_tables(slices: Sequence[SequenceSlice], used: Ints) -> Ints:
+    """Each sequence's used pages, rows padded with page 0."""
+    tables = np.zeros((len(slices), int(used.max())), np.int64)
+    flat = chain.from_iterable(s.page_table[:n] for s, n in zip(slices, used.tolist(), strict=True))
+    filled = np.arange(tables.shape[1]) < used[:, None]
+    tables[filled] = np.fromiter(flat, np.int64, int(used.sum()))
+    return tables
+
+
+def token_slots(packed: PackedStep, page_size: int) -> Ints:
+    """Slots of all tokens of the sequences with more than one new token, one sequence after the other."""
+    lengths = packed.plan[packed.decodes :, 1]
+    owner = np.repeat(np.arange(packed.decodes, len(packed.plan)), lengths)
+    token = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return packed.page_tables[owner, token // page_size] * page_size + token % page_size

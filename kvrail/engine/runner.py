@@ -1,0 +1,95 @@
+"""Runs one step of the model over the page pool."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from kvrail.engine.batch import SequenceSlice
+from kvrail.engine.cache import PagedCache
+from kvrail.engine.fusion import compile_layers
+from kvrail.engine.graphs import DecodeGraphs, batch_sizes
+from kvrail.engine.inputs import step_inputs
+from kvrail.engine.loader import LoadedModel
+from kvrail.engine.packing import pack
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """The data plane of one worker: a loaded model and its page pool.
+
+    Several runners may share one loaded model, each with a pool of its own; one thread at a time may execute. Graphs
+    and compilation are for CUDA and come into force with `warm_up`; compilation is the model's, so every runner that
+    shares it takes part.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_pages: int,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        cuda_graphs: bool = True,
+        compile: bool = True,
+    ) -> None:
+        self.loaded = loaded
+        self.cache = PagedCache(loaded.layout, num_pages, loaded.device)
+        self._max_running = max_running
+        self._max_tokens = max(max_batch_tokens, max_running)
+        self._wants_graphs = cuda_graphs and self.launches_async
+        self._wants_compiled = compile and self.launches_async
+        self._graphs: DecodeGraphs | None = None
+
+    @property
+    def launches_async(self) -> bool:
+        """Whether `execute` returns before the device has finished."""
+        return self.loaded.device.type == "cuda"
+
+    def bind_thread(self) -> None:
+        """Make the model's GPU the calling thread's current one: kernels and captures go there."""
+        if self.launches_async:
+            torch.cuda.set_device(self.loaded.device)
+
+    def warm_up(self) -> None:
+        """Compile kernels and capture graphs, so that no request waits for it. Overwrites pages."""
+        if not self.launches_async:
+            return
+        self.bind_thread()
+        if self._wants_compiled:
+            compile_layers(self.loaded.layers, self.loaded.projections)
+        for slices in self._rehearsals():
+            self.execute(slices)
+        if self._wants_graphs:
+            self._graphs = DecodeGraphs(self.loaded, self.cache, self._max_running)
+        torch.cuda.synchronize(self.loaded.device)
+        logger.info("warmed up: compiled %s, graphs %s", self._wants_compiled, self._wants_graphs)
+
+    def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Compute the slices' new tokens and keep their KV in the pages.
+
+        Returns float32 logits [rows, vocab] on the device, one row a slice with wants_logits, in order; on CUDA they
+        are valid until the next call. on_layer(i) is called on the host right after layer i's work has been enqueued.
+        """
+        packed = pack(slices, self.loaded.layout.page_size)
+        tokens, sequences = len(packed.token_ids), len(packed.plan)
+        if tokens > self._max_tokens or sequences > self._max_running:
+            raise ValueError(
+                f"a step of {sequences} sequences and {tokens} tokens exceeds max_running {self._max_running} "
+                f"or max_batch_tokens {self._max_tokens}"
+            )
+        if self._graphs is not None and on_layer is None and len(packed.logit_rows) == tokens == sequences:
+            return self._graphs.run(packed)
+        return self.loaded.logits(step_inputs(self.cache, packed, self.loaded.dtype, on_layer))
+
+    def _rehearsals(self) -> Iterator[list[SequenceSlice]]:
+        """Steps of every kind, on whatever pages there are: prefill from scratch and onwards, decode, and mixed."""
+        size = self.loaded.layout.page_size
+        room = min(self._max_tokens, self.cache.num_pages * size, self.loaded.max_model_len)
+        pages = range(self.cache.num_pages)
+        yield [SequenceSlice([0] * room, 0, pages, True)]
+        if room > 2:
+            yield [SequenceSlice([0, 0], room - 2, pages, True)]
+        for rows in batch_sizes(self._max_running):
+            yield [SequenceSlice([0], 0, pages, True)] * rows

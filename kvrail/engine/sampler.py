@@ -1,0 +1,71 @@
+"""From logits to tokens.
+
+The order of operations is vLLM's: log probabilities of the raw logits; bias and banned tokens; penalties; temperature;
+min_p, top_k, top_p; then one draw by the Gumbel-max method. The draw is keyed by (seed, sequence index, position, token
+id) and depends on nothing else but the row's logits, so it can be repeated: verification samples the exact logits of a
+position again, in a batch of any other shape, and gets the token that decoding without drafts would have got.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvrail.engine.batch import SampledToken, SampleRow
+from kvrail.engine.draw import DrawParams, draw_on_cpu
+from kvrail.engine.edits import edit_logits, is_edited
+from kvrail.engine.logprobs import token_logprobs
+from kvrail.engine.readback import to_list
+from kvrail.errors import ConfigError
+
+Draw = Callable[[Tensor, Sequence[DrawParams]], list[int]]
+
+
+class Sampler:
+    """Draws one token from each row of logits.
+
+    vocab_size: length of a row. device: where the logits are, a CPU or CUDA device.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._draw = _draw_for(device)
+
+    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        """Draw one token for each row.
+
+        logits: float32 [R, V], rows contiguous; not modified. rows: R of them, in the same order.
+        """
+        if logits.shape != (len(rows), self._vocab_size) or logits.dtype != torch.float32:
+            raise ValueError(
+                f"logits are {logits.dtype} {tuple(logits.shape)}; expected float32 {(len(rows), self._vocab_size)}"
+            )
+        if not rows:
+            return []
+        if all(row.params.greedy and row.params.logprobs is None and not is_edited(row) for row in rows):
+            return [SampledToken(token_id) for token_id in to_list(logits.argmax(dim=-1))]
+        token_ids = self._draw(edit_logits(logits, rows), [DrawParams.of(row) for row in rows])
+        return _with_logprobs(logits, rows, token_ids)
+
+
+def _draw_for(device: torch.device) -> Draw:
+    if device.type == "cpu":
+        return draw_on_cpu
+    if device.type == "cuda":
+        from kvrail.engine.sampling_kernels import draw_on_cuda  # Triton is installed only where it can run
+
+        return draw_on_cuda
+    raise ConfigError(f"device {device} has no sampler; choose cpu or cuda")
+
+
+def _with_logprobs(logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequence[int]) -> list[SampledToken]:
+    """Attach log probabilities of the raw logits to the tokens of rows that ask for them."""
+    wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    tokens = [SampledToken(token_id) for token_id in token_ids]
+    if not wanting:
+        return tokens
+    chosen = [token_ids[i] for i in wanting]
+    counts = [rows[i].params.logprobs or 0 for i in wanting]
+    for i, logprobs in zip(wanting, token_logprobs(logits[wanting], chosen, counts), strict=True):
+        tokens[i] = SampledToken(token_ids[i], logprobs)
+    return tokens

@@ -1,0 +1,207 @@
+"""What to compute next. Decides over sequences and pages; knows no tensors and no clock.
+
+Each step has a budget of tokens. Sequences that decode come first, one token each, so that prefills never stall them;
+chunks of prompts share what is left, oldest first. Sequences wait first come, first served: the head of the queue is
+never overtaken, so none starves. Where a decoding sequence needs a page and none can be had, the youngest running
+sequence gives up its pages and goes back to the head of the queue; it computes its KV again, or finds it cached.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrail.engine.pages import PagePool
+from kvrail.engine.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step and of the queue.
+
+    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all.
+    """
+
+    max_batch_tokens: int
+    max_running: int
+    max_waiting: int
+    local_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sequence's part of a step: its next `count` tokens."""
+
+    sequence: Sequence
+    count: int
+
+
+class Scheduler:
+    """Queue, running set and pages of one engine."""
+
+    def __init__(self, pool: PagePool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.preemptions = 0
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # oldest arrival first
+        self._receiving: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no pages."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages: computing, or waiting for their KV to arrive."""
+        return len(self._running) + len(self._receiving)
+
+    def has_work(self) -> bool:
+        """Whether `schedule` could return anything now."""
+        return bool(self._running or (self._waiting and self._can_admit(self._waiting[0])))
+
+    def can_wait(self, count: int = 1) -> bool:
+        """Whether the queue has room."""
+        return len(self._waiting) + count <= self.limits.max_waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self._waiting.append(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Give pages to waiting sequences, in order, as long as they fit. Returns those that were admitted."""
+        admitted: list[Sequence] = []
+        while self._waiting and self._can_admit(self._waiting[0]):
+            sequence = self._waiting.popleft()
+            self._take_pages(sequence)
+            uncached = len(sequence.prompt_ids) - sequence.computed
+            if sequence.remote and not sequence.output_ids and uncached > self.limits.local_prefill_tokens:
+                sequence.status = Status.RECEIVING
+                self._receiving.append(sequence)
+            else:
+                self._run(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def schedule(self) -> list[Work]:
+        """The next step's work: decoding sequences first, then chunks of prompts. Takes pages, may preempt."""
+        budget = self.limits.max_batch_tokens
+        work: list[Work] = []
+        for sequence in [s for s in self._running if s.is_decoding()]:
+            if budget and sequence.status is Status.RUNNING and self._grow(sequence):
+                work.append(Work(sequence, 1))
+                budget -= 1
+        work = [w for w in work if w.sequence.status is Status.RUNNING]  # a later one may have preempted an earlier
+        for sequence in self._running:
+            if budget and not sequence.is_decoding():
+                count = min(budget, sequence.to_compute())
+                work.append(Work(sequence, count))
+                budget -= count
+        return work
+
+    def computed(self, work: Iterable[Work]) -> None:
+        """Note that a step's KV is in the pages; full pages become known to the prefix cache."""
+        for item in work:
+            if item.sequence.status is Status.RUNNING:
+                item.sequence.computed += item.count
+                self._publish(item.sequence)
+
+    def hand_over(self, receiving: Sequence, heir: Sequence) -> None:
+        """Let `heir`, a sequence of the same prompt, await the KV instead; it takes over the pages."""
+        if heir is receiving:
+            return
+        self._receiving[self._receiving.index(receiving)] = heir
+        heir.status, receiving.status = Status.RECEIVING, Status.FINISHED
+        heir.page_table, receiving.page_table = receiving.page_table, []
+        heir.computed, heir.published = receiving.computed, receiving.published
+
+    def received(self, sequence: Sequence) -> None:
+        """A transfer has filled the prompt's pages: the sequence runs."""
+        self._receiving.remove(sequence)
+        sequence.computed = len(sequence.prompt_ids)
+        self._publish(sequence)
+        self._run(sequence)
+
+    def compute_here(self, sequence: Sequence) -> None:
+        """A transfer failed for good: the prompt's missing KV is computed here, in the pages already held."""
+        self._receiving.remove(sequence)
+        sequence.remote = False
+        self._run(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and release its pages."""
+        for place in (self._running, self._receiving, self._waiting):
+            if sequence in place:
+                place.remove(sequence)
+        sequence.status = Status.FINISHED
+        self._release(sequence)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books are right."""
+        self.pool.check()
+        for sequence in [*self._running, *self._receiving]:
+            assert len(sequence.page_table) * self.pool.page_size >= sequence.computed, "KV without pages"
+        assert all(not sequence.page_table for sequence in self._waiting), "a waiting sequence holds pages"
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.page_size)
+
+    def _usable_prefix(self, sequence: Sequence) -> list[int]:
+        """Cached leading pages; at least one token is left to compute, since its logits are needed."""
+        full = (len(sequence.token_ids) - 1) // self.pool.page_size
+        return self.pool.match(sequence.hashes(self.pool.page_size)[:full])
+
+    def _can_admit(self, sequence: Sequence) -> bool:
+        if self.num_running >= self.limits.max_running:
+            return False
+        hits = self._usable_prefix(sequence)
+        fresh = self._pages_for(len(sequence.token_ids)) - len(hits)
+        spare = sum(1 for s in self._running if s.is_decoding())  # each may need one more page at the next step
+        revived = sum(1 for page in hits if self.pool.is_cached(page))  # these leave the evictable pages
+        return self.pool.can_allocate(fresh + revived + (spare if self.num_running else 0))
+
+    def _take_pages(self, sequence: Sequence) -> None:
+        hits = self._usable_prefix(sequence)
+        self.pool.acquire(hits)
+        fresh = self.pool.allocate(self._pages_for(len(sequence.token_ids)) - len(hits))
+        sequence.page_table = [*hits, *fresh]
+        sequence.computed = len(hits) * self.pool.page_size
+        sequence.published = len(hits)
+        if not sequence.output_ids:
+            sequence.cached_tokens = sequence.computed
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        self._running.append(sequence)
+        self._running.sort(key=lambda s: s.arrival)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make room for the sequence's next token, preempting younger ones; False where itself had to give way."""
+        while len(sequence.page_table) < self._pages_for(len(sequence.token_ids)):
+            if self.pool.can_allocate(1):
+                sequence.page_table += self.pool.allocate(1)
+                continue
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = sequence.published = 0
+        sequence.status = Status.WAITING
+        self._waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _publish(self, sequence: Sequence) -> None:
+        full = sequence.computed // self.pool.page_size
+        hashes = sequence.hashes(self.pool.page_size)
+        for number in range(sequence.published, full):
+            self.pool.publish(sequence.page_table[number], hashes[number])
+        sequence.published = max(sequence.published, full)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.page_table)
+        sequence.page_table = []

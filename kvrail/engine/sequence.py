@@ -1,0 +1,67 @@
+"""A sequence on its way through the engine: its tokens, its pages, and how far its KV is computed."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvrail.engine.pages import PageHash, page_hashes
+from kvrail.sampling import FinishReason, SamplingParams
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    WAITING = auto()  # holds no pages
+    RECEIVING = auto()  # holds pages that a transfer is writing
+    RUNNING = auto()  # holds pages; every step computes some of its tokens
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One of a request's n sequences.
+
+        0            computed              len(token_ids)
+        |---- KV in pages ----|--- to compute ---|
+                                                 └ a decoding sequence has exactly one token to compute
+
+    remote: whether another worker computes the prompt's KV.
+    """
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    prompt_ids: list[int]
+    arrival: int
+    remote: bool = False
+    prefill_only: bool = False
+    output_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(init=False)
+    page_table: list[int] = field(default_factory=list)
+    computed: int = 0
+    published: int = 0
+    cached_tokens: int = 0
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    _hashes: list[PageHash] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.prompt_ids, *self.output_ids]
+
+    def append(self, token_id: int) -> None:
+        """Add one generated token."""
+        self.output_ids.append(token_id)
+        self.token_ids.append(token_id)
+
+    def to_compute(self) -> int:
+        """Tokens whose KV is not in the pages yet."""
+        return len(self.token_ids) - self.computed
+
+    def is_decoding(self) -> bool:
+        """Whether only the newest token remains to be computed."""
+        return self.to_compute() == 1 and bool(self.output_ids)
+
+    def hashes(self, page_size: int) -> list[PageHash]:
+        """Hashes of all full pages of the tokens so far."""
+        if len(self._hashes) < len(self.token_ids) // page_size:
+            self._hashes = page_hashes(self.token_ids, page_size, self._hashes)
+        return self._hashes

@@ -1,0 +1,1 @@
+"""gRPC between services: channels, servers, health, deadlines and the one mapping of errors."""

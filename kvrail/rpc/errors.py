@@ -1,0 +1,174 @@
+"""The one mapping between the error tree and gRPC statuses.
+
+A status code tells any client what went wrong; the trailer `kvrail-error-bin` carries, as JSON, what a code cannot: the
+error's class and attributes. A peer that sends no trailer, or a foreign one, is mapped by its code alone.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import logging
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from kvrail.errors import (
+    AuthenticationError,
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    FrameError,
+    IncompatibleError,
+    InvalidRequestError,
+    KvrailError,
+    ModelNotFoundError,
+    OverloadedError,
+    RequestCancelledError,
+    TransferAbortedError,
+    UnsupportedModelError,
+    WorkerUnavailableError,
+)
+
+log = logging.getLogger(__name__)
+
+TRAILER = "kvrail-error-bin"
+MAX_MESSAGE_CHARS = 500  # gRPC may refuse metadata above 8 KiB; a character takes up to 12 bytes there
+MAX_PARAM_CHARS = 100
+
+_CODES: dict[type[KvrailError], grpc.StatusCode] = {
+    KvrailError: grpc.StatusCode.INTERNAL,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnsupportedModelError: grpc.StatusCode.UNIMPLEMENTED,
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    ContextLengthError: grpc.StatusCode.INVALID_ARGUMENT,
+    ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
+    AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
+    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    IncompatibleError: grpc.StatusCode.FAILED_PRECONDITION,
+    FrameError: grpc.StatusCode.DATA_LOSS,
+    TransferAbortedError: grpc.StatusCode.ABORTED,
+    WorkerUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RequestCancelledError: grpc.StatusCode.CANCELLED,
+}
+_CLASSES = {cls.__name__: cls for cls in _CODES}
+
+_FOREIGN: dict[grpc.StatusCode, type[KvrailError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.FAILED_PRECONDITION: IncompatibleError,
+    grpc.StatusCode.UNIMPLEMENTED: IncompatibleError,
+    grpc.StatusCode.DATA_LOSS: FrameError,
+    grpc.StatusCode.ABORTED: TransferAbortedError,
+    grpc.StatusCode.UNAVAILABLE: WorkerUnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+    grpc.StatusCode.CANCELLED: RequestCancelledError,
+}
+
+
+def to_status(error: KvrailError) -> tuple[grpc.StatusCode, str, bytes]:
+    """Status code, message and trailer of an error."""
+    cls = next(base for base in type(error).__mro__ if base in _CODES)
+    fields: dict[str, Any] = {"error": cls.__name__}
+    if isinstance(error, InvalidRequestError):
+        fields["param"] = error.param and error.param[:MAX_PARAM_CHARS]
+    if isinstance(error, OverloadedError):
+        fields["retry_after"] = error.retry_after
+    message = str(error)
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[: MAX_MESSAGE_CHARS - 1] + "…"
+    return _CODES[cls], message, json.dumps(fields).encode()
+
+
+def _from_trailer(trailer: bytes, message: str) -> KvrailError | None:
+    """Read a peer's trailer; None where it is not one of ours."""
+    try:
+        fields = json.loads(trailer)
+        cls = _CLASSES[fields["error"]]
+        if issubclass(cls, InvalidRequestError):
+            param = fields["param"]
+            return cls(message, param=param if param is None else str(param))
+        if issubclass(cls, OverloadedError):
+            retry_after = float(fields["retry_after"])
+            return cls(message, retry_after=retry_after) if 0.0 <= retry_after < math.inf else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return cls(message)
+
+
+def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> KvrailError:
+    """Give the error that a peer raised, or the one that its plain status means; `peer` is named in the latter."""
+    code, details = error.code(), error.details() or ""
+    for key, value in error.trailing_metadata() or ():
+        if key == TRAILER and (known := _from_trailer(value, details)) is not None:
+            return known
+    message = f"{peer or 'the peer'} answered {code.name}: {details}"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
+        return FrameError(message)  # gRPC's own bound, not a lack of capacity: to retry would not help
+    return _FOREIGN.get(code, KvrailError)(message)
+
+
+async def abort_with(context: grpc.aio.ServicerContext, error: KvrailError) -> NoReturn:
+    """End a call with the status that `error` maps to."""
+    code, message, trailer = to_status(error)
+    await context.abort(code, message, trailing_metadata=((TRAILER, trailer),))
+    raise AssertionError("context.abort returned")
+
+
+async def _abort_after(error: Exception, request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
+    """Map what a servicer's method raised; what nobody meant to raise is logged and told as INTERNAL."""
+    if isinstance(error, KvrailError):
+        await abort_with(context, error)
+    request_id = getattr(request, "request_id", "") or "without id"
+    log.error("request %s failed", request_id, exc_info=error)
+    await abort_with(context, KvrailError(f"internal error in request {request_id}; the worker's log has the cause"))
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def maps_errors(method: _Method) -> _Method:
+    """Let a servicer's method, unary or response-streaming, raise from the error tree.
+
+    Cancellation passes untouched: then nobody listens any more.
+    """
+    if inspect.isasyncgenfunction(method):
+
+        @functools.wraps(method)
+        async def streaming(self: Any, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(method(self, request, context)) as replies:
+                    async for reply in replies:
+                        yield reply
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the boundary of the process
+                await _abort_after(error, request, context)
+
+        return cast(_Method, streaming)
+
+    @functools.wraps(method)
+    async def unary(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(self, request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary of the process
+            await _abort_after(error, request, context)
+
+    return cast(_Method, unary)
+
+
+def is_cancelling() -> bool:
+    """Whether the current task has been asked to stop, as opposed to a call inside it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,137 @@
+"""Servers: building, binding, health, and an end that lets running requests finish."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from kvrail.errors import ConfigError
+from kvrail.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, common_options
+from kvrail.wire.replies import PREFILL_SERVICE, encode_reply
+from kvrail.wire.v1 import common_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, slots=True)
+class RpcServer:
+    """A gRPC server with the standard health service, NOT_SERVING until `start`."""
+
+    server: grpc.aio.Server
+    health: health_aio.HealthServicer
+
+    def add_prefill(self, servicer: prefill_pb2_grpc.PrefillServicer) -> None:
+        """Serve the Prefill service; its `Prefill` answers with kvrail.wire.replies.Reply, see serve_prefill."""
+        handlers = {
+            "Prefill": grpc.unary_stream_rpc_method_handler(
+                servicer.Prefill,
+                request_deserializer=prefill_pb2.PrefillRequest.FromString,
+                response_serializer=encode_reply,
+            ),
+            "GetStatus": grpc.unary_unary_rpc_method_handler(
+                servicer.GetStatus,
+                request_deserializer=common_pb2.StatusRequest.FromString,
+                response_serializer=common_pb2.WorkerStatus.SerializeToString,
+            ),
+        }
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PREFILL_SERVICE, handlers),))
+
+    def add_decode(self, servicer: decode_pb2_grpc.DecodeServicer) -> None:
+        """Serve the Decode service."""
+        decode_pb2_grpc.add_DecodeServicer_to_server(servicer, self.server)  # type: ignore[no-untyped-call]
+
+    def bind(self, host: str, port: int) -> int:
+        """Listen on `host`:`port` (0: any free one) once started; returns the port. Raises ConfigError where taken."""
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound: int = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: the port is taken or the address is not this machine's; "
+                "set host and port to a free one"
+            ) from error
+        return bound
+
+    async def start(self) -> None:
+        """Begin to serve, and say so."""
+        await self.server.start()
+        await self.health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new calls, give running ones `grace_s` seconds, then cancel them."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+async def build_server(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> RpcServer:
+    """Build a server that enforces message bounds and answers its clients' keepalive pings."""
+    options = [
+        *common_options(max_message_bytes),
+        ("grpc.so_reuseport", 0),  # a second process on the same port is a mistake, not a load balancer
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+    server = grpc.aio.server(options=options)
+    health = health_aio.HealthServicer()
+    await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return RpcServer(server, health)
+
+
+async def serve_until_signal(
+    rpc: RpcServer,
+    *,
+    on_drain: Callable[[], None],
+    drained: Callable[[], Awaitable[None]],
+    grace_period_s: float,
+) -> None:
+    """Serve a started server until SIGTERM or SIGINT, then drain it; the process can exit with 0 after this.
+
+    On the first signal: health turns NOT_SERVING, `on_drain` stops admission, and running requests get
+    `grace_period_s` seconds until `drained` returns. A second signal ends the wait. What still runs is cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await first.wait()
+        log.info("draining: no new requests, up to %g s for running ones", grace_period_s)
+        await rpc.health.enter_graceful_shutdown()
+        on_drain()
+        await _wait_drained(drained, second, grace_period_s)
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        await rpc.stop()
+    log.info("stopped")
+
+
+async def _wait_drained(drained: Callable[[], Awaitable[None]], hurry: asyncio.Event, grace_period_s: float) -> None:
+    """Wait until `drained` returns, `hurry` is set or the grace period is over; raises what `drained` raises."""
+    done = asyncio.ensure_future(drained())
+    hurried = asyncio.ensure_future(hurry.wait())
+    try:
+        await asyncio.wait((done, hurried), timeout=grace_period_s, return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            done.result()
+        else:
+            log.warning(
+                "cancelling the requests that still run: %s", "second signal" if hurry.is_set() else "grace over"
+            )
+    finally:
+        for task in (done, hurried):
+            task.cancel()
+        await asyncio.gather(done, hurried, return_exceptions=True)

@@ -1,0 +1,53 @@
+"""What a request asks of the sampler, and what it gets back. Free of torch: the router uses it too."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one request, with the meaning that the OpenAI API and vLLM give them.
+
+    `temperature` 0 is greedy. `top_k` 0 is off. `logprobs` None asks for none; k asks for the chosen token's and the
+    k most likely ones'. `seed` is always set: the random draw for a token is keyed by (seed, sequence index, position,
+    token id), so a run repeats.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_in_output: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without a random draw."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of an emitted token, and (token id, log probability) of the most likely ones."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"

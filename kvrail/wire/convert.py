@@ -1,0 +1,183 @@
+"""The project's types to protobuf messages and back. What comes from the network is checked here."""
+
+import math
+from collections.abc import Iterable
+
+from kvrail.errors import IncompatibleError, InvalidRequestError
+from kvrail.layout import DTYPE_BYTES, KVLayout
+from kvrail.lifecycle import Stage
+from kvrail.sampling import FinishReason, SamplingParams, TokenLogprobs
+from kvrail.wire.v1 import common_pb2, decode_pb2
+
+UINT32_MAX = (1 << 32) - 1
+UINT64_MAX = (1 << 64) - 1
+MAX_N = 128  # the OpenAI API's bounds
+MAX_LOGPROBS = 20
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
+
+_FINISH_REASONS = {
+    FinishReason.STOP: decode_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: decode_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def _check(param: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """Refuse NaN and what lies outside [low, high], or (low, high] where `above`."""
+    if not low <= value <= high or (above and value == low):
+        bound = f"above {low}" if above else f"at least {low}"
+        limit = "finite" if high == math.inf else f"at most {high}"
+        raise InvalidRequestError(f"{param} is {value}; it must be {bound} and {limit}", param=param)
+    if math.isinf(value):
+        raise InvalidRequestError(f"{param} is {value}; it must be finite", param=param)
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Raise InvalidRequestError, naming the parameter, where a value is outside its range."""
+    _check("max_tokens", params.max_tokens, 1, UINT32_MAX)
+    _check("min_tokens", params.min_tokens, 0, params.max_tokens)
+    _check("temperature", params.temperature, 0.0, math.inf)
+    _check("top_p", params.top_p, 0.0, 1.0, above=True)
+    _check("top_k", params.top_k, 0, UINT32_MAX)
+    _check("min_p", params.min_p, 0.0, 1.0)
+    _check("repetition_penalty", params.repetition_penalty, 0.0, math.inf, above=True)
+    _check("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check("seed", params.seed, 0, UINT64_MAX)
+    _check("n", params.n, 1, MAX_N)
+    if params.logprobs is not None:
+        _check("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    for token_id, bias in params.logit_bias.items():
+        _check("logit_bias", token_id, 0, UINT32_MAX)
+        _check("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    for token_id in params.stop_token_ids:
+        _check("stop_token_ids", token_id, 0, UINT32_MAX)
+    if "" in params.stop:
+        raise InvalidRequestError("stop contains an empty string, which matches everywhere; leave it out", param="stop")
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Write a request's parameters; raises InvalidRequestError where a value is outside its range."""
+    check_sampling(params)
+    return common_pb2.SamplingParams(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+        logprobs=params.logprobs,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        include_stop_in_output=params.include_stop_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        n=params.n,
+    )
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Read a request's parameters; raises InvalidRequestError, naming the one that is outside its range."""
+    params = SamplingParams(
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        seed=message.seed,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_in_output=message.include_stop_in_output,
+        skip_special_tokens=message.skip_special_tokens,
+        n=message.n,
+    )
+    check_sampling(params)
+    return params
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
+    """One token's log probabilities, rounded to float32."""
+    top = [common_pb2.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top]
+    return common_pb2.TokenLogprobs(logprob=logprobs.logprob, top=top)
+
+
+def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
+    """One token's log probabilities."""
+    return TokenLogprobs(message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+
+
+def layout_to_proto(layout: KVLayout) -> common_pb2.KVLayout:
+    """How pages lie, for the handshake."""
+    return common_pb2.KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        key_dim=layout.key_dim,
+        value_dim=layout.value_dim,
+        page_size=layout.page_size,
+        dtype=layout.dtype,
+    )
+
+
+def layout_from_proto(message: common_pb2.KVLayout) -> KVLayout:
+    """Read a peer's layout; raises IncompatibleError where a size is 0 or the element type unknown."""
+    for name in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size"):
+        if getattr(message, name) == 0:
+            raise IncompatibleError(f"the peer's KV layout has {name} 0; it must be at least 1")
+    if message.dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        raise IncompatibleError(f"the peer's KV pages have dtype {message.dtype!r}; this build knows {known}")
+    return KVLayout(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        key_dim=message.key_dim,
+        value_dim=message.value_dim,
+        page_size=message.page_size,
+        dtype=message.dtype,
+    )
+
+
+def marks_to_proto(marks: Iterable[tuple[Stage, float]]) -> list[common_pb2.Mark]:
+    """Moments of a request's life, in seconds since the hop began."""
+    return [common_pb2.Mark(stage=stage.value, seconds=seconds) for stage, seconds in marks]
+
+
+def marks_from_proto(messages: Iterable[common_pb2.Mark]) -> list[tuple[Stage, float]]:
+    """Read a peer's marks; raises IncompatibleError for an unknown stage or a time that is negative or not finite."""
+    marks = []
+    for message in messages:
+        try:
+            stage = Stage(message.stage)
+        except ValueError:
+            known = ", ".join(Stage)
+            raise IncompatibleError(f"the peer marks the unknown stage {message.stage!r}; known are {known}") from None
+        if not 0.0 <= message.seconds < math.inf:
+            raise IncompatibleError(f"the peer marks {stage} at {message.seconds} s; a time is finite and not negative")
+        marks.append((stage, message.seconds))
+    return marks
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> decode_pb2.FinishReason:
+    """None, a sequence that goes on, is UNSPECIFIED."""
+    return decode_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
+
+
+def finish_reason_from_proto(value: decode_pb2.FinishReason) -> FinishReason | None:
+    """None where the sequence goes on; raises IncompatibleError for an unknown value."""
+    if value == decode_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    for reason, known in _FINISH_REASONS.items():
+        if value == known:
+            return reason
+    raise IncompatibleError(f"the peer finished a sequence for the unknown reason {value}")

@@ -1,0 +1,82 @@
+from kvrail.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Handshake(_message.Message):
+    __slots__ = ("protocol_version", "model_fingerprint", "layout", "codecs", "transports", "held_pages")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    model_fingerprint: str
+    layout: _common_pb2.KVLayout
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    held_pages: int
+    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., held_pages: _Optional[int] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.SamplingParams
+    handshake: Handshake
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., handshake: _Optional[_Union[Handshake, _Mapping]] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ("protocol_version", "codec", "transport", "first_page", "page_count")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    codec: str
+    transport: str
+    first_page: int
+    page_count: int
+    def __init__(self, protocol_version: _Optional[int] = ..., codec: _Optional[str] = ..., transport: _Optional[str] = ..., first_page: _Optional[int] = ..., page_count: _Optional[int] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_ids", "logprobs", "marks")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprobs]
+    marks: _containers.RepeatedCompositeFieldContainer[_common_pb2.Mark]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ...) -> None: ...
+
+class TransferDone(_message.Message):
+    __slots__ = ("frame_count", "payload_bytes", "marks")
+    FRAME_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MARKS_FIELD_NUMBER: _ClassVar[int]
+    frame_count: int
+    payload_bytes: int
+    marks: _containers.RepeatedCompositeFieldContainer[_common_pb2.Mark]
+    def __init__(self, frame_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ...) -> None: ...
+
+class PrefillReply(_message.Message):
+    __slots__ = ("accepted", "first_token", "frame", "done")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    accepted: Accepted
+    first_token: FirstToken
+    frame: bytes
+    done: TransferDone
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., frame: _Optional[bytes] = ..., done: _Optional[_Union[TransferDone, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,214 @@
+"""What a prefill and a decode worker have in common: the model behind an engine, and what they say of themselves."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from kvrail import logs
+from kvrail.calls import ActiveCalls
+from kvrail.config import WorkerSettings
+from kvrail.engine.aio import EventRouter
+from kvrail.engine.cache import PagedCache, pages_that_fit
+from kvrail.engine.engine import Engine, LayerObserver
+from kvrail.engine.loader import LoadedModel, load_model
+from kvrail.engine.pages import PagePool
+from kvrail.engine.requests import ModelLimits
+from kvrail.engine.runner import ModelRunner
+from kvrail.engine.sampler import Sampler
+from kvrail.engine.scheduler import Limits, Scheduler
+from kvrail.engine.streams import SideStream
+from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
+from kvrail.metrics import EngineMetrics, TransferMetrics, render, render_vllm
+from kvrail.rpc.http_side import start_side_server
+from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
+from kvrail.text import load_tokenizer
+from kvrail.tuning import tune_process
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.convert import layout_to_proto
+from kvrail.wire.v1 import common_pb2
+
+logger = logging.getLogger("kvrail.worker")
+
+PROTOCOL_OVERHEAD_BYTES = 1 << 20
+"""Room in a gRPC message beside a KV frame; a prompt of 262,144 tokens takes at most this much as varints."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """An engine and its surroundings; built once, before the first request."""
+
+    settings: WorkerSettings
+    loaded: LoadedModel
+    engine: Engine
+    events: EventRouter
+    cache: PagedCache
+    side: SideStream
+    calls: ActiveCalls
+    registry: CollectorRegistry
+    transfers: TransferMetrics
+    codecs: tuple[str, ...]
+
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
+        if name != self.settings.model_name:
+            raise ModelNotFoundError(f"model {name!r} is not served here; this worker has {self.settings.model_name!r}")
+
+    def status(self) -> common_pb2.WorkerStatus:
+        """Identity, limits and load."""
+        load, settings, loaded = self.engine.status(), self.settings, self.loaded
+        counts = load.pages
+        return common_pb2.WorkerStatus(
+            model=common_pb2.ModelInfo(
+                name=settings.model_name,
+                fingerprint=loaded.fingerprint,
+                vocab_size=loaded.vocab_size,
+                max_model_len=loaded.max_model_len,
+            ),
+            layout=layout_to_proto(loaded.layout),
+            protocol_version=PROTOCOL_VERSION,
+            codecs=self.codecs,
+            transports=[settings.transport],
+            running=load.running,
+            waiting=load.waiting,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            pages_total=counts.free + counts.used + counts.cached,
+            pages_free=counts.free,
+            pages_cached=counts.cached,
+            draining=self.calls.draining or not load.healthy,
+        )
+
+    def render_metrics(self, path: str) -> tuple[bytes, str]:
+        """Body and content type of a metrics path."""
+        self.engine.report_load()
+        return (render_vllm if path.endswith("/vllm") else render)(self.registry)
+
+    def healthy(self) -> bool:
+        """Whether requests can be sent here."""
+        return not self.calls.draining and self.engine.status().healthy
+
+
+def build_worker(
+    settings: WorkerSettings,
+    *,
+    codecs: Sequence[str],
+    on_layer: LayerObserver | None = None,
+    local_prefill_tokens: int = 0,
+    detokenize: bool,
+) -> Worker:
+    """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors."""
+    loaded, runner = _load(settings)
+    registry = CollectorRegistry()
+    pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
+    limits = Limits(settings.max_batch_tokens, settings.max_running, settings.max_waiting, local_prefill_tokens)
+    events = EventRouter(asyncio.get_running_loop())
+    engine = Engine(
+        runner,
+        Sampler(loaded.vocab_size, loaded.device),
+        Scheduler(pool, limits),
+        ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
+        load_tokenizer(settings.model) if detokenize else None,
+        EngineMetrics(registry, settings.model_name),
+        events.deliver,
+        on_layer,
+    )
+    return Worker(
+        settings=settings,
+        loaded=loaded,
+        engine=engine,
+        events=events,
+        cache=runner.cache,
+        side=SideStream(loaded.device),
+        calls=ActiveCalls(),
+        registry=registry,
+        transfers=TransferMetrics(registry, settings.model_name, codecs),
+        codecs=tuple(codecs),
+    )
+
+
+def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
+    """The model and its page pool, compiled and captured where that is asked for."""
+    loaded = load_model(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        page_size=settings.page_size,
+        load_format=settings.load_format,
+        max_model_len=settings.max_model_len,
+    )
+    page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
+    if page_bytes > settings.max_frame_bytes:
+        raise ConfigError(
+            f"max_frame_bytes is {settings.max_frame_bytes}, but a page of one layer has {page_bytes} bytes;"
+            " raise it or lower page_size"
+        )
+    num_pages = settings.num_pages or pages_that_fit(loaded.layout, loaded.device, settings.kv_memory_gib)
+    runner = ModelRunner(
+        loaded,
+        num_pages,
+        max_running=settings.max_running,
+        max_batch_tokens=settings.max_batch_tokens,
+        cuda_graphs=settings.cuda_graphs,
+        compile=settings.compile,
+    )
+    runner.warm_up()
+    logger.info(
+        "%s: %d layers, context %d, %d pages of %d tokens (%s, %.1f MiB), fingerprint %s",
+        settings.model_name,
+        loaded.layout.num_layers,
+        loaded.max_model_len,
+        num_pages,
+        settings.page_size,
+        settings.kv_dtype,
+        num_pages * loaded.layout.page_bytes / (1 << 20),
+        loaded.fingerprint[:12],
+    )
+    return loaded, runner
+
+
+def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, None]) -> int:
+    """Run a worker's main coroutine to its end; returns the process's exit code."""
+    tune_process()
+    logs.setup(settings.log_level, settings.log_format, role)
+    try:
+        asyncio.run(main)
+    except KvrailError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> None:
+    """Serve gRPC, metrics and health until SIGTERM or SIGINT, then drain.
+
+    add: puts the worker's service on the server.
+    """
+    settings = worker.settings
+    rpc = await build_server(max_message_bytes=settings.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
+    add(rpc)
+    bound = rpc.bind(settings.host, port)
+    metrics_port, stop_side = await start_side_server(
+        settings.host, settings.metrics_port, worker.render_metrics, worker.healthy
+    )
+    worker.engine.start()
+    try:
+        await rpc.start()
+        logger.info("listening on %s:%d, metrics on %d", settings.host, bound, metrics_port)
+        await serve_until_signal(
+            rpc,
+            on_drain=worker.calls.drain,
+            drained=worker.calls.drained,
+            grace_period_s=settings.grace_period_s,
+        )
+    finally:
+        await _stop(worker, stop_side)
+
+
+async def _stop(worker: Worker, stop_side: Callable[[], Awaitable[None]]) -> None:
+    await asyncio.to_thread(worker.engine.stop)
+    await stop_side()

@@ -1,0 +1,57 @@
+"""`kvrail router`, `kvrail prefill` and `kvrail decode`: one service in this process."""
+
+import argparse
+import importlib
+import importlib.util
+from functools import partial
+from typing import cast
+
+from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, ServiceSettings
+from kvrail.errors import ConfigError
+from services.cli.flags import Commands, add_command, add_config, add_settings, environment_help, given_flags
+from services.cli.watch import end_with_parent
+
+ROLES: dict[str, type[ServiceSettings]] = {
+    "router": RouterSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
+SUMMARIES = {
+    "router": "serve the HTTP API and send each request to the workers",
+    "prefill": "compute the KV cache of prompts and hand it to decode workers",
+    "decode": "generate tokens on KV that prefill workers computed",
+}
+EXAMPLES = {
+    "router": "kvrail router --port 8000 --prefill-workers p1:7001,p2:7001 --decode-workers d1:7002",
+    "prefill": "kvrail prefill --host 0.0.0.0 --port 7001 --metrics-port 9101 --device cuda:0 --model Qwen/Qwen3-8B",
+    "decode": "kvrail decode --host 0.0.0.0 --port 7002 --metrics-port 9102 --device cuda:0 --model Qwen/Qwen3-8B",
+}
+
+
+def add_commands(commands: Commands) -> None:
+    """Add one command a role."""
+    for role, settings in ROLES.items():
+        epilog = f"{environment_help(settings)}\n\nexample:\n  {EXAMPLES[role]}"
+        with add_command(commands, role, SUMMARIES[role], epilog, partial(run, role)) as parser:
+            add_config(parser)
+            add_settings(parser, settings.model_fields)
+
+
+def run(role: str, arguments: argparse.Namespace) -> int:
+    """Run the service `role` until a signal stops it; returns its exit status.
+
+    A service's own code is imported here and not before: the router must start without torch.
+    """
+    cls = ROLES[role]
+    settings = cls.load(given_flags(arguments, cls.model_fields), arguments.config)
+    end_with_parent(settings.grace_period_s)
+    if role != "router":
+        check_worker_installed(role)
+    importlib.import_module("kvrail.logs").setup(settings.log_level, settings.log_format, role)
+    return cast(int, importlib.import_module(f"services.{role}.main").run(settings))
+
+
+def check_worker_installed(command: str) -> None:
+    """Raise ConfigError where what a worker runs on is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"torch is not installed, and kvrail {command} needs it; pip install 'kvrail[worker]'")

@@ -1,0 +1,203 @@
+"""The story of one generation: reserve, fetch or compute the prompt's KV, decode, report."""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from codec.registry import names
+from kvrail.config import DecodeSettings
+from kvrail.engine.aio import EventStream
+from kvrail.engine.events import Admitted, Finished, Output, PrefillStarted
+from kvrail.engine.requests import EngineRequest
+from kvrail.errors import (
+    InvalidRequestError,
+    KvrailError,
+    OverloadedError,
+    TransferAbortedError,
+    WorkerUnavailableError,
+)
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.logs import bound_request_id
+from kvrail.rpc.errors import maps_errors
+from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto, sampling_from_proto
+from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from kvrail.worker import Worker
+from services.decode.transfer import Fetch, PrefillCaller, Received
+
+logger = logging.getLogger("kvrail.decode")
+
+DECODER_THREADS = 2
+MAX_REQUEST_ID_CHARS = 64
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the summary at the end reports."""
+
+    timeline: Timeline
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    received: Received | None = None
+
+
+class PrefillWorkers(Protocol):
+    """How to reach prefill workers (services.decode.prefill_workers; in one process, tests give their own)."""
+
+    def client(self, address: str) -> PrefillCaller:
+        """A client of the worker at `address`."""
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """Serves kvrail.v1.Decode."""
+
+    def __init__(self, worker: Worker, settings: DecodeSettings, prefill_workers: PrefillWorkers) -> None:
+        self._worker = worker
+        self._settings = settings
+        self._decoders = ThreadPoolExecutor(DECODER_THREADS, thread_name_prefix="decode")
+        self._prefill_workers = prefill_workers
+
+    @maps_errors
+    async def GetStatus(
+        self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.WorkerStatus:
+        """Report identity, limits and load."""
+        return self._worker.status()
+
+    @maps_errors
+    async def Generate(self, request: decode_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
+        with bound_request_id(request.request_id), self._worker.calls.track():
+            progress = _Progress(Timeline())
+            codecs = self._check(request)
+            asked = EngineRequest(
+                request_id=request.request_id,
+                prompt_ids=tuple(request.prompt_token_ids),
+                params=sampling_from_proto(request.sampling),
+                remote=bool(request.prefill_workers),
+                resumed_ids=tuple(request.resumed_token_ids),
+            )
+            events = self._worker.events.open(self._worker.engine, asked)
+            fetching: asyncio.Task[None] | None = None
+            try:
+                async for event in events:
+                    match event:
+                        case Admitted():
+                            progress.timeline.mark(Stage.ADMITTED)
+                            progress.cached_tokens = event.cached_tokens
+                            if event.awaits_kv:
+                                fetching = asyncio.create_task(
+                                    self._fetch(request, asked, event, codecs, events, progress, context)
+                                )
+                        case PrefillStarted():
+                            progress.timeline.mark(Stage.PREFILL_STARTED)
+                        case Output():
+                            self._mark_first_token(progress)
+                            await context.write(_reply(event))
+                        case Finished():
+                            progress.timeline.mark(Stage.FINISHED)
+                            await context.write(_last_reply(request, event, progress))
+            finally:
+                events.close()
+                if fetching is not None:
+                    fetching.cancel()
+                    await asyncio.wait([fetching])
+
+    def _check(self, request: decode_pb2.GenerateRequest) -> tuple[str, ...]:
+        """Refuse what can never work; returns the codecs to offer, best first."""
+        self._worker.check_model(request.model)
+        if not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
+            raise InvalidRequestError(
+                f"request_id has {len(request.request_id)} characters; give 1 to {MAX_REQUEST_ID_CHARS}",
+                param="request_id",
+            )
+        codec = request.codec or self._settings.codec
+        if codec not in names():
+            raise InvalidRequestError(f"codec {codec!r} is unknown; choose one of {', '.join(names())}", param="codec")
+        return (codec,)
+
+    def _mark_first_token(self, progress: _Progress) -> None:
+        timeline = progress.timeline
+        if timeline.get(Stage.FIRST_TOKEN) is None:
+            timeline.mark(Stage.PREFILL_FINISHED)  # marked already where a prefill worker drew it
+            timeline.mark(Stage.FIRST_TOKEN)
+            if timeline.get(Stage.PREFILL_QUEUED) is None:
+                timeline.mark(Stage.KV_COMPLETE)
+
+    async def _fetch(
+        self,
+        request: decode_pb2.GenerateRequest,
+        asked: EngineRequest,
+        admitted: Admitted,
+        codecs: tuple[str, ...],
+        events: EventStream,
+        progress: _Progress,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """Fill the prompt's pages from the first prefill worker that can; else let the engine compute them."""
+        engine, metrics = self._worker.engine, self._worker.transfers
+        lease = engine.claim_lease(asked.request_id)
+        if lease is None:
+            return  # dropped meanwhile: the stream ends by itself
+        silence_s = self._settings.transfer_timeout_s
+        fetch = Fetch(self._worker, self._decoders, asked, admitted, lease, codecs, progress.timeline, silence_s)
+        outcome = "aborted"
+        try:
+            for number, address in enumerate(request.prefill_workers):
+                if number:
+                    metrics.fallbacks["alternate"].inc()
+                try:
+                    await fetch.fetch(self._prefill_workers.client(address), context.time_remaining())
+                except (WorkerUnavailableError, TransferAbortedError, OverloadedError) as error:
+                    logger.warning("prefill worker %s failed: %s", address, error)
+                    continue
+                outcome = "committed"
+                progress.prefill_worker = address
+                progress.received = fetch.received
+                engine.receive_kv(asked.request_id)
+                return
+            metrics.fallbacks["local"].inc()
+            outcome = "failed"
+            logger.warning("no prefill worker could be used; the prompt is computed here")
+            engine.compute_here(asked.request_id)
+        except KvrailError as error:
+            outcome = "failed"
+            events.fail(error)
+        except Exception:
+            outcome = "failed"
+            logger.exception("fetching KV failed")
+            events.fail(KvrailError("the decode worker failed to receive KV; its log has the cause"))
+        finally:
+            metrics.transfers["received", outcome].inc()
+            await fetch.release()
+
+
+def _reply(event: Output) -> decode_pb2.GenerateReply:
+    return decode_pb2.GenerateReply(
+        index=event.index,
+        token_ids=event.token_ids,
+        text=event.text,
+        logprobs=[logprobs_to_proto(item) for item in event.logprobs],
+        finish_reason=finish_reason_to_proto(event.finish_reason),
+        stop_reason=event.stop_reason,
+    )
+
+
+def _last_reply(request: decode_pb2.GenerateRequest, event: Finished, progress: _Progress) -> decode_pb2.GenerateReply:
+    received = progress.received or Received()
+    return decode_pb2.GenerateReply(
+        summary=decode_pb2.GenerateSummary(
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=event.completion_tokens,
+            cached_tokens=progress.cached_tokens,
+            marks=marks_to_proto(progress.timeline.marks()),
+            prefill_worker=progress.prefill_worker,
+            codec=received.codec if progress.prefill_worker else "",
+            kv_bytes=received.payload_bytes,
+            kv_raw_bytes=received.raw_bytes,
+        )
+    )

@@ -1,0 +1,226 @@
+"""One attempt to fetch a prompt's first tokens and KV from one prefill worker into pages that are reserved here."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol, TypeVar
+
+import torch
+
+from codec.assembly import FrameGuard, Transfer
+from codec.base import Block, BlockSpec, CodecError
+from codec.frame import MAX_HEADER_BYTES, unpack
+from codec.registry import get
+from kvrail.engine.batch import SampledToken
+from kvrail.engine.events import Admitted, PageLease
+from kvrail.engine.requests import EngineRequest
+from kvrail.errors import FrameError, IncompatibleError, WorkerUnavailableError
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.transport.base import Expectation
+from kvrail.transport.call import PrefillCall
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.convert import layout_to_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
+from kvrail.wire.v1 import prefill_pb2
+from kvrail.worker import Worker
+
+logger = logging.getLogger("kvrail.decode")
+
+T = TypeVar("T")
+
+
+class PrefillCaller(Protocol):
+    """A client of one prefill worker, over any transport."""
+
+    def prefill(self, request: prefill_pb2.PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
+        """Begin a call; it opens at the event loop's next turn."""
+
+
+@dataclass(slots=True)
+class Received:
+    """What has come so far: for usage and metrics."""
+
+    codec: str = ""
+    payload_bytes: int = 0
+    raw_bytes: int = 0
+
+
+class Fetch:
+    """Fetches into the pages of `admitted`; several workers may be tried one after another."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        executor: Executor,
+        request: EngineRequest,
+        admitted: Admitted,
+        lease: PageLease,
+        codecs: tuple[str, ...],
+        timeline: Timeline,
+        silence_s: float,
+    ) -> None:
+        self._worker = worker
+        self._executor = executor
+        self._request = request
+        self._lease = lease
+        self._held_pages = admitted.cached_tokens // worker.loaded.layout.page_size
+        self._codecs = codecs
+        self._timeline = timeline
+        self._silence_s = silence_s
+        self._ready = worker.side.mark()  # steps that still use these pages from before are enqueued ahead of this
+        self.received = Received()
+
+    async def fetch(self, client: PrefillCaller, timeout_s: float | None) -> None:
+        """Receive everything, or raise.
+
+        WorkerUnavailableError, TransferAbortedError or OverloadedError: another worker may succeed. FrameError or
+        IncompatibleError: something is wrong.
+        """
+        begin = perf_counter()
+        async with client.prefill(self._prefill_request(), timeout_s=timeout_s) as call:
+            call.reserve(self._expectation())
+            guard = await self._agree(call)
+            first = asyncio.create_task(self._take_first_tokens(call))
+            try:
+                await self._take_frames(call, guard)
+                await first
+            finally:
+                first.cancel()
+                await asyncio.wait([first])
+            if not guard.complete():
+                raise FrameError(f"the transfer ended with {guard.missing()} pages of layers missing")
+        await self._in_thread(self._worker.side.synchronize)
+        self._timeline.mark(Stage.KV_COMPLETE)
+        self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
+
+    async def release(self) -> None:
+        """Give the pages back to the engine alone, once nothing is being written any more."""
+        try:
+            await self._in_thread(self._worker.side.synchronize)
+        finally:
+            self._worker.engine.release_lease(self._lease)
+
+    def _prefill_request(self) -> prefill_pb2.PrefillRequest:
+        loaded = self._worker.loaded
+        return prefill_pb2.PrefillRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt_ids,
+            sampling=sampling_to_proto(self._request.params),
+            handshake=prefill_pb2.Handshake(
+                protocol_version=PROTOCOL_VERSION,
+                model_fingerprint=loaded.fingerprint,
+                layout=layout_to_proto(loaded.layout),
+                codecs=self._codecs,
+                transports=[self._worker.settings.transport],
+                held_pages=self._held_pages,
+            ),
+        )
+
+    async def _agree(self, call: PrefillCall) -> FrameGuard:
+        """Check the other end's choice and make room for exactly what it announced."""
+        accepted = await self._within_silence(call.accepted())
+        self._timeline.mark(Stage.PREFILL_QUEUED)
+        page_count = self._spec().num_pages
+        chosen = (accepted.protocol_version, accepted.first_page, accepted.page_count)
+        if chosen != (PROTOCOL_VERSION, self._held_pages, page_count) or accepted.codec not in self._codecs:
+            raise IncompatibleError(
+                f"the prefill worker accepted protocol {accepted.protocol_version}, codec {accepted.codec!r} and"
+                f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION}, one"
+                f" of {self._codecs} and {page_count} pages from {self._held_pages}"
+            )
+        codec = get(accepted.codec)
+        self.received = Received(codec=codec.name)
+        spec = self._spec()
+        return FrameGuard(Transfer(self._request.request_id, codec.name, codec.num_stages, spec, self._held_pages))
+
+    def _spec(self) -> BlockSpec:
+        """Shape of all that is missing here, as one block."""
+        layout = self._worker.loaded.layout
+        return BlockSpec(
+            dtype=layout.dtype,
+            num_layers=layout.num_layers,
+            num_pages=layout.pages_for(len(self._request.prompt_ids)) - self._held_pages,
+            page_size=layout.page_size,
+            num_kv_heads=layout.num_kv_heads,
+            key_dim=layout.key_dim,
+            value_dim=layout.value_dim,
+            scaled=layout.scaled,
+        )
+
+    def _expectation(self) -> Expectation:
+        """Bounds before anything comes: no codec doubles its input."""
+        spec = self._spec()
+        stages = max(get(name).num_stages for name in self._codecs)
+        headers = spec.num_layers * spec.num_pages * stages * MAX_HEADER_BYTES
+        max_frame = self._worker.settings.max_frame_bytes + MAX_HEADER_BYTES
+        return Expectation(self._request.request_id, max_frame, 2 * spec.raw_bytes + headers)
+
+    async def _take_first_tokens(self, call: PrefillCall) -> None:
+        message = await call.first_token()
+        logprobs = [logprobs_from_proto(item) for item in message.logprobs]
+        if len(message.token_ids) != self._request.params.n or len(logprobs) not in (0, len(message.token_ids)):
+            raise FrameError(
+                f"{len(message.token_ids)} first tokens with {len(logprobs)} log probabilities came;"
+                f" n is {self._request.params.n}"
+            )
+        self._timeline.merge(marks_from_proto(message.marks), Stage.PREFILL_QUEUED)
+        tokens = [
+            SampledToken(token_id, logprobs[number] if logprobs else None)
+            for number, token_id in enumerate(message.token_ids)
+        ]
+        self._worker.engine.receive_first_tokens(self._request.request_id, tokens)
+
+    async def _take_frames(self, call: PrefillCall, guard: FrameGuard) -> None:
+        while (frame := await self._within_silence(call.receive())) is not None:
+            await self._in_thread(self._land, frame, guard)
+
+    def _land(self, frame: bytes | memoryview, guard: FrameGuard) -> None:
+        """Check a frame and decode it into the pages. Raises FrameError; then no page was touched."""
+        worker = self._worker
+        try:
+            header, payload = unpack(frame, worker.settings.max_frame_bytes)
+            guard.admit(header)
+            spec = header.spec
+            first = header.first_page
+            pages = self._lease.pages[first : first + spec.num_pages]
+            with worker.side.after(self._ready):
+                block = _empty_block(spec, worker.loaded.device)
+                get(header.codec).decode(header.stage, payload, block)
+                worker.cache.scatter(
+                    range(header.first_layer, header.first_layer + spec.num_layers), pages, block.tensors()
+                )
+        except CodecError as error:
+            raise FrameError(f"request {self._request.request_id}: {error}") from error
+        raw_bytes = spec.raw_bytes if header.stage == header.num_stages - 1 else 0
+        worker.transfers.received(header.codec, raw_bytes=raw_bytes, payload_bytes=payload.nbytes)
+        self.received.raw_bytes += raw_bytes
+        self.received.payload_bytes += payload.nbytes
+
+    async def _within_silence(self, awaitable: Awaitable[T]) -> T:
+        try:
+            return await asyncio.wait_for(awaitable, self._silence_s)
+        except TimeoutError:
+            raise WorkerUnavailableError(f"the prefill worker was silent for {self._silence_s:g} s") from None
+
+    async def _in_thread(self, function: Callable[..., None], *args: object) -> None:
+        """Run in a helper thread; a cancelled caller still waits, since pages may be being written."""
+        work = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
+
+
+def _empty_block(spec: BlockSpec, device: torch.device) -> Block:
+    """A block to decode into."""
+    lead = (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
+    dtype = getattr(torch, spec.dtype)
+    scales = [torch.empty(lead, device=device) for _ in range(2)] if spec.scaled else [None, None]
+    return Block(
+        torch.empty((*lead, spec.key_dim), dtype=dtype, device=device),
+        torch.empty((*lead, spec.value_dim), dtype=dtype, device=device),
+        *scales,
+    )

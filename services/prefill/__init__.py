@@ -1,0 +1,1 @@
+"""The prefill worker: computes prompts and streams first tokens and KV pages to decode workers."""

@@ -1,0 +1,56 @@
+"""What the two ends of a transfer must agree on before any payload."""
+
+from codec.base import Codec
+from codec.registry import get, names
+from kvrail.errors import IncompatibleError, InvalidRequestError
+from kvrail.layout import KVLayout
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.convert import layout_from_proto
+from kvrail.wire.v1 import prefill_pb2
+from kvrail.worker import Worker
+
+
+def agree(worker: Worker, request: prefill_pb2.PrefillRequest) -> tuple[Codec, prefill_pb2.Accepted]:
+    """Choose codec and transport. Raises IncompatibleError where the two ends differ, naming both values."""
+    theirs, loaded = request.handshake, worker.loaded
+    _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
+    _same("model fingerprint", theirs.model_fingerprint, loaded.fingerprint)
+    _same_layout(layout_from_proto(theirs.layout), loaded.layout)
+    codec = get(_first_known("codec", list(theirs.codecs), list(names())))
+    if loaded.layout.dtype not in codec.dtypes:
+        raise IncompatibleError(f"codec {codec.name!r} takes {sorted(codec.dtypes)}, not {loaded.layout.dtype} pages")
+    transport = _first_known("transport", list(theirs.transports), [worker.settings.transport])
+    page_count = loaded.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
+    if page_count < 1:
+        raise InvalidRequestError(
+            f"the receiver holds {theirs.held_pages} pages, the whole prompt of {len(request.prompt_token_ids)} tokens",
+            param="handshake.held_pages",
+        )
+    accepted = prefill_pb2.Accepted(
+        protocol_version=PROTOCOL_VERSION,
+        codec=codec.name,
+        transport=transport,
+        first_page=theirs.held_pages,
+        page_count=page_count,
+    )
+    return codec, accepted
+
+
+def _same(what: str, theirs: object, ours: object) -> None:
+    if theirs != ours:
+        raise IncompatibleError(
+            f"{what} differs: decode worker {theirs!r}, prefill worker {ours!r}; run the same version, model and"
+            " settings on both"
+        )
+
+
+def _same_layout(theirs: KVLayout, ours: KVLayout) -> None:
+    for field in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size", "dtype"):
+        _same(f"KV layout ({field})", getattr(theirs, field), getattr(ours, field))
+
+
+def _first_known(what: str, theirs: list[str], ours: list[str]) -> str:
+    for name in theirs:
+        if name in ours:
+            return name
+    raise IncompatibleError(f"no common {what}: decode worker {theirs}, prefill worker {ours}")

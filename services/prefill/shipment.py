@@ -1,0 +1,165 @@
+"""One request's pages on their way out: encoded behind the computation, framed, sent in order.
+
+The engine's thread says which pages a layer has completed; this side gathers and encodes them on the side stream, in a
+helper thread, only when the transport takes another frame. So the pages themselves are the buffer, and a slow receiver
+costs no memory. Layers that have piled up meanwhile leave in one frame.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from codec.base import Block, Codec
+from codec.frame import FrameHeader, pack
+from kvrail.engine.events import PageLease
+from kvrail.transport.base import FrameSender
+from kvrail.worker import Worker
+from services.prefill.link import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Pages [first_page, end_page) of layers [first_layer, end_layer), complete once `ready` has happened."""
+
+    first_layer: int
+    end_layer: int
+    first_page: int
+    end_page: int
+    ready: torch.Event | None
+
+
+class Shipment:
+    """Sends the pages of one request, from logical page `held_pages` on; the receiver has those before.
+
+    order: the request's place among those that share `link`, lower first.
+    """
+
+    def __init__(
+        self, worker: Worker, executor: Executor, link: Link, order: int, codec: Codec, request_id: str, held_pages: int
+    ) -> None:
+        self._worker = worker
+        self._link = link
+        self._order = order
+        self._executor = executor
+        self._codec = codec
+        self._request_id = request_id
+        self._held_pages = held_pages
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._lease: PageLease | None = None
+        self._begun = asyncio.Event()
+        self._sequence = 0
+
+    def begin(self, cached_tokens: int) -> None:
+        """The request has its pages; those of a cached prefix can leave at once."""
+        self._lease = self._worker.engine.claim_lease(self._request_id)
+        if self._lease is None:
+            return  # dropped meanwhile: the engine's events end the story
+        self._begun.set()
+        layout = self._worker.loaded.layout
+        cached_pages = cached_tokens // layout.page_size
+        self.add(Piece(0, layout.num_layers, 0, cached_pages, self._worker.side.mark()))
+
+    def add(self, piece: Piece) -> None:
+        """Queue complete pages."""
+        if piece.end_page > self._held_pages:
+            self._pieces.put_nowait(piece)
+
+    def close(self) -> None:
+        """No more pages will come."""
+        self._pieces.put_nowait(None)
+
+    async def run(self, sender: FrameSender) -> None:
+        """Send everything until closed."""
+        await self._begun.wait()  # pages may be complete before this side hears that they were given out
+        begin = perf_counter()
+        closed = False
+        while not closed:
+            pieces, closed = await self._next_pieces()
+            for piece in self._split(pieces):
+                async with self._link.turn(self._order):
+                    for frame in await self._encode(piece):
+                        await sender.send(frame)
+        self._worker.transfers.seconds["sent"].observe(perf_counter() - begin)
+
+    async def release(self) -> None:
+        """Give the pages back; nothing of this shipment may run any more."""
+        if self._lease is not None:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._executor, self._worker.side.synchronize)
+            finally:
+                self._worker.engine.release_lease(self._lease)
+
+    async def _next_pieces(self) -> tuple[list[Piece], bool]:
+        """All pieces that wait, at least one; and whether that was the end."""
+        taken = [await self._pieces.get()]
+        while not self._pieces.empty():
+            taken.append(self._pieces.get_nowait())
+        return [piece for piece in taken if piece is not None], taken[-1] is None
+
+    def _split(self, pieces: list[Piece]) -> Iterator[Piece]:
+        """Join neighbouring layers of the same pages, then cut to what fits into one frame."""
+        layout = self._worker.loaded.layout
+        budget = self._worker.settings.max_frame_bytes * layout.num_layers // layout.page_bytes
+        for piece in _joined(pieces):
+            first_page = max(piece.first_page, self._held_pages)
+            count = piece.end_page - first_page
+            layers = max(1, min(budget // count, piece.end_layer - piece.first_layer))
+            pages = min(count, budget)
+            for layer in range(piece.first_layer, piece.end_layer, layers):
+                for page in range(first_page, piece.end_page, pages):
+                    end_layer, end_page = min(layer + layers, piece.end_layer), min(page + pages, piece.end_page)
+                    yield Piece(layer, end_layer, page, end_page, piece.ready)
+
+    async def _encode(self, piece: Piece) -> list[bytes]:
+        """Frames of one piece, one a stage."""
+        work = asyncio.get_running_loop().run_in_executor(self._executor, self._encode_now, piece)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])  # the pages must not be given back while they are read
+            raise
+
+    def _encode_now(self, piece: Piece) -> list[bytes]:
+        worker, codec = self._worker, self._codec
+        assert self._lease is not None
+        pages = self._lease.pages[piece.first_page : piece.end_page]
+        with worker.side.after(piece.ready):
+            block = Block(*worker.cache.gather(range(piece.first_layer, piece.end_layer), pages))
+            encoding = codec.encode(block)
+        frames = []
+        for stage, payload in enumerate(encoding.stages()):
+            header = FrameHeader(
+                request_id=self._request_id,
+                codec=codec.name,
+                stage=stage,
+                num_stages=codec.num_stages,
+                spec=block.spec,
+                first_layer=piece.first_layer,
+                first_page=piece.first_page,
+                sequence=self._sequence,
+            )
+            self._sequence += 1
+            frames.append(pack(header, payload))
+            raw_bytes = block.spec.raw_bytes if stage == 0 else 0
+            worker.transfers.sent(codec.name, raw_bytes=raw_bytes, payload_bytes=payload.nbytes)
+        return frames
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """Pieces with neighbouring layers of the same pages made one; the later `ready` covers the earlier."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.end_layer == piece.first_layer
+            and (last.first_page, last.end_page) == (piece.first_page, piece.end_page)
+        ):
+            joined[-1] = Piece(last.first_layer, piece.end_layer, piece.first_page, piece.end_page, piece.ready)
+        else:
+            joined.append(piece)
+    return joined

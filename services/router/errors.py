@@ -1,0 +1,163 @@
+"""The one mapping from errors to HTTP: a status, OpenAI's error object, and the headers that belong to it."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from kvrail.errors import (
+    AuthenticationError,
+    ContextLengthError,
+    DeadlineError,
+    InvalidRequestError,
+    KvrailError,
+    ModelNotFoundError,
+    OverloadedError,
+    RequestCancelledError,
+    WorkerUnavailableError,
+)
+
+log = logging.getLogger("kvrail.router.errors")
+
+INVALID = "invalid_request_error"
+UNAVAILABLE_RETRY_S = 1
+
+# Most specific first: class, status, type, code.
+_TABLE: tuple[tuple[type[KvrailError], int, str, str | None], ...] = (
+    (ContextLengthError, 400, INVALID, "context_length_exceeded"),
+    (InvalidRequestError, 400, INVALID, None),
+    (ModelNotFoundError, 404, INVALID, "model_not_found"),
+    (AuthenticationError, 401, INVALID, "invalid_api_key"),
+    (OverloadedError, 429, "rate_limit_error", "overloaded"),
+    (WorkerUnavailableError, 503, "service_unavailable_error", "worker_unavailable"),
+    (RequestCancelledError, 503, "service_unavailable_error", "cancelled"),
+    (DeadlineError, 504, "timeout_error", "deadline_exceeded"),
+    (KvrailError, 500, "server_error", "internal_error"),
+)
+_OUTCOMES = {400: "invalid", 401: "invalid", 404: "invalid", 429: "overloaded", 503: "unavailable", 504: "deadline"}
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+
+
+def error_object(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """OpenAI's error shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def to_http(error: KvrailError) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers of an error."""
+    status, kind, code = next(row[1:] for row in _TABLE if isinstance(error, row[0]))
+    param = error.param if isinstance(error, InvalidRequestError) else None
+    headers: dict[str, str] = {}
+    if isinstance(error, ModelNotFoundError):
+        param = "model"
+    elif isinstance(error, OverloadedError):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    elif isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    elif status == 503:
+        headers["retry-after"] = str(UNAVAILABLE_RETRY_S)
+    return status, error_object(str(error), kind, param, code), headers
+
+
+def outcome_of(error: KvrailError) -> str:
+    """The outcome under which kvrail_requests_total counts an error."""
+    return _OUTCOMES.get(to_http(error)[0], "error")
+
+
+def error_response(error: KvrailError) -> Response:
+    """The HTTP answer to an error."""
+    status, body, headers = to_http(error)
+    if status >= 500:
+        log.warning("answered %d: %s", status, error)
+    return json_error(status, body, headers)
+
+
+def json_error(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """An error object as a response; the message may quote any text of the client's, surrogates included."""
+    return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+def too_large(limit: int) -> Response:
+    """The answer to a body over the limit."""
+    message = f"the body is larger than the {limit} bytes that this server takes; send a shorter one"
+    return json_error(413, error_object(message, INVALID, None, _CODES[413]), {"connection": "close"})
+
+
+def parameter_path(location: Sequence[Any], body: Any) -> str:
+    """Dotted path of a validation error: `messages.0.role`.
+
+    pydantic puts names of union members and validators between the keys; only what leads through the body, or names a
+    key that is missing there, is kept.
+    """
+    path: list[str] = []
+    here = body
+    for position, step in enumerate(location):
+        if isinstance(step, int):
+            if isinstance(here, list) and step < len(here):
+                path.append(str(step))
+                here = here[step]
+        elif isinstance(here, dict) and (step in here or position == len(location) - 1):
+            path.append(step)
+            here = here.get(step)
+    return ".".join(path)
+
+
+def from_validation(errors: Sequence[Any], body: Any) -> InvalidRequestError:
+    """The client's error: the one that lies deepest, because its parent's only repeat it."""
+    paths = [parameter_path(entry["loc"][1:], body) for entry in errors]
+    deepest = max(range(len(errors)), key=lambda i: paths[i].count(".") if paths[i] else -1)
+    entry, path = errors[deepest], paths[deepest]
+    if entry["type"] == "json_invalid":
+        return InvalidRequestError(f"the body is not valid JSON: {entry.get('ctx', {}).get('error', entry['msg'])}")
+    message = entry["msg"].removeprefix("Value error, ")
+    if not path:
+        return InvalidRequestError(f"the body must be a JSON object sent as application/json: {message}")
+    shown = "" if entry["type"] == "missing" else f"; got {_shorten(entry['input'])}"
+    return InvalidRequestError(f"{path}: {message[:1].lower()}{message[1:]}{shown}", param=path)
+
+
+def _shorten(value: Any) -> str:
+    """What the client sent, short enough for a message."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} with {len(value)} entries"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def install(app: FastAPI, note: Callable[[Request, KvrailError], None]) -> None:
+    """Let every error of `app` answer in OpenAI's shape; `note` hears of those that endpoints raise."""
+
+    async def on_kvrail(request: Request, error: Exception) -> Response:
+        assert isinstance(error, KvrailError)
+        note(request, error)
+        return error_response(error)
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return await on_kvrail(request, from_validation(error.errors(), error.body))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = error.detail
+        if error.status_code == 404:
+            message = f"unknown path {request.url.path}; see /docs for the API"
+        elif error.status_code == 405:
+            message = f"{request.url.path} does not take {request.method}"
+        kind = INVALID if error.status_code < 500 else "server_error"
+        body = error_object(message, kind, None, _CODES.get(error.status_code))
+        return json_error(error.status_code, body, dict(error.headers or {}))
+
+    async def on_unexpected(_: Request, __: Exception) -> Response:
+        body = error_object("internal error; the server's log has the cause", "server_error", None, "internal_error")
+        return JSONResponse(body, 500)
+
+    app.add_exception_handler(KvrailError, on_kvrail)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_unexpected)

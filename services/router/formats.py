@@ -1,0 +1,195 @@
+"""Responses in OpenAI's shapes, whole and as chunks of a stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvrail.text import Tokenizer
+from services.router.generation import Delta
+from services.router.logprobs import CompletionLogprobs, chat_logprobs
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every object of one response has; created: Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def envelope(self, kind: str, choices: list[Json]) -> Json:
+        """An object of the API."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a whole response, while it grows."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta, logprobs: Json | None) -> None:
+        """Append new output."""
+        self.text.append(delta.text)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+            self.stop_reason = delta.stop_reason
+
+
+class Format(Protocol):
+    """One of the two APIs."""
+
+    def opening(self) -> list[Json]:
+        """Chunks that go before the first output."""
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """The chunk for new output; None where it has nothing to show."""
+
+    def last(self) -> Json:
+        """The chunk without choices that carries the usage."""
+
+    def add(self, delta: Delta) -> None:
+        """Collect new output for `whole`."""
+
+    def whole(self) -> Json:
+        """The response with all output that was added."""
+
+
+def _join_lists(parts: Sequence[Json]) -> Json:
+    """Merge objects of parallel lists; a field that is no list keeps its first value."""
+    first = parts[0]
+    return {
+        key: [item for part in parts for item in part[key]] if isinstance(value, list) else value
+        for key, value in first.items()
+    }
+
+
+def _finish(delta: Delta) -> Json:
+    """How a choice ended, if it did."""
+    reason = None if delta.finish_reason is None else delta.finish_reason.value
+    return {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+
+class ChatFormat:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, head: Head, tokenizer: Tokenizer, *, choices: int, logprobs: bool) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._choices = [Choice() for _ in range(choices)]
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return self._head.envelope("chat.completion.chunk", choices)
+
+    def _find_logprobs(self, delta: Delta) -> Json | None:
+        return chat_logprobs(self._tokenizer, delta) if self._logprobs and delta.token_ids else None
+
+    def opening(self) -> list[Json]:
+        """Each choice's role."""
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for i in range(len(self._choices))
+        ]
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """New text; None where it is held back and nothing else is to say."""
+        logprobs = self._find_logprobs(delta)
+        if not delta.text and logprobs is None and delta.finish_reason is None:
+            return None
+        content = {"content": delta.text} if delta.text else {}
+        return self._chunk([{"index": delta.index, "delta": content, "logprobs": logprobs, **_finish(delta)}])
+
+    def last(self) -> Json:
+        """A chunk without choices."""
+        return self._chunk([])
+
+    def add(self, delta: Delta) -> None:
+        """Collect new output."""
+        self._choices[delta.index].add(delta, self._find_logprobs(delta))
+
+    def whole(self) -> Json:
+        """The whole response."""
+        return self._head.envelope(
+            "chat.completion",
+            [
+                {
+                    "index": i,
+                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                    "logprobs": _join_lists(choice.logprobs) if choice.logprobs else None,
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for i, choice in enumerate(self._choices)
+            ],
+        )
+
+
+class CompletionFormat:
+    """text_completion, whole or as chunks; prefixes: text before each choice's output."""
+
+    def __init__(self, head: Head, tokenizer: Tokenizer, *, prefixes: Sequence[str], logprobs: bool) -> None:
+        self._head = head
+        self._prefixes = prefixes
+        self._choices = [Choice() for _ in prefixes]
+        self._logprobs = [CompletionLogprobs(tokenizer) for _ in prefixes] if logprobs else []
+
+    def _find_logprobs(self, delta: Delta) -> Json | None:
+        return self._logprobs[delta.index].take(delta) if self._logprobs and delta.token_ids else None
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return self._head.envelope("text_completion", choices)
+
+    def opening(self) -> list[Json]:
+        """Each choice's prompt, where it is to be echoed."""
+        return [
+            self._chunk([{"index": i, "text": prefix, "logprobs": None, "finish_reason": None}])
+            for i, prefix in enumerate(self._prefixes)
+            if prefix
+        ]
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """New text; None where it is held back and nothing else is to say."""
+        logprobs = self._find_logprobs(delta)
+        if not delta.text and logprobs is None and delta.finish_reason is None:
+            return None
+        return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, **_finish(delta)}])
+
+    def last(self) -> Json:
+        """A chunk without choices."""
+        return self._chunk([])
+
+    def add(self, delta: Delta) -> None:
+        """Collect new output."""
+        self._choices[delta.index].add(delta, self._find_logprobs(delta))
+
+    def whole(self) -> Json:
+        """The whole response."""
+        return self._chunk(
+            [
+                {
+                    "index": i,
+                    "text": prefix + "".join(choice.text),
+                    "logprobs": _join_lists(choice.logprobs) if choice.logprobs else None,
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for i, (prefix, choice) in enumerate(zip(self._prefixes, self._choices, strict=True))
+            ]
+        )

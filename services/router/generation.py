@@ -1,0 +1,255 @@
+"""The streams of one request to decode workers: opening, failing over before the first token, merging, cancelling."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvrail.errors import (
+    DeadlineError,
+    IncompatibleError,
+    OverloadedError,
+    RequestCancelledError,
+    WorkerUnavailableError,
+)
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.metrics import RouterMetrics
+from kvrail.rpc.client import ReplyStream
+from kvrail.sampling import FinishReason, TokenLogprobs
+from kvrail.wire.convert import finish_reason_from_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
+from kvrail.wire.v1 import decode_pb2
+from services.router.translate import Plan
+from services.router.workers import DecodeWorker, WorkerPool
+
+MERGE_QUEUE = 64
+"""Replies of several prompts that wait for a slow client before their workers do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one choice; index: the number of the choice in the response."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None  # the stop string or the token id that ended the choice, if one did
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a worker says at the end of one prompt's stream; offset: seconds from DISPATCHED to its own zero."""
+
+    summary: decode_pb2.GenerateSummary
+    offset: float
+
+
+class _Call:
+    """What the streams of one request share: where they may go, until when, and whether they were told to stop."""
+
+    def __init__(self, pool: WorkerPool, metrics: RouterMetrics, timeline: Timeline, timeout_s: float) -> None:
+        self.pool = pool
+        self.metrics = metrics
+        self.timeline = timeline
+        self.cancelled = False
+        self._timeout_s = timeout_s
+        self._open: set[ReplyStream[decode_pb2.GenerateReply]] = set()
+
+    def check(self) -> float:
+        """Seconds left; raises DeadlineError or RequestCancelledError."""
+        if self.cancelled:
+            raise RequestCancelledError("the server ended the request because it shuts down; retry")
+        left = self._timeout_s - self.timeline.elapsed()
+        if left <= 0:
+            raise DeadlineError(f"the request took longer than the {self._timeout_s:g} s that this server allows")
+        return left
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, worker: DecodeWorker, request: decode_pb2.GenerateRequest
+    ) -> AsyncIterator[ReplyStream[decode_pb2.GenerateReply]]:
+        """One open gRPC stream, cancelled when left."""
+        async with worker.client.generate(request, timeout_s=self.check()) as stream:
+            self._open.add(stream)
+            try:
+                yield stream
+            finally:
+                self._open.discard(stream)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        for stream in list(self._open):
+            stream.cancel()
+
+
+class _PromptStream:
+    """One prompt's output, from the first decode worker that gives any."""
+
+    def __init__(self, call: _Call, request: decode_pb2.GenerateRequest, first_index: int) -> None:
+        self._call = call
+        self._request = request
+        self._first_index = first_index
+        self.ended: Ended | None = None
+
+    async def deltas(self) -> AsyncGenerator[Delta]:
+        """Replies in order; raises from the error tree.
+
+        Where a worker is lost, the next one continues what was said. Of n > 1 sequences only the whole can move, and
+        only before the first output.
+        """
+        workers = self._call.pool.decode_order()
+        for position, worker in enumerate(workers):
+            began = finished = False
+            try:
+                async with aclosing(self._from(worker)) as deltas:
+                    async for delta in deltas:
+                        began = True
+                        if self._request.sampling.n == 1:
+                            finished = delta.finish_reason is not None
+                            self._request.resumed_token_ids.extend(delta.token_ids)
+                        yield delta
+                return
+            except (WorkerUnavailableError, OverloadedError) as error:
+                if isinstance(error, WorkerUnavailableError):
+                    self._call.pool.lost(worker, str(error))
+                if finished:
+                    return  # only the summary is missing
+                if position == len(workers) - 1 or (began and self._request.sampling.n > 1):
+                    raise
+                self._call.metrics.failovers.inc()
+
+    async def _from(self, worker: DecodeWorker) -> AsyncGenerator[Delta]:
+        """Replies of one worker."""
+        prefill = self._call.pool.prefill_order()
+        del self._request.prefill_workers[:]
+        self._request.prefill_workers.extend(prefill)
+        worker.count_request()
+        if prefill:
+            self._call.pool.count_prefill(prefill[0])
+        dispatched = self._call.timeline.mark(Stage.DISPATCHED)
+        offset = self._call.timeline.elapsed() - dispatched
+        unfinished = set(range(self._first_index, self._first_index + self._request.sampling.n))
+        async with self._call.stream(worker, self._request) as stream:
+            async for reply in stream:
+                if reply.HasField("summary"):
+                    self.ended = Ended(reply.summary, offset)
+                if reply.token_ids or reply.text or reply.finish_reason:
+                    delta = self._delta(reply)
+                    if delta.finish_reason is not None:
+                        unfinished.discard(delta.index)
+                    yield delta
+        if unfinished or self.ended is None:
+            raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
+
+    def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
+        n = self._request.sampling.n
+        if reply.index >= n:
+            raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {n}")
+        if self._request.sampling.HasField("logprobs") and len(reply.logprobs) != len(reply.token_ids):
+            raise IncompatibleError(
+                f"the decode worker sent {len(reply.logprobs)} log probabilities with {len(reply.token_ids)} tokens"
+            )
+        return Delta(
+            self._first_index + reply.index,
+            reply.text,
+            reply.token_ids,
+            [logprobs_from_proto(entry) for entry in reply.logprobs],
+            finish_reason_from_proto(reply.finish_reason),
+            self._stop_reason(reply.stop_reason),
+        )
+
+    def _stop_reason(self, said: str) -> str | int | None:
+        """A stop string is text; what is none of the request's stop strings is a token id."""
+        return said or None if said in self._request.sampling.stop or not said.isdigit() else int(said)
+
+
+class Generation:
+    """All output of one HTTP request, over all its prompts. Leaving `deltas` ends the calls that still run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        wire_id: str,
+        *,
+        model: str,
+        pool: WorkerPool,
+        metrics: RouterMetrics,
+        timeline: Timeline,
+        timeout_s: float,
+    ) -> None:
+        self._call = _Call(pool, metrics, timeline, timeout_s)
+        self._timeline = timeline
+        self.plan = plan
+        self._streams = []
+        for i, (prompt, sampling) in enumerate(zip(plan.prompts, plan.sampling, strict=True)):
+            request = decode_pb2.GenerateRequest(
+                request_id=wire_id if len(plan.prompts) == 1 else f"{wire_id}-{i}",
+                model=model,
+                prompt_token_ids=prompt,
+                sampling=sampling_to_proto(sampling),
+                codec=plan.codec,
+            )
+            self._streams.append(_PromptStream(self._call, request, i * plan.n))
+
+    def cancel(self) -> None:
+        """End all calls; `deltas` then raises RequestCancelledError."""
+        self._call.cancel()
+
+    @property
+    def summaries(self) -> list[decode_pb2.GenerateSummary]:
+        """What workers said at the end of each prompt's stream that has ended."""
+        return [stream.ended.summary for stream in self._streams if stream.ended is not None]
+
+    async def deltas(self) -> AsyncGenerator[Delta]:
+        """Output of all choices as it comes; raises the first error of any. Close it to cancel."""
+        try:
+            source = self._streams[0].deltas() if len(self._streams) == 1 else self._merged()
+            async with aclosing(source) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except RequestCancelledError:
+            self._call.check()  # says so where it was this server that cancelled
+            raise
+        self._adopt_marks()
+
+    async def _merged(self) -> AsyncGenerator[Delta]:
+        """Deltas of all prompts through one bounded queue; None marks the end of one."""
+        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MERGE_QUEUE)
+
+        async def pump(stream: _PromptStream) -> None:
+            try:
+                async with aclosing(stream.deltas()) as deltas:
+                    async for delta in deltas:
+                        await queue.put(delta)
+                await queue.put(None)
+            except Exception as error:  # noqa: BLE001 - raised again where the queue is read
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(pump(stream)) for stream in self._streams]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _adopt_marks(self) -> None:
+        """Take over the marks of the stream that finished last: it decided how long the request took."""
+        found = []
+        for stream in self._streams:
+            if stream.ended is not None:
+                marks = marks_from_proto(stream.ended.summary.marks)
+                found.append([(stage, stream.ended.offset + seconds) for stage, seconds in marks])
+        if found:
+            last = max(found, key=lambda marks: max((seconds for _, seconds in marks), default=0.0))
+            self._timeline.merge(last, anchor=Stage.DISPATCHED)

@@ -1,0 +1,79 @@
+"""What is measured of one request, from its first byte to its last."""
+
+import logging
+import time
+
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.metrics import RouterMetrics
+from services.router.generation import Delta, Generation
+
+log = logging.getLogger("kvrail.router.observe")
+
+
+class RequestRecord:
+    """Gauges and counters of one admitted request. `close` must follow, whatever happens."""
+
+    def __init__(self, metrics: RouterMetrics, timeline: Timeline) -> None:
+        self._metrics = metrics
+        self._timeline = timeline
+        self._last: dict[int, float] = {}
+        self._first_token: float | None = None
+        self.completion_tokens = 0
+        metrics.waiting.inc()
+
+    def delta(self, delta: Delta) -> None:
+        """Take note of tokens that came."""
+        count = len(delta.token_ids)
+        if count == 0:
+            return
+        now = time.perf_counter()
+        if self._first_token is None:
+            self._first_token = self._timeline.elapsed()
+            self._metrics.time_to_first_token.observe(self._first_token)
+            self._metrics.waiting.dec()
+            self._metrics.running.inc()
+        last = self._last.get(delta.index)
+        if last is None:
+            count -= 1  # the first token has none before it
+            last = now
+        self._last[delta.index] = now
+        for _ in range(count):
+            self._metrics.inter_token.observe((now - last) / count)
+        self.completion_tokens += len(delta.token_ids)
+        self._metrics.generation_tokens.inc(len(delta.token_ids))
+
+    def close(self, outcome: str, generation: Generation | None) -> None:
+        """Take note of the end; the last byte has left, or nobody waits for it."""
+        metrics = self._metrics
+        (metrics.waiting if self._first_token is None else metrics.running).dec()
+        metrics.outcomes[outcome].inc()
+        total = self._timeline.mark(Stage.RESPONDED)
+        prompt_tokens = 0 if generation is None else generation.plan.prompt_tokens
+        if outcome in ("stop", "length") and generation is not None:
+            metrics.request_seconds.observe(total)
+            for name, seconds in self._timeline.parts().items():
+                metrics.stage_seconds[name].observe(seconds)
+            self._observe_phases()
+            metrics.prompt_tokens.inc(prompt_tokens)
+            metrics.cached_tokens.inc(sum(summary.cached_tokens for summary in generation.summaries))
+            metrics.request_prompt_tokens.observe(prompt_tokens)
+            metrics.request_generation_tokens.observe(self.completion_tokens)
+        first = "-" if self._first_token is None else f"{self._first_token:.3f} s"
+        log.info(
+            "%s: %d prompt and %d generated tokens, first token %s, total %.3f s",
+            outcome,
+            prompt_tokens,
+            self.completion_tokens,
+            first,
+            total,
+        )
+
+    def _observe_phases(self) -> None:
+        """Observe the three phases that vLLM knows; each needs the marks at both its ends."""
+        moments = [
+            self._timeline.get(stage)
+            for stage in (Stage.RECEIVED, Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, Stage.FINISHED)
+        ]
+        for phase, begin, end in zip(("queue", "prefill", "decode"), moments, moments[1:], strict=False):
+            if begin is not None and end is not None:
+                self._metrics.phase_seconds[phase].observe(max(0.0, end - begin))

@@ -1,0 +1,94 @@
+"""Who gets a request: pure decisions over what workers said of themselves. No clocks, no network."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class WorkerState(StrEnum):
+    """What the router thinks of a worker."""
+
+    UNKNOWN = "unknown"  # has not answered yet
+    HEALTHY = "healthy"
+    DRAINING = "draining"  # finishes what it has
+    DOWN = "down"
+    INCOMPATIBLE = "incompatible"  # serves another model
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a worker is.
+
+    running, waiting: what it reported. sent: requests that this router has sent since. max_running, max_waiting: its
+    limits; pages_free: pages that nothing holds.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    sent: int = 0
+    max_running: int = 0
+    max_waiting: int = 0
+    pages_free: int = 0
+
+    @property
+    def total(self) -> int:
+        """Requests that a new one would share the worker with."""
+        return self.running + self.waiting + self.sent
+
+    @property
+    def full(self) -> bool:
+        """Whether a new request would probably be refused."""
+        return self.total >= self.max_running + self.max_waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker as the policy sees it; target: host:port."""
+
+    target: str
+    state: WorkerState
+    load: Load
+
+
+def order_workers(candidates: Iterable[Candidate]) -> list[str]:
+    """Targets of the healthy workers, the best first, the others as alternates.
+
+    Workers with room go before full ones, then the least loaded, then the one with most free pages; equals keep the
+    order of the configuration.
+    """
+    healthy = [candidate for candidate in candidates if candidate.state is WorkerState.HEALTHY]
+    healthy.sort(key=lambda c: (c.load.full, c.load.total, -c.load.pages_free))
+    return [candidate.target for candidate in healthy]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a worker serves."""
+
+    model: str
+    fingerprint: str
+    protocol_version: int
+
+
+def choose_fingerprint(current: str, seen: Sequence[str]) -> str:
+    """The fingerprint that the cluster serves: the most common one; ties go to the current one, then to the earlier.
+
+    seen: fingerprints of the workers that answer, in the order of the configuration.
+    """
+    if not seen:
+        return current
+    return max(dict.fromkeys(seen), key=lambda fingerprint: (seen.count(fingerprint), fingerprint == current))
+
+
+def incompatibility(identity: Identity, *, model: str, fingerprint: str, protocol_version: int) -> str:
+    """Why a worker must not get requests of this cluster; empty where it fits."""
+    if identity.protocol_version != protocol_version:
+        return f"speaks protocol {identity.protocol_version}, the router {protocol_version}; run one version everywhere"
+    if identity.model != model:
+        return f"serves model {identity.model!r}, the router {model!r}; give both the same served-model-name"
+    if identity.fingerprint != fingerprint:
+        return (
+            f"has model fingerprint {identity.fingerprint[:16]!r}, other workers {fingerprint[:16]!r}; "
+            "load the same weights and configuration on every worker"
+        )
+    return ""

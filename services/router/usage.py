@@ -1,0 +1,37 @@
+"""The usage object: OpenAI's counts and our own extension."""
+
+from typing import Any
+
+from kvrail.lifecycle import Timeline
+from services.router.generation import Generation
+
+
+def usage_so_far(generation: Generation, completion_tokens: int) -> dict[str, Any]:
+    """Counts while tokens still come."""
+    prompt_tokens = generation.plan.prompt_tokens
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def final_usage(generation: Generation, completion_tokens: int, timeline: Timeline) -> dict[str, Any]:
+    """Counts at the end, with where the KV came from, its bytes on the wire and before encoding, and the time it took.
+
+    Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
+    that finished last. prefill_worker: null where decode workers prefilled themselves.
+    """
+    summaries = generation.summaries
+    usage = usage_so_far(generation, completion_tokens)
+    usage["prompt_tokens_details"] = {"cached_tokens": sum(summary.cached_tokens for summary in summaries)}
+    prefill_workers = dict.fromkeys(s.prefill_worker for s in summaries if s.prefill_worker)
+    codecs = dict.fromkeys(summary.codec for summary in summaries if summary.codec)
+    usage["kvrail"] = {
+        "prefill_worker": ",".join(prefill_workers) or None,
+        "codec": ",".join(codecs) or None,
+        "kv_bytes": sum(summary.kv_bytes for summary in summaries),
+        "kv_raw_bytes": sum(summary.kv_raw_bytes for summary in summaries),
+        "stage_seconds": {name: round(seconds, 6) for name, seconds in timeline.parts().items()},
+    }
+    return usage

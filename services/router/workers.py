@@ -1,0 +1,225 @@
+"""The router's view of its workers: one task each asks for load and identity; the policy's decisions read it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc.aio
+
+from kvrail.config import RouterSettings
+from kvrail.errors import KvrailError, WorkerUnavailableError
+from kvrail.metrics import RouterMetrics
+from kvrail.rpc.channel import open_channel
+from kvrail.rpc.client import DecodeClient, PrefillStatusClient
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.v1 import common_pb2
+from services.router.policy import (
+    Candidate,
+    Identity,
+    Load,
+    WorkerState,
+    choose_fingerprint,
+    incompatibility,
+    order_workers,
+)
+from services.router.translate import Limits
+
+log = logging.getLogger("kvrail.router.workers")
+
+STATUS_TIMEOUT_S = 3.0
+"""A worker that does not say how it is for so long counts as lost."""
+
+
+class StatusClient(Protocol):
+    """The one call that both kinds of worker answer alike."""
+
+    async def get_status(self, *, timeout_s: float) -> common_pb2.WorkerStatus:
+        """Ask for identity, limits and load."""
+
+
+class Worker:
+    """One worker: its channel, what it last said, and what was sent to it since."""
+
+    def __init__(self, role: str, target: str, channel: grpc.aio.Channel, client: StatusClient) -> None:
+        self.role = role
+        self.target = target
+        self.channel = channel
+        self.state = WorkerState.UNKNOWN
+        self.detail = "has not answered yet"
+        self.answer: common_pb2.WorkerStatus | None = None
+        self.failure = ""
+        self._client = client
+        self._sent = 0
+        self._sent_before_answer = 0
+
+    async def ask(self) -> None:
+        """Ask the worker how it is; requests sent after the question are not in its answer."""
+        sent = self._sent
+        try:
+            answer = await self._client.get_status(timeout_s=STATUS_TIMEOUT_S)
+        except KvrailError as error:
+            self.lost(str(error))
+            return
+        self.answer, self.failure, self._sent_before_answer = answer, "", sent
+
+    def lost(self, reason: str) -> None:
+        """Take note that the worker did not answer."""
+        self.answer, self.failure = None, reason
+
+    def count_request(self) -> None:
+        """Take note that a request goes to this worker."""
+        self._sent += 1
+
+    def candidate(self) -> Candidate:
+        """What the policy needs to know."""
+        if self.answer is None:
+            return Candidate(self.target, self.state, Load())
+        load = Load(
+            running=self.answer.running,
+            waiting=self.answer.waiting,
+            sent=self._sent - self._sent_before_answer,
+            max_running=self.answer.max_running,
+            max_waiting=self.answer.max_waiting,
+            pages_free=self.answer.pages_free,
+        )
+        return Candidate(self.target, self.state, load)
+
+    def describe(self) -> dict[str, Any]:
+        """The worker's entry in /health."""
+        entry: dict[str, Any] = {"state": self.state.value}
+        if self.detail:
+            entry["detail"] = self.detail
+        if self.answer is not None:
+            for field in ("running", "waiting", "pages_total", "pages_free", "pages_cached"):
+                entry[field] = getattr(self.answer, field)
+            entry["codecs"] = list(self.answer.codecs)
+        return entry
+
+
+class DecodeWorker(Worker):
+    """A worker that generates."""
+
+    def __init__(self, target: str) -> None:
+        channel = open_channel(target)
+        self.client = DecodeClient(channel, peer=f"decode worker {target}")
+        super().__init__("decode", target, channel, self.client)
+
+
+class PrefillWorker(Worker):
+    """A worker that decode workers call; the router only looks at its load."""
+
+    def __init__(self, target: str) -> None:
+        channel = open_channel(target)
+        super().__init__("prefill", target, channel, PrefillStatusClient(channel, peer=f"prefill worker {target}"))
+
+
+class WorkerPool:
+    """All workers of the configuration. Start and close it inside the event loop."""
+
+    def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
+        self._model = settings.model_name
+        self._interval = settings.status_interval_s
+        self._metrics = metrics
+        self.decode = {target: DecodeWorker(target) for target in settings.decode_workers}
+        self.prefill = {target: PrefillWorker(target) for target in settings.prefill_workers}
+        self.fingerprint = ""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Decode workers, then prefill workers."""
+        return [*self.decode.values(), *self.prefill.values()]
+
+    def start(self) -> None:
+        """Begin to watch; returns at once, whether or not any worker is up."""
+        for worker in self.workers:
+            self._metrics.worker_up(worker.role, worker.target, False)
+            self._tasks.append(asyncio.create_task(self._watch(worker), name=f"watch {worker.target}"))
+
+    async def close(self) -> None:
+        """Stop watching and close the channels, which ends what still runs on them."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for worker in self.workers:
+            await worker.channel.close()
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await worker.ask()
+            self.reconsider()
+            await asyncio.sleep(self._interval)
+
+    def reconsider(self) -> None:
+        """Decide anew which workers can get requests."""
+        answers = [w.answer for w in self.workers if w.answer is not None and w.answer.model.name == self._model]
+        self.fingerprint = choose_fingerprint(self.fingerprint, [answer.model.fingerprint for answer in answers])
+        for worker in self.workers:
+            state, detail = self._judge(worker)
+            if state is not worker.state or detail != worker.detail:
+                self._announce(worker, state, detail)
+
+    def _judge(self, worker: Worker) -> tuple[WorkerState, str]:
+        """A worker's state and why."""
+        answer = worker.answer
+        if answer is None:
+            return (WorkerState.DOWN, worker.failure) if worker.failure else (worker.state, worker.detail)
+        why = incompatibility(
+            Identity(answer.model.name, answer.model.fingerprint, answer.protocol_version),
+            model=self._model,
+            fingerprint=self.fingerprint,
+            protocol_version=PROTOCOL_VERSION,
+        )
+        if why:
+            return WorkerState.INCOMPATIBLE, why
+        return (WorkerState.DRAINING, "finishes what it has") if answer.draining else (WorkerState.HEALTHY, "")
+
+    def _announce(self, worker: Worker, state: WorkerState, detail: str) -> None:
+        if worker.state is WorkerState.UNKNOWN and state is WorkerState.DOWN:
+            log.info("waiting for %s worker %s", worker.role, worker.target)
+        elif state is not worker.state:
+            level = logging.ERROR if state is WorkerState.INCOMPATIBLE else logging.INFO
+            level = logging.WARNING if state is WorkerState.DOWN else level
+            log.log(level, "%s worker %s is %s: %s", worker.role, worker.target, state, detail or "takes requests")
+        if state is not worker.state:
+            self._metrics.worker_up(worker.role, worker.target, state is WorkerState.HEALTHY)
+        worker.state, worker.detail = state, detail
+
+    @property
+    def healthy(self) -> bool:
+        """Whether any decode worker takes requests."""
+        return any(worker.state is WorkerState.HEALTHY for worker in self.decode.values())
+
+    def decode_order(self) -> list[DecodeWorker]:
+        """Decode workers that take requests, the best first. Raises WorkerUnavailableError where there is none."""
+        order = [self.decode[target] for target in order_workers(w.candidate() for w in self.decode.values())]
+        if not order:
+            states = ", ".join(f"{worker.target} is {worker.state}" for worker in self.decode.values())
+            raise WorkerUnavailableError(f"no decode worker takes requests now ({states}); retry, or start one")
+        return order
+
+    def prefill_order(self) -> list[str]:
+        """Prefill workers that take requests, the best first; may be empty."""
+        return order_workers(worker.candidate() for worker in self.prefill.values())
+
+    def count_prefill(self, target: str) -> None:
+        """Take note that a request will probably be prefilled by `target`."""
+        self.prefill[target].count_request()
+
+    def limits(self) -> Limits:
+        """What holds on every decode worker that takes requests; raises WorkerUnavailableError where there is none."""
+        answers = [worker.answer for worker in self.decode_order() if worker.answer is not None]
+        return Limits(
+            context=min(answer.model.max_model_len for answer in answers),
+            vocabulary=min(answer.model.vocab_size for answer in answers),
+            codecs=frozenset[str].intersection(*(frozenset(answer.codecs) for answer in answers)),
+        )
+
+    def lost(self, worker: Worker, reason: str) -> None:
+        """Take `worker` out until it answers again."""
+        worker.lost(reason)
+        self.reconsider()

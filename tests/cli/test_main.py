@@ -1,0 +1,129 @@
+"""The command line itself: help, errors, and what is imported when."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, flag_name
+from services.cli.flags import flag_arguments, given_flags
+from services.cli.main import build_parser, main
+from services.cli.role import ROLES
+from services.cli.up import up_fields
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(capsys, *argv):
+    """Exit status, standard output, standard error."""
+    try:
+        status = main(list(argv))
+    except SystemExit as ended:
+        status = ended.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_version(capsys):
+    assert run(capsys, "--version")[:2] == (0, "kvrail 0.1.0\n")
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    status, _, error = run(capsys)
+    assert status == 2
+    assert all(command in error for command in ("up", "router", "prefill", "decode", "chat"))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_help_of_a_service_shows_each_setting_once_with_its_default(capsys, monkeypatch, role):
+    monkeypatch.setenv("COLUMNS", "160")
+    status, out, _ = run(capsys, role, "--help")
+    assert status == 0
+    assert f"\nexample:\n  kvrail {role} " in out
+    for name in ROLES[role].model_fields:
+        kind = "[no-]" if ROLES[role].model_fields[name].annotation is bool else ""
+        assert out.count(f"  --{kind}{flag_name(name)[2:]} ") == 1
+        line = next(line for line in out.splitlines() if line.startswith(f"  --{kind}{flag_name(name)[2:]} "))
+        assert "default" in line or role in ("prefill", "decode")
+
+
+def test_the_help_of_up_shows_every_flag_that_it_takes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    _, out, _ = run(capsys, "up", "--help")
+    for name, field in up_fields().items():
+        kind = "[no-]" if field.annotation is bool else ""
+        assert out.count(f"  --{kind}{flag_name(name)[2:]} ") == 1
+    assert "--metrics-port" not in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["router", "--prot", "1"], "kvrail router: unknown argument --prot; did you mean --port?"),
+        (["router", "--zzz=1"], "kvrail router: unknown argument --zzz=1; kvrail router --help lists all flags"),
+        (["router", "--por", "1"], "kvrail router: unknown argument --por; did you mean --port?"),
+        (["decode", "--port"], "kvrail decode: argument --port: expected one argument"),
+        (["prefill", "--kv-dtype", "int3"], "kvrail prefill: --kv-dtype: 'int3' is not accepted"),
+        (["up", "--decode-workers", "0"], "kvrail up: --decode-workers: '0' is not accepted"),
+        (["up", "--page-size", "-1"], "kvrail up: --page-size: '-1' is not accepted"),
+        (["up", "--model", "./nowhere"], "kvrail up: --model: there is no ./nowhere"),
+        (["servce"], "kvrail: argument COMMAND: invalid choice: 'servce'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(capsys, argv, line):
+    status, out, error = run(capsys, *argv)
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(line)
+
+
+def test_values_survive_the_way_through_a_command_line():
+    values = {
+        "port": 9,
+        "prefix_cache": False,
+        "cuda_graphs": True,
+        "kv_memory_gib": 0.5,
+        "model": "a b=c",
+        "device": "cuda:3",
+    }
+    arguments = build_parser().parse(["prefill", *flag_arguments(values)])
+    given = given_flags(arguments, PrefillSettings.model_fields)
+    settings = PrefillSettings.load(given)
+    assert {name: getattr(settings, name) for name in values} == values
+    router = {"decode_workers": ("a:1", "b:2"), "prefill_workers": (), "api_keys": ("-k", "l")}
+    arguments = build_parser().parse(["router", *flag_arguments(router)])
+    settings = RouterSettings.load(given_flags(arguments, RouterSettings.model_fields))
+    assert {name: getattr(settings, name) for name in router} == router
+
+
+def test_a_flag_that_is_not_given_leaves_the_default_to_the_settings():
+    arguments = build_parser().parse(["decode"])
+    assert given_flags(arguments, DecodeSettings.model_fields) == {}
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["router", "--help"], ["up", "--help"], ["chat", "--help"]])
+def test_the_command_line_is_quick_to_start(argv):
+    heavy = ("torch", "transformers", "httpx", "grpc", "fastapi", "numpy")
+    code = f"""
+import sys
+from services.cli.main import main
+try:
+    main({argv!r})
+except SystemExit:
+    pass
+print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_the_router_never_imports_torch():
+    heavy = ("torch", "transformers", "triton", "numpy", "kvrail.engine")
+    code = f"import sys, services.cli.role, services.router.main; print(sorted(set({heavy}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_workers_run_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import services.prefill.main, services.decode.main"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

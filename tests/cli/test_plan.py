@@ -1,0 +1,187 @@
+"""What `kvrail up` would start."""
+
+import socket
+
+import pytest
+
+from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings
+from kvrail.errors import ConfigError
+from services.cli import gpus
+from services.cli.flags import given_flags
+from services.cli.main import build_parser
+from services.cli.plan import LOOPBACK, plan_cluster, threads_each
+from services.cli.up import up_fields, welcome
+
+SETTINGS = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path, monkeypatch):
+    """A model folder of 1 GiB, by name of the file alone."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 30)
+    return str(folder)
+
+
+def plan(*argv, config=None, gpus=(), model):
+    arguments = build_parser().parse(["up", "--port", "0", "--model", model, *argv])
+    return plan_cluster(given_flags(arguments, up_fields()), config, list(gpus))
+
+
+def settings_of(process):
+    """The settings that the process will read from its command line."""
+    role_and_flags = list(process.command[process.command.index("services.cli.main") + 1 :])
+    arguments = build_parser().parse(role_and_flags)
+    cls = SETTINGS[role_and_flags[0]]
+    return cls.load(given_flags(arguments, cls.model_fields), arguments.config)
+
+
+def test_the_router_knows_each_worker_and_ports_are_apart(model):
+    cluster = plan("--prefill-workers", "2", "--decode-workers", "3", model=model)
+    assert [process.name for process in cluster.processes] == [
+        "router",
+        *("prefill-0", "prefill-1"),
+        *("decode-0", "decode-1", "decode-2"),
+    ]
+    router, *workers = map(settings_of, cluster.processes)
+    assert router.prefill_workers == tuple(f"{LOOPBACK}:{worker.port}" for worker in workers[:2])
+    assert router.decode_workers == tuple(f"{LOOPBACK}:{worker.port}" for worker in workers[2:])
+    ports = [router.port, *(port for worker in workers for port in (worker.port, worker.metrics_port))]
+    assert len(set(ports)) == len(ports) == 11
+    assert cluster.url == f"http://{LOOPBACK}:{router.port}"
+    for process, worker in zip(cluster.processes[1:], workers, strict=True):
+        assert process.url == f"http://{LOOPBACK}:{worker.metrics_port}"
+        assert worker.host == LOOPBACK
+
+
+def test_a_port_is_given_once_however_few_there_are(model, monkeypatch):
+    monkeypatch.setattr("services.cli.plan.WORKER_PORTS", [port for port in range(21_000, 21_020) for _ in range(20)])
+    _, *workers = map(settings_of, plan("--decode-workers", "3", model=model).processes)
+    ports = [port for worker in workers for port in (worker.port, worker.metrics_port)]
+    assert len(set(ports)) == 8
+
+
+def test_without_prefill_workers_the_router_has_none(model):
+    cluster = plan("--prefill-workers", "0", model=model)
+    assert settings_of(cluster.processes[0]).prefill_workers == ()
+
+
+def test_flags_reach_every_service_that_has_them(model):
+    argv = ("--page-size", "16", "--no-prefix-cache", "--local-prefill-tokens", "7", "--log-level", "debug")
+    cluster = plan(*argv, "--max-body-bytes", "99", model=model)
+    router, prefill, decode = map(settings_of, cluster.processes)
+    assert {each.log_level for each in (router, prefill, decode)} == {"debug"}
+    assert {each.model for each in (router, prefill, decode)} == {model}
+    assert {(each.page_size, each.prefix_cache) for each in (prefill, decode)} == {(16, False)}
+    assert (router.max_body_bytes, decode.local_prefill_tokens) == (99, 7)
+
+
+def test_the_file_reaches_the_services_and_up_itself(tmp_path, model):
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        "page_size = 8\n[up]\ndecode_workers = 2\n[router]\nmax_body_bytes = 5\n[decode]\nmax_running = 3\n"
+    )
+    cluster = plan(config=path, model=model)
+    router, prefill, *decode = map(settings_of, cluster.processes)
+    assert (router.max_body_bytes, prefill.page_size, prefill.max_running) == (5, 8, 64)
+    assert [each.max_running for each in decode] == [3, 3]
+
+
+def test_a_mistake_in_a_services_table_is_found_before_anything_starts(tmp_path, model):
+    path = tmp_path / "cluster.toml"
+    path.write_text("[decode]\nmax_running = 0\n")
+    with pytest.raises(ConfigError, match=r"max_running in .*cluster\.toml: 0"):
+        plan(config=path, model=model)
+
+
+def test_api_keys_stay_out_of_the_list_of_processes(model):
+    cluster = plan("--api-keys", "secret", model=model)
+    assert not any("secret" in word for process in cluster.processes for word in process.command)
+    assert cluster.processes[0].environment == {"KVRAIL_ROUTER_API_KEYS": "secret"}
+    assert "$KVRAIL_API_KEY" in welcome(cluster)
+    assert "secret" not in welcome(cluster)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_taken_port_is_refused(model, host):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=rf"{host}:{port}.*in use.*--port"):
+            plan("--host", host, "--port", port, model=model)
+
+
+def test_an_address_of_another_machine_is_refused(model):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1"):
+        plan("--host", "192.0.2.1", model=model)
+
+
+def test_a_wildcard_address_is_shown_as_one_that_can_be_called(model):
+    assert plan("--host", "0.0.0.0", model=model).url.startswith("http://127.0.0.1:")
+
+
+def test_gpus_are_taken_in_turn(model, monkeypatch):
+    monkeypatch.setattr("services.cli.plan.shared_kv_memory_gib", lambda *_: 1.5)
+    cluster = plan("--prefill-workers", "2", "--decode-workers", "1", gpus="01", model=model)
+    workers = [settings_of(process) for process in cluster.processes[1:]]
+    assert [worker.device for worker in workers] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert [worker.kv_memory_gib for worker in workers] == [1.5, 0.0, 1.5]  # only those that share one are told
+
+
+def test_memory_that_was_asked_for_is_kept_on_a_shared_gpu(model):
+    cluster = plan("--num-pages", "100", gpus="0", model=model)
+    assert {settings_of(process).num_pages for process in cluster.processes[1:]} == {100}
+
+
+def test_the_device_follows_the_machine_unless_named(model):
+    assert plan(model=model).device == "cpu"
+    assert plan("--kv-memory-gib", "1", gpus="0", model=model).device == "cuda"
+    assert plan("--device", "cpu", gpus="0", model=model).device == "cpu"
+    with pytest.raises(ConfigError, match="--device"):
+        plan("--device", "cuda", model=model)
+
+
+def test_threads_are_shared_but_never_none():
+    assert [threads_each(workers, 8) for workers in (1, 2, 3, 16)] == [8, 4, 2, 1]
+
+
+def test_threads_are_left_alone_where_the_environment_says_them(model, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "OMP_NUM_THREADS" in plan(model=model).processes[1].environment
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in plan(model=model).processes[1].environment
+
+
+def fake_smi(tmp_path, monkeypatch, script):
+    """A program named nvidia-smi in front of the path."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+def test_gpus_are_those_of_the_driver_or_of_the_mask(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_smi(tmp_path, monkeypatch, "printf '0\\n1\\n'")
+    assert gpus.visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-abc")
+    assert gpus.visible_gpus() == ["3", "GPU-abc"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus.visible_gpus() == []
+
+
+def test_a_machine_without_a_working_driver_has_no_gpus(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_smi(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
+    assert gpus.visible_gpus() == []
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert gpus.visible_gpus() == []
+
+
+def test_workers_on_one_gpu_share_its_memory(tmp_path, monkeypatch, model):
+    fake_smi(tmp_path, monkeypatch, "echo 20480")  # MiB
+    # 85 % of 20 GiB for two, less 1 GiB of weights and 1.5 GiB of reserve each
+    assert gpus.shared_kv_memory_gib("0", 2, model) == pytest.approx(6.0)
+    with pytest.raises(ConfigError, match="too little"):
+        gpus.shared_kv_memory_gib("0", 8, model)

@@ -1,0 +1,127 @@
+"""`kvrail up` with the real services and a tiny random model."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.cli.test_supervisor import alive, wait_until
+from tests.models import tiny_model
+
+ROOT = Path(__file__).parents[2]
+START_S = 180.0
+
+
+class Up:
+    """A running `kvrail up`, started in a folder that has a `services` of its own."""
+
+    def __init__(self, folder, *argv):
+        (folder / "services").mkdir()
+        (folder / "services" / "__init__.py").write_text("raise RuntimeError('somebody else's code')\n")
+        self.log = folder / "log"
+        command = "import sys; from services.cli.main import main; raise SystemExit(main())"
+        flags = ("--port", "0", "--model", str(tiny_model("llama")), "--kv-memory-gib", "0.05", "--device", "cpu")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", command, "up", *flags, *argv],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.monotonic() + START_S
+        while "Ctrl-C stops the cluster" not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.1)
+        self.url = re.search(r"kvrail chat --url (\S+)", self.text())[1]
+        self.metrics = dict(re.findall(r"^  (router|prefill-\d|decode-\d) +(\S+/metrics)$", self.text(), re.MULTILINE))
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def text(self):
+        return self.log.read_text()
+
+    def child(self, role):
+        return next(child for child in self.children if role in child.cmdline())
+
+    def all_gone(self):
+        wait_until(lambda: not any(alive(child.pid) for child in self.children), "a process is left behind")
+
+
+@pytest.fixture
+def up(tmp_path):
+    started = []
+
+    def start(*argv):
+        started.append(Up(tmp_path, *argv))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        for child in each.children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def chat(url, *argv):
+    command = [sys.executable, "-m", "services.cli.main", "chat", "--url", url, *argv]
+    return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+
+
+def metric(url, sample):
+    text = httpx.get(url, trust_env=False).text
+    return float(next(line for line in text.splitlines() if line.startswith(sample)).rpartition(" ")[2])
+
+
+def test_a_cluster_answers_and_ctrl_c_ends_it(up):
+    cluster = up("--local-prefill-tokens", "0", "--prefill-workers", "1", "--decode-workers", "2")
+    assert sorted(cluster.metrics) == ["decode-0", "decode-1", "prefill-0", "router"]
+    answers = [chat(cluster.url, "--max-tokens", "12", "--temperature", "0", "a question") for _ in range(2)]
+    assert [answer.returncode for answer in answers] == [0, 0], answers
+    assert answers[0].stdout == answers[1].stdout != "\n"
+    frames = [metric(cluster.metrics[name], "kvrail_kv_frames_total") for name in ("prefill-0",)]
+    assert frames[0] > 0  # the answer's KV crossed from worker to worker
+    refused = chat(cluster.url, "--model", "another", "hi")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert "another" in refused.stderr
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(60) == 0, cluster.text()
+    assert "killing" not in cluster.text()
+    assert "Traceback" not in cluster.text()
+    cluster.all_gone()
+
+
+def test_a_lost_worker_ends_the_cluster_and_is_named(up):
+    cluster = up()
+    cluster.child("decode").kill()
+    assert cluster.process.wait(60) == 1
+    assert "kvrail up: decode-0 ended by SIGKILL; the others are stopped" in cluster.text()
+    cluster.all_gone()
+
+
+def test_nothing_outlives_a_kvrail_up_that_is_killed(up):
+    cluster = up()
+    assert len(cluster.children) == 3
+    cluster.process.kill()
+    cluster.all_gone()
+
+
+def test_a_mistake_of_a_worker_is_told_with_its_last_lines(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    flags = ["--port", "0", "--model", str(tmp_path), "--device", "cpu"]
+    command = [sys.executable, "-m", "services.cli.main", "up", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
+    assert done.returncode == 1
+    assert re.search(r"^kvrail up: .*ended with status [12]", done.stderr, re.MULTILINE)
+    assert re.search(r"^  (router|prefill-0|decode-0): \S", done.stderr, re.MULTILINE)

@@ -1,0 +1,145 @@
+"""A prefill and a decode worker in one process, over either transport, asked the way the router asks."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from codec.registry import names
+from kvrail.config import DecodeSettings, PrefillSettings
+from kvrail.rpc.channel import open_channel
+from kvrail.rpc.client import DecodeClient
+from kvrail.rpc.server import build_server
+from kvrail.sampling import SamplingParams
+from kvrail.transport.inproc import InprocPrefillClient
+from kvrail.wire.convert import sampling_to_proto
+from kvrail.wire.v1 import decode_pb2
+from kvrail.worker import PROTOCOL_OVERHEAD_BYTES, Worker, build_worker
+from services.decode.prefill_workers import GrpcPrefillWorkers
+from services.decode.servicer import DecodeServicer
+from services.prefill.servicer import PageObserver, PrefillServicer
+
+MODEL = "tiny"
+
+
+@dataclass
+class Answer:
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list] = field(default_factory=dict)
+    finish: dict[int, int] = field(default_factory=dict)
+    stop_reason: dict[int, str] = field(default_factory=dict)
+    summary: decode_pb2.GenerateSummary | None = None
+
+
+class InprocWorkers:
+    def __init__(self, servicers: dict[str, PrefillServicer]) -> None:
+        self._servicers = servicers
+
+    def client(self, address: str) -> InprocPrefillClient:
+        return InprocPrefillClient(self._servicers[address].answer)
+
+
+class Cluster:
+    def __init__(self, decode: Worker, prefills: dict[str, Worker], client: DecodeClient) -> None:
+        self.decode = decode
+        self.prefills = prefills
+        self.client = client
+        self._ids = itertools.count()
+
+    async def ask(
+        self, prompt, *, local=False, workers=None, codec="", on_reply=None, request_id="", resumed=(), **params
+    ) -> Answer:
+        params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}
+        request = decode_pb2.GenerateRequest(
+            request_id=request_id or f"r{next(self._ids)}",
+            model=MODEL,
+            prompt_token_ids=prompt,
+            sampling=sampling_to_proto(SamplingParams(**params)),
+            prefill_workers=[] if local else list(workers or self.prefills),
+            codec=codec,
+            resumed_token_ids=resumed,
+        )
+        answer = Answer()
+        async with self.client.generate(request, timeout_s=120) as replies:
+            async for reply in replies:
+                index = reply.index
+                if reply.HasField("summary"):
+                    answer.summary = reply.summary
+                    continue
+                answer.tokens.setdefault(index, []).extend(reply.token_ids)
+                answer.text[index] = answer.text.get(index, "") + reply.text
+                answer.logprobs.setdefault(index, []).extend(reply.logprobs)
+                if reply.finish_reason:
+                    answer.finish[index] = reply.finish_reason
+                    answer.stop_reason[index] = reply.stop_reason
+                if on_reply is not None:
+                    on_reply(reply)
+        return answer
+
+    async def settled(self) -> None:
+        """Wait until nothing runs anywhere, then check every worker's books."""
+        for worker in (self.decode, *self.prefills.values()):
+            async with asyncio.timeout(30):
+                await worker.calls.drained()
+                while worker.engine.status().pages.used:
+                    await asyncio.sleep(0.01)
+            worker.engine.check()
+
+
+def settings(cls, folder, **changes):
+    defaults = {
+        "model": str(folder),
+        "served_model_name": MODEL,
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "num_pages": 200,
+        "page_size": 64,
+        "max_batch_tokens": 512,
+    }
+    own = {"local_prefill_tokens": 0} if cls is DecodeSettings else {}
+    return cls(**{**defaults, **own, **{k: v for k, v in changes.items() if k in cls.model_fields}})
+
+
+@asynccontextmanager
+async def cluster(
+    folder, transport="grpc", prefill_count=1, prefill=None, decode=None, **shared
+) -> AsyncIterator[Cluster]:
+    loop = asyncio.get_running_loop()
+    stops = []
+    prefills, servicers = {}, {}
+    for number in range(prefill_count):
+        options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
+        observer = PageObserver(loop)
+        worker = build_worker(options, codecs=names(), on_layer=observer.layer_written, detokenize=False)
+        observer.attach(worker)
+        servicer = PrefillServicer(worker, observer)
+        address = f"inproc-{number}"
+        if transport == "grpc":
+            rpc = await build_server(max_message_bytes=options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
+            rpc.add_prefill(servicer)
+            address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
+            await rpc.start()
+            stops.append(rpc.stop)
+        worker.engine.start()
+        prefills[address], servicers[address] = worker, servicer
+    options = settings(DecodeSettings, folder, **{**shared, **(decode or {})})
+    worker = build_worker(options, codecs=names(), local_prefill_tokens=options.local_prefill_tokens, detokenize=True)
+    channels = GrpcPrefillWorkers(options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
+    servicer = DecodeServicer(worker, options, channels if transport == "grpc" else InprocWorkers(servicers))
+    rpc = await build_server(max_message_bytes=options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
+    rpc.add_decode(servicer)
+    channel = open_channel(f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}")
+    await rpc.start()
+    worker.engine.start()
+    try:
+        yield Cluster(worker, prefills, DecodeClient(channel))
+    finally:
+        await channel.close()
+        await rpc.stop()
+        await channels.close()
+        for stop in stops:
+            await stop()
+        for each in (worker, *prefills.values()):
+            await asyncio.to_thread(each.engine.stop)

@@ -1,0 +1,149 @@
+"""What goes wrong between workers: lost, silent, corrupt or incompatible prefill workers, and clients that leave."""
+
+import asyncio
+import random
+
+import pytest
+
+from codec.base import Block
+from codec.raw.codec import RawCodec
+from kvrail.errors import FrameError, IncompatibleError, KvrailError, WorkerUnavailableError
+from kvrail.transport.replies import PrefillReplies
+from tests.cluster.cluster import cluster
+from tests.cluster.test_equality import prompt_of
+from tests.models import generate, tiny_model
+
+
+def value(worker, reason):
+    return worker.transfers.fallbacks[reason]._value.get()
+
+
+@pytest.fixture
+def llama():
+    return tiny_model("llama")
+
+
+async def test_no_prefill_worker_at_all(llama):
+    async with cluster(llama) as c:
+        answer = await c.ask(prompt_of(300), workers=["127.0.0.1:9", "127.0.0.1:9"])
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        assert not answer.summary.prefill_worker and value(c.decode, "local") == 1
+        await c.settled()
+
+
+async def test_an_alternate_takes_over(llama):
+    async with cluster(llama) as c:
+        (real,) = c.prefills
+        answer = await c.ask(prompt_of(300), workers=["127.0.0.1:9", real])
+        assert answer.summary.prefill_worker == real and value(c.decode, "alternate") == 1
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        await c.settled()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("after", [0, 1, 3, 5])
+async def test_a_worker_lost_mid_transfer(llama, monkeypatch, transport, after):
+    """The first tokens may be out already; the client sees one seamless answer."""
+    sent = 0
+    send = PrefillReplies.send
+
+    async def dying(self, frame):
+        nonlocal sent
+        sent += 1
+        if sent == after + 1:
+            self.close(WorkerUnavailableError("the worker died"))
+        await send(self, frame)
+
+    monkeypatch.setattr(PrefillReplies, "send", dying)
+    frame = 64 * 2 * 2 * 16 * 4 * 3
+    async with cluster(llama, transport, prefill_count=2, max_frame_bytes=frame, max_batch_tokens=128) as c:
+        answer = await c.ask(prompt_of(300))
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        assert value(c.decode, "alternate") == 1
+        await c.settled()
+
+
+async def test_a_corrupt_frame_fails_the_request_and_touches_no_page(llama, monkeypatch):
+    send = PrefillReplies.send
+
+    async def flipping(self, frame):
+        await send(self, frame[:-1] + bytes([frame[-1] ^ 1]))
+
+    async with cluster(llama) as c:
+        before = c.decode.cache.keys.clone()
+        monkeypatch.setattr(PrefillReplies, "send", flipping)
+        with pytest.raises(FrameError, match="checksum"):
+            await c.ask(prompt_of(300))
+        assert c.decode.cache.keys.equal(before)
+        monkeypatch.undo()
+        answer = await c.ask(prompt_of(300))
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        await c.settled()
+
+
+async def test_a_wrong_bit_in_the_kv_would_be_seen(llama, monkeypatch):
+    """The equality tests can fail: KV that is changed before it is framed gives other tokens."""
+    encode = RawCodec.encode
+    monkeypatch.setattr(RawCodec, "encode", lambda self, block: encode(self, Block(block.keys * -1, block.values)))
+    async with cluster(llama) as c:
+        answer = await c.ask(prompt_of(300))
+        assert answer.tokens != {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+
+
+async def test_an_incompatible_worker_is_refused_by_name(llama):
+    async with cluster(llama, decode={"page_size": 32}) as c:
+        with pytest.raises(IncompatibleError, match=r"page_size\) differs: decode worker 32, prefill worker 64"):
+            await c.ask(prompt_of(300))
+        await c.settled()
+    async with cluster(llama, decode={"model": str(tiny_model("llama", seed=1))}) as c:
+        with pytest.raises(IncompatibleError, match="model fingerprint differs"):
+            await c.ask(prompt_of(300))
+        await c.settled()
+
+
+async def test_a_silent_worker_counts_as_lost(llama, monkeypatch):
+    async def silent(self, frame):
+        await asyncio.sleep(3600)
+
+    async with cluster(llama, decode={"transfer_timeout_s": 0.5}) as c:
+        monkeypatch.setattr(PrefillReplies, "send", silent)
+        answer = await c.ask(prompt_of(300))
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        assert value(c.decode, "local") == 1
+        monkeypatch.undo()
+        await c.settled()
+
+
+async def test_a_step_that_fails_is_told(llama, monkeypatch):
+    async with cluster(llama) as c:
+        monkeypatch.setattr(c.decode.engine._runner, "execute", lambda *a: 1 / 0)
+        with pytest.raises(KvrailError, match="the engine failed: ZeroDivisionError"):
+            await c.ask(prompt_of(300))
+        monkeypatch.undo()
+        assert (await c.ask(prompt_of(10))).tokens
+        await c.settled()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+async def test_leaving_at_any_moment_returns_every_page(llama, transport):
+    rng = random.Random(7)
+    async with cluster(llama, transport, num_pages=120, max_batch_tokens=64) as c:
+        for number in range(40):
+            task = asyncio.create_task(c.ask(prompt_of(rng.randint(1, 900), seed=number), max_tokens=50))
+            await asyncio.sleep(rng.random() * 0.08)
+            task.cancel()
+            await asyncio.wait([task])
+        await c.settled()
+
+
+async def test_draining_refuses_and_finishes(llama):
+    async with cluster(llama) as c:
+        replies = []
+        running = asyncio.create_task(c.ask(prompt_of(300), max_tokens=60, on_reply=replies.append))
+        while not replies:
+            await asyncio.sleep(0.005)
+        c.decode.calls.drain()
+        with pytest.raises(WorkerUnavailableError, match="shutting down"):
+            await c.ask([1, 2, 3])
+        assert len((await running).tokens[0]) == 60
+        await c.decode.calls.drained()

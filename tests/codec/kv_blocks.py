@@ -1,0 +1,41 @@
+"""Blocks for codec tests: random bits, so that NaNs with payloads, infinities and subnormals are among them."""
+
+import torch
+
+from codec.base import Block, BlockSpec
+from codec.frame import ITEM_BYTES
+
+SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
+    (1, 1, 1, 1, 1, 1),
+    (1, 1, 64, 8, 128, 128),
+    (2, 3, 16, 2, 64, 64),
+    (3, 1, 7, 3, 5, 9),
+    (1, 5, 63, 1, 33, 31),
+    (2, 2, 500, 1, 3, 2),
+]
+
+
+def spec_of(shape, dtype):
+    return BlockSpec(dtype, *shape, scaled=ITEM_BYTES[dtype] == 1)
+
+
+def _random(shape, dtype, generator, device):
+    bits = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=generator, dtype=torch.uint8)
+    return bits.to(device).view(dtype)
+
+
+def random_block(spec, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    lead = (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
+    dtype = getattr(torch, spec.dtype)
+    keys = _random((*lead, spec.key_dim), dtype, generator, device)
+    values = _random((*lead, spec.value_dim), dtype, generator, device)
+    if not spec.scaled:
+        return Block(keys, values)
+    scales = [_random(lead, torch.float32, generator, device) for _ in range(2)]
+    return Block(keys, values, *scales)
+
+
+def bits_of(block):
+    """All bits of a block: the only equality that NaNs allow."""
+    return b"".join(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes() for tensor in block.tensors())

@@ -1,0 +1,78 @@
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from codec.assembly import FrameGuard, Transfer
+from codec.base import BlockSpec
+from codec.frame import FrameFormatError, FrameHeader
+
+WHOLE = BlockSpec("bfloat16", 4, 6, 16, 2, 8, 8, False)  # layers 0 to 4, pages 10 to 16
+TRANSFER = Transfer("r", "lynx", 2, WHOLE, 10)
+
+
+def frame(sequence, stage=0, layers=(0, 4), pages=(10, 16), **changes):
+    spec = replace(WHOLE, num_layers=layers[1] - layers[0], num_pages=pages[1] - pages[0])
+    return replace(FrameHeader("r", "lynx", stage, 2, spec, layers[0], pages[0], sequence), **changes)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_each_page_exactly_once_in_any_order_of_blocks(layer_step, page_step, random):
+    blocks = [
+        ((layer, min(layer + layer_step, 4)), (page, min(page + page_step, 16)))
+        for layer, page in itertools.product(range(0, 4, layer_step), range(10, 16, page_step))
+    ]
+    order = [block for block in blocks for _ in range(2)]
+    random.shuffle(order)
+    guard, seen = FrameGuard(TRANSFER), []
+    for sequence, block in enumerate(order):
+        assert not guard.complete()
+        guard.admit(frame(sequence, seen.count(block), *block))
+        seen.append(block)
+        for stage in range(2):
+            assert guard.complete(stage) == all(seen.count(one) > stage for one in blocks)
+        left = sum((ls[1] - ls[0]) * (ps[1] - ps[0]) * (2 - seen.count((ls, ps))) for ls, ps in blocks)
+        assert guard.missing() == left
+    assert guard.complete()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (None, frame(1), "sequence 1; the next is 0"),
+        (frame(0, pages=(10, 12)), frame(0, pages=(12, 14)), "sequence 0; the next is 1"),
+        (frame(0), frame(1), "stage 0; its block's next is 1"),
+        (None, frame(0, stage=1), "stage 1; its block's next is 0"),
+        (frame(0, pages=(10, 12)), frame(1, pages=(11, 13)), "come before"),
+        (frame(0, layers=(0, 2)), frame(1, layers=(1, 3), pages=(15, 16)), "of layer 1"),
+        (frame(0), frame(1, stage=1, pages=(10, 12)), "stage 1; its block's next is 0"),
+        (None, frame(0, request_id="s"), "request_id 's'"),
+        (None, frame(0, codec="raw"), "codec 'raw'"),
+        (None, frame(0, num_stages=3), "num_stages 3"),
+        (None, frame(0, spec=replace(WHOLE, dtype="float16")), "float16"),
+        (None, frame(0, spec=replace(WHOLE, key_dim=9)), "key_dim=9"),
+        (None, frame(0, spec=replace(WHOLE, scaled=True)), "scaled=True"),
+        (None, frame(0, layers=(3, 5)), "layers 3 to 5"),
+        (None, frame(0, pages=(9, 11)), "pages 9 to 11"),
+        (None, frame(0, pages=(15, 17)), "pages 15 to 17"),
+    ],
+)
+def test_frame_that_does_not_belong_is_refused_and_changes_nothing(first, second, message):
+    guard = FrameGuard(TRANSFER)
+    if first is not None:
+        guard.admit(first)
+    before = guard.missing()
+    with pytest.raises(FrameFormatError, match=message):
+        guard.admit(second)
+    assert guard.missing() == before and not guard.complete()
+
+
+def test_refused_overlap_marks_none_of_its_pages():
+    guard = FrameGuard(TRANSFER)
+    guard.admit(frame(0, layers=(1, 2), pages=(10, 11)))
+    with pytest.raises(FrameFormatError):
+        guard.admit(frame(1, layers=(0, 2), pages=(10, 11)))
+    guard.admit(frame(1, layers=(0, 1), pages=(10, 11)))
+    assert guard.missing() == 2 * 24 - 2

@@ -1,0 +1,101 @@
+"""What holds for every codec that is registered."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_blocks import SHAPES, bits_of, random_block, spec_of
+
+from codec import registry
+from codec.base import CodecError
+from codec.frame import ITEM_BYTES
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
+EXACT = [name for name in registry.names() if registry.get(name).exact]
+
+
+def dtypes_of(names):
+    return [(name, dtype) for name in names for dtype in sorted(registry.get(name).dtypes)]
+
+
+def decode_all(codec, payloads, out):
+    for stage, payload in enumerate(payloads):
+        codec.decode(stage, payload, out)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_codec_describes_itself(name):
+    codec = registry.get(name)
+    assert codec.name == name and codec.num_stages >= 1 and codec.dtypes <= set(ITEM_BYTES)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), dtypes_of(EXACT))
+def test_exact_codec_restores_every_bit(name, dtype, shape, device):
+    codec, spec = registry.get(name), spec_of(shape, dtype)
+    block, out = random_block(spec, 1, device), random_block(spec, 2, device)
+    payloads = codec.encode(block).stages()
+    assert len(payloads) == codec.num_stages
+    decode_all(codec, payloads, out)
+    assert bits_of(out) == bits_of(block)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pick=st.sampled_from(dtypes_of(EXACT)),
+    shape=st.tuples(*[st.integers(1, 4)] * 4, st.integers(1, 9), st.integers(1, 9)),
+    seed=st.integers(0, 2**32),
+)
+def test_exact_codec_restores_any_shape(pick, shape, seed):
+    codec, spec = registry.get(pick[0]), spec_of(shape, pick[1])
+    block, out = random_block(spec, seed), random_block(spec, seed + 1)
+    decode_all(codec, codec.encode(block).stages(), out)
+    assert bits_of(out) == bits_of(block)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "dtype"), dtypes_of(registry.names()))
+def test_payload_that_does_not_fit_leaves_the_block_alone(name, dtype, device):
+    codec, spec = registry.get(name), spec_of((2, 3, 4, 2, 5, 7), dtype)
+    out = random_block(spec, 2, device)
+    before = bits_of(out)
+    payload = bytes(codec.encode(random_block(spec, 1, device)).stages()[0])
+    for wrong in (b"", payload[:-1], payload[: len(payload) // 2], payload + b"\0"):
+        with pytest.raises(CodecError):
+            codec.decode(0, memoryview(wrong), out)
+    for stage in (-1, codec.num_stages):
+        with pytest.raises(CodecError):
+            codec.decode(stage, memoryview(payload), out)
+    assert bits_of(out) == before
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_dtype_that_a_codec_does_not_take_is_refused(name):
+    block = random_block(spec_of((1, 1, 4, 1, 8, 8), "float32"))
+    as_double = type(block)(block.keys.double(), block.values.double())
+    with pytest.raises(CodecError, match="float64"):
+        registry.get(name).encode(as_double)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", registry.names())
+def test_payloads_outlive_their_encoding_and_its_block(name, device):
+    codec = registry.get(name)
+    spec = spec_of((2, 3, 16, 2, 64, 64), sorted(codec.dtypes)[0])
+    payloads, copies = [], []
+    for seed in range(8):
+        encoding = codec.encode(random_block(spec, seed, device))
+        payloads.append(encoding.stages())
+        copies.append([bytes(payload) for payload in payloads[-1]])
+        del encoding
+        gc.collect()
+    assert [[bytes(payload) for payload in stages] for stages in payloads] == copies
+    assert len({copy[0] for copy in copies}) == 8
+
+
+def test_unknown_codec_lists_the_known_ones():
+    with pytest.raises(registry.UnknownCodecError, match=r"zip.*raw"):
+        registry.get("zip")

@@ -1,0 +1,15 @@
+"""Before any test is imported: without a GPU, Triton's kernels run in its interpreter.
+
+Triton reads the variable when a kernel is defined, its own library's at its import, which may be that of transformers.
+"""
+
+import os
+import signal
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell that starts the tests in the background ignores Ctrl-C; the processes that tests start must not inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)

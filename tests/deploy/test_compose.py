@@ -1,0 +1,208 @@
+"""The compose cluster on a real engine: up, used, measured, hurt, mended, gone."""
+
+import itertools
+import json
+import math
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+PROJECT = f"kvrail-test-{os.getpid()}"
+SERVICES = ("router", "prefill", "decode")
+CONFINED = (*SERVICES, "prometheus")
+PATIENCE_S = 60.0
+QUESTION = (
+    "You are asked by somebody who reads about serving language models for the first time. They have heard that "
+    "prefill and decode can run on separate workers, that the keys and values cross from one to the other, and that "
+    "this helps latency. They now ask you one question and want a short answer in plain words: what is a KV cache?"
+)
+
+
+def docker(*arguments, check=True, env=None, timeout=600):
+    done = subprocess.run(
+        ["docker", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+    assert not check or done.returncode == 0, f"docker {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def wait_for(what, condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.5)
+    return found
+
+
+class Cluster:
+    """The cluster of compose.yaml under a project name and ports of its own."""
+
+    def __init__(self):
+        ports = {"KVRAIL_PORT": free_port(), "KVRAIL_PROMETHEUS_PORT": free_port()}
+        self.env = {**os.environ, **{name: str(port) for name, port in ports.items()}}
+        self.api = httpx.Client(
+            base_url=f"http://127.0.0.1:{ports['KVRAIL_PORT']}", trust_env=False, timeout=PATIENCE_S
+        )
+        self.prometheus = httpx.Client(
+            base_url=f"http://127.0.0.1:{ports['KVRAIL_PROMETHEUS_PORT']}", trust_env=False, timeout=PATIENCE_S
+        )
+
+    def compose(self, *arguments, **options):
+        return docker("compose", "--project-name", PROJECT, *arguments, env=self.env, **options)
+
+    def up(self, *services):
+        try:
+            self.compose("up", "--detach", "--wait", "--wait-timeout", "240", *services)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.compose('logs', '--tail', '40', check=False)}") from None
+
+    def inspect(self, service):
+        return json.loads(docker("inspect", self.compose("ps", "--quiet", service).strip()))[0]
+
+    def ask(self, number):
+        """One streamed, greedy answer, (text, finish reason), to a prompt whose KV only the same `number` shares."""
+        body = {
+            "model": "kvrail-demo",
+            "messages": [{"role": "user", "content": f"{number}. {QUESTION}"}],
+            "temperature": 0,
+            "max_tokens": 400,
+            "stream": True,
+        }
+        with self.api.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+            response.raise_for_status()
+            events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]
+
+    def whole(self):
+        """Whether the router counts both workers as healthy."""
+        about = self.api.get("/health").json()
+        workers = [*about["prefill_workers"].values(), *about["decode_workers"].values()]
+        return [worker["state"] for worker in workers] == ["healthy", "healthy"]
+
+    def query(self, expression):
+        """(service, value) of each series of an instant query."""
+        answer = self.prometheus.get("/api/v1/query", params={"query": expression}).raise_for_status().json()
+        return [(each["metric"].get("service"), float(each["value"][1])) for each in answer["data"]["result"]]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if subprocess.run(["docker", "info"], capture_output=True).returncode or not docker(
+        "compose", "version", check=False
+    ):
+        pytest.fail("no Docker engine with Compose answers; start one, or set DOCKER_HOST")
+    settings = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    base = os.environ.get("KVRAIL_BASE_IMAGE", "python:3.11-slim")
+    script = ROOT / "tests" / "deploy" / "prometheus_image.sh"
+    subprocess.run([script, settings["services"]["prometheus"]["image"], base], check=True, stdin=subprocess.DEVNULL)
+    running = Cluster()
+    try:
+        running.compose("build")
+        running.up()
+        yield running
+    finally:
+        running.compose("down", "--volumes", "--timeout", "5", check=False)
+
+
+def test_a_streamed_answer_ends_by_itself(cluster):
+    text, reason = cluster.ask(0)
+    assert reason == "stop"
+    assert len(text) > 20
+
+
+@pytest.mark.parametrize("service", CONFINED)
+def test_a_container_is_confined(cluster, service):
+    about = cluster.inspect(service)
+    host = about["HostConfig"]
+    assert about["Config"]["User"] not in ("", "0", "root")
+    assert host["ReadonlyRootfs"]
+    assert host["CapDrop"] == ["ALL"]
+    assert not host["Privileged"]
+    assert host["Memory"] > 0
+    published = [port["HostIp"] for ports in (host["PortBindings"] or {}).values() for port in ports]
+    assert published == (["127.0.0.1"] if service in ("router", "prometheus") else [])
+
+
+def test_the_routers_image_has_no_torch(cluster):
+    find = ["python3", "-c", "import importlib.util as u; print(u.find_spec('torch') is None)"]
+    assert cluster.compose("exec", "-T", "router", *find).strip() == "True"
+    assert cluster.compose("exec", "-T", "decode", *find).strip() == "False"
+
+
+def test_prometheus_sees_each_service_under_both_paths(cluster):
+    for job in ("kvrail", "kvrail-vllm"):
+        wait_for(
+            job, lambda job=job: sorted(cluster.query(f'up{{job="{job}"}} == 1')) == sorted((s, 1.0) for s in SERVICES)
+        )
+
+
+def test_the_rates_of_counters_have_values(cluster):
+    numbers = itertools.count(1000)
+
+    def rates():
+        cluster.ask(next(numbers))
+        found = dict(cluster.query("sum by (service) (rate(kvrail_kv_frames_total[1m]))"))
+        return found if min(found.get("prefill", 0), found.get("decode", 0)) > 0 else None
+
+    found = wait_for("no KV crossed between the workers", rates)
+    assert not any(math.isnan(value) for value in found.values())
+    answered = cluster.query('sum(rate(kvrail_requests_total{service="router", outcome="stop"}[1m]))')
+    assert [value > 0 for _, value in answered] == [True]
+
+
+def test_without_its_prefill_worker_the_cluster_still_answers(cluster):
+    cluster.compose("kill", "prefill")
+    answer = cluster.ask(1)
+    wait_for("the loss is not seen", lambda: ("prefill", 0.0) in cluster.query('up{job="kvrail"}'))
+    cluster.up("prefill")
+    cluster.compose("restart", "decode")  # it forgets the KV that it computed by itself
+    cluster.up("decode")
+    wait_for("the router does not see its workers again", cluster.whole)
+    assert cluster.ask(1) == answer
+
+
+def test_without_its_decode_worker_the_cluster_says_so_and_recovers(cluster):
+    answer = cluster.ask(2)
+    cluster.compose("kill", "decode")
+    with pytest.raises(httpx.HTTPStatusError) as raised:
+        cluster.ask(2)
+    assert raised.value.response.status_code == 503
+    assert raised.value.response.json()["error"]["message"]
+    cluster.up("decode")
+    wait_for("the router does not see its worker again", cluster.whole)
+    assert cluster.ask(2) == answer
+
+
+def test_stopping_is_graceful_and_leaves_nothing(cluster):
+    cluster.compose("stop")
+    for service in SERVICES:
+        container = cluster.compose("ps", "--all", "--quiet", service).strip()
+        assert docker("inspect", "--format", "{{.State.ExitCode}}", container).strip() == "0", service
+    cluster.compose("down", "--volumes")
+    label = f"label=com.docker.compose.project={PROJECT}"
+    for kind in (["ps", "--all"], ["volume", "ls"], ["network", "ls"]):
+        assert docker(*kind, "--quiet", "--filter", label) == ""

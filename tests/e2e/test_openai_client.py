@@ -1,0 +1,181 @@
+"""The official OpenAI client against a whole cluster of real processes with the model that ships."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+MODEL = "kvrail-demo"
+QUESTION = [{"role": "user", "content": "What is grep?"}]
+LONG = "A page of text about sockets, files and processes. " * 40
+
+
+class Cluster:
+    def __init__(self, log: Path) -> None:
+        flags = ["--port", "0", "--kv-dtype", "float32", "--kv-memory-gib", "0.5", "--local-prefill-tokens", "16"]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.cli.main", "up", *flags], cwd=ROOT, stdout=out, stderr=out
+            )
+        deadline = time.monotonic() + 180
+        while "Ctrl-C stops the cluster" not in log.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        text = log.read_text()
+        self.url = re.search(r"kvrail chat --url (\S+)", text)[1]
+        self.metrics = dict(re.findall(r"^  (router|prefill-\d|decode-\d) +(\S+/metrics)$", text, re.MULTILINE))
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    started = Cluster(tmp_path_factory.mktemp("e2e") / "log")
+    yield started
+    started.process.send_signal(signal.SIGTERM)
+    assert started.process.wait(60) == 0
+
+
+def transformers_answer(messages, max_new_tokens):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = ROOT / "models" / MODEL
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.inference_mode():
+        out = model.generate(**ids, max_new_tokens=max_new_tokens, do_sample=False)
+    return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_chat_ends_by_itself_and_says_what_transformers_says(cluster):
+    answer = cluster.client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.content == transformers_answer(QUESTION, 200)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_long_prompts_cross_from_the_prefill_worker(cluster):
+    messages = [{"role": "user", "content": LONG + "What is a file?"}]
+    answer = cluster.client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24)
+    extension = answer.usage.model_extra["kvrail"]
+    assert extension["prefill_worker"] and extension["kv_bytes"] > 0
+    assert answer.choices[0].message.content == transformers_answer(messages, 24)
+    again = cluster.client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24)
+    assert again.choices[0].message.content == answer.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_streaming_with_usage_says_the_same(cluster):
+    whole = cluster.client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
+    chunks = list(
+        cluster.client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 5
+
+
+def test_completion_n_seed_logprobs_stop(cluster):
+    asked = {"model": MODEL, "prompt": "def read_lines(path):\n", "max_tokens": 24, "temperature": 0.9, "seed": 4}
+    first = cluster.client.completions.create(**asked, n=2, logprobs=3)
+    second = cluster.client.completions.create(**asked, n=2, logprobs=3)
+    texts = [choice.text for choice in sorted(first.choices, key=lambda c: c.index)]
+    assert texts == [choice.text for choice in sorted(second.choices, key=lambda c: c.index)]
+    assert texts[0] != texts[1]
+    logprobs = first.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) > 0
+    assert "".join(logprobs.tokens).startswith(first.choices[0].text[:5])
+    cut = texts[0][6:10]
+    stopped = cluster.client.completions.create(**asked, stop=[cut])
+    assert stopped.choices[0].text == texts[0][: texts[0].index(cut)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_chat_logprobs_are_of_the_tokens_said(cluster):
+    answer = cluster.client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, logprobs=True, top_logprobs=2, max_tokens=8
+    )
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 8
+    assert all(item.logprob == item.top_logprobs[0].logprob <= 0 for item in content)
+    assert b"".join(bytes(item.bytes) for item in content).decode() == answer.choices[0].message.content
+
+
+def refused(call):
+    with pytest.raises(openai.APIStatusError) as caught:
+        call()
+    return caught.value.status_code, caught.value.body["param"], caught.value.body["code"]
+
+
+def test_refusals_have_openais_shape(cluster):
+    chat = cluster.client.chat.completions.create
+    assert refused(lambda: chat(model="gpt-x", messages=QUESTION)) == (404, "model", "model_not_found")
+    assert refused(lambda: chat(model=MODEL, messages=QUESTION, temperature=3))[:2] == (400, "temperature")
+    assert refused(lambda: chat(model=MODEL, messages=QUESTION, max_tokens=0))[:2] == (400, "max_tokens")
+    assert refused(lambda: chat(model=MODEL, messages=[]))[:2] == (400, "messages")
+    too_long = [{"role": "user", "content": "word " * 20000}]
+    status, _, code = refused(lambda: chat(model=MODEL, messages=too_long))
+    assert (status, code) == (400, "context_length_exceeded")
+
+
+def samples(url):
+    families = text_string_to_metric_families(httpx.get(url).text)
+    return {(s.name, s.labels.get("stage") or s.labels.get("state")): s.value for f in families for s in f.samples}
+
+
+def test_parts_of_requests_add_up_and_pages_return(cluster):
+    before = samples(cluster.metrics["router"])
+    with ThreadPoolExecutor(8) as pool:
+        ask = cluster.client.completions.create
+        prompts = [LONG[i * 40 :] for i in range(8)]
+        list(pool.map(lambda p: ask(model=MODEL, prompt=p, max_tokens=12), prompts))
+    after = samples(cluster.metrics["router"])
+    grown = {key: after[key] - before.get(key, 0.0) for key in after}
+    parts = {k[1]: v for k, v in grown.items() if k[0] == "kvrail_request_stage_seconds_sum"}
+    total = grown["kvrail_request_seconds_sum", None]
+    assert total > 0 and parts["prefill"] > 0 and parts["decode"] > 0
+    assert abs(sum(parts.values()) - total) <= 0.05 * total, parts
+    for worker in ("prefill-0", "decode-0"):
+        pages = {k[1]: v for k, v in samples(cluster.metrics[worker]).items() if k[0] == "kvrail_engine_pages"}
+        assert pages["used"] == 0 and pages["cached"] > 0 and set(pages) == {"free", "used", "cached"}
+
+
+@pytest.mark.parametrize("service", ["router", "prefill-0", "decode-0"])
+def test_promtool_has_nothing_to_say(cluster, service):
+    promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
+    if promtool is None:
+        assert not os.environ.get("CI"), "promtool is not installed; set PROMTOOL to where it is"
+        pytest.skip("promtool is not installed")
+    text = httpx.get(cluster.metrics[service]).text
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "vllm:" in httpx.get(cluster.metrics[service] + "/vllm").text
+
+
+def test_leaving_a_stream_frees_the_worker(cluster):
+    body = {"model": MODEL, "prompt": LONG, "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        while not (line := next(lines)).startswith("data: "):
+            continue
+        assert json.loads(line[6:])["choices"]
+        assert samples(cluster.metrics["decode-0"])["kvrail_engine_pages", "used"] > 0
+    deadline = time.monotonic() + 20
+    while samples(cluster.metrics["decode-0"])["kvrail_engine_pages", "used"]:
+        assert time.monotonic() < deadline, "the pages of a request whose client left are still used"
+        time.sleep(0.05)

@@ -1,0 +1,130 @@
+"""Random paged attention problems with the answer that the reference gives."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrail.engine.attention import reference
+from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.cache import LayerPages, PagedCache
+from kvrail.layout import KVLayout
+
+
+@dataclass
+class Case:
+    """A packed step over one layer whose pages hold everything before the new tokens."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    pages: LayerPages
+    slots: torch.Tensor
+    page_tables: torch.Tensor
+    plan: list[tuple[int, int]]
+    options: ScoreOptions
+
+    @property
+    def kv_lens(self) -> torch.Tensor:
+        return torch.tensor([total for _, total in self.plan], dtype=torch.int32, device=self.query.device)
+
+    @property
+    def decodes(self) -> int:
+        return sum(new == 1 for new, _ in self.plan)
+
+    def sums(self, column: int) -> torch.Tensor:
+        lengths = torch.tensor([0] + [entry[column] for entry in self.plan[self.decodes :]])
+        return lengths.cumsum(0).to(self.query.device, torch.int32)
+
+    def token_slots(self) -> torch.Tensor:
+        size, found = self.pages.keys.shape[1], []
+        for row, (_, total) in enumerate(self.plan):
+            if row >= self.decodes:
+                token = torch.arange(total, device=self.query.device)
+                found.append(self.page_tables[row, token // size].long() * size + token % size)
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=self.query.device)
+
+
+def make_case(
+    plan: list[tuple[int, int]],
+    *,
+    heads: int = 8,
+    kv_heads: int = 2,
+    key_dim: int = 64,
+    value_dim: int = 64,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: str = "float32",
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+    scale: float = 0.0,
+) -> Case:
+    """Sequences of `plan` (new tokens, tokens in all) on shuffled pages; pages nobody owns hold NaN."""
+    plan = sorted(plan, key=lambda entry: entry[0] > 1)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    need = [-(-total // page_size) for _, total in plan]
+    count = sum(need) + 3
+    order = torch.randperm(count, generator=generator).tolist()
+    cache = PagedCache(KVLayout(1, kv_heads, key_dim, value_dim, page_size, kv_dtype), count, device)
+    layer = cache.layer(0)
+    poison(layer)
+    tables = torch.full((len(plan), max(need)), order[-1], dtype=torch.int32)
+    slots, begin = [], 0
+    for row, ((new, total), pages) in enumerate(zip(plan, need, strict=True)):
+        tables[row, :pages] = torch.tensor(order[begin : begin + pages])
+        begin += pages
+        token = torch.arange(total)
+        where = tables[row, token // page_size].long() * page_size + token % page_size
+        slots.append(where[total - new :])
+        old = where[: total - new].to(device)
+        k, v = draw(total - new, kv_heads, key_dim), draw(total - new, kv_heads, value_dim)
+        reference.write_pages(layer, k.to(device, dtype), v.to(device, dtype), old)
+    tokens = sum(new for new, _ in plan)
+    options = ScoreOptions(scale or key_dim**-0.5, window, softcap, draw(heads).to(device, dtype) if sinks else None)
+    return Case(
+        query=draw(tokens, heads, key_dim).to(device, dtype) * 2,
+        key=draw(tokens, kv_heads, key_dim).to(device, dtype),
+        value=draw(tokens, kv_heads, value_dim).to(device, dtype),
+        pages=layer,
+        slots=torch.cat(slots).to(device),
+        page_tables=tables.to(device),
+        plan=plan,
+        options=options,
+    )
+
+
+def poison(layer: LayerPages) -> None:
+    """Fill pages with NaN (in types that have one), so that a read of a slot nobody wrote shows."""
+    for pool in (layer.keys, layer.values):
+        pool.view(torch.uint8).fill_(0xFF)
+    for scales in (layer.key_scales, layer.value_scales):
+        if scales is not None:
+            scales.fill_(float("nan"))
+
+
+def expected(case: Case) -> torch.Tensor:
+    """What the reference computes, in float64, from the elements as the pages keep them."""
+    layer = LayerPages(*(None if t is None else t.clone() for t in (case.pages.keys, case.pages.values)), None, None)
+    if case.pages.key_scales is not None:
+        layer = LayerPages(layer.keys, layer.values, case.pages.key_scales.clone(), case.pages.value_scales.clone())
+    reference.write_pages(layer, case.key, case.value, case.slots)
+    out = torch.empty(*case.query.shape[:2], case.value.shape[2], dtype=torch.float64, device=case.query.device)
+    page_size, begin = layer.keys.shape[1], 0
+    for row, (new, total) in enumerate(case.plan):
+        pages = case.page_tables[row, : -(-total // page_size)].long()
+        k, v = reference.read_pages(layer, pages, torch.float64)
+        query = case.query[begin : begin + new].double()
+        out[begin : begin + new] = reference.attend_eager(query, k[:total], v[:total], case.options)
+        begin += new
+    return out
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """‖found - wanted‖ / ‖wanted‖ in float64; NaN stays NaN and passes no comparison."""
+    return float((found.double() - wanted).norm() / wanted.norm())

@@ -1,0 +1,69 @@
+"""A runner without a model: it keeps token ids in pages and continues a text by a checksum of all its tokens.
+
+The next token depends on every token read back through the page table, so any mistake in pages, prefix cache,
+preemption or transfer changes the output. `expected` is the same machine without pages.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvrail.engine.batch import SampledToken, SampleRow, SequenceSlice
+
+VOCAB = 101
+
+
+def next_token(tokens: Sequence[int], index: int = 0) -> int:
+    return (zlib.crc32(np.asarray(tokens, dtype=np.int64).tobytes()) + index) % VOCAB
+
+
+def expected(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, index if len(tokens) == len(prompt) else 0))
+    return tokens[len(prompt) :]
+
+
+class PageMachine:
+    launches_async = False
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.cells = np.full((num_pages, page_size), -1, dtype=np.int64)
+        self.page_size = page_size
+        self.steps: list[list[int]] = []
+
+    def bind_thread(self) -> None:
+        pass
+
+    def write(self, page_table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+        for offset, token in enumerate(tokens, start=start):
+            self.cells[page_table[offset // self.page_size], offset % self.page_size] = token
+
+    def read(self, page_table: Sequence[int], count: int) -> list[int]:
+        return self.cells[list(page_table)].reshape(-1)[:count].tolist()
+
+    def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        self.steps.append([len(piece.token_ids) for piece in slices])
+        rows = []
+        for piece in slices:
+            self.write(piece.page_table, piece.start, piece.token_ids)
+            tokens = self.read(piece.page_table, piece.start + len(piece.token_ids))
+            assert -1 not in tokens, "KV was read that nobody wrote"
+            if piece.wants_logits:
+                rows.append(torch.nn.functional.one_hot(torch.tensor(next_token(tokens)), VOCAB).float())
+        if on_layer is not None:
+            on_layer(0)
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+
+class FirstIndexShift:
+    """Draws the machine's token; the n sequences of a request differ in their first one."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        assert logits.shape == (len(rows), VOCAB)
+        return [
+            SampledToken((int(row.argmax()) + (0 if ask.output_ids else ask.index)) % VOCAB)
+            for row, ask in zip(logits, rows, strict=True)
+        ]

@@ -1,0 +1,96 @@
+"""The CPU path against the readable reference, which itself is checked against torch's attention."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvrail.engine.attention import cpu, reference
+from kvrail.engine.attention.meta import StepMeta, decode, encode
+from kvrail.engine.attention.options import ScoreOptions
+from tests.engine.attention_cases import Case, expected, make_case, relative_error
+
+MIXES = {
+    "decodes": [(1, n) for n in (1, 2, 15, 16, 17, 64, 150, 151, 700)],
+    "prefills": [(5, 5), (30, 65), (16, 32), (2, 100)],
+    "mixed": [(1, 40), (7, 7), (1, 300), (20, 33)],
+}
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 17},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 33, "softcap": 5.0, "sinks": True},
+    "odd shape": {"heads": 6, "kv_heads": 3, "key_dim": 24, "value_dim": 40},
+    "e5m2": {"kv_dtype": "float8_e5m2", "window": 50},
+    "e4m3": {"kv_dtype": "float8_e4m3fn"},
+    "bfloat16": {"kv_dtype": "bfloat16"},
+}
+
+
+def meta_of(case: Case) -> StepMeta:
+    none = torch.zeros(0, dtype=torch.int32)
+    return StepMeta(case.plan, case.slots.int(), case.kv_lens, case.page_tables, none, none, none, none)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("plan", MIXES.values(), ids=MIXES)
+def test_cpu_path_matches_reference(plan: list, options: dict) -> None:
+    case = make_case(plan, **options)
+    wanted = expected(case)
+    out = cpu.paged_attention(case.query, case.key, case.value, case.pages, meta_of(case), case.options)
+    assert out.dtype == case.query.dtype
+    assert relative_error(out, wanted) < 1e-5
+
+
+def test_many_long_sequences_take_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_BUCKET_ELEMENTS", 1 << 14)
+    case = make_case([(1, n) for n in (100, 101, 102, 103, 190, 7)])
+    wanted = expected(case)
+    out = cpu.paged_attention(case.query, case.key, case.value, case.pages, meta_of(case), case.options)
+    assert relative_error(out, wanted) < 1e-5
+
+
+def test_reference_matches_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, h, 16, generator=generator) for n, h in ((7, 6), (20, 2), (20, 2)))
+    ours = reference.attend_eager(q, k, v, ScoreOptions(0.3))
+    mask = torch.ones(7, 20, dtype=torch.bool).tril(13)
+    theirs = scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in (q, k, v)), attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(ours, theirs[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
+def test_eight_bit_rows_keep_their_largest_value(dtype: torch.dtype) -> None:
+    x = torch.randn(50, 3, 64) * torch.logspace(-20, 20, 50)[:, None, None]
+    x[4] = 0
+    stored, scale = reference.quantise(x, dtype)
+    back = stored.float() * scale[..., None]
+    step = 2.0 ** -(3 if dtype == torch.float8_e5m2 else 4)
+    assert back.isfinite().all() and (back[4] == 0).all()
+    largest = x.abs().amax(-1)
+    torch.testing.assert_close(back.abs().amax(-1), largest, rtol=1e-6, atol=0)
+    assert ((back - x).abs() <= (step * x.abs()).maximum(largest[..., None] * 1e-4)).all()
+
+
+def test_meta_survives_the_way_through_the_model() -> None:
+    given = StepMeta(
+        plan=[(1, 9), (3, 3)],
+        slots=np.array([8, 40, 41, 42]),
+        kv_lens=np.array([9, 3]),
+        page_tables=np.array([[0, 7, 0], [5, 0, 0]]),
+        cu_queries=np.array([0, 3]),
+        cu_tokens=np.array([0, 3]),
+        gather_slots=np.array([40, 41, 42]),
+        counters=np.zeros(2),
+    )
+    data, plan = encode(given)
+    back = decode(torch.from_numpy(data), torch.from_numpy(plan))
+    assert back.plan == given.plan and back.decodes == 1
+    for name in ("slots", "kv_lens", "page_tables", "cu_queries", "cu_tokens", "gather_slots", "counters"):
+        section = getattr(back, name)
+        assert section.dtype == torch.int32
+        np.testing.assert_array_equal(section.numpy(), getattr(given, name))
+        assert section.data_ptr() % 16 == torch.from_numpy(data).data_ptr() % 16

@@ -1,0 +1,137 @@
+"""The Triton kernels in Triton's interpreter, on a CPU; tests/gpu runs the same cases compiled."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels on this machine", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
+
+from kvrail.engine.attention import reference
+from kvrail.engine.attention.decode_kernel import decode_attention, splits_for
+from kvrail.engine.attention.page_kernels import gather_tokens, write_pages
+from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention
+from kvrail.engine.cache import LayerPages
+from tests.engine.attention_cases import Case, expected, make_case, relative_error
+
+SHAPES = {
+    "plain": {},
+    "group of three, 24 wide": {"heads": 6, "key_dim": 24, "value_dim": 24},
+    "values narrower than keys": {"heads": 4, "kv_heads": 4, "key_dim": 48, "value_dim": 32},
+    "many query heads": {"heads": 20, "kv_heads": 1, "key_dim": 32, "value_dim": 32},
+    "window": {"window": 17},
+    "window of one page": {"window": 16},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True},
+    "all at once": {"window": 33, "softcap": 5.0, "sinks": True},
+    "large pages": {"page_size": 128},
+    "e5m2": {"kv_dtype": "float8_e5m2"},
+    "e4m3": {"kv_dtype": "float8_e4m3fn", "window": 40},
+    "e4m3 with sinks": {"kv_dtype": "float8_e4m3fn", "sinks": True},
+}
+
+
+@pytest.mark.parametrize("processors", [1, 100])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_decode(shape: dict, processors: int) -> None:
+    case = make_case([(1, n) for n in (1, 16, 63, 64, 65, 129, 300, 2)], **shape)
+    exact = case.pages.key_scales is None
+    if not exact:
+        for new in (case.key, case.value):
+            make_exact(new, case.pages.keys.dtype)
+    wanted = expected(case)
+    out = decode(case, processors)
+    assert relative_error(out, wanted) < 1e-5
+    written = copy.deepcopy(case.pages)
+    reference.write_pages(case.pages, case.key, case.value, case.slots)
+    for ours, theirs in zip(tensors(written), tensors(case.pages), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def test_long_sequences_are_split_only_where_the_batch_does_not_fill_the_chip() -> None:
+    assert splits_for(1, 8, 264, 64) == (64, 128)
+    assert splits_for(8, 8, 264, 64) == (8, 128)
+    assert splits_for(24, 8, 264, 64) == (4, 1024)
+    assert splits_for(64, 8, 264, 64) == (4, 4096)
+
+
+def test_decode_of_padding_is_zero_and_stores_nothing() -> None:
+    case = make_case([(1, 40), (1, 40)])
+    case.plan[1] = (1, 0)
+    before = case.pages.keys.clone()
+    for processors in (1, 100):
+        out = decode(case, processors)
+        assert (out[1] == 0).all() and out[0].isfinite().all()
+    changed = (before.view(torch.uint8) != case.pages.keys.view(torch.uint8)).flatten(2).any(-1).nonzero()
+    assert changed.tolist() == [[int(case.page_tables[0, 2]), 39 % 16]]
+
+
+def decode(case: Case, processors: int) -> torch.Tensor:
+    """Decode all rows of `case`; the counters must end as zeros."""
+    counters = torch.zeros(case.query.shape[0] * case.key.shape[1], dtype=torch.int32)
+    out = torch.full((*case.query.shape[:2], case.value.shape[2]), float("nan"))
+    decode_attention(
+        case.query,
+        case.key,
+        case.value,
+        case.pages,
+        case.page_tables,
+        case.kv_lens,
+        counters,
+        out,
+        case.options,
+        processors,
+    )
+    assert not counters.any()
+    return out
+
+
+@pytest.mark.parametrize("tuning", [None, PrefillTuning(16, 16, 4, 2)], ids=["default", "small"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_prefill(shape: dict, tuning: PrefillTuning | None) -> None:
+    case = make_case([(7, 7), (30, 65), (17, 80), (2, 100), (16, 16), (33, 33)], **shape)
+    wanted = expected(case)
+    reference.write_pages(case.pages, case.key, case.value, case.slots)
+    key, value = gather_tokens(case.pages, case.token_slots(), torch.float32)
+    out = torch.full(wanted.shape, float("nan"))
+    prefill_attention(case.query, key, value, case.sums(0), case.sums(1), 33, out, case.options, tuning)
+    assert relative_error(out, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "float8_e5m2", "float8_e4m3fn"])
+def test_write_then_gather(kv_dtype: str) -> None:
+    shape = {"heads": 6, "kv_heads": 3, "key_dim": 24, "value_dim": 40, "kv_dtype": kv_dtype}
+    case, other = make_case([(5, 5), (3, 20)], **shape), make_case([(5, 5), (3, 20)], **shape)
+    for new in (case.key, case.value):
+        if case.pages.key_scales is not None:
+            make_exact(new, getattr(torch, kv_dtype))
+    case.key[2] = 0.0
+    write_pages(case.pages, case.key, case.value, case.slots)
+    reference.write_pages(other.pages, case.key, case.value, case.slots)
+    for ours, theirs in zip(tensors(case.pages), tensors(other.pages), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    slots = case.slots.flip(0)
+    key, value = gather_tokens(case.pages, slots, torch.float32)
+    k, v = reference.read_pages(other.pages, torch.arange(len(other.pages.keys)), torch.float32)
+    assert torch.equal(key, k[slots]) and torch.equal(value, v[slots])
+
+
+def make_exact(new: torch.Tensor, dtype: torch.dtype) -> None:
+    """Values that need no rounding, a power of two apart from the type's: the interpreter rounds eight bits wrongly."""
+    new.copy_(new.to(dtype))
+    new[..., 0] = torch.finfo(dtype).max
+    new *= 4
+
+
+def tensors(pages: LayerPages) -> list[torch.Tensor]:
+    return [t for t in (pages.keys, pages.values, pages.key_scales, pages.value_scales) if t is not None]
+
+
+def test_write_takes_strided_heads_first_input() -> None:
+    case = make_case([(5, 5), (3, 20)])
+    key = case.key.transpose(0, 1).contiguous().transpose(0, 1)
+    write_pages(case.pages, key, case.value, case.slots)
+    assert torch.equal(case.pages.keys.flatten(0, 1)[case.slots], case.key)

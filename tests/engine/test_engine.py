@@ -1,0 +1,283 @@
+"""The control plane against a machine whose output depends on every page (page_machine.py)."""
+
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrail.engine.batch import SampleRow, SequenceSlice
+from kvrail.engine.engine import Engine
+from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled
+from kvrail.engine.pages import PagePool
+from kvrail.engine.requests import EngineRequest, ModelLimits
+from kvrail.engine.scheduler import Limits, Scheduler
+from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
+from kvrail.metrics import EngineMetrics
+from kvrail.sampling import FinishReason, SamplingParams
+from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expected
+
+
+class Bench:
+    def __init__(self, num_pages=32, page_size=4, prefix_cache=True, on_layer=None, **limits):
+        settings = {"max_batch_tokens": 16, "max_running": 8, "max_waiting": 64, **limits}
+        self.machine = PageMachine(num_pages, page_size)
+        self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache)
+        self.events: dict[str, list] = {}
+        self.scheduler = Scheduler(self.pool, Limits(**settings))
+        self.engine = Engine(
+            self.machine,
+            FirstIndexShift(),
+            self.scheduler,
+            ModelLimits(VOCAB, 120, frozenset()),
+            None,
+            EngineMetrics(CollectorRegistry(), "machine"),
+            self.deliver,
+            on_layer,
+        )
+
+    def deliver(self, events):
+        for request_id, event in events:
+            self.events.setdefault(request_id, []).append(event)
+
+    def submit(self, name, prompt, max_tokens=8, **kwargs):
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, n=kwargs.pop("n", 1))
+        self.engine.submit(EngineRequest(name, tuple(prompt), params, **kwargs))
+
+    def run(self, steps=1000):
+        for _ in range(steps):
+            if not self.engine.pending():
+                break
+            self.engine.step()
+            self.engine.check()
+        else:
+            pytest.fail("the engine does not come to an end")
+
+    def tokens(self, name, index=0):
+        outputs = [e for e in self.events.get(name, []) if isinstance(e, Output) and e.index == index]
+        return [token for output in outputs for token in output.token_ids]
+
+    def of(self, name, kind):
+        return [e for e in self.events.get(name, []) if isinstance(e, kind)]
+
+
+def prompts(count, longest=40, seed=1):
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("budget", [1, 3, 16, 64])
+def test_chunked_prefill_and_decode_together(budget):
+    bench = Bench(num_pages=200, max_batch_tokens=budget)
+    asked = prompts(12)
+    for number, prompt in enumerate(asked):
+        bench.submit(str(number), prompt)
+    bench.run()
+    for number, prompt in enumerate(asked):
+        assert bench.tokens(str(number)) == expected(prompt, 8)
+        assert isinstance(bench.events[str(number)][-1], Finished)
+    assert max(sum(step) for step in bench.machine.steps) <= budget
+    assert bench.engine.status().pages.used == 0
+
+
+def test_decoding_is_never_stalled_by_a_prompt():
+    bench = Bench(num_pages=200, max_batch_tokens=8)
+    bench.submit("talker", [1, 2], max_tokens=20)
+    bench.engine.step()
+    bench.submit("reader", [3] * 60, max_tokens=1)
+    bench.run()
+    decoding = [step for step in bench.machine.steps if len(step) == 2]
+    assert decoding and all(1 in step for step in decoding)
+    assert bench.tokens("talker") == expected([1, 2], 20)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preemption_recomputes_and_nobody_starves(prefix_cache):
+    bench = Bench(num_pages=12, prefix_cache=prefix_cache, max_batch_tokens=64)
+    asked = prompts(10, longest=12, seed=3)
+    for number, prompt in enumerate(asked):
+        bench.submit(str(number), prompt, max_tokens=24)
+    bench.run()
+    assert bench.scheduler.preemptions > 0
+    for number, prompt in enumerate(asked):
+        assert bench.tokens(str(number)) == expected(prompt, 24)
+
+
+def test_first_come_first_served():
+    bench = Bench(num_pages=10, max_running=8)
+    bench.submit("big", [1] * 30, max_tokens=8)
+    bench.submit("bigger", [2] * 30, max_tokens=8)
+    bench.submit("small", [3], max_tokens=1)
+    bench.engine.step()
+    assert bench.of("big", Admitted) and not bench.of("bigger", Admitted) and not bench.of("small", Admitted)
+    bench.run()
+    assert bench.tokens("bigger") == expected([2] * 30, 8)
+
+
+def test_prefix_hits_skip_work_and_change_nothing():
+    bench = Bench(num_pages=64, max_batch_tokens=64)
+    prompt = list(range(30))
+    bench.submit("cold", prompt)
+    bench.run()
+    computed = sum(map(sum, bench.machine.steps))
+    bench.submit("warm", prompt)
+    bench.run()
+    assert bench.tokens("warm") == bench.tokens("cold") == expected(prompt, 8)
+    assert bench.of("warm", Admitted)[0].cached_tokens == 28  # whole pages, and one token is left to compute
+    assert sum(map(sum, bench.machine.steps)) - computed == 30 - 28 + 7
+
+
+def test_n_sequences_share_the_prompt():
+    bench = Bench(num_pages=64, max_batch_tokens=64)
+    prompt = list(range(21))
+    bench.submit("three", prompt, n=3)
+    bench.run()
+    for index in range(3):
+        assert bench.tokens("three", index) == expected(prompt, 8, index)
+    assert bench.events["three"][-1] == Finished(24)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_remote_kv(n):
+    bench = Bench(num_pages=64)
+    prompt = list(range(40, 61))
+    bench.submit("r", prompt, remote=True, n=n)
+    (admitted,) = bench.of("r", Admitted)
+    assert admitted.awaits_kv and not bench.scheduler.has_work()
+    lease = bench.engine.claim_lease("r")
+    first = [FirstIndexShift().sample(one_hot(prompt), [row(i)])[0] for i in range(n)]
+    bench.engine.receive_first_tokens("r", first)
+    assert [bench.tokens("r", i) for i in range(n)] == [[t.token_id] for t in first]  # ahead of the KV
+    bench.machine.write(lease.pages, 0, prompt)
+    bench.engine.receive_kv("r")
+    bench.engine.release_lease(lease)
+    bench.run()
+    for index in range(n):
+        assert bench.tokens("r", index) == expected(prompt, 8, index)
+
+
+def one_hot(prompt):
+    machine = PageMachine(64, 4)
+    return machine.execute([SequenceSlice(prompt, 0, range(20), True)])
+
+
+def row(index):
+    return SampleRow(SamplingParams(max_tokens=8, temperature=0.0), index, 0, [], [])
+
+
+def test_lost_transfer_is_computed_here():
+    bench = Bench(num_pages=64)
+    prompt = list(range(21))
+    bench.submit("r", prompt, remote=True)
+    lease = bench.engine.claim_lease("r")
+    bench.engine.receive_first_tokens("r", FirstIndexShift().sample(one_hot(prompt), [row(0)]))
+    bench.engine.compute_here("r")
+    bench.engine.release_lease(lease)
+    bench.run()
+    assert bench.tokens("r") == expected(prompt, 8)
+
+
+def test_pages_of_a_dropped_transfer_wait_for_its_writer():
+    bench = Bench(num_pages=8)
+    bench.submit("r", [1] * 20, remote=True)
+    lease = bench.engine.claim_lease("r")
+    bench.engine.abort("r")
+    assert bench.engine.claim_lease("r") is None
+    assert bench.engine.status().pages.used == 5  # the writer may still be at it
+    bench.submit("next", [2] * 20, max_tokens=1)
+    assert not bench.of("next", Admitted)
+    bench.engine.release_lease(lease)
+    assert bench.of("next", Admitted)
+    bench.run()
+
+
+def test_short_remote_prompts_are_computed_here():
+    bench = Bench(num_pages=64, local_prefill_tokens=8)
+    bench.submit("short", [1] * 8, remote=True)
+    bench.submit("long", [2] * 9, remote=True)
+    assert not bench.of("short", Admitted)[0].awaits_kv and bench.of("long", Admitted)[0].awaits_kv
+    bench.run()
+    assert bench.tokens("short") == expected([1] * 8, 8)
+    bench.engine.abort("long")  # its lease was never claimed and returns with it
+    bench.engine.check()
+
+
+def test_prefill_only_reports_pages_as_they_fill():
+    seen = []
+    bench = Bench(num_pages=64, max_batch_tokens=10, on_layer=lambda layer, written: seen.extend(written))
+    bench.submit("p", list(range(25)), prefill_only=True, n=2)
+    bench.run()
+    pages = [page for w in seen for page in range(w.first_page, w.end_page)]
+    assert pages == list(range(7))
+    (done,) = bench.of("p", Prefilled)
+    assert [t.token_id for t in done.tokens] == [expected(range(25), 1, 0)[0], expected(range(25), 1, 1)[0]]
+    lease = bench.engine.claim_lease("p")
+    assert bench.machine.read(lease.pages, 25) == list(range(25))
+    bench.engine.release_lease(lease)
+    bench.engine.check()
+
+
+def test_random_aborts_leak_nothing():
+    rng = random.Random(5)
+    bench = Bench(num_pages=40, max_batch_tokens=12)
+    alive = {}
+    for number, prompt in enumerate(prompts(120, longest=50, seed=9)):
+        name = str(number)
+        bench.submit(name, prompt, max_tokens=rng.randint(1, 12), n=rng.choice([1, 1, 2]))
+        alive[name] = prompt
+        for _ in range(rng.randint(0, 6)):
+            bench.engine.step()
+            bench.engine.check()
+        if rng.random() < 0.5:
+            bench.engine.abort(rng.choice(list(alive)))
+    bench.run()
+    assert bench.engine.status().pages.used == 0
+    for name, prompt in alive.items():
+        tokens = bench.tokens(name)
+        assert tokens == expected(prompt, len(tokens))
+
+
+def test_a_failing_step_fails_its_requests_and_nothing_else():
+    bench = Bench()
+    bench.submit("a", [1, 2, 3])
+    execute, bench.machine.execute = bench.machine.execute, lambda *a: (_ for _ in ()).throw(RuntimeError("device"))
+    bench.engine.step()
+    (failed,) = bench.of("a", Failed)
+    assert isinstance(failed.error, KvrailError) and bench.engine.status().pages.used == 0
+    bench.machine.execute = execute
+    bench.submit("b", [1, 2, 3])
+    bench.run()
+    assert bench.tokens("b") == expected([1, 2, 3], 8)
+
+
+def test_limits_are_enforced_with_clear_errors():
+    bench = Bench(num_pages=8, max_waiting=1)
+    with pytest.raises(InvalidRequestError, match="prompt is empty"):
+        bench.submit("a", [])
+    with pytest.raises(InvalidRequestError, match="token id 101 is outside the vocabulary of 101"):
+        bench.submit("a", [1, 101])
+    with pytest.raises(InvalidRequestError, match="logit_bias names token id 500") as caught:
+        params = SamplingParams(max_tokens=1, logit_bias={500: 1.0})
+        bench.engine.submit(EngineRequest("a", (1,), params))
+    assert caught.value.param == "logit_bias"
+    with pytest.raises(ContextLengthError, match="prompt has 120 tokens; the model's context is 120"):
+        bench.submit("a", [1] * 120)
+    with pytest.raises(ContextLengthError, match="make up to 41 tokens; this worker's KV cache holds 32"):
+        bench.submit("a", [1] * 33)
+    bench.submit("a", [1] * 20)
+    bench.submit("b", [2] * 20)
+    with pytest.raises(OverloadedError, match="1 requests are waiting"):
+        bench.submit("c", [3] * 20)
+    bench.run()
+    bench.submit("d", [4])
+    with pytest.raises(InvalidRequestError, match="'d' is in use"):
+        bench.submit("d", [1])
+    bench.run()
+    assert bench.tokens("b") == expected([2] * 20, 8)
+
+
+def test_the_context_ends_a_sequence():
+    bench = Bench(num_pages=64)
+    bench.submit("a", [1] * 115, max_tokens=50)
+    bench.run()
+    assert len(bench.tokens("a")) == 5
+    assert bench.of("a", Output)[-1].finish_reason is FinishReason.LENGTH

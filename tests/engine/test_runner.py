@@ -1,0 +1,147 @@
+"""Packed paged steps against transformers' own dense forward pass, for many architectures."""
+
+import random
+
+import pytest
+import torch
+
+from kvrail.engine.batch import SequenceSlice
+from kvrail.engine.graphs import batch_sizes
+from kvrail.engine.runner import ModelRunner
+from tests.engine import tiny_models
+from tests.engine.attention_cases import poison
+
+TOLERANCE = 1e-4
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(tiny_models.VOCAB), k=count)
+
+
+def poisoned_runner(loaded, num_pages: int = 64, **options) -> ModelRunner:
+    runner = ModelRunner(loaded, num_pages, **{"max_running": 8, "max_batch_tokens": 256, **options})
+    for layer in range(loaded.layout.num_layers):
+        poison(runner.cache.layer(layer))
+    return runner
+
+
+def run_schedule(runner: ModelRunner, sequences: list[list[int]], chunks: list[list[int]], seed: int) -> dict:
+    """Feed each sequence in its chunks, several a step, on shuffled pages; logits by (sequence, position)."""
+    choice = random.Random(seed)
+    size = runner.loaded.layout.page_size
+    pages = choice.sample(range(runner.cache.num_pages), runner.cache.num_pages)
+    tables = [[pages.pop() for _ in range(-(-len(ids) // size))] for ids in sequences]
+    waiting = [list(c) for c in chunks]
+    done, logits = [0] * len(sequences), {}
+    while any(waiting):
+        ready = [i for i, left in enumerate(waiting) if left]
+        chosen = choice.sample(ready, choice.randint(1, len(ready)))
+        slices, wanted = [], []
+        for i in chosen:
+            count, wants = waiting[i].pop(0), choice.random() < 0.8
+            slices.append(SequenceSlice(sequences[i][done[i] : done[i] + count], done[i], tables[i], wants))
+            done[i] += count
+            if wants:
+                wanted.append((i, done[i] - 1))
+        for place, row in zip(wanted, runner.execute(slices), strict=True):
+            logits[place] = row.clone()
+    return logits
+
+
+def errors(name: str, sequences: list[list[int]], logits: dict) -> list[float]:
+    dense = [tiny_models.dense_logits(name, ids) for ids in sequences]
+    return [float((row - dense[i][at]).norm() / dense[i][at].norm()) for (i, at), row in logits.items()]
+
+
+@pytest.mark.parametrize("name", tiny_models.SERVED)
+def test_matches_dense_forward(name: str) -> None:
+    runner = poisoned_runner(tiny_models.load(name))
+    sequences = [tokens(75, 1), tokens(41, 2), tokens(33, 3)]
+    chunks = [[23, 27, 17, 1, 1, 6], [37, 1, 1, 1, 1], [1, 1, 31]]
+    logits = run_schedule(runner, sequences, chunks, seed=4)
+    assert len(logits) > 5
+    assert max(errors(name, sequences, logits)) <= TOLERANCE
+
+
+def test_batch_of_decodes_of_uneven_length() -> None:
+    runner = poisoned_runner(tiny_models.load("llama"), num_pages=128, max_running=16, max_batch_tokens=1024)
+    sequences = [tokens(n, n) for n in (3, 15, 16, 17, 18, 60, 100, 200, 31, 33)]
+    chunks = [[len(ids) - 2, 1, 1] for ids in sequences]
+    logits = run_schedule(runner, sequences, chunks, seed=5)
+    assert max(errors("llama", sequences, logits)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_rounded_pages_do_not_depend_on_the_schedule(name: str, kv_dtype: str) -> None:
+    loaded = tiny_models.load(name, kv_dtype=kv_dtype)
+    sequences = [tokens(50, 6), tokens(30, 7)]
+    whole = run_schedule(poisoned_runner(loaded), sequences, [[49, 1], [29, 1]], seed=1)
+    rounding = max(errors(name, sequences, whole))
+    assert 1e-4 < rounding < 0.5  # the pages did round
+    for seed in (2, 3):
+        chunked = run_schedule(poisoned_runner(loaded), sequences, [[7, 30, 12, 1], [1, 28, 1]], seed)
+        for place in whole.keys() & chunked.keys():
+            # Not equal: an element that lies between two stored values may go either way.
+            assert (whole[place] - chunked[place]).norm() <= 0.2 * rounding * whole[place].norm()
+
+
+def test_reports_each_layer_once_in_order() -> None:
+    runner = poisoned_runner(tiny_models.load("gemma3_text"))
+    seen = []
+    runner.execute([SequenceSlice(tokens(9, 8), 0, [3], False)], seen.append)
+    assert seen == [0, 1, 2]
+    runner.execute([SequenceSlice(tokens(9, 8), 0, [4], False)])
+    assert seen == [0, 1, 2]
+
+
+def test_a_layers_pages_are_complete_when_it_is_reported() -> None:
+    runner = poisoned_runner(tiny_models.load("llama"))
+    caught = []
+    runner.execute(
+        [SequenceSlice(tokens(9, 8), 0, [3], True)], lambda i: caught.append(runner.cache.keys[i, 3].clone())
+    )
+    assert all(torch.equal(then[:9], now[:9]) for then, now in zip(caught, runner.cache.keys[:, 3], strict=True))
+    assert all(then[:9].isfinite().all() for then in caught)
+
+
+def test_two_runners_share_a_model() -> None:
+    loaded = tiny_models.load("llama")
+    first, second = poisoned_runner(loaded), poisoned_runner(loaded)
+    ids = tokens(40, 9)
+    first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], False)])
+    for own, other in zip(
+        first.cache.gather(range(3), [1, 2, 3]), (second.cache.keys, second.cache.values), strict=True
+    ):
+        assert own[:, :2].isfinite().all() and other.isnan().all()
+    second.cache.scatter(range(3), [7, 8, 9], first.cache.gather(range(3), [1, 2, 3]))
+    moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], True)])
+    stayed = first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], True)])
+    assert torch.equal(moved, stayed)
+
+
+def test_logits_rows_follow_the_slices() -> None:
+    runner = poisoned_runner(tiny_models.load("llama"))
+    a, b, c = tokens(20, 10), tokens(5, 11), tokens(1, 12)
+    slices = [SequenceSlice(a, 0, [0, 1], True), SequenceSlice(b, 0, [2], False), SequenceSlice(c, 0, [3], True)]
+    rows = runner.execute(slices)
+    assert rows.shape == (2, tiny_models.VOCAB) and rows.dtype == torch.float32
+    for row, ids in zip(rows, (a, c), strict=True):
+        assert (row - tiny_models.dense_logits("llama", ids)[-1]).norm() <= TOLERANCE * row.norm()
+    assert runner.execute([SequenceSlice(b, 0, [2], False)]).shape == (0, tiny_models.VOCAB)
+
+
+def test_captured_batch_sizes_end_with_the_largest_step() -> None:
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(6) == [1, 2, 4, 6]
+    assert batch_sizes(8) == [1, 2, 4, 8]
+    assert batch_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
+    assert batch_sizes(64)[-2:] == [56, 64]
+
+
+def test_refuses_steps_beyond_its_limits() -> None:
+    runner = poisoned_runner(tiny_models.load("llama"), max_running=2, max_batch_tokens=8)
+    with pytest.raises(ValueError, match="max_batch_tokens"):
+        runner.execute([SequenceSlice([1] * 9, 0, [0], True)])
+    with pytest.raises(ValueError, match="max_running"):
+        runner.execute([SequenceSlice([1], 0, [page], True) for page in range(3)])

@@ -1,0 +1,61 @@
+"""The Triton draw against the CPU's: on a GPU where there is one, else in Triton's interpreter."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrail.engine.draw import DrawParams, draw_on_cpu
+from kvrail.engine.sampling_kernels import draw_on_cuda
+from tests.engine.test_sampler import mixed_rows, random_logits, row
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+        "top_k": st.sampled_from([0, 1, 2, 40, 10**6]),
+        "top_p": st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+        "min_p": st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+        "seed": st.integers(0, 2**64 - 1),
+    }
+)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 500, 513])
+def test_equals_the_cpu(vocab_size: int) -> None:
+    @settings(max_examples=12, deadline=None)
+    @given(st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 10**6))
+    def check(kinds: list[dict], position: int) -> None:
+        params = [DrawParams.of(row(i, position, **kind)) for i, kind in enumerate(kinds)]
+        logits = random_logits(len(kinds), vocab_size, position)
+        assert draw_on_cuda(logits.to(DEVICE), params, block=512) == draw_on_cpu(logits, params)
+
+    check()
+
+
+def test_many_unfiltered_draws_equal_the_cpu() -> None:
+    params = [DrawParams.of(row(i % 4, i, seed=i // 8)) for i in range(128)]
+    logits = random_logits(128, 700) / 3
+    assert draw_on_cuda(logits.to(DEVICE), params, block=512) == draw_on_cpu(logits, params)
+
+
+def test_minus_infinity_equal_logits_and_strided_rows() -> None:
+    logits = torch.zeros(24, 900)
+    logits[:, ::3] = float("-inf")
+    logits[:, 100:130] = 2.0
+    params = [DrawParams.of(asked) for asked in mixed_rows(24)]
+    expected = draw_on_cpu(logits[:, :800].contiguous(), params)
+    assert draw_on_cuda(logits.to(DEVICE)[:, :800], params, block=256) == expected
+
+
+def test_block_size_does_not_matter() -> None:
+    logits = random_logits(8, 600)
+    params = [DrawParams.of(asked) for asked in mixed_rows(8)]
+    drawn = [draw_on_cuda(logits.to(DEVICE), params, block=block) for block in (256, 1024)]
+    assert drawn[0] == drawn[1]

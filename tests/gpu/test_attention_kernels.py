@@ -1,0 +1,165 @@
+"""The compiled kernels against the reference in float64, at sizes that break tiles; pages nobody owns hold NaN."""
+
+import copy
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from kvrail.engine.attention import cuda, reference  # noqa: E402
+from kvrail.engine.attention.decode_kernel import decode_attention  # noqa: E402
+from kvrail.engine.attention.meta import StepMeta  # noqa: E402
+from kvrail.engine.attention.page_kernels import gather_tokens, write_pages  # noqa: E402
+from kvrail.engine.attention.prefill_kernel import prefill_attention  # noqa: E402
+from tests.engine.attention_cases import Case, expected, make_case, relative_error  # noqa: E402
+
+SIZES = (1, 63, 64, 65, 500, 3000, 2, 129)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SHAPES = {
+    "plain": {},
+    "8B": {"heads": 32, "kv_heads": 8, "key_dim": 128, "value_dim": 128, "page_size": 64},
+    "256 wide": {"heads": 8, "kv_heads": 4, "key_dim": 256, "value_dim": 256, "page_size": 64},
+    "96 wide": {"heads": 6, "key_dim": 96, "value_dim": 96},
+    "values narrower": {"heads": 4, "kv_heads": 4, "key_dim": 192, "value_dim": 128},
+    "many query heads": {"heads": 40, "kv_heads": 1, "key_dim": 64, "value_dim": 64},
+    "window": {"window": 100},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 33, "softcap": 5.0, "sinks": True, "page_size": 128},
+    "e5m2": {"kv_dtype": "float8_e5m2"},
+    "e4m3": {"kv_dtype": "float8_e4m3fn", "window": 400, "sinks": True, "page_size": 64},
+}
+
+
+def case_of(plan: list, shape: dict, dtype: torch.dtype) -> Case:
+    kept = str(dtype).removeprefix("torch.")
+    return make_case(plan, **{"kv_dtype": kept, **shape}, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_decode(shape: dict, dtype: torch.dtype) -> None:
+    case = case_of([(1, n) for n in (*SIZES, 9000)], shape, dtype)
+    wanted = expected(case)
+    pristine = copy.deepcopy(case.pages)
+    reference.write_pages(pristine, case.key, case.value, case.slots)
+    for processors in (1, 132, 4000):
+        assert relative_error(decode(case, processors), wanted) < TOLERANCE[dtype]
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        ours, theirs = getattr(case.pages, name), getattr(pristine, name)
+        assert ours is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def decode(case: Case, processors: int) -> torch.Tensor:
+    """Decode all rows of `case`, twice over the same counters; the second result."""
+    counters = torch.zeros(case.query.shape[0] * case.key.shape[1], dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        out = torch.full((*case.query.shape[:2], case.value.shape[2]), float("nan"), dtype=case.query.dtype).cuda()
+        decode_attention(
+            case.query,
+            case.key,
+            case.value,
+            case.pages,
+            case.page_tables,
+            case.kv_lens,
+            counters,
+            out,
+            case.options,
+            processors,
+        )
+    assert not counters.any()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_prefill(shape: dict, dtype: torch.dtype) -> None:
+    case = case_of([(n, n) for n in SIZES[1:]] + [(70, 500), (2, 3000), (65, 66)], shape, dtype)
+    wanted = expected(case)
+    reference.write_pages(case.pages, case.key, case.value, case.slots)
+    key, value = gather_tokens(case.pages, case.token_slots().int(), dtype)
+    out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
+    prefill_attention(case.query, key, value, case.sums(0), case.sums(1), max(SIZES), out, case.options)
+    rounding = 2 if case.pages.key_scales is not None else 1  # eight-bit pages are rounded again on the way
+    assert relative_error(out, wanted) < rounding * TOLERANCE[dtype]
+
+
+MIXES = {
+    "decodes": [(1, n) for n in SIZES],
+    "whole prompts": [(n, n) for n in (63, 64, 65, 500, 2)],
+    "chunks": [(70, 500), (2, 3000), (64, 65)],
+    "mixed": [(1, 65), (63, 63), (1, 3000), (64, 500), (1, 1)],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("plan", MIXES.values(), ids=MIXES)
+def test_whole_step(plan: list, shape: dict) -> None:
+    case = case_of(plan, shape, torch.bfloat16)
+    wanted = expected(case)
+    whole = case.pages.keys.dtype == torch.bfloat16 and all(new == total for new, total in case.plan[case.decodes :])
+    gather = case.token_slots()[:0] if whole else case.token_slots()
+    counters = torch.zeros(case.decodes * case.key.shape[1], dtype=torch.int32, device="cuda")
+    meta = StepMeta(
+        case.plan, case.slots.int(), case.kv_lens, case.page_tables, case.sums(0), case.sums(1), gather.int(), counters
+    )
+    out = cuda.paged_attention(case.query, case.key, case.value, case.pages, meta, case.options)
+    rounding = 2 if case.pages.key_scales is not None else 1  # eight-bit pages are rounded again on the way
+    assert relative_error(out, wanted) < rounding * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize("dim", [64, 96])
+def test_write_and_gather_bit_for_bit(kv_dtype: str, dim: int) -> None:
+    shape = {"heads": 6, "kv_heads": 3, "key_dim": dim, "value_dim": 40, "kv_dtype": kv_dtype}
+    case, other = (make_case([(63, 63), (500, 3000)], **shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    case.key[7] = 0
+    case.value[3] *= 1e30
+    case.value[4] *= 1e-30
+    heads_first = case.key.transpose(0, 1).contiguous().transpose(0, 1)
+    write_pages(case.pages, heads_first, case.value, case.slots.int())
+    reference.write_pages(other.pages, case.key, case.value, case.slots)
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        ours, theirs = getattr(case.pages, name), getattr(other.pages, name)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    slots = case.slots.flip(0)
+    key, value = gather_tokens(case.pages, slots.int(), torch.float32)
+    pages = torch.arange(len(case.pages.keys), device="cuda")
+    k, v = reference.read_pages(case.pages, pages, torch.float32)
+    assert torch.equal(key, k[slots]) and torch.equal(value, v[slots])
+
+
+def test_decode_of_padding_is_zero() -> None:
+    case = case_of([(1, 500), (1, 500)], {}, torch.bfloat16)
+    case.plan[1] = (1, 0)
+    for processors in (1, 132):
+        out = decode(case, processors)
+        assert (out[1] == 0).all() and out[0].isfinite().all()
+
+
+def test_pages_beyond_two_to_the_31_elements() -> None:
+    """Offsets into a pool of more than 2^31 elements need 64 bits."""
+    heads, dim, page_size = 8, 128, 64
+    num_pages = (1 << 31) // (page_size * heads * dim) + 3
+    shape = {"heads": 32, "kv_heads": heads, "key_dim": dim, "value_dim": dim, "page_size": page_size}
+    case = case_of([(1, 130), (40, 130)], shape, torch.bfloat16)
+    wanted = expected(case)
+    far = [torch.empty(num_pages, page_size, heads, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    used = len(case.pages.keys)
+    for pool, old in zip(far, (case.pages.keys, case.pages.values), strict=True):
+        pool[-used:] = old
+    shift = num_pages - used
+    layer = type(case.pages)(far[0], far[1], None, None)
+    write_pages(layer, case.key[1:], case.value[1:], (case.slots[1:] + shift * page_size).int())
+    tables = case.page_tables + shift
+    counters = torch.zeros(heads, dtype=torch.int32, device="cuda")
+    out = torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+    q, k, v = (t[:1] for t in (case.query, case.key, case.value))
+    decode_attention(q, k, v, layer, tables[:1], case.kv_lens[:1], counters, out[:1], case.options, 132)
+    key, value = gather_tokens(layer, (case.token_slots() + shift * page_size).int(), torch.bfloat16)
+    prefill_attention(case.query[1:], key, value, case.sums(0), case.sums(1), 40, out[1:], case.options)
+    assert relative_error(out, wanted) < TOLERANCE[torch.bfloat16]

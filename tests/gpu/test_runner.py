@@ -1,0 +1,114 @@
+"""Whole models on CUDA: float32 against a CPU, served types against float64, captured steps against eager ones."""
+
+import copy
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from kvrail.engine.batch import SequenceSlice  # noqa: E402
+from kvrail.engine.runner import ModelRunner  # noqa: E402
+from tests.engine import tiny_models  # noqa: E402
+from tests.engine.test_runner import TOLERANCE, errors, poisoned_runner, run_schedule, tokens  # noqa: E402
+
+SEQUENCES = [tokens(75, 1), tokens(41, 2), tokens(33, 3)]
+CHUNKS = [[23, 27, 17, 1, 1, 6], [37, 1, 1, 1, 1], [1, 1, 31]]
+
+
+@pytest.mark.parametrize("name", tiny_models.SERVED)
+def test_float32_matches_dense_forward(name: str) -> None:
+    loaded = tiny_models.load(name, device="cuda", dtype="float32")
+    logits = run_schedule(poisoned_runner(loaded), SEQUENCES, CHUNKS, seed=4)
+    assert max(errors(name, SEQUENCES, {place: row.cpu() for place, row in logits.items()})) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral"])
+def test_bfloat16_is_as_near_to_float64_as_transformers(name: str) -> None:
+    loaded = tiny_models.load(name, device="cuda", kv_dtype="bfloat16")
+    logits = run_schedule(poisoned_runner(loaded), SEQUENCES, CHUNKS, seed=4)
+    wide = copy.deepcopy(tiny_models.dense_model(name)).double()
+    half = copy.deepcopy(tiny_models.dense_model(name)).to("cuda", torch.bfloat16)
+    ours, theirs = [], []
+    with torch.no_grad():
+        exact = [wide(torch.tensor([ids]), use_cache=False).logits[0] for ids in SEQUENCES]
+        rounded = [half(torch.tensor([ids]).cuda(), use_cache=False).logits[0].cpu() for ids in SEQUENCES]
+    for (i, at), row in logits.items():
+        norm = exact[i][at].norm()
+        ours.append(float((row.cpu().double() - exact[i][at]).norm() / norm))
+        theirs.append(float((rounded[i][at].double() - exact[i][at]).norm() / norm))
+    assert sum(ours) / len(ours) < 1.5 * sum(theirs) / len(theirs) < 0.3
+
+
+def graph_runner(name: str, *, compile: bool, **options: object) -> ModelRunner:
+    torch._dynamo.reset()
+    loaded = tiny_models.load(name, device="cuda", kv_dtype="bfloat16", **options)
+    runner = ModelRunner(loaded, 96, max_running=12, max_batch_tokens=256, cuda_graphs=True, compile=compile)
+    runner.warm_up()
+    return runner
+
+
+def decode_steps(runner: ModelRunner, batch: int) -> list[torch.Tensor]:
+    """Prefill `batch` sequences of uneven length, then four decode steps."""
+    tables = [list(range(6 * i, 6 * i + 6)) for i in range(batch)]
+    ids = [tokens(20 + 5 * i, i) for i in range(batch)]
+    for seq, table in zip(ids, tables, strict=True):
+        runner.execute([SequenceSlice(seq[:-4], 0, table, False)])
+    found = []
+    for step in range(4, 0, -1):
+        slices = [
+            SequenceSlice(seq[len(seq) - step :][:1], len(seq) - step, table, True)
+            for seq, table in zip(ids, tables, strict=True)
+        ]
+        found.append(runner.execute(slices).clone())
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+def test_captured_steps_equal_eager_ones(name: str) -> None:
+    captured = graph_runner(name, compile=False)
+    eager = ModelRunner(captured.loaded, 96, max_running=12, max_batch_tokens=256, cuda_graphs=False, compile=False)
+    for batch in (1, 4, 12):  # batch sizes that have a graph of their own: the same kernels in the same shapes
+        for one, other in zip(decode_steps(captured, batch), decode_steps(eager, batch), strict=True):
+            assert torch.equal(one, other)
+    for batch in (3, 9, 11):
+        for one, other in zip(decode_steps(captured, batch), decode_steps(eager, batch), strict=True):
+            assert (one - other).norm() < 0.03 * other.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_compiled_layers_match_eager_ones(name: str) -> None:
+    options = {"max_running": 12, "max_batch_tokens": 256, "cuda_graphs": False, "compile": False}
+    eager = ModelRunner(tiny_models.load(name, device="cuda", kv_dtype="bfloat16"), 96, **options)
+    compiled = graph_runner(name, compile=True)
+    seen = []
+    compiled.execute([SequenceSlice(tokens(40, 1), 0, [0, 1, 2], False)], seen.append)
+    assert seen == [0, 1, 2]
+    counters = torch._dynamo.utils.counters
+    graphs = counters["stats"]["unique_graphs"]
+    assert not counters["graph_break"]
+    for batch in (1, 3, 8):
+        for one, other in zip(decode_steps(compiled, batch), decode_steps(eager, batch), strict=True):
+            assert (one - other).norm() < 0.05 * other.norm()
+    assert counters["stats"]["unique_graphs"] == graphs  # warm_up compiled all there is
+
+
+def test_float32_compiled_and_captured_matches_dense_forward() -> None:
+    torch._dynamo.reset()
+    loaded = tiny_models.load("qwen3", device="cuda", dtype="float32")
+    runner = ModelRunner(loaded, 64, max_running=8, max_batch_tokens=256)
+    runner.warm_up()
+    logits = run_schedule(runner, SEQUENCES, CHUNKS, seed=4)
+    assert max(errors("qwen3", SEQUENCES, {place: row.cpu() for place, row in logits.items()})) <= TOLERANCE
+
+
+def test_pages_move_between_pools_bit_for_bit() -> None:
+    loaded = tiny_models.load("llama", device="cuda", kv_dtype="float8_e4m3fn")
+    first, second = poisoned_runner(loaded), poisoned_runner(loaded)
+    ids = tokens(40, 9)
+    first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], False)])
+    second.cache.scatter(range(3), [7, 8, 9], first.cache.gather(range(3), [1, 2, 3]))
+    moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], True)])
+    assert torch.equal(moved, first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], True)]))

@@ -1,0 +1,63 @@
+"""The import laws of pyproject.toml: each can be broken, and is then seen."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+BREACHES = {
+    "imports point down: services -> kvrail": ("kvrail/breach.py", "import services.cli"),
+    "codec imports nothing of ours": ("codec/breach.py", "import kvrail.errors"),
+    "kvrail imports no codec": ("kvrail/breach.py", "import codec.base"),
+    "services never import each other": ("services/prefill/breach.py", "import services.decode"),
+    "services know nothing of the command line": ("services/decode/breach.py", "from services.cli import flags"),
+    "the router and the command line never reach torch": ("services/router/breach.py", "import kvrail.breach"),
+}
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A copy of the packages and of the laws."""
+    copy = tmp_path_factory.mktemp("house")
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    for package in ("codec", "kvrail", "services"):
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def broken_laws(house):
+    done = subprocess.run(LINT, cwd=house, capture_output=True, text=True, env={"PYTHONPATH": "."})
+    names = [contract["name"] for contract in contracts()]
+    assert all(f"{name} KEPT" in done.stdout or f"{name} BROKEN" in done.stdout for name in names), done
+    return [name for name in names if f"{name} BROKEN" in done.stdout]
+
+
+def contracts():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+
+def test_every_law_has_a_breach_here():
+    assert {contract["name"] for contract in contracts()} == set(BREACHES)
+
+
+def test_the_house_keeps_its_laws(house):
+    assert broken_laws(house) == []
+
+
+@pytest.mark.parametrize("law", BREACHES)
+def test_a_breach_is_seen(house, law):
+    path, line = BREACHES[law]
+    added = {house / path: line, house / "kvrail/breach.py": "import torch"}
+    added[house / path] = line
+    for file, text in added.items():
+        file.write_text(f"{text}\n")
+    try:
+        assert law in broken_laws(house)
+    finally:
+        for file in added:
+            file.unlink()

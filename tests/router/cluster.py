@@ -1,0 +1,239 @@
+"""A router on a real port, with decode and prefill workers over real gRPC whose behaviour a test scripts."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from kvrail.config import RouterSettings
+from kvrail.lifecycle import Stage
+from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.server import build_server
+from kvrail.text import Tokenizer
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from services.router.app import build_app
+from services.router.main import RouterServer, listen
+
+MODEL = "tiny"
+VOCABULARY = 300
+CONTEXT = 512
+OUTPUT = "Hello world"
+MARKS = (
+    (Stage.ADMITTED, 0.001),
+    (Stage.PREFILL_QUEUED, 0.002),
+    (Stage.PREFILL_STARTED, 0.003),
+    (Stage.PREFILL_FINISHED, 0.004),
+    (Stage.FIRST_TOKEN, 0.005),
+    (Stage.KV_COMPLETE, 0.006),
+    (Stage.FINISHED, 0.007),
+)
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] == 'forbidden' %}{{ raise_exception('not this word') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if shout %}!{% endif %}"
+)
+
+Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[decode_pb2.GenerateReply]]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE with a few merges, a chat template and a vocabulary of 300."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>", "<|user|>", "<|system|>", "<|assistant|>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(["Hello world, hello there", "the quick brown fox"], trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "model_type": "llama"}))
+
+
+def summary(prompt_tokens: int, completion_tokens: int) -> decode_pb2.GenerateSummary:
+    """What a worker says at the end."""
+    marks = [common_pb2.Mark(stage=stage.value, seconds=seconds) for stage, seconds in MARKS]
+    return decode_pb2.GenerateSummary(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        cached_tokens=3,
+        marks=marks,
+        prefill_worker="p:1",
+        codec="raw",
+        kv_bytes=1000,
+        kv_raw_bytes=1500,
+    )
+
+
+def logprobs_for(token_id: int, top: int) -> common_pb2.TokenLogprobs:
+    """The chosen token at -0.5, neighbours below it, the last of them impossible."""
+    found = [common_pb2.TopLogprob(token_id=token_id, logprob=-0.5)]
+    found += [common_pb2.TopLogprob(token_id=(token_id + i) % 280, logprob=-1.0 - i) for i in range(1, top)]
+    if top > 1:
+        found[-1].logprob = float("-inf")
+    return common_pb2.TokenLogprobs(logprob=-0.5, top=found[:top])
+
+
+async def write_output(
+    worker: "FakeDecode", request: decode_pb2.GenerateRequest
+) -> AsyncIterator[decode_pb2.GenerateReply]:
+    """Write OUTPUT as every sequence, a token at a time, in turns."""
+    ids = worker.tokenizer.encode(OUTPUT, add_special_tokens=False)
+    sampling = request.sampling
+    cut = ids[: sampling.max_tokens]
+    resumed = list(request.resumed_token_ids)
+    assert cut[: len(resumed)] == resumed
+    last = decode_pb2.FINISH_REASON_LENGTH if len(cut) < len(ids) else decode_pb2.FINISH_REASON_STOP
+    for position, token_id in list(enumerate(cut))[len(resumed) :]:
+        for index in range(sampling.n):
+            wanted = sampling.HasField("logprobs")
+            yield decode_pb2.GenerateReply(
+                index=index,
+                token_ids=[token_id],
+                text=worker.tokenizer.token_text(token_id),
+                logprobs=[logprobs_for(token_id, sampling.logprobs)] if wanted else [],
+                finish_reason=last if position == len(cut) - 1 else decode_pb2.FINISH_REASON_UNSPECIFIED,
+            )
+    await asyncio.sleep(MARKS[-1][1])  # the marks say that it took so long
+    yield decode_pb2.GenerateReply(summary=summary(len(request.prompt_token_ids), len(cut) * sampling.n))
+
+
+def status(**changes: object) -> common_pb2.WorkerStatus:
+    """A healthy worker's answer."""
+    model = common_pb2.ModelInfo(name=MODEL, fingerprint="f" * 64, vocab_size=VOCABULARY, max_model_len=CONTEXT)
+    fields = {
+        "model": model,
+        "protocol_version": PROTOCOL_VERSION,
+        "codecs": ["raw", "splitzip"],
+        "max_running": 8,
+        "max_waiting": 8,
+        "pages_total": 100,
+        "pages_free": 50,
+    }
+    return common_pb2.WorkerStatus(**(fields | changes))
+
+
+class FakeDecode(decode_pb2_grpc.DecodeServicer):
+    """A decode worker that follows `script` and keeps what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.script: Script = write_output
+        self.status = status()
+        self.requests: list[decode_pb2.GenerateRequest] = []
+        self.deadlines: list[float] = []
+        self.cancelled = asyncio.Event()
+        self.target = ""
+
+    @maps_errors
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        self.deadlines.append(context.time_remaining())
+        try:
+            async for reply in self.script(self, request):
+                yield reply
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+
+    @maps_errors
+    async def GetStatus(self, request, context):
+        return self.status
+
+
+class FakePrefill(prefill_pb2_grpc.PrefillServicer):
+    """A prefill worker that only says how it is."""
+
+    def __init__(self) -> None:
+        self.status = status()
+
+    @maps_errors
+    async def GetStatus(self, request, context):
+        return self.status
+
+
+class Cluster:
+    """A running router and its workers."""
+
+    def __init__(self, server: RouterServer, url: str, decode: list[FakeDecode], prefill: list[FakePrefill]) -> None:
+        self.server = server
+        self.url = url
+        self.decode = decode
+        self.prefill = prefill
+        self.http = httpx.AsyncClient(base_url=url, timeout=20)
+
+    @property
+    def service(self):
+        return self.server._app.state.service
+
+    async def chat(self, **fields: object) -> httpx.Response:
+        """Post a small chat."""
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **fields: object) -> httpx.Response:
+        """Post a small completion."""
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi"} | fields)
+
+    async def metric(self, name: str, path: str = "/metrics") -> float:
+        """The value of one series, written as in the exposition format without the model's label."""
+        for line in (await self.http.get(path)).text.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.replace(f'model_name="{MODEL}",', "").replace(f'model_name="{MODEL}"', "") == name:
+                return float(value)
+        raise AssertionError(f"no series {name} in {path}")
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
+    """Wait for a condition; the test's own timeout bounds it."""
+    while True:
+        found = condition()
+        if found if isinstance(found, bool) else await found:
+            return
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def run_cluster(
+    tokenizer: Tokenizer, *, decode: int = 1, prefill: int = 1, wait_healthy: bool = True, **settings: object
+) -> AsyncIterator[Cluster]:
+    """Start workers and a router; everything ends with the block."""
+    async with AsyncExitStack() as stack:
+        decoders_, prefills, targets = [], [], {"decode_workers": [], "prefill_workers": []}
+        for role, count in (("decode", decode), ("prefill", prefill)):
+            for _ in range(count):
+                rpc = await build_server()
+                worker = FakeDecode(tokenizer) if role == "decode" else FakePrefill()
+                (rpc.add_decode if role == "decode" else rpc.add_prefill)(worker)
+                target = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
+                worker.target = target
+                await rpc.start()
+                stack.push_async_callback(rpc.stop)
+                targets[f"{role}_workers"].append(target)
+                (decoders_ if role == "decode" else prefills).append(worker)
+        values = {"served_model_name": MODEL, "status_interval_s": 0.05, **targets, **settings}
+        chosen = RouterSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        server = RouterServer(build_app(chosen, tokenizer), chosen)
+        listener = listen("127.0.0.1", 0)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started or task.done())
+        cluster = Cluster(server, f"http://127.0.0.1:{listener.getsockname()[1]}", decoders_, prefills)
+        try:
+            if wait_healthy:
+                await until(lambda: all(w.state != "unknown" for w in cluster.service.pool.workers))
+            yield cluster
+        finally:
+            await cluster.http.aclose()
+            server.stop()
+            server.stop()  # the second time ends what still runs
+            await asyncio.wait_for(task, 20)

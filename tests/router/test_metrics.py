@@ -1,0 +1,149 @@
+"""What /metrics says after known requests, under our names and under vLLM's."""
+
+import os
+import shutil
+import subprocess
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrail.lifecycle import PARTS
+from kvrail.metrics import EngineMetrics, RouterMetrics, TransferMetrics, render, render_vllm
+from kvrail.text import Tokenizer
+from tests.router.cluster import MODEL, OUTPUT, Cluster
+
+LABEL = {"model_name": MODEL}
+
+
+def series(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    return series(text)[name, frozenset({"model_name": MODEL, **labels}.items())]
+
+
+async def test_counts_of_known_requests(cluster: Cluster, tokenizer: Tokenizer):
+    await cluster.complete(prompt=[1, 2, 3], n=2)
+    await cluster.complete(prompt=[1, 2], max_tokens=1, stream=True)
+    await cluster.complete(prompt="")
+    await cluster.complete(temperature="hot")
+    generated = len(tokenizer.encode(OUTPUT, add_special_tokens=False))
+    answer = await cluster.http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    ours, theirs = answer.text, (await cluster.http.get("/metrics/vllm")).text
+    assert value(ours, "kvrail_requests_total", outcome="stop") == 1
+    assert value(ours, "kvrail_requests_total", outcome="length") == 1
+    assert value(ours, "kvrail_requests_total", outcome="invalid") == 2
+    expected = {
+        ("kvrail_prompt_tokens_total", "vllm:prompt_tokens_total"): 5,
+        ("kvrail_generation_tokens_total", "vllm:generation_tokens_total"): 2 * generated + 1,
+        ("kvrail_time_to_first_token_seconds_count", "vllm:time_to_first_token_seconds_count"): 2,
+        ("kvrail_inter_token_seconds_count", "vllm:inter_token_latency_seconds_count"): 2 * (generated - 1),
+        ("kvrail_request_seconds_count", "vllm:e2e_request_latency_seconds_count"): 2,
+        ("kvrail_request_prompt_tokens_sum", "vllm:request_prompt_tokens_sum"): 5,
+        ("kvrail_request_generation_tokens_count", "vllm:request_generation_tokens_count"): 2,
+    }
+    for (own, vllm), count in expected.items():
+        assert value(ours, own) == count, own
+        assert value(theirs, vllm) == count, vllm
+    assert value(ours, "kvrail_cached_prompt_tokens_total") == 6
+    assert value(theirs, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(theirs, "vllm:request_success_total", finished_reason="length") == 1
+    assert value(theirs, "vllm:request_success_total", finished_reason="abort") == 0
+    assert value(theirs, "vllm:num_requests_running") == 0
+    assert value(theirs, "vllm:request_prefill_time_seconds_sum") == pytest.approx(2 * 0.002)
+    assert value(theirs, "vllm:request_decode_time_seconds_sum") == pytest.approx(2 * 0.002)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_parts_of_a_request_add_up_to_its_total(cluster: Cluster, stream: bool):
+    await cluster.chat(stream=stream)
+    text = (await cluster.http.get("/metrics")).text
+    total = value(text, "kvrail_request_seconds_sum")
+    parts = {name: value(text, "kvrail_request_stage_seconds_sum", stage=name) for name, _, _ in PARTS}
+    assert all(value(text, "kvrail_request_stage_seconds_count", stage=name) == 1 for name in parts)
+    assert sum(parts.values()) == pytest.approx(total, rel=0.05)
+    assert parts["prefill"] == pytest.approx(0.001)  # as the worker said
+    assert total > 0.007
+
+
+def filled_registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    RouterMetrics(registry, MODEL).worker_up("decode", "d:1", True)
+    engine = EngineMetrics(registry, MODEL)
+    engine.set_pages(free=50, used=25, cached=25)
+    engine.running.set(3)
+    engine.preemptions.inc(2)
+    engine.prefix_queried_tokens.inc(100)
+    engine.prefix_hit_tokens.inc(40)
+    engine.step_tokens.observe(17)
+    transfer = TransferMetrics(registry, MODEL, codecs=("raw", "splitzip"))
+    transfer.received("splitzip", raw_bytes=300, payload_bytes=200, frames=2)
+    return registry
+
+
+def test_engine_under_vllm_names():
+    registry = CollectorRegistry()
+    engine = EngineMetrics(registry, MODEL)
+    assert value(render_vllm(registry)[0].decode(), "vllm:kv_cache_usage_perc") == 0
+    engine.set_pages(free=50, used=25, cached=25)
+    engine.running.set(3)
+    engine.waiting.set(4)
+    engine.preemptions.inc(2)
+    engine.prefix_queried_tokens.inc(100)
+    engine.prefix_hit_tokens.inc(40)
+    engine.step_tokens.observe(17)
+    text = render_vllm(registry)[0].decode()
+    expected = {
+        "kv_cache_usage_perc": 0.25,
+        "num_requests_running": 3,
+        "num_requests_waiting": 4,
+        "num_preemptions_total": 2,
+        "prefix_cache_queries_total": 100,
+        "prefix_cache_hits_total": 40,
+        "iteration_tokens_total_sum": 17,
+    }
+    assert {name: value(text, f"vllm:{name}") for name in expected} == expected
+
+
+def test_transfer_counts():
+    text = render(filled_registry())[0].decode()
+    labels = {"direction": "received", "codec": "splitzip"}
+    assert value(text, "kvrail_kv_raw_bytes_total", **labels) == 300
+    assert value(text, "kvrail_kv_payload_bytes_total", **labels) == 200
+    assert value(text, "kvrail_kv_frames_total", **labels) == 2
+    assert value(text, "kvrail_kv_raw_bytes_total", direction="sent", codec="raw") == 0  # exists before its first use
+
+
+def test_names():
+    registry = filled_registry()
+    own = {name for name, _ in series(render(registry)[0].decode())}
+    theirs = [name for name, _ in series(render_vllm(registry)[0].decode())]
+    assert all(name.startswith("kvrail_") for name in own)
+    assert not any(name.endswith("_created") for name in own)
+    assert all(name.startswith("vllm:") for name in theirs)
+    text = render_vllm(registry)[0].decode()
+    types = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))  # one process may be router and engine; no metric comes twice
+
+
+def test_promtool_finds_nothing_to_lint():
+    promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed; it comes with Prometheus")
+    body = render(filled_registry())[0]
+    done = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+async def test_metrics_answer_while_no_worker_is_up(cluster: Cluster):
+    cluster.service.pool.lost(cluster.service.pool.decode[cluster.decode[0].target], "gone")
+    answer: httpx.Response = await cluster.http.get("/metrics")
+    assert answer.status_code == 200

@@ -1,0 +1,280 @@
+"""What is refused, with which status, in OpenAI's error shape and naming the parameter."""
+
+import random
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvrail.text import Tokenizer
+from services.router.schema import ChatRequest, CompletionRequest
+from tests.router.cluster import CONTEXT, MODEL, Cluster, run_cluster
+
+TEXT = [{"role": "user", "content": "hi"}]
+BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"model": 5}, "model"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a", 5]}, "stop.1"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"seed": 1 << 64}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"300": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"stop_token_ids": [300]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"ignore_eos": 1}, "ignore_eos"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "text"}, "response_format"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"kvrail": {"codec": "unheard-of"}}, "kvrail.codec"),
+    ({"kvrail": {"codec": 1}}, "kvrail.codec"),
+    ({"kvrail": 1}, "kvrail"),
+]
+CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [5]}, "messages.0"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [*TEXT, {"role": "user"}]}, "messages.1.content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+]
+COMPLETION: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": {"text": "x"}}, "prompt"),
+    ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1, -1]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [[1, 2], [3, -4]]}, "prompt.1.1"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [300]}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"suffix": "end"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+]
+
+
+def check_error(answer: httpx.Response, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert set(answer.json()) == {"error"}
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["code"]) == (param, code)
+    assert error["message"]
+    return error
+
+
+async def test_bad_parameters(cluster: Cluster):
+    chat = [("chat", fields, param) for fields, param in [*BOTH, *CHAT]]
+    completion = [("complete", fields, param) for fields, param in [*BOTH, *COMPLETION]]
+    for api, fields, param in [*chat, *completion]:
+        answer = await getattr(cluster, api)(**fields)
+        assert answer.status_code == 400, (fields, answer.text)
+        assert answer.json()["error"]["param"] == param, (fields, answer.text)
+        check_error(answer, 400, param, None)
+    assert cluster.decode[0].requests == []
+    assert await cluster.metric('kvrail_requests_in_flight{state="waiting"}') == 0
+
+
+async def test_missing_field(cluster: Cluster):
+    for path, param in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):
+        check_error(await cluster.http.post(path, json={"model": MODEL}), 400, param, None)
+
+
+FRAGMENTS = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    299,
+    1 << 40,
+    10**40,
+    1.5,
+    1e308,
+    "",
+    "x",
+    "\0",
+    "é" * 3,
+    [],
+    [0],
+    [[]],
+    ["x", 1],
+    {},
+]
+FIELDS = [*ChatRequest.model_fields, *CompletionRequest.model_fields, "unknown"]
+
+
+def random_value(draw: random.Random, depth: int = 0) -> Any:
+    if depth < 2 and draw.random() < 0.3:
+        return [random_value(draw, depth + 1) for _ in range(draw.randrange(3))]
+    if depth < 2 and draw.random() < 0.3:
+        keys = ["role", "content", "type", "text", "5", "codec", "include_usage"]
+        return {draw.choice(keys): random_value(draw, depth + 1) for _ in range(draw.randrange(3))}
+    return draw.choice([*FRAGMENTS, "user", "text"])
+
+
+async def test_no_body_breaks_the_server(cluster: Cluster):
+    draw = random.Random(1)
+    for _ in range(400):
+        fields = {draw.choice(FIELDS): random_value(draw) for _ in range(draw.randrange(1, 3))}
+        answer = await (cluster.chat if draw.random() < 0.5 else cluster.complete)(**fields)
+        assert answer.status_code in (200, 400, 404), (fields, answer.text)
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"], (fields, answer.text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt": "x", "temperature": NaN}',
+        b"[" * 100_000,
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["empty", "torn", "list", "null", "string", "not-utf8", "nan", "deep", "digits"],
+)
+async def test_bad_bodies(cluster: Cluster, body: bytes):
+    headers = {"content-type": "application/json"}
+    answer = await cluster.http.post("/v1/completions", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_half_a_surrogate_pair(cluster: Cluster):
+    for path, body in (
+        ("/v1/completions", rb'{"prompt": "\ud800"}'),
+        ("/v1/chat/completions", rb'{"messages": [{"role": "user", "content": "\ud800"}]}'),
+    ):
+        answer = await cluster.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert "surrogate" in answer.json()["error"]["message"]
+
+
+async def test_other_content_types(cluster: Cluster):
+    answer = await cluster.http.post(
+        "/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"}
+    )
+    assert answer.status_code == 400
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+async def test_wrong_model(client: openai.AsyncOpenAI):
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.chat.completions.create(model="other", messages=TEXT)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+async def test_context_overflow(client: openai.AsyncOpenAI, cluster: Cluster):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model=MODEL, messages=TEXT, max_tokens=CONTEXT)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    assert str(CONTEXT) in caught.value.message
+    fits, too_long = (
+        await cluster.complete(prompt=[7] * 500, max_tokens=12),
+        await cluster.complete(prompt=[7] * 500, max_tokens=13),
+    )
+    assert fits.status_code == 200
+    check_error(too_long, 400, "prompt", "context_length_exceeded")
+    check_error(await cluster.complete(prompt=[7] * CONTEXT, max_tokens=None), 400, "prompt", "context_length_exceeded")
+
+
+async def test_unknown_paths_and_methods(cluster: Cluster):
+    check_error(await cluster.http.get("/v1/nothing"), 404, None, "not_found")
+    answer = await cluster.http.get("/v1/chat/completions")
+    check_error(answer, 405, None, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+async def test_api_keys(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, api_keys=["first", "sécond"]) as cluster:
+        missing = await cluster.complete()
+        check_error(missing, 401, None, "invalid_api_key")
+        assert missing.headers["www-authenticate"] == "Bearer"
+        for value in ("Bearer wrong", "Bearer", "first", "Basic first", "Bearer firs", "Bearer first2"):
+            answer = await cluster.http.get("/v1/models", headers={"authorization": value})
+            check_error(answer, 401, None, "invalid_api_key")
+        for key in ("first", "sécond"):
+            header = f"Bearer {key}".encode()
+            answer = await cluster.http.post(
+                "/v1/completions", json={"prompt": "x"}, headers={b"authorization": header}
+            )
+            assert answer.status_code == 200
+        for path in ("/health", "/version", "/metrics", "/metrics/vllm"):
+            assert (await cluster.http.get(path)).status_code == 200
+        for path in ("/tokenize", "/v1/nothing"):
+            check_error(await cluster.http.post(path, json={"prompt": "x"}), 401, None, "invalid_api_key")
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="bad", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+
+async def test_body_limit(tokenizer: Tokenizer):
+    async def chunks():
+        for _ in range(40):
+            yield b"x" * 100
+
+    async with run_cluster(tokenizer, max_body_bytes=1000) as cluster:
+        assert (await cluster.complete(prompt="x" * 500)).status_code == 400  # over the context, within the limit
+        check_error(await cluster.complete(prompt="x" * 1000), 413, None, "request_too_large")
+        check_error(await cluster.http.post("/v1/completions", content=chunks()), 413, None, "request_too_large")
+        huge = await cluster.http.post("/v1/completions", content=b"x" * 5000)
+        check_error(huge, 413, None, "request_too_large")
+        asked_first = await cluster.http.post(
+            "/v1/completions", content=b"x" * 5000, headers={"expect": "100-continue"}
+        )
+        check_error(asked_first, 413, None, "request_too_large")
+        assert (await cluster.complete()).status_code == 200

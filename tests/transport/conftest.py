@@ -1,0 +1,62 @@
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvrail.rpc.channel import open_channel
+from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.server import build_server
+from kvrail.transport.grpc import PrefillClient, serve_prefill
+from kvrail.transport.inproc import InprocPrefillClient
+from kvrail.wire.v1 import prefill_pb2_grpc
+
+QUEUED_BYTES = 4096
+
+
+class Servicer(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, handler):
+        self._handler = handler
+
+    @maps_errors
+    async def Prefill(self, request, context):
+        await serve_prefill(context, lambda replies: self._handler(request, replies), max_queued_bytes=QUEUED_BYTES)
+
+
+class Inproc:
+    """A worker whose death is the end of the task that tells its story."""
+
+    @asynccontextmanager
+    async def connect(self, handler):
+        self._stories = set()
+
+        async def remembered(request, replies):
+            self._stories.add(asyncio.current_task())
+            await handler(request, replies)
+
+        yield InprocPrefillClient(remembered, max_queued_bytes=QUEUED_BYTES)
+
+    async def kill(self):
+        for story in self._stories:
+            story.cancel()
+
+
+class Grpc:
+    """A worker behind a socket; its death is its server's."""
+
+    @asynccontextmanager
+    async def connect(self, handler):
+        self._rpc = await build_server()
+        self._rpc.add_prefill(Servicer(handler))
+        port = self._rpc.bind("127.0.0.1", 0)
+        await self._rpc.start()
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            yield PrefillClient(channel, f"127.0.0.1:{port}", max_queued_bytes=QUEUED_BYTES)
+        await self._rpc.stop()
+
+    async def kill(self):
+        await self._rpc.stop()
+
+
+@pytest.fixture(params=[Inproc, Grpc])
+def transport(request):
+    return request.param()

@@ -1,0 +1,179 @@
+"""gRPC peers that are not ours, or no longer there."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvrail.errors import FrameError, IncompatibleError, WorkerUnavailableError
+from kvrail.rpc import options
+from kvrail.rpc.channel import open_channel
+from kvrail.rpc.client import DecodeClient, PrefillStatusClient
+from kvrail.transport.base import Expectation
+from kvrail.transport.grpc import PrefillClient
+from kvrail.wire.v1 import decode_pb2, prefill_pb2
+from kvrail.wire.v1.prefill_pb2 import Accepted, PrefillReply, PrefillRequest, TransferDone
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOM = Expectation("r", 1 << 20, 1 << 30)
+
+WORKER = """
+import asyncio
+from kvrail.rpc.server import build_server
+from kvrail.transport.grpc import serve_prefill
+from kvrail.wire.v1 import prefill_pb2, prefill_pb2_grpc
+
+class Servicer(prefill_pb2_grpc.PrefillServicer):
+    async def Prefill(self, request, context):
+        async def story(replies):
+            replies.accept(prefill_pb2.Accepted())
+            await replies.send(b"frame")
+            await asyncio.Event().wait()
+        await serve_prefill(context, story)
+
+async def main():
+    rpc = await build_server()
+    rpc.add_prefill(Servicer())
+    print(rpc.bind("127.0.0.1", 0), flush=True)
+    await rpc.start()
+    await rpc.server.wait_for_termination()
+
+asyncio.run(main())
+"""
+
+
+def start_worker():
+    return subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+async def test_killed_worker():
+    with start_worker() as worker:
+        try:
+            port = int(await asyncio.to_thread(worker.stdout.readline))
+            async with open_channel(f"127.0.0.1:{port}") as channel:
+                async with PrefillClient(channel).prefill(PrefillRequest()) as call:
+                    call.reserve(ROOM)
+                    assert await call.receive() == b"frame"
+                    worker.send_signal(signal.SIGKILL)
+                    with pytest.raises(WorkerUnavailableError):
+                        await call.receive()
+                async with PrefillClient(channel, "p1").prefill(PrefillRequest()) as call:
+                    with pytest.raises(WorkerUnavailableError, match="p1"):
+                        await call.accepted()
+        finally:
+            worker.kill()
+
+
+async def test_frozen_worker_is_noticed_by_keepalive(monkeypatch):
+    """A stopped process closes no socket, and its kernel goes on acknowledging: only unanswered pings tell."""
+    monkeypatch.setattr(options, "KEEPALIVE_TIME_MS", 300)
+    monkeypatch.setattr(options, "KEEPALIVE_TIMEOUT_MS", 300)
+    with start_worker() as worker:
+        try:
+            port = int(await asyncio.to_thread(worker.stdout.readline))
+            async with (
+                open_channel(f"127.0.0.1:{port}") as channel,
+                PrefillClient(channel).prefill(PrefillRequest()) as call,
+            ):
+                call.reserve(ROOM)
+                assert await call.receive() == b"frame"
+                worker.send_signal(signal.SIGSTOP)
+                with pytest.raises(WorkerUnavailableError):
+                    await asyncio.wait_for(call.receive(), 30)
+        finally:
+            worker.kill()
+
+
+@asynccontextmanager
+async def foreign(service, method, replies, *, streams=True):
+    """A server that answers `method` with the given bytes, whatever they are."""
+
+    async def stream(request, context):
+        for reply in replies:
+            await context.write(reply)
+
+    async def single(request, context):
+        return replies[0]
+
+    make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+    handler = grpc.method_handlers_generic_handler(service, {method: make(stream if streams else single)})
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def calling(replies):
+    """A call of a prefill worker that answers with the given bytes."""
+    async with (
+        foreign("kvrail.v1.Prefill", "Prefill", replies) as channel,
+        PrefillClient(channel).prefill(PrefillRequest()) as call,
+    ):
+        call.reserve(ROOM)
+        yield call
+
+
+ACCEPTED = PrefillReply(accepted=Accepted()).SerializeToString()
+FRAME = PrefillReply(frame=b"frame").SerializeToString()
+DONE = PrefillReply(done=TransferDone(frame_count=1, payload_bytes=5)).SerializeToString()
+
+
+async def test_worker_that_speaks_plain_protobuf():
+    async with calling([ACCEPTED, FRAME, DONE]) as call:
+        assert [await call.receive(), await call.receive()] == [b"frame", None]
+
+
+@pytest.mark.parametrize(
+    ("replies", "message"),
+    [
+        ([], "ended the call before"),
+        ([ACCEPTED, FRAME], "ended the call before"),
+        ([ACCEPTED, FRAME[:-1]], "no PrefillReply"),
+        ([ACCEPTED, b""], "empty"),
+        ([ACCEPTED, DONE], "1 frames and 5 bytes; 0 and 0 came"),
+        ([b"\xff\xff"], "no PrefillReply"),
+    ],
+)
+async def test_worker_that_breaks_the_protocol(replies, message):
+    async with calling(replies) as call:
+        with pytest.raises(FrameError, match=message):
+            while await call.receive() is not None:
+                pass
+
+
+async def test_client_that_speaks_plain_protobuf():
+    with start_worker() as worker:
+        try:
+            port = int(await asyncio.to_thread(worker.stdout.readline))
+            async with open_channel(f"127.0.0.1:{port}") as channel:
+                call = channel.unary_stream(
+                    "/kvrail.v1.Prefill/Prefill",
+                    request_serializer=PrefillRequest.SerializeToString,
+                    response_deserializer=prefill_pb2.PrefillReply.FromString,
+                )(PrefillRequest())
+                assert (await call.read()).HasField("accepted")
+                assert (await call.read()).frame == b"frame"
+                call.cancel()
+        finally:
+            worker.kill()
+
+
+async def test_reply_that_cannot_be_read_is_no_end_of_output():
+    good = decode_pb2.GenerateReply(text="one").SerializeToString()
+    async with foreign("kvrail.v1.Decode", "Generate", [good, b"\xff\xff"]) as channel:
+        stream = DecodeClient(channel).generate(decode_pb2.GenerateRequest())
+        assert (await stream.read()).text == "one"
+        with pytest.raises(IncompatibleError):
+            await stream.read()
+    async with foreign("kvrail.v1.Prefill", "GetStatus", [b"\xff\xff"], streams=False) as channel:
+        with pytest.raises(IncompatibleError):
+            await PrefillStatusClient(channel).get_status(timeout_s=10)
