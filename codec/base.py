@@ -4,7 +4,8 @@ The first stage is enough to draft on, the last stage is the truth. The engine, 
 stages and nothing else of a codec.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -65,25 +66,109 @@ class Block:
         return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
 
 
+@dataclass(frozen=True, slots=True)
+class PagedBlock:
+    """Some pages of some layers of a pool, where they lie: what codecs read from and write into.
+
+    pools: a block of all layers and all pages of the pool; page_ids: which pages, in order, none twice. Raises
+    ValueError where a layer or a page is not the pool's.
+    """
+
+    pools: Block
+    layers: range
+    page_ids: Sequence[int]
+
+    def __post_init__(self) -> None:
+        num_layers, num_pages = self.pools.keys.shape[:2]
+        if self.layers.step != 1 or not 0 <= self.layers.start <= self.layers.stop <= num_layers:
+            raise ValueError(f"layers {self.layers} are not a run of the pool's {num_layers}")
+        for page in self.page_ids:
+            if not 0 <= page < num_pages:
+                raise ValueError(f"page {page} is outside the pool of {num_pages} pages")
+
+    @classmethod
+    def whole(cls, block: Block) -> "PagedBlock":
+        """All of a block."""
+        layers, pages = block.keys.shape[:2]
+        return cls(block, range(layers), range(pages))
+
+    @property
+    def spec(self) -> BlockSpec:
+        """Shape and element type of the pages chosen."""
+        return replace(self.pools.spec, num_layers=len(self.layers), num_pages=len(self.page_ids))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool lies."""
+        return self.pools.keys.device
+
+    def page_index(self) -> torch.Tensor:
+        """The page ids, int64 [pages], on the pool's device; on CUDA the copy runs on the current stream."""
+        index = torch.tensor(self.page_ids, dtype=torch.int64)
+        return index.pin_memory().to(self.device, non_blocking=True) if self.pools.keys.is_cuda else index
+
+    def layer_pools(self) -> list[torch.Tensor]:
+        """Views of the pool's tensors, in payload order, cut to the layers chosen."""
+        return [pool[self.layers.start : self.layers.stop] for pool in self.pools.tensors()]
+
+    def gather(self) -> Block:
+        """A contiguous copy, made on the device's current stream."""
+        index = self.page_index()
+        return Block(*(_as_bytes(p).index_select(1, index).view(p.dtype) for p in self.layer_pools()))
+
+    def scatter(self, block: Block) -> None:
+        """Write a block of the same spec into the pages, on the device's current stream."""
+        if block.spec != self.spec:
+            raise ValueError(f"a block {block.spec} does not fit pages {self.spec}")
+        index = self.page_index()
+        for pool, tensor in zip(self.layer_pools(), block.tensors(), strict=True):
+            _as_bytes(pool).index_copy_(1, index, _as_bytes(tensor))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Eight-bit floats as uint8: indexing kernels do not know them."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingStats:
+    """What an encoding came to.
+
+    values: elements of keys and values; escapes: those that no code covered; raw_tensors: of keys and values, how many
+    travel as they are because the code would not have made them smaller.
+    """
+
+    values: int
+    escapes: int = 0
+    raw_tensors: int = 0
+
+
 class Encoding(Protocol):
-    """A block on its way to bytes: the work has been launched, perhaps on a CUDA stream."""
+    """Pages on their way to bytes: the work has been launched, perhaps on a CUDA stream.
+
+    The pages must stay as they are until `stages` has returned.
+    """
 
     def stages(self) -> list[memoryview]:
         """Wait for the work and return one host payload a stage."""
 
+    def stats(self) -> EncodingStats:
+        """What it came to; after `stages`."""
+
 
 class Codec(Protocol):
-    """Blocks to stages and back. One conformance suite (tests/codec) holds for all of them."""
+    """Pages to stages and back. One conformance suite (tests/codec) holds for all of them."""
 
     name: str
     num_stages: int
     exact: bool  # whether the last stage restores every bit
     dtypes: frozenset[str]  # element types that it takes
+    parameters_id: int  # 64 bits that must be equal at both ends; 0 where nothing but the name matters
 
-    def encode(self, block: Block) -> Encoding:
-        """Launch the encoding of `block` on its device's current stream."""
+    def encode(self, pages: PagedBlock) -> Encoding:
+        """Launch the encoding of `pages` on their device's current stream."""
 
-    def decode(self, stage: int, payload: memoryview, out: Block) -> None:
+    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
         """Write stage `stage` into `out`, on its device's current stream.
 
         Stages of a block arrive in order. Raises CodecError, with `out` untouched, where the payload does not fit.

@@ -1,0 +1,76 @@
+"""What the code knows of element types, and the parameters of a code."""
+
+from dataclasses import dataclass
+
+SEGMENTS = 8
+"""A tile is eight segments of equal length; fields are packed across them (README.md)."""
+
+
+def planes_of(bits: int) -> tuple[int, ...]:
+    """Widths of the planes of a field of `bits` bits, from its least significant bits up: eight, four, two, one."""
+    widths = []
+    for width in (8, 4, 2, 1):
+        while bits >= width:
+            widths.append(width)
+            bits -= width
+    return tuple(widths)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatFormat:
+    """An element type: one sign bit, `exponent_bits`, `mantissa_bits`, from the most significant bit down."""
+
+    exponent_bits: int
+    mantissa_bits: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return (1 + self.exponent_bits + self.mantissa_bits) // 8
+
+    @property
+    def exponents(self) -> int:
+        """How many exponents there are; arithmetic on exponents is modulo this."""
+        return 1 << self.exponent_bits
+
+
+FORMATS = {
+    "bfloat16": FloatFormat(8, 7),
+    "float16": FloatFormat(5, 10),
+    "float8_e5m2": FloatFormat(5, 2),
+    "float8_e4m3fn": FloatFormat(4, 3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WindowCode:
+    """How exponents become codes: an exponent e in the window (top - 2^code_bits, top] has the code top - e.
+
+    per_channel: every channel of a page has a top of its own, else one is fixed for all of a layer's keys or values.
+    chunk: values of a tile at most, a power of two from 256 to 16,384.
+    """
+
+    code_bits: int
+    per_channel: bool
+    chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.code_bits not in (3, 4):
+            raise ValueError(f"code_bits is {self.code_bits}; it must be 3 or 4")
+        if self.chunk & (self.chunk - 1) or not 256 <= self.chunk <= 16384:
+            raise ValueError(f"chunk is {self.chunk}; it must be a power of two from 256 to 16384")
+
+    @property
+    def window(self) -> int:
+        """How many exponents have a code."""
+        return 1 << self.code_bits
+
+    @property
+    def position_bits(self) -> int:
+        """Bits of a record that say where in its tile a value lies."""
+        return self.chunk.bit_length() - 1
+
+    @property
+    def distance_bits(self) -> int:
+        """Bits of a record that say how far outside the window the exponent lies."""
+        return 16 - self.position_bits

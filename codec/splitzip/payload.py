@@ -1,0 +1,177 @@
+"""A block's payload: header, dense parts, scales, escapes. README.md has the layout; nothing here computes codes."""
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from codec.base import BlockSpec, CodecError
+from codec.splitzip.formats import FORMATS, SEGMENTS, WindowCode
+from codec.splitzip.plan import TILES_PER_GROUP, TensorPlan, aligned, variable_bytes
+
+Bytes = npt.NDArray[np.uint8]
+
+MAGIC = b"SPLZ"
+VERSION = 1
+_HEADER = struct.Struct("<4s5B7xQ4Q8x")
+HEADER_BYTES = _HEADER.size
+WIDE = 0x8000
+"""Bit of a tile's count that says that its records have extensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one tensor lies in a payload.
+
+    raw: it travels as it is; then it has no records.
+    """
+
+    plan: TensorPlan
+    raw: bool
+    records: int
+    extensions: int
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense part, padding included."""
+        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
+
+    @property
+    def escape_bytes(self) -> int:
+        """Bytes of records and extensions, padding included."""
+        return variable_bytes(self.records, self.extensions)
+
+
+def plans_of(spec: BlockSpec, code: WindowCode) -> tuple[TensorPlan, TensorPlan]:
+    """Plans of keys and values."""
+    shape = (FORMATS[spec.dtype], code, spec.num_layers, spec.num_pages, spec.page_size)
+    return (
+        TensorPlan(*shape, spec.num_kv_heads * spec.key_dim),
+        TensorPlan(*shape, spec.num_kv_heads * spec.value_dim),
+    )
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The layout of one payload: offsets of everything in it.
+
+    scale_bytes: of keys' and values' scales together, 0 without.
+    """
+
+    keys: Part
+    values: Part
+    scale_bytes: int
+    codebook_id: int
+    entropy_coded: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, Part]:
+        """Keys and values."""
+        return self.keys, self.values
+
+    @cached_property
+    def dense_offsets(self) -> tuple[int, int]:
+        """Of the dense parts of keys and values."""
+        return HEADER_BYTES, HEADER_BYTES + self.keys.dense_bytes
+
+    @cached_property
+    def scale_offset(self) -> int:
+        """Of the scales."""
+        return self.dense_offsets[1] + self.values.dense_bytes
+
+    @cached_property
+    def escape_offsets(self) -> tuple[int, int]:
+        """Of the records of keys and values; extensions follow, aligned."""
+        first = self.scale_offset + aligned(self.scale_bytes)
+        return first, first + self.keys.escape_bytes
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.escape_offsets[1] + self.values.escape_bytes
+
+    def header(self) -> bytes:
+        """The first HEADER_BYTES bytes."""
+        code = self.keys.plan.code
+        flags = self.keys.raw | self.values.raw << 1 | self.entropy_coded << 2
+        counts = (self.keys.records, self.keys.extensions, self.values.records, self.values.extensions)
+        return _HEADER.pack(
+            MAGIC, VERSION, flags, code.code_bits, code.position_bits, code.per_channel, self.codebook_id, *counts
+        )
+
+
+def scale_bytes_of(spec: BlockSpec) -> int:
+    """Bytes of the scales of a block, 0 where its element type has none."""
+    return 8 * spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads if spec.scaled else 0
+
+
+def parse(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int) -> Payload:
+    """The layout of a payload that came, header and lengths checked; raises CodecError, naming what is wrong."""
+    layout = parse_header(payload, spec, code, codebook_id, entropy_coded=False)
+    if payload.size != layout.size:
+        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    for part, offset in zip(layout.parts, layout.dense_offsets, strict=True):
+        if not part.raw:
+            check_groups(payload[offset : offset + part.dense_bytes], part)
+    return layout
+
+
+def parse_header(
+    payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int, *, entropy_coded: bool
+) -> Payload:
+    """The layout that a payload's header tells; raises CodecError where it isn't one of this code."""
+    if payload.size < HEADER_BYTES:
+        raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
+    magic, version, flags, code_bits, position_bits, per_channel, book, *counts = _HEADER.unpack_from(payload)
+    if (magic, version) != (MAGIC, VERSION):
+        raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
+    theirs = (code_bits, position_bits, per_channel, flags >> 2)
+    ours = (code.code_bits, code.position_bits, code.per_channel, int(entropy_coded))
+    if theirs != ours:
+        raise CodecError(
+            f"a payload has (code bits, position bits, per channel, entropy) {theirs}; this code has {ours}"
+        )
+    if book != codebook_id:
+        raise CodecError(f"a payload was made with codebook {book:016x}; this worker has {codebook_id:016x}")
+    parts = []
+    for number, plan in enumerate(plans_of(spec, code)):
+        raw, (records, extensions) = bool(flags >> number & 1), counts[2 * number : 2 * number + 2]
+        most = 0 if raw else plan.values
+        if not extensions <= records <= most:
+            raise CodecError(f"a payload has {records} records and {extensions} extensions for {most} values")
+        if not raw and not plan.fits:
+            raise CodecError(f"a payload has pages of {plan.rows} tokens in tiles of {code.chunk}")
+        parts.append(Part(plan, raw, records, extensions))
+    return Payload(parts[0], parts[1], scale_bytes_of(spec), book, entropy_coded)
+
+
+def check_groups(dense: Bytes, part: Part) -> None:
+    """Check that counts and group offsets of a dense part agree with each other and with the numbers of records."""
+    counts = section(dense, part.plan, "counts").view("<u2")
+    sizes = (counts & (WIDE - 1)).astype(np.int64)
+    if sizes.size and int(sizes.max()) > SEGMENTS * part.plan.segment_values:
+        raise CodecError(f"a tile has {sizes.max()} escapes of {SEGMENTS * part.plan.segment_values} values")
+    wide = np.where(counts & WIDE, sizes, 0)
+    groups = section(dense, part.plan, "groups").view("<u4").reshape(-1, 2)
+    for column, (name, each, total) in enumerate(
+        (("records", sizes, part.records), ("extensions", wide, part.extensions))
+    ):
+        if int(each.sum()) != total:
+            raise CodecError(f"tiles have {each.sum()} {name}; the header says {total}")
+        if not np.array_equal(groups[:, column], offsets_of_groups(each)):
+            raise CodecError(f"offsets of {name} do not follow from the counts")
+
+
+def offsets_of_groups(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Sum of `sizes` before the first tile of each group."""
+    ends = np.cumsum(sizes)
+    first = np.arange(0, sizes.size, TILES_PER_GROUP)
+    return np.where(first > 0, ends[first - 1], 0)
+
+
+def section(dense: Bytes, plan: TensorPlan, name: str) -> Bytes:
+    """A view of one section of a dense part."""
+    where = plan.sections[name]
+    return dense[where.offset : where.end]
