@@ -1,18 +1,32 @@
 """Raw: a block's bytes as they are, in one exact stage. README.md has the layout."""
 
+import itertools
+import math
+
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from codec.base import Block, CodecError, Encoding
+from codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock
 from codec.frame import ITEM_BYTES
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as its bytes, uint8 [n]; raises CodecError where it is not contiguous."""
+    """View a pool's tensor as uint8, its last dimension widened; raises CodecError where it is not contiguous."""
     if not tensor.is_contiguous():
-        raise CodecError(f"a block's tensor of shape {tuple(tensor.shape)} is not contiguous; make it so first")
-    return tensor.view(-1).view(torch.uint8)
+        raise CodecError(f"a pool's tensor of shape {tuple(tensor.shape)} is not contiguous; make it so first")
+    return (tensor if tensor.dim() == 5 else tensor.unsqueeze(-1)).view(torch.uint8)
+
+
+def _split(buffer: torch.Tensor, pools: list[torch.Tensor], num_pages: int) -> list[torch.Tensor]:
+    """A contiguous buffer, uint8 [n], as the pages of each pool: [layers, pages, page_size, kv_heads, bytes]."""
+    shapes = [(pool.shape[0], num_pages, *pool.shape[2:]) for pool in pools]
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(buffer.split_with_sizes(sizes), shapes, strict=True)]
+
+
+def _values_of(spec: BlockSpec) -> int:
+    """Elements of keys and values."""
+    return spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim)
 
 
 class RawEncoding:
@@ -22,18 +36,23 @@ class RawEncoding:
     and every view of its payload are gone and the copies into it have finished.
     """
 
-    def __init__(self, block: Block) -> None:
-        parts = [_as_bytes(tensor) for tensor in block.tensors()]
-        on_cuda = block.keys.is_cuda
-        self._buffer = torch.empty(sum(part.numel() for part in parts), dtype=torch.uint8, pin_memory=on_cuda)
-        for part, target in zip(parts, self._buffer.split_with_sizes([part.numel() for part in parts]), strict=True):
-            target.copy_(part, non_blocking=on_cuda)
+    def __init__(self, pages: PagedBlock) -> None:
+        pools = [_as_bytes(pool) for pool in pages.layer_pools()]
+        spec, on_cuda = pages.spec, pages.device.type == "cuda"
+        self._values = _values_of(spec)
+        self._buffer = torch.empty(spec.raw_bytes, dtype=torch.uint8, pin_memory=on_cuda)
         self._parts: list[torch.Tensor] = []
         self._event: torch.cuda.Event | None = None
+        index = pages.page_index()
+        for pool, target in zip(pools, _split(self._buffer, pools, spec.num_pages), strict=True):
+            if on_cuda:
+                self._parts.append(pool.index_select(1, index))  # the copy may still read it
+                target.copy_(self._parts[-1], non_blocking=True)
+            else:
+                torch.index_select(pool, 1, index, out=target)
         if on_cuda:
-            self._parts = parts  # a copy may still read them
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(block.keys.device))
+            self._event.record(torch.cuda.current_stream(pages.device))
 
     def stages(self) -> list[memoryview]:
         """Wait for the copies; one payload, a view of the buffer."""
@@ -42,6 +61,10 @@ class RawEncoding:
             self._event = None
             self._parts = []
         return [self._buffer.numpy().data]
+
+    def stats(self) -> EncodingStats:
+        """Both tensors travel as they are."""
+        return EncodingStats(self._values, raw_tensors=2)
 
 
 class RawCodec:
@@ -52,32 +75,39 @@ class RawCodec:
         self.num_stages = 1
         self.exact = True
         self.dtypes = frozenset(ITEM_BYTES)
+        self.parameters_id = 0
 
-    def encode(self, block: Block) -> Encoding:
-        """Launch the copies of `block` to the host on its device's current stream."""
-        if block.spec.dtype not in self.dtypes:
-            raise CodecError(f"raw does not take dtype {block.spec.dtype}; it takes {', '.join(sorted(self.dtypes))}")
-        return RawEncoding(block)
+    def encode(self, pages: PagedBlock) -> Encoding:
+        """Launch the copies of `pages` to the host on their device's current stream."""
+        dtype = pages.spec.dtype
+        if dtype not in self.dtypes:
+            raise CodecError(f"raw does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
+        return RawEncoding(pages)
 
-    def decode(self, stage: int, payload: memoryview, out: Block) -> None:
+    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
         """Write the payload into `out`; raises CodecError, with `out` untouched, where stage or size do not fit."""
-        targets = [_as_bytes(tensor) for tensor in out.tensors()]
-        sizes = [target.numel() for target in targets]
+        pools = [_as_bytes(pool) for pool in out.layer_pools()]
+        spec = out.spec
         if stage != 0:
             raise CodecError(f"raw has stage 0 alone, not {stage}")
-        if payload.nbytes != sum(sizes):
-            raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {sum(sizes)}")
+        if payload.nbytes != spec.raw_bytes:
+            raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {spec.raw_bytes}")
         source = np.frombuffer(payload, dtype=np.uint8)
-        if out.keys.is_cuda:
-            self._upload(source, targets)
+        if out.device.type == "cuda":
+            _upload(source, pools, out)
             return
-        for part, target in zip(np.split(source, np.cumsum(sizes)[:-1]), targets, strict=True):
-            target.numpy()[:] = part
+        offset = 0
+        for pool in pools:
+            page_bytes = math.prod(pool.shape[2:])
+            for layer, page in itertools.product(range(spec.num_layers), out.page_ids):
+                pool[layer, page].numpy().reshape(-1)[:] = source[offset : offset + page_bytes]
+                offset += page_bytes
 
-    @staticmethod
-    def _upload(source: npt.NDArray[np.uint8], targets: list[torch.Tensor]) -> None:
-        """Copy by way of pinned memory, which the host allocator keeps until the copies have run."""
-        staging = torch.empty(source.size, dtype=torch.uint8, pin_memory=True)
-        staging.numpy()[:] = source
-        for part, target in zip(staging.split_with_sizes([t.numel() for t in targets]), targets, strict=True):
-            target.copy_(part, non_blocking=True)
+
+def _upload(source: np.ndarray[tuple[int], np.dtype[np.uint8]], pools: list[torch.Tensor], out: PagedBlock) -> None:
+    """Copy by way of pinned memory, which the host allocator keeps until the copies have run."""
+    staging = torch.empty(source.size, dtype=torch.uint8, pin_memory=True)
+    staging.numpy()[:] = source
+    index = out.page_index()
+    for pool, part in zip(pools, _split(staging, pools, len(out.page_ids)), strict=True):
+        pool.index_copy_(1, index, part.to(pool.device, non_blocking=True))

@@ -124,7 +124,7 @@ def parse_header(
     """The layout that a payload's header tells; raises CodecError where it isn't one of this code."""
     if payload.size < HEADER_BYTES:
         raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
-    magic, version, flags, code_bits, position_bits, per_channel, book, *counts = _HEADER.unpack_from(payload)
+    magic, version, flags, code_bits, position_bits, per_channel, book, *counts = _HEADER.unpack_from(payload.data)
     if (magic, version) != (MAGIC, VERSION):
         raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
     theirs = (code_bits, position_bits, per_channel, flags >> 2)

@@ -1,8 +1,10 @@
 """Blocks for codec tests: random bits, so that NaNs with payloads, infinities and subnormals are among them."""
 
+from dataclasses import replace
+
 import torch
 
-from codec.base import Block, BlockSpec
+from codec.base import Block, BlockSpec, PagedBlock
 from codec.frame import ITEM_BYTES
 
 SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
@@ -34,6 +36,19 @@ def random_block(spec, seed=0, device="cpu"):
         return Block(keys, values)
     scales = [_random(lead, torch.float32, generator, device) for _ in range(2)]
     return Block(keys, values, *scales)
+
+
+def scattered(spec, seed=0, device="cpu"):
+    """Pages of `spec` in a larger pool of random bits: scattered page ids, and layers before and after."""
+    pool_pages = 2 * spec.num_pages + 3
+    pool = random_block(replace(spec, num_layers=spec.num_layers + 2, num_pages=pool_pages), seed, device)
+    order = torch.randperm(pool_pages, generator=torch.Generator().manual_seed(seed))
+    return PagedBlock(pool, range(1, 1 + spec.num_layers), order[: spec.num_pages].tolist())
+
+
+def copy_of(pages):
+    """The same pages of a copy of the pool."""
+    return replace(pages, pools=Block(*(tensor.clone() for tensor in pages.pools.tensors())))
 
 
 def bits_of(block):

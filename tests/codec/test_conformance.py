@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_blocks import SHAPES, bits_of, random_block, spec_of
+from kv_blocks import SHAPES, bits_of, copy_of, random_block, scattered, spec_of
 
 from codec import registry
-from codec.base import CodecError
+from codec.base import CodecError, PagedBlock
 from codec.frame import ITEM_BYTES
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
@@ -18,6 +18,10 @@ EXACT = [name for name in registry.names() if registry.get(name).exact]
 
 def dtypes_of(names):
     return [(name, dtype) for name in names for dtype in sorted(registry.get(name).dtypes)]
+
+
+def encode(codec, block):
+    return codec.encode(PagedBlock.whole(block)).stages()
 
 
 def decode_all(codec, payloads, out):
@@ -29,6 +33,7 @@ def decode_all(codec, payloads, out):
 def test_codec_describes_itself(name):
     codec = registry.get(name)
     assert codec.name == name and codec.num_stages >= 1 and codec.dtypes <= set(ITEM_BYTES)
+    assert 0 <= codec.parameters_id < 2**64
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -37,10 +42,23 @@ def test_codec_describes_itself(name):
 def test_exact_codec_restores_every_bit(name, dtype, shape, device):
     codec, spec = registry.get(name), spec_of(shape, dtype)
     block, out = random_block(spec, 1, device), random_block(spec, 2, device)
-    payloads = codec.encode(block).stages()
+    payloads = encode(codec, block)
     assert len(payloads) == codec.num_stages
-    decode_all(codec, payloads, out)
+    decode_all(codec, payloads, PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), dtypes_of(EXACT))
+def test_exact_codec_moves_pages_of_a_pool_and_touches_no_others(name, dtype, shape, device):
+    codec, spec = registry.get(name), spec_of(shape, dtype)
+    source, out = scattered(spec, 1, device), scattered(spec, 2, device)
+    before, expected = bits_of(source.pools), copy_of(out)
+    expected.scatter(source.gather())
+    decode_all(codec, codec.encode(source).stages(), out)
+    assert bits_of(out.pools) == bits_of(expected.pools)
+    assert bits_of(source.pools) == before
 
 
 @settings(deadline=None, max_examples=60)
@@ -52,7 +70,7 @@ def test_exact_codec_restores_every_bit(name, dtype, shape, device):
 def test_exact_codec_restores_any_shape(pick, shape, seed):
     codec, spec = registry.get(pick[0]), spec_of(shape, pick[1])
     block, out = random_block(spec, seed), random_block(spec, seed + 1)
-    decode_all(codec, codec.encode(block).stages(), out)
+    decode_all(codec, encode(codec, block), PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
 
 
@@ -60,16 +78,16 @@ def test_exact_codec_restores_any_shape(pick, shape, seed):
 @pytest.mark.parametrize(("name", "dtype"), dtypes_of(registry.names()))
 def test_payload_that_does_not_fit_leaves_the_block_alone(name, dtype, device):
     codec, spec = registry.get(name), spec_of((2, 3, 4, 2, 5, 7), dtype)
-    out = random_block(spec, 2, device)
-    before = bits_of(out)
-    payload = bytes(codec.encode(random_block(spec, 1, device)).stages()[0])
+    out = scattered(spec, 2, device)
+    before = bits_of(out.pools)
+    payload = bytes(codec.encode(scattered(spec, 1, device)).stages()[0])
     for wrong in (b"", payload[:-1], payload[: len(payload) // 2], payload + b"\0"):
         with pytest.raises(CodecError):
             codec.decode(0, memoryview(wrong), out)
     for stage in (-1, codec.num_stages):
         with pytest.raises(CodecError):
             codec.decode(stage, memoryview(payload), out)
-    assert bits_of(out) == before
+    assert bits_of(out.pools) == before
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -77,7 +95,18 @@ def test_dtype_that_a_codec_does_not_take_is_refused(name):
     block = random_block(spec_of((1, 1, 4, 1, 8, 8), "float32"))
     as_double = type(block)(block.keys.double(), block.values.double())
     with pytest.raises(CodecError, match="float64"):
-        registry.get(name).encode(as_double)
+        encode(registry.get(name), as_double)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "dtype"), dtypes_of(registry.names()))
+def test_encoding_says_what_it_came_to(name, dtype, device):
+    spec = spec_of((2, 3, 4, 2, 5, 7), dtype)
+    encoding = registry.get(name).encode(scattered(spec, 1, device))
+    encoding.stages()
+    stats = encoding.stats()
+    assert stats.values == 2 * 3 * 4 * 2 * (5 + 7)
+    assert 0 <= stats.escapes <= stats.values and 0 <= stats.raw_tensors <= 2
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -87,7 +116,7 @@ def test_payloads_outlive_their_encoding_and_its_block(name, device):
     spec = spec_of((2, 3, 16, 2, 64, 64), sorted(codec.dtypes)[0])
     payloads, copies = [], []
     for seed in range(8):
-        encoding = codec.encode(random_block(spec, seed, device))
+        encoding = codec.encode(scattered(spec, seed, device))
         payloads.append(encoding.stages())
         copies.append([bytes(payload) for payload in payloads[-1]])
         del encoding
