@@ -1,6 +1,5 @@
 """The page pool: KV of every layer, in pages of a fixed number of tokens."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,28 +60,6 @@ class PagedCache:
         value_scales = None if self.value_scales is None else self.value_scales[index]
         return LayerPages(self.keys[index], self.values[index], key_scales, value_scales)
 
-    def gather(self, layers: range, pages: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Contiguous copies [layers, pages, page_size, ...] of keys, values and, where there are any, their scales.
-
-        Runs on the device's current stream; does not wait for it.
-        """
-        index = self._index(pages)
-        return tuple(
-            _as_bytes(pool[layers.start : layers.stop : layers.step]).index_select(1, index).view(pool.dtype)
-            for pool in self._pools()
-        )
-
-    def scatter(self, layers: range, pages: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Write what `gather` gave, in the same order, into `pages` of `layers`, on the current stream."""
-        pools = self._pools()
-        if len(tensors) != len(pools):
-            raise ValueError(f"scatter got {len(tensors)} tensors for {len(pools)} pools; pass what gather returns")
-        index = self._index(pages)
-        for pool, tensor in zip(pools, tensors, strict=True):
-            if tensor.dtype != pool.dtype:
-                raise ValueError(f"scatter got {tensor.dtype} for pages of {pool.dtype}; convert it first")
-            _as_bytes(pool[layers.start : layers.stop : layers.step]).index_copy_(1, index, _as_bytes(tensor))
-
     def copy_page(self, src: int, dst: int) -> None:
         """Copy page `src` of all layers to page `dst`, on the current stream."""
         for pool in self._pools():
@@ -90,20 +67,6 @@ class PagedCache:
 
     def _pools(self) -> list[torch.Tensor]:
         return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
-
-    def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        for page in pages:
-            if not 0 <= page < self.num_pages:
-                raise ValueError(f"page {page} is outside the pool of {self.num_pages} pages")
-        index = torch.tensor(pages, dtype=torch.int64)
-        if self.device.type == "cuda":
-            return index.pin_memory().to(self.device, non_blocking=True)
-        return index
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Eight-bit floats as uint8: indexing kernels do not know them."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def pages_that_fit(layout: KVLayout, device: torch.device | str, kv_memory_gib: float = 0.0) -> int:

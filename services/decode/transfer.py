@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol, TypeVar
 
-import torch
-
 from codec.assembly import FrameGuard, Transfer
-from codec.base import Block, BlockSpec, CodecError
+from codec.base import BlockSpec, CodecError
 from codec.frame import MAX_HEADER_BYTES, unpack
 from codec.registry import get
 from kvrail.engine.batch import SampledToken
@@ -25,6 +23,7 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
+from services.pages import paged_block
 
 logger = logging.getLogger("kvrail.decode")
 
@@ -183,14 +182,10 @@ class Fetch:
             header, payload = unpack(frame, worker.settings.max_frame_bytes)
             guard.admit(header)
             spec = header.spec
-            first = header.first_page
-            pages = self._lease.pages[first : first + spec.num_pages]
+            layers = range(header.first_layer, header.first_layer + spec.num_layers)
+            page_ids = self._lease.pages[header.first_page : header.first_page + spec.num_pages]
             with worker.side.after(self._ready):
-                block = _empty_block(spec, worker.loaded.device)
-                get(header.codec).decode(header.stage, payload, block)
-                worker.cache.scatter(
-                    range(header.first_layer, header.first_layer + spec.num_layers), pages, block.tensors()
-                )
+                get(header.codec).decode(header.stage, payload, paged_block(worker.cache, layers, page_ids))
         except CodecError as error:
             raise FrameError(f"request {self._request.request_id}: {error}") from error
         raw_bytes = spec.raw_bytes if header.stage == header.num_stages - 1 else 0
@@ -212,15 +207,3 @@ class Fetch:
         except asyncio.CancelledError:
             await asyncio.wait([work])
             raise
-
-
-def _empty_block(spec: BlockSpec, device: torch.device) -> Block:
-    """A block to decode into."""
-    lead = (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
-    dtype = getattr(torch, spec.dtype)
-    scales = [torch.empty(lead, device=device) for _ in range(2)] if spec.scaled else [None, None]
-    return Block(
-        torch.empty((*lead, spec.key_dim), dtype=dtype, device=device),
-        torch.empty((*lead, spec.value_dim), dtype=dtype, device=device),
-        *scales,
-    )

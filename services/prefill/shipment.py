@@ -1,8 +1,8 @@
 """One request's pages on their way out: encoded behind the computation, framed, sent in order.
 
-The engine's thread says which pages a layer has completed; this side gathers and encodes them on the side stream, in a
-helper thread, only when the transport takes another frame. So the pages themselves are the buffer, and a slow receiver
-costs no memory. Layers that have piled up meanwhile leave in one frame.
+The engine's thread says which pages a layer has completed; this side encodes them where they lie, on the side stream,
+in a helper thread, only when the transport takes another frame. So the pages themselves are the buffer, and a slow
+receiver costs no memory. Layers that have piled up meanwhile leave in one frame.
 """
 
 import asyncio
@@ -13,11 +13,12 @@ from time import perf_counter
 
 import torch
 
-from codec.base import Block, Codec
+from codec.base import Codec
 from codec.frame import FrameHeader, pack
 from kvrail.engine.events import PageLease
 from kvrail.transport.base import FrameSender
 from kvrail.worker import Worker
+from services.pages import paged_block
 from services.prefill.link import Link
 
 
@@ -126,10 +127,10 @@ class Shipment:
     def _encode_now(self, piece: Piece) -> list[bytes]:
         worker, codec = self._worker, self._codec
         assert self._lease is not None
-        pages = self._lease.pages[piece.first_page : piece.end_page]
+        page_ids = self._lease.pages[piece.first_page : piece.end_page]
+        pages = paged_block(worker.cache, range(piece.first_layer, piece.end_layer), page_ids)
         with worker.side.after(piece.ready):
-            block = Block(*worker.cache.gather(range(piece.first_layer, piece.end_layer), pages))
-            encoding = codec.encode(block)
+            encoding = codec.encode(pages)
         frames = []
         for stage, payload in enumerate(encoding.stages()):
             header = FrameHeader(
@@ -137,14 +138,14 @@ class Shipment:
                 codec=codec.name,
                 stage=stage,
                 num_stages=codec.num_stages,
-                spec=block.spec,
+                spec=pages.spec,
                 first_layer=piece.first_layer,
                 first_page=piece.first_page,
                 sequence=self._sequence,
             )
             self._sequence += 1
             frames.append(pack(header, payload))
-            raw_bytes = block.spec.raw_bytes if stage == 0 else 0
+            raw_bytes = pages.spec.raw_bytes if stage == 0 else 0
             worker.transfers.sent(codec.name, raw_bytes=raw_bytes, payload_bytes=payload.nbytes)
         return frames
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from codec.base import Block
+from codec.base import Block, PagedBlock
 from codec.raw.codec import RawCodec
 from kvrail.errors import FrameError, IncompatibleError, KvrailError, WorkerUnavailableError
 from kvrail.transport.replies import PrefillReplies
@@ -84,7 +84,12 @@ async def test_a_corrupt_frame_fails_the_request_and_touches_no_page(llama, monk
 async def test_a_wrong_bit_in_the_kv_would_be_seen(llama, monkeypatch):
     """The equality tests can fail: KV that is changed before it is framed gives other tokens."""
     encode = RawCodec.encode
-    monkeypatch.setattr(RawCodec, "encode", lambda self, block: encode(self, Block(block.keys * -1, block.values)))
+
+    def negating(self, pages):
+        block = pages.gather()
+        return encode(self, PagedBlock.whole(Block(block.keys * -1, block.values)))
+
+    monkeypatch.setattr(RawCodec, "encode", negating)
     async with cluster(llama) as c:
         answer = await c.ask(prompt_of(300))
         assert answer.tokens != {0: generate(str(llama), tuple(prompt_of(300)), 16)}

@@ -110,11 +110,9 @@ def test_two_runners_share_a_model() -> None:
     first, second = poisoned_runner(loaded), poisoned_runner(loaded)
     ids = tokens(40, 9)
     first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], False)])
-    for own, other in zip(
-        first.cache.gather(range(3), [1, 2, 3]), (second.cache.keys, second.cache.values), strict=True
-    ):
-        assert own[:, :2].isfinite().all() and other.isnan().all()
-    second.cache.scatter(range(3), [7, 8, 9], first.cache.gather(range(3), [1, 2, 3]))
+    for own, other in ((first.cache.keys, second.cache.keys), (first.cache.values, second.cache.values)):
+        assert own[:, 1:3].isfinite().all() and other.isnan().all()
+        other[:, 7:10] = own[:, 1:4]
     moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], True)])
     stayed = first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], True)])
     assert torch.equal(moved, stayed)

@@ -1,0 +1,24 @@
+"""What codecs get to see of a worker's pages."""
+
+import pytest
+import torch
+
+from kvrail.engine.cache import PagedCache
+from kvrail.layout import DTYPE_BYTES, KVLayout
+from services.pages import paged_block
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_a_codec_reads_and_writes_the_pool_itself(dtype):
+    cache = PagedCache(KVLayout(4, 2, 8, 6, 16, dtype), 9, "cpu")
+    block = paged_block(cache, range(1, 3), [7, 0])
+    tensors = (cache.keys, cache.values, *((cache.key_scales, cache.value_scales) if cache.layout.scaled else ()))
+    assert [pool.data_ptr() for pool in block.layer_pools()] == [pool[1].data_ptr() for pool in tensors]
+    assert (block.spec.dtype, block.spec.num_layers, block.spec.num_pages) == (dtype, 2, 2)
+    assert block.spec.raw_bytes == cache.layout.page_bytes  # half of the layers of two pages
+    whole = block.gather()
+    for pool in tensors:
+        pool[1:3, 7] = torch.ones((), dtype=pool.dtype)
+    assert not torch.equal(whole.keys.float(), block.gather().keys.float())
+    with pytest.raises(ValueError, match="page 9 is outside the pool of 9"):
+        paged_block(cache, range(1), [9])
