@@ -155,7 +155,10 @@ class WorkerSettings(ServiceSettings):
     cuda_graphs: bool = Field(True, description="capture decode steps on CUDA")
     compile: bool = Field(True, description="fuse each layer's elementwise work with torch.compile on CUDA")
     transport: Literal["grpc"] = Field("grpc", description="how KV frames cross")
-    max_frame_bytes: PositiveInt = Field(4 << 20, description="largest payload of a KV frame")
+    codebook: str = Field(
+        "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"
+    )
+    max_frame_bytes: PositiveInt = Field(4 << 20, description="most KV bytes of a frame, before encoding")
 
 
 class PrefillSettings(WorkerSettings):
@@ -174,7 +177,9 @@ class DecodeSettings(WorkerSettings):
     table = "decode"
 
     port: Port = Field(7002, description="gRPC port")
-    codec: str = Field("raw", min_length=1, description="KV codec to ask prefill workers for")
+    codec: str = Field(
+        "", description="KV codec to ask prefill workers for; default: splitzip-channel, or raw for float32 pages"
+    )
     local_prefill_tokens: int = Field(
         64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
     )

@@ -22,7 +22,8 @@ from kvrail.engine.sampler import Sampler
 from kvrail.engine.scheduler import Limits, Scheduler
 from kvrail.engine.streams import SideStream
 from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
-from kvrail.metrics import EngineMetrics, TransferMetrics, render, render_vllm
+from kvrail.exposition import render, render_vllm
+from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.text import load_tokenizer
@@ -50,6 +51,7 @@ class Worker:
     calls: ActiveCalls
     registry: CollectorRegistry
     transfers: TransferMetrics
+    coding: CodecMetrics
     codecs: tuple[str, ...]
 
     def check_model(self, name: str) -> None:
@@ -126,6 +128,7 @@ def build_worker(
         calls=ActiveCalls(),
         registry=registry,
         transfers=TransferMetrics(registry, settings.model_name, codecs),
+        coding=CodecMetrics(registry, settings.model_name, codecs),
         codecs=tuple(codecs),
     )
 

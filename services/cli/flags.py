@@ -19,7 +19,10 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("model", ("model", "served_model_name", "load_format", "max_model_len")),
     ("compute", ("device", "dtype", "max_batch_tokens", "max_running", "max_waiting", "cuda_graphs", "compile")),
     ("KV cache", ("kv_dtype", "page_size", "kv_memory_gib", "num_pages", "prefix_cache")),
-    ("KV transfer", ("local_prefill_tokens", "codec", "transport", "max_frame_bytes", "transfer_timeout_s")),
+    (
+        "KV transfer",
+        ("local_prefill_tokens", "codec", "codebook", "transport", "max_frame_bytes", "transfer_timeout_s"),
+    ),
     ("requests", ("api_keys", "request_timeout_s", "max_concurrent_requests", "max_body_bytes", "status_interval_s")),
     ("process", ("log_level", "log_format", "grace_period_s")),
 )

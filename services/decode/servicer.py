@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from codec.registry import names
+from codec.base import Codec
 from kvrail.config import DecodeSettings
 from kvrail.engine.aio import EventStream
 from kvrail.engine.events import Admitted, Finished, Output, PrefillStarted
@@ -27,6 +27,7 @@ from kvrail.rpc.errors import maps_errors
 from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from kvrail.worker import Worker
+from services.codecs import CodecChoiceError, Codecs
 from services.decode.transfer import Fetch, PrefillCaller, Received
 
 logger = logging.getLogger("kvrail.decode")
@@ -55,9 +56,18 @@ class PrefillWorkers(Protocol):
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     """Serves kvrail.v1.Decode."""
 
-    def __init__(self, worker: Worker, settings: DecodeSettings, prefill_workers: PrefillWorkers) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        settings: DecodeSettings,
+        codecs: Codecs,
+        default_codec: str,
+        prefill_workers: PrefillWorkers,
+    ) -> None:
         self._worker = worker
         self._settings = settings
+        self._codecs = codecs
+        self._default_codec = default_codec
         self._decoders = ThreadPoolExecutor(DECODER_THREADS, thread_name_prefix="decode")
         self._prefill_workers = prefill_workers
 
@@ -73,7 +83,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._worker.calls.track():
             progress = _Progress(Timeline())
-            codecs = self._check(request)
+            codec = self._check(request)
             asked = EngineRequest(
                 request_id=request.request_id,
                 prompt_ids=tuple(request.prompt_token_ids),
@@ -91,7 +101,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                             progress.cached_tokens = event.cached_tokens
                             if event.awaits_kv:
                                 fetching = asyncio.create_task(
-                                    self._fetch(request, asked, event, codecs, events, progress, context)
+                                    self._fetch(request, asked, event, codec, events, progress, context)
                                 )
                         case PrefillStarted():
                             progress.timeline.mark(Stage.PREFILL_STARTED)
@@ -107,18 +117,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     fetching.cancel()
                     await asyncio.wait([fetching])
 
-    def _check(self, request: decode_pb2.GenerateRequest) -> tuple[str, ...]:
-        """Refuse what can never work; returns the codecs to offer, best first."""
+    def _check(self, request: decode_pb2.GenerateRequest) -> Codec:
+        """Refuse what can never work; returns the codec to ask for."""
         self._worker.check_model(request.model)
         if not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
                 f"request_id has {len(request.request_id)} characters; give 1 to {MAX_REQUEST_ID_CHARS}",
                 param="request_id",
             )
-        codec = request.codec or self._settings.codec
-        if codec not in names():
-            raise InvalidRequestError(f"codec {codec!r} is unknown; choose one of {', '.join(names())}", param="codec")
-        return (codec,)
+        try:
+            return self._codecs.get(request.codec or self._default_codec)
+        except CodecChoiceError as error:
+            raise InvalidRequestError(str(error), param="codec") from None
 
     def _mark_first_token(self, progress: _Progress) -> None:
         timeline = progress.timeline
@@ -133,7 +143,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         request: decode_pb2.GenerateRequest,
         asked: EngineRequest,
         admitted: Admitted,
-        codecs: tuple[str, ...],
+        codec: Codec,
         events: EventStream,
         progress: _Progress,
         context: grpc.aio.ServicerContext,
@@ -144,7 +154,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         if lease is None:
             return  # dropped meanwhile: the stream ends by itself
         silence_s = self._settings.transfer_timeout_s
-        fetch = Fetch(self._worker, self._decoders, asked, admitted, lease, codecs, progress.timeline, silence_s)
+        fetch = Fetch(self._worker, self._decoders, asked, admitted, lease, codec, progress.timeline, silence_s)
         outcome = "aborted"
         try:
             for number, address in enumerate(request.prefill_workers):

@@ -9,20 +9,19 @@ from time import perf_counter
 from typing import Protocol, TypeVar
 
 from codec.assembly import FrameGuard, Transfer
-from codec.base import BlockSpec, CodecError
-from codec.frame import MAX_HEADER_BYTES, unpack
-from codec.registry import get
+from codec.base import BlockSpec, Codec, CodecError
+from codec.frame import unpack
 from kvrail.engine.batch import SampledToken
 from kvrail.engine.events import Admitted, PageLease
 from kvrail.engine.requests import EngineRequest
 from kvrail.errors import FrameError, IncompatibleError, WorkerUnavailableError
 from kvrail.lifecycle import Stage, Timeline
-from kvrail.transport.base import Expectation
 from kvrail.transport.call import PrefillCall
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
+from services.frames import expectation, max_payload_bytes
 from services.pages import paged_block
 
 logger = logging.getLogger("kvrail.decode")
@@ -56,7 +55,7 @@ class Fetch:
         request: EngineRequest,
         admitted: Admitted,
         lease: PageLease,
-        codecs: tuple[str, ...],
+        codec: Codec,
         timeline: Timeline,
         silence_s: float,
     ) -> None:
@@ -65,11 +64,11 @@ class Fetch:
         self._request = request
         self._lease = lease
         self._held_pages = admitted.cached_tokens // worker.loaded.layout.page_size
-        self._codecs = codecs
+        self._codec = codec
         self._timeline = timeline
         self._silence_s = silence_s
         self._ready = worker.side.mark()  # steps that still use these pages from before are enqueued ahead of this
-        self.received = Received()
+        self.received = Received(codec.name)
 
     async def fetch(self, client: PrefillCaller, timeout_s: float | None) -> None:
         """Receive everything, or raise.
@@ -79,7 +78,8 @@ class Fetch:
         """
         begin = perf_counter()
         async with client.prefill(self._prefill_request(), timeout_s=timeout_s) as call:
-            call.reserve(self._expectation())
+            num_stages, max_frame_bytes = self._codec.num_stages, self._worker.settings.max_frame_bytes
+            call.reserve(expectation(self._request.request_id, self._spec(), num_stages, max_frame_bytes))
             guard = await self._agree(call)
             first = asyncio.create_task(self._take_first_tokens(call))
             try:
@@ -111,7 +111,7 @@ class Fetch:
                 protocol_version=PROTOCOL_VERSION,
                 model_fingerprint=loaded.fingerprint,
                 layout=layout_to_proto(loaded.layout),
-                codecs=self._codecs,
+                codecs=[prefill_pb2.OfferedCodec(name=self._codec.name, parameters_id=self._codec.parameters_id)],
                 transports=[self._worker.settings.transport],
                 held_pages=self._held_pages,
             ),
@@ -121,17 +121,15 @@ class Fetch:
         """Check the other end's choice and make room for exactly what it announced."""
         accepted = await self._within_silence(call.accepted())
         self._timeline.mark(Stage.PREFILL_QUEUED)
-        page_count = self._spec().num_pages
-        chosen = (accepted.protocol_version, accepted.first_page, accepted.page_count)
-        if chosen != (PROTOCOL_VERSION, self._held_pages, page_count) or accepted.codec not in self._codecs:
+        codec, spec = self._codec, self._spec()
+        chosen = (accepted.protocol_version, accepted.codec, accepted.first_page, accepted.page_count)
+        if chosen != (PROTOCOL_VERSION, codec.name, self._held_pages, spec.num_pages):
             raise IncompatibleError(
                 f"the prefill worker accepted protocol {accepted.protocol_version}, codec {accepted.codec!r} and"
-                f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION}, one"
-                f" of {self._codecs} and {page_count} pages from {self._held_pages}"
+                f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION},"
+                f" codec {codec.name!r} and {spec.num_pages} pages from {self._held_pages}"
             )
-        codec = get(accepted.codec)
-        self.received = Received(codec=codec.name)
-        spec = self._spec()
+        self.received = Received(codec.name)
         return FrameGuard(Transfer(self._request.request_id, codec.name, codec.num_stages, spec, self._held_pages))
 
     def _spec(self) -> BlockSpec:
@@ -147,14 +145,6 @@ class Fetch:
             value_dim=layout.value_dim,
             scaled=layout.scaled,
         )
-
-    def _expectation(self) -> Expectation:
-        """Bounds before anything comes: no codec doubles its input."""
-        spec = self._spec()
-        stages = max(get(name).num_stages for name in self._codecs)
-        headers = spec.num_layers * spec.num_pages * stages * MAX_HEADER_BYTES
-        max_frame = self._worker.settings.max_frame_bytes + MAX_HEADER_BYTES
-        return Expectation(self._request.request_id, max_frame, 2 * spec.raw_bytes + headers)
 
     async def _take_first_tokens(self, call: PrefillCall) -> None:
         message = await call.first_token()
@@ -179,13 +169,15 @@ class Fetch:
         """Check a frame and decode it into the pages. Raises FrameError; then no page was touched."""
         worker = self._worker
         try:
-            header, payload = unpack(frame, worker.settings.max_frame_bytes)
+            header, payload = unpack(frame, max_payload_bytes(worker.settings.max_frame_bytes))
             guard.admit(header)
             spec = header.spec
             layers = range(header.first_layer, header.first_layer + spec.num_layers)
             page_ids = self._lease.pages[header.first_page : header.first_page + spec.num_pages]
+            begin = perf_counter()
             with worker.side.after(self._ready):
-                get(header.codec).decode(header.stage, payload, paged_block(worker.cache, layers, page_ids))
+                self._codec.decode(header.stage, payload, paged_block(worker.cache, layers, page_ids))
+            worker.coding.decoded(self._codec.name, perf_counter() - begin)
         except CodecError as error:
             raise FrameError(f"request {self._request.request_id}: {error}") from error
         raw_bytes = spec.raw_bytes if header.stage == header.num_stages - 1 else 0

@@ -1,24 +1,23 @@
 """What the two ends of a transfer must agree on before any payload."""
 
 from codec.base import Codec
-from codec.registry import get, names
+from kvrail.config import flag_name
 from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.layout import KVLayout
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
+from services.codecs import Codecs
 
 
-def agree(worker: Worker, request: prefill_pb2.PrefillRequest) -> tuple[Codec, prefill_pb2.Accepted]:
+def agree(worker: Worker, codecs: Codecs, request: prefill_pb2.PrefillRequest) -> tuple[Codec, prefill_pb2.Accepted]:
     """Choose codec and transport. Raises IncompatibleError where the two ends differ, naming both values."""
     theirs, loaded = request.handshake, worker.loaded
     _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
     _same("model fingerprint", theirs.model_fingerprint, loaded.fingerprint)
     _same_layout(layout_from_proto(theirs.layout), loaded.layout)
-    codec = get(_first_known("codec", list(theirs.codecs), list(names())))
-    if loaded.layout.dtype not in codec.dtypes:
-        raise IncompatibleError(f"codec {codec.name!r} takes {sorted(codec.dtypes)}, not {loaded.layout.dtype} pages")
+    codec = _agree_on_codec(codecs, theirs)
     transport = _first_known("transport", list(theirs.transports), [worker.settings.transport])
     page_count = loaded.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
     if page_count < 1:
@@ -47,6 +46,17 @@ def _same(what: str, theirs: object, ours: object) -> None:
 def _same_layout(theirs: KVLayout, ours: KVLayout) -> None:
     for field in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size", "dtype"):
         _same(f"KV layout ({field})", getattr(theirs, field), getattr(ours, field))
+
+
+def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:
+    offered = {codec.name: codec.parameters_id for codec in theirs.codecs}
+    codec = codecs.get(_first_known("codec", list(offered), list(codecs.names)))
+    if offered[codec.name] != codec.parameters_id:
+        raise IncompatibleError(
+            f"parameters of codec {codec.name!r} differ: decode worker {offered[codec.name]:016x}, prefill worker"
+            f" {codec.parameters_id:016x}; run both with the same {flag_name('codebook')} file"
+        )
+    return codec
 
 
 def _first_known(what: str, theirs: list[str], ours: list[str]) -> str:

@@ -2,9 +2,9 @@
 
 import asyncio
 
-from codec.registry import names
 from kvrail.config import PrefillSettings
 from kvrail.worker import build_worker, run_worker, serve
+from services.codecs import Codecs
 from services.prefill.servicer import PageObserver, PrefillServicer
 
 
@@ -15,7 +15,9 @@ def run(settings: PrefillSettings) -> int:
 
 async def _main(settings: PrefillSettings) -> None:
     observer = PageObserver(asyncio.get_running_loop())
-    worker = build_worker(settings, codecs=names(), on_layer=observer.layer_written, detokenize=False)
+    codecs = Codecs(settings)
+    worker = build_worker(settings, codecs=codecs.names, on_layer=observer.layer_written, detokenize=False)
+    codecs.check_codebook(worker.loaded)
     observer.attach(worker)
-    servicer = PrefillServicer(worker, observer)
+    servicer = PrefillServicer(worker, codecs, observer)
     await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))

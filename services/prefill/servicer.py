@@ -19,6 +19,7 @@ from kvrail.transport.replies import PrefillReplies
 from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrail.worker import Worker
+from services.codecs import Codecs
 from services.prefill.handshake import agree
 from services.prefill.link import Link
 from services.prefill.shipment import Piece, Shipment
@@ -61,8 +62,9 @@ class PageObserver:
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """Serves kvrail.v1.Prefill."""
 
-    def __init__(self, worker: Worker, observer: PageObserver) -> None:
+    def __init__(self, worker: Worker, codecs: Codecs, observer: PageObserver) -> None:
         self._worker = worker
+        self._codecs = codecs
         self._observer = observer
         self._links: dict[str, Link] = {}
         self._answered = 0
@@ -89,7 +91,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         with bound_request_id(request.request_id), self._worker.calls.track():
             timeline = Timeline()
             timeline.mark(Stage.PREFILL_QUEUED)
-            codec, accepted = agree(self._worker, request)
+            codec, accepted = agree(self._worker, self._codecs, request)
             held_pages = request.handshake.held_pages
             self._answered += 1
             shipment = Shipment(

@@ -18,6 +18,7 @@ from codec.frame import FrameHeader, pack
 from kvrail.engine.events import PageLease
 from kvrail.transport.base import FrameSender
 from kvrail.worker import Worker
+from services.frames import pages_per_frame
 from services.pages import paged_block
 from services.prefill.link import Link
 
@@ -103,8 +104,7 @@ class Shipment:
 
     def _split(self, pieces: list[Piece]) -> Iterator[Piece]:
         """Join neighbouring layers of the same pages, then cut to what fits into one frame."""
-        layout = self._worker.loaded.layout
-        budget = self._worker.settings.max_frame_bytes * layout.num_layers // layout.page_bytes
+        budget = pages_per_frame(self._worker.loaded.layout, self._worker.settings.max_frame_bytes)
         for piece in _joined(pieces):
             first_page = max(piece.first_page, self._held_pages)
             count = piece.end_page - first_page
@@ -129,10 +129,20 @@ class Shipment:
         assert self._lease is not None
         page_ids = self._lease.pages[piece.first_page : piece.end_page]
         pages = paged_block(worker.cache, range(piece.first_layer, piece.end_layer), page_ids)
+        begin = perf_counter()
         with worker.side.after(piece.ready):
             encoding = codec.encode(pages)
+        payloads = encoding.stages()
+        stats = encoding.stats()
+        worker.coding.encoded(
+            codec.name,
+            perf_counter() - begin,
+            values=stats.values,
+            escapes=stats.escapes,
+            raw_tensors=stats.raw_tensors,
+        )
         frames = []
-        for stage, payload in enumerate(encoding.stages()):
+        for stage, payload in enumerate(payloads):
             header = FrameHeader(
                 request_id=self._request_id,
                 codec=codec.name,

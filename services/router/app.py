@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvrail import __version__, metrics
+from kvrail import __version__, exposition
 from kvrail.config import RouterSettings
 from kvrail.errors import KvrailError
 from kvrail.text import Tokenizer
@@ -116,12 +116,12 @@ def operator_routes() -> APIRouter:
     @router.get("/metrics")
     async def own_metrics(request: Request) -> Response:
         """Prometheus metrics under our own names."""
-        return _exposition(metrics.render(_service(request).registry))
+        return _exposition(exposition.render(_service(request).registry))
 
     @router.get("/metrics/vllm")
     async def vllm_metrics(request: Request) -> Response:
         """The same metrics under vLLM's names."""
-        return _exposition(metrics.render_vllm(_service(request).registry))
+        return _exposition(exposition.render_vllm(_service(request).registry))
 
     return router
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from codec.registry import names
 from kvrail.config import DecodeSettings, PrefillSettings
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
@@ -16,6 +15,7 @@ from kvrail.transport.inproc import InprocPrefillClient
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
 from kvrail.worker import PROTOCOL_OVERHEAD_BYTES, Worker, build_worker
+from services.codecs import Codecs
 from services.decode.prefill_workers import GrpcPrefillWorkers
 from services.decode.servicer import DecodeServicer
 from services.prefill.servicer import PageObserver, PrefillServicer
@@ -112,9 +112,11 @@ async def cluster(
     for number in range(prefill_count):
         options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
         observer = PageObserver(loop)
-        worker = build_worker(options, codecs=names(), on_layer=observer.layer_written, detokenize=False)
+        codecs = Codecs(options)
+        worker = build_worker(options, codecs=codecs.names, on_layer=observer.layer_written, detokenize=False)
+        codecs.check_codebook(worker.loaded)
         observer.attach(worker)
-        servicer = PrefillServicer(worker, observer)
+        servicer = PrefillServicer(worker, codecs, observer)
         address = f"inproc-{number}"
         if transport == "grpc":
             rpc = await build_server(max_message_bytes=options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
@@ -125,9 +127,14 @@ async def cluster(
         worker.engine.start()
         prefills[address], servicers[address] = worker, servicer
     options = settings(DecodeSettings, folder, **{**shared, **(decode or {})})
-    worker = build_worker(options, codecs=names(), local_prefill_tokens=options.local_prefill_tokens, detokenize=True)
+    codecs = Codecs(options)
+    worker = build_worker(
+        options, codecs=codecs.names, local_prefill_tokens=options.local_prefill_tokens, detokenize=True
+    )
+    codecs.check_codebook(worker.loaded)
     channels = GrpcPrefillWorkers(options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
-    servicer = DecodeServicer(worker, options, channels if transport == "grpc" else InprocWorkers(servicers))
+    reach = channels if transport == "grpc" else InprocWorkers(servicers)
+    servicer = DecodeServicer(worker, options, codecs, codecs.default(options.codec), reach)
     rpc = await build_server(max_message_bytes=options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
     rpc.add_decode(servicer)
     channel = open_channel(f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}")

@@ -9,8 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvrail.exposition import render, render_vllm
 from kvrail.lifecycle import PARTS
-from kvrail.metrics import EngineMetrics, RouterMetrics, TransferMetrics, render, render_vllm
+from kvrail.metrics import EngineMetrics, RouterMetrics, TransferMetrics
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster
 

@@ -7,21 +7,29 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class OfferedCodec(_message.Message):
+    __slots__ = ("name", "parameters_id")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_ID_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    parameters_id: int
+    def __init__(self, name: _Optional[str] = ..., parameters_id: _Optional[int] = ...) -> None: ...
+
 class Handshake(_message.Message):
-    __slots__ = ("protocol_version", "model_fingerprint", "layout", "codecs", "transports", "held_pages")
+    __slots__ = ("protocol_version", "model_fingerprint", "layout", "transports", "held_pages", "codecs")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    CODECS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_fingerprint: str
     layout: _common_pb2.KVLayout
-    codecs: _containers.RepeatedScalarFieldContainer[str]
     transports: _containers.RepeatedScalarFieldContainer[str]
     held_pages: int
-    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., held_pages: _Optional[int] = ...) -> None: ...
+    codecs: _containers.RepeatedCompositeFieldContainer[OfferedCodec]
+    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake")

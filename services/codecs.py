@@ -1,0 +1,88 @@
+"""The codecs of one worker: made once, at start."""
+
+import logging
+
+from codec import registry
+from codec.base import Codec
+from codec.splitzip.codebook import Codebook, CodebookError
+from kvrail.config import WorkerSettings, flag_name
+from kvrail.engine.loader import LoadedModel
+from kvrail.errors import ConfigError
+
+logger = logging.getLogger("kvrail.codecs")
+
+DEFAULT_CODEC = "splitzip-channel"
+WITHOUT_CODE = "raw"
+"""Asked for by default where the default codec does not take the pages."""
+
+
+class CodecChoiceError(Exception):
+    """No codec has this name, or it does not take this worker's pages; the message names the remedy."""
+
+
+class Codecs:
+    """The codecs that take a worker's pages, by name, with the codebook that its settings name or else the shipped one.
+
+    Raises ConfigError where the codebook cannot be read.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._dtype = settings.kv_dtype
+        self._path = settings.codebook
+        self._codebook = _load(settings.codebook) if settings.codebook else None
+        self._all = {name: registry.get(name) for name in registry.names()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the codecs that can be asked for."""
+        return tuple(name for name, codec in self._all.items() if self._dtype in codec.dtypes)
+
+    def get(self, name: str) -> Codec:
+        """The codec called `name`; raises CodecChoiceError."""
+        codec = self._all.get(name)
+        if codec is None:
+            raise CodecChoiceError(f"codec {name!r} is unknown; choose one of {', '.join(self.names)}")
+        if self._dtype not in codec.dtypes:
+            raise CodecChoiceError(
+                f"codec {name!r} takes {', '.join(sorted(codec.dtypes))}, but the KV pages are {self._dtype}; choose"
+                f" one of {', '.join(self.names)}, or workers with another {flag_name('kv_dtype')}"
+            )
+        return codec
+
+    def default(self, setting: str) -> str:
+        """Name of the codec to ask for: `setting`, or where it is empty the default, which suits the pages.
+
+        Raises ConfigError where `setting` names a codec that cannot be used.
+        """
+        if setting:
+            try:
+                return self.get(setting).name
+            except CodecChoiceError as error:
+                raise ConfigError(f"{flag_name('codec')}: {error}") from None
+        if DEFAULT_CODEC in self.names:
+            return DEFAULT_CODEC
+        logger.info("KV crosses with codec %s: %s takes no %s pages", WITHOUT_CODE, DEFAULT_CODEC, self._dtype)
+        return WITHOUT_CODE
+
+    def check_codebook(self, loaded: LoadedModel) -> None:
+        """Raise ConfigError where the codebook was made for another model, or has no windows for these pages."""
+        book = self._codebook
+        if book is None:
+            return
+        if book.model_fingerprint not in ("", loaded.fingerprint):
+            raise ConfigError(
+                f"codebook {self._path} was calibrated on {book.model} with fingerprint {book.model_fingerprint}, but"
+                f" the model here has {loaded.fingerprint}; calibrate one on this model (kvrail calibrate) or leave"
+                f" {flag_name('codebook')} out"
+            )
+        try:
+            book.tops(self._dtype, "keys", range(loaded.layout.num_layers))
+        except CodebookError as error:
+            raise ConfigError(f"{flag_name('codebook')} {self._path}: {error}") from None
+
+
+def _load(path: str) -> Codebook:
+    try:
+        return Codebook.load(path)
+    except CodebookError as error:
+        raise ConfigError(str(error)) from None
