@@ -217,10 +217,19 @@ class Supervisor:
 
 
 async def _healthy(client: httpx.AsyncClient, url: str) -> bool:
+    """Whether a process serves and, where it is the router, has found every worker.
+
+    A worker may serve for a second or two before the router knows; a prefill worker would be left out until then.
+    """
     try:
-        return (await client.get(f"{url}/health", timeout=2.0)).status_code == httpx.codes.OK
+        answer = await client.get(f"{url}/health", timeout=2.0)
     except httpx.TransportError:
         return False
+    if answer.status_code != httpx.codes.OK:
+        return False
+    about = answer.json() if answer.headers.get("content-type") == "application/json" else {}
+    workers = [*about.get("prefill_workers", {}).values(), *about.get("decode_workers", {}).values()]
+    return all(worker["state"] == "healthy" for worker in workers)
 
 
 def _import_path() -> dict[str, str]:

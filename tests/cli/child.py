@@ -3,9 +3,11 @@
 steady: healthy until SIGTERM.          deaf: healthy, ignores SIGTERM.
 sick: never healthy.                    mortal: healthy, ends with status 3 when GET /die comes.
 parent: as steady, with a child of its own that ignores SIGTERM.
+router: serves, and says that it has found its decode worker but not its prefill worker.
 """
 
 import http.server
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +21,9 @@ mode, port, notes = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
+FOUND = {"decode_workers": {"d:1": {"state": "healthy"}}, "prefill_workers": {"p:1": {"state": "down"}}}
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/die":
@@ -26,7 +31,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             sys.stderr.flush()
             os._exit(3)
         self.send_response(503 if mode == "sick" else 200)
+        if mode == "router":
+            self.send_header("Content-Type", "application/json")
         self.end_headers()
+        if mode == "router":
+            self.wfile.write(json.dumps(FOUND).encode())
 
     def log_message(self, *_):
         pass

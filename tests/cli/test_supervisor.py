@@ -158,6 +158,14 @@ def test_a_child_that_never_gets_healthy(group):
     running.all_gone()
 
 
+def test_a_router_that_misses_a_worker_is_waited_for(group):
+    running = group("steady", "router", timeout=2.0)
+    status, error = running.end()
+    assert status == 1
+    assert f"router-{running.ports[1]}: not healthy after 2 s" in error
+    running.all_gone()
+
+
 def test_a_signal_while_starting_stops_all(group):
     running = group("sick", "steady")
     wait_until(lambda: len(running.pids()) == 2, "children did not start")
