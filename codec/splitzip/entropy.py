@@ -1,0 +1,134 @@
+"""`splitzip-zstd`: the window code, its codes entropy-coded on the host. README.md has the layout.
+
+Wraps the codec of the window code and changes nothing of it: the inner payload is made and read by that codec, wherever
+the pages lie; here it is cut into pieces, of which those that entropy coding makes smaller travel so.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from codec.base import BlockSpec, Codec, CodecError, Encoding, EncodingStats, PagedBlock
+from codec.splitzip.formats import WindowCode
+from codec.splitzip.payload import HEADER_BYTES, Bytes, Payload, parse_header
+
+_LENGTHS = struct.Struct("<5Q")
+_BODY = HEADER_BYTES + _LENGTHS.size
+
+
+class EntropyCoder(Protocol):
+    """Byte strings to shorter ones and back, all of one payload in one call. Threads may share one."""
+
+    def compress(self, pieces: Sequence[Bytes]) -> list[Bytes]:
+        """Each piece, none of them empty, coded by itself."""
+
+    def decompress(self, coded: Sequence[Bytes], pieces: Sequence[Bytes]) -> None:
+        """Fill each of `pieces` from its coded form; raises CodecError where that doesn't give exactly its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _EntropyEncoding:
+    """An inner encoding whose payload will be coded. tried: numbers of the pieces that are worth a try."""
+
+    inner: Encoding
+    spec: BlockSpec
+    code: WindowCode
+    coder: EntropyCoder
+    tried: tuple[int, ...]
+
+    def stages(self) -> list[memoryview]:
+        """Wait for the inner payload and code it."""
+        inner = np.frombuffer(self.inner.stages()[0], dtype=np.uint8)
+        layout = parse_header(inner, self.spec, self.code, 0, entropy_coded=False)
+        pieces = [inner[piece] for piece in _pieces(layout)]
+        tried = [number for number in self.tried if pieces[number].size]
+        for number, coded in zip(tried, self.coder.compress([pieces[n] for n in tried]), strict=True):
+            if coded.size < pieces[number].size:
+                pieces[number] = coded
+        header = replace(layout, entropy_coded=True).header() + _LENGTHS.pack(*(piece.size for piece in pieces))
+        return [np.concatenate([np.frombuffer(header, dtype=np.uint8), *pieces]).data]
+
+    def stats(self) -> EncodingStats:
+        """Those of the inner encoding."""
+        return self.inner.stats()
+
+
+class EntropyCodec:
+    """A window code with a top a channel, entropy-coded.
+
+    inner: the codec of `code`, of one stage. Raises CodecError as that codec does, and for a payload that is not such
+    a codec's.
+    """
+
+    def __init__(self, name: str, inner: Codec, code: WindowCode, coder: EntropyCoder) -> None:
+        self.name = name
+        self.num_stages = 1
+        self.exact = True
+        self.dtypes = inner.dtypes
+        self.parameters_id = inner.parameters_id
+        self._inner = inner
+        self._code = code
+        self._coder = coder
+
+    def encode(self, pages: PagedBlock) -> Encoding:
+        """Launch the inner encoding on the pages' device; `stages` codes its payload on the host.
+
+        Significands are not worth a try but for the values of layer 0: these depend on the token alone, so that a
+        token that recurs repeats its row.
+        """
+        tried = (1, 2, 3, 4) if pages.layers.start == 0 else (1, 3, 4)
+        return _EntropyEncoding(self._inner.encode(pages), pages.spec, self._code, self._coder, tried)
+
+    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
+        """Restore the inner payload on the host, then decode it into `out`, on its device's current stream."""
+        if stage != 0:
+            raise CodecError(f"{self.name} has stage 0 alone, not {stage}")
+        if out.spec.dtype not in self.dtypes:
+            known = ", ".join(sorted(self.dtypes))
+            raise CodecError(f"{self.name} does not take dtype {out.spec.dtype}; it takes {known}")
+        self._inner.decode(0, self._restore(np.frombuffer(payload, dtype=np.uint8), out.spec).data, out)
+
+    def _restore(self, payload: Bytes, spec: BlockSpec) -> Bytes:
+        """The inner payload, its lengths and header checked; the inner codec checks the rest."""
+        layout = parse_header(payload, spec, self._code, 0, entropy_coded=True)
+        coded = _cut(payload, layout)
+        inner = np.empty(layout.size, dtype=np.uint8)
+        inner[:HEADER_BYTES] = np.frombuffer(replace(layout, entropy_coded=False).header(), dtype=np.uint8)
+        smaller = []
+        for source, place in zip(coded, _pieces(layout), strict=True):
+            target = inner[place]
+            if source.size < target.size:
+                smaller.append((source, target))
+            else:
+                target[:] = source
+        self._coder.decompress([source for source, _ in smaller], [target for _, target in smaller])
+        return inner
+
+
+def _pieces(layout: Payload) -> list[slice]:
+    """The inner payload after its header, cut in five: README.md lists them."""
+    pieces = []
+    for part, start in zip(layout.parts, layout.dense_offsets, strict=True):
+        split = start if part.raw else start + part.plan.sections["code0"].offset
+        pieces += [slice(start, split), slice(split, start + part.dense_bytes)]
+    return [*pieces, slice(layout.scale_offset, layout.size)]
+
+
+def _cut(payload: Bytes, layout: Payload) -> list[Bytes]:
+    """A payload's pieces as they came; raises CodecError where their lengths do not fit it or its header."""
+    if payload.size < _BODY:
+        raise CodecError(f"a payload has {payload.size} bytes; its header and lengths alone have {_BODY}")
+    lengths = _LENGTHS.unpack_from(payload.data, HEADER_BYTES)
+    for number, (length, piece) in enumerate(zip(lengths, _pieces(layout), strict=True)):
+        if length > piece.stop - piece.start:
+            raise CodecError(
+                f"piece {number} of a payload has {length} bytes; decoded it has {piece.stop - piece.start}"
+            )
+    if payload.size != _BODY + sum(lengths):
+        raise CodecError(f"a payload has {payload.size} bytes; by its lengths it has {_BODY + sum(lengths)}")
+    ends = np.cumsum([_BODY, *lengths])
+    return [payload[start:end] for start, end in pairwise(ends)]
