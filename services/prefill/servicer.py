@@ -22,7 +22,8 @@ from kvrail.worker import Worker
 from services.codecs import Codecs
 from services.prefill.handshake import agree
 from services.prefill.link import Link
-from services.prefill.shipment import Piece, Shipment
+from services.prefill.pieces import Piece
+from services.prefill.shipment import Shipment
 
 ENCODER_THREADS = 2
 

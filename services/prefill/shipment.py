@@ -6,12 +6,8 @@ receiver costs no memory. Layers that have piled up meanwhile leave in one frame
 """
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from time import perf_counter
-
-import torch
 
 from codec.base import Codec
 from codec.frame import FrameHeader, pack
@@ -21,17 +17,7 @@ from kvrail.worker import Worker
 from services.frames import pages_per_frame
 from services.pages import paged_block
 from services.prefill.link import Link
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Pages [first_page, end_page) of layers [first_layer, end_layer), complete once `ready` has happened."""
-
-    first_layer: int
-    end_layer: int
-    first_page: int
-    end_page: int
-    ready: torch.Event | None
+from services.prefill.pieces import Piece, cut
 
 
 class Shipment:
@@ -50,6 +36,7 @@ class Shipment:
         self._codec = codec
         self._request_id = request_id
         self._held_pages = held_pages
+        self._frame_pages = pages_per_frame(worker.loaded.layout, worker.settings.max_frame_bytes)
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._lease: PageLease | None = None
         self._begun = asyncio.Event()
@@ -81,7 +68,7 @@ class Shipment:
         closed = False
         while not closed:
             pieces, closed = await self._next_pieces()
-            for piece in self._split(pieces):
+            for piece in cut(pieces, self._held_pages, self._frame_pages):
                 async with self._link.turn(self._order):
                     for frame in await self._encode(piece):
                         await sender.send(frame)
@@ -101,19 +88,6 @@ class Shipment:
         while not self._pieces.empty():
             taken.append(self._pieces.get_nowait())
         return [piece for piece in taken if piece is not None], taken[-1] is None
-
-    def _split(self, pieces: list[Piece]) -> Iterator[Piece]:
-        """Join neighbouring layers of the same pages, then cut to what fits into one frame."""
-        budget = pages_per_frame(self._worker.loaded.layout, self._worker.settings.max_frame_bytes)
-        for piece in _joined(pieces):
-            first_page = max(piece.first_page, self._held_pages)
-            count = piece.end_page - first_page
-            layers = max(1, min(budget // count, piece.end_layer - piece.first_layer))
-            pages = min(count, budget)
-            for layer in range(piece.first_layer, piece.end_layer, layers):
-                for page in range(first_page, piece.end_page, pages):
-                    end_layer, end_page = min(layer + layers, piece.end_layer), min(page + pages, piece.end_page)
-                    yield Piece(layer, end_layer, page, end_page, piece.ready)
 
     async def _encode(self, piece: Piece) -> list[bytes]:
         """Frames of one piece, one a stage."""
@@ -158,19 +132,3 @@ class Shipment:
             raw_bytes = pages.spec.raw_bytes if stage == 0 else 0
             worker.transfers.sent(codec.name, raw_bytes=raw_bytes, payload_bytes=payload.nbytes)
         return frames
-
-
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Pieces with neighbouring layers of the same pages made one; the later `ready` covers the earlier."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and last.end_layer == piece.first_layer
-            and (last.first_page, last.end_page) == (piece.first_page, piece.end_page)
-        ):
-            joined[-1] = Piece(last.first_layer, piece.end_layer, piece.first_page, piece.end_page, piece.ready)
-        else:
-            joined.append(piece)
-    return joined

@@ -1,4 +1,4 @@
-"""Many requests at once, half of them cancelled: no page leaks, no answer changes, memory stays flat."""
+"""Many requests at once, over every codec, half of them cancelled: no page leaks, no answer changes, memory stays flat."""
 
 import asyncio
 import gc
@@ -6,6 +6,7 @@ import random
 
 import psutil
 
+from codec.registry import names
 from tests.cluster.cluster import cluster
 from tests.models import tiny_model
 
@@ -25,6 +26,7 @@ def requests(seed):
                 "seed": number,
                 "n": rng.choice([1, 1, 1, 2]),
                 "local": rng.random() < 0.2,
+                "codec": rng.choice(names()),
             },
         )
 
@@ -44,13 +46,13 @@ async def one_round(c, asked, rng):
 
 async def test_sixty_four_mixed_requests_ten_times():
     asked = list(requests(1))
-    folder = tiny_model("llama")
-    async with cluster(folder, page_size=16, num_pages=300, max_batch_tokens=512, prefix_cache=False) as c:
+    folder, shared = tiny_model("llama"), {"kv_dtype": "bfloat16", "page_size": 16, "max_batch_tokens": 512}
+    async with cluster(folder, num_pages=300, prefix_cache=False, **shared) as c:
         alone = [
             (await c.ask(prompt, **params)).tokens if n % 2 == 0 else None for n, (prompt, params) in enumerate(asked)
         ]
     process, sizes = psutil.Process(), []
-    async with cluster(folder, page_size=16, num_pages=160, max_batch_tokens=512) as c:  # too few pages: preemption
+    async with cluster(folder, num_pages=160, **shared) as c:  # too few pages: preemption
         for number in range(ROUNDS):
             together = await one_round(c, asked, random.Random(number))
             await c.settled()

@@ -1,0 +1,55 @@
+"""Which pages travel together: what is complete is joined, then cut to what fits into a frame."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Pages [first_page, end_page) of layers [first_layer, end_layer), complete once `ready` has happened."""
+
+    first_layer: int
+    end_layer: int
+    first_page: int
+    end_page: int
+    ready: torch.Event | None
+
+
+def cut(pieces: Iterable[Piece], held_pages: int, frame_pages: int) -> Iterator[Piece]:
+    """Pieces of at most `frame_pages` pages of a layer, without the first `held_pages` pages; each has one beyond them.
+
+    Neighbouring layers of the same pages go together. Pieces of one cut are of about the same size: codecs do worst on
+    small ones.
+    """
+    for piece in _joined(pieces):
+        first_page = max(piece.first_page, held_pages)
+        pages = _even(piece.end_page - first_page, frame_pages)
+        layers = _even(piece.end_layer - piece.first_layer, frame_pages // pages)
+        for layer in range(piece.first_layer, piece.end_layer, layers):
+            for page in range(first_page, piece.end_page, pages):
+                end_layer, end_page = min(layer + layers, piece.end_layer), min(page + pages, piece.end_page)
+                yield Piece(layer, end_layer, page, end_page, piece.ready)
+
+
+def _even(count: int, most: int) -> int:
+    """Size of the parts, at most `most`, into which `count` is cut evenly."""
+    parts = -(-count // most)
+    return -(-count // parts)
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Pieces with neighbouring layers of the same pages made one; the later `ready` covers the earlier."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and last.end_layer == piece.first_layer
+            and (last.first_page, last.end_page) == (piece.first_page, piece.end_page)
+        ):
+            joined[-1] = Piece(last.first_layer, piece.end_layer, piece.first_page, piece.end_page, piece.ready)
+        else:
+            joined.append(piece)
+    return joined

@@ -1,0 +1,76 @@
+"""How pages are cut into frames, and how long a frame can get."""
+
+import pytest
+import torch
+
+from codec import registry
+from codec.base import Block, BlockSpec, PagedBlock
+from codec.frame import MAX_HEADER_BYTES, FrameHeader, pack
+from kvrail.layout import KVLayout
+from services.frames import expectation, max_payload_bytes, pages_per_frame
+from services.prefill.pieces import Piece, cut
+
+SHAPES = ((1, 1, 64, 2, 64), (3, 5, 7, 3, 5), (1, 2, 1, 1, 1), (2, 1, 500, 1, 24))
+
+
+def random_bits(spec):
+    """KV that no code makes smaller."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(*shape, dtype):
+        size = torch.empty((), dtype=dtype).element_size()
+        raw = torch.randint(0, 256, (*shape[:-1], shape[-1] * size), generator=generator, dtype=torch.uint8)
+        return raw.view(dtype)
+
+    lead, dtype = (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads), getattr(torch, spec.dtype)
+    scales = [tensor(*lead, dtype=torch.float32) if spec.scaled else None for _ in range(2)]
+    return Block(tensor(*lead, spec.key_dim, dtype=dtype), tensor(*lead, spec.value_dim, dtype=dtype), *scales)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in registry.names() for dtype in sorted(registry.get(name).dtypes)]
+)
+def test_no_payload_outgrows_its_bound(name, dtype, shape):
+    layers, pages, page_size, heads, dim = shape
+    spec = BlockSpec(dtype, layers, pages, page_size, heads, dim, dim + 3, "float8" in dtype)
+    codec = registry.get(name)
+    payloads = codec.encode(PagedBlock.whole(random_bits(spec))).stages()
+    expected = expectation("r", spec, codec.num_stages, spec.raw_bytes)
+    total = 0
+    for stage, payload in enumerate(payloads):
+        assert payload.nbytes <= max_payload_bytes(spec.raw_bytes)
+        frame = pack(FrameHeader("r" * 255, name, stage, codec.num_stages, spec, 0, 0, stage), payload)
+        assert len(frame) <= expected.max_frame_bytes
+        total += len(frame)
+    assert total <= expected.max_total_bytes < 2 * codec.num_stages * spec.raw_bytes + (1 << 20)
+
+
+def test_a_bound_is_not_generous():
+    spec = BlockSpec("bfloat16", 2, 3, 64, 2, 16, 16, False)
+    expected = expectation("r", spec, 1, 4096)
+    assert expected.max_frame_bytes == max_payload_bytes(4096) + MAX_HEADER_BYTES
+    assert expected.max_total_bytes == spec.raw_bytes + 6 * (expected.max_frame_bytes - 4096)
+
+
+@pytest.mark.parametrize("held", [0, 3])
+@pytest.mark.parametrize("frame_pages", [1, 2, 5, 7, 8, 30, 100])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
+def test_pieces_cover_everything_once_and_fit_into_a_frame(dtype, frame_pages, held):
+    layout = KVLayout(6, 2, 16, 16, 64, dtype)
+    unit = layout.page_bytes // layout.num_layers
+    max_frame_bytes = frame_pages * unit + unit // 2
+    assert pages_per_frame(layout, max_frame_bytes) == frame_pages
+    assert pages_per_frame(layout, frame_pages * unit) == frame_pages  # not one less for what a payload may grow
+    waiting = [Piece(layer, layer + 1, 0, 7, None) for layer in range(6)] + [Piece(0, 6, 7, 9, None)]
+    seen = []
+    for piece in cut(waiting, held, frame_pages):
+        cells = [
+            (layer, page)
+            for layer in range(piece.first_layer, piece.end_layer)
+            for page in range(piece.first_page, piece.end_page)
+        ]
+        assert 0 < len(cells) <= frame_pages
+        seen += cells
+    assert sorted(seen) == [(layer, page) for layer in range(6) for page in range(held, 9)]
+    assert len(seen) == len(set(seen))
