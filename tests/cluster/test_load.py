@@ -1,4 +1,4 @@
-"""Many requests at once, over every codec, half of them cancelled: no page leaks, no answer changes, memory stays flat."""
+"""Many requests at once over every codec, half of them cancelled: no leaked page, no changed answer, flat memory."""
 
 import asyncio
 import gc
