@@ -200,7 +200,10 @@ class Planner:
         _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
         codec = request.kvrail.codec if request.kvrail else ""
         if codec and codec not in limits.codecs:
-            _refuse("kvrail.codec", f"{codec!r} is not one of {', '.join(sorted(limits.codecs))}")
+            _refuse(
+                "kvrail.codec",
+                f"{codec!r} does not suit the workers' KV pages; choose one of {', '.join(sorted(limits.codecs))}",
+            )
         sampling = []
         for prompt in prompts:
             _check_ids(field, prompt, limits.vocabulary)

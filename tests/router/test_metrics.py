@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrail.exposition import render, render_vllm
 from kvrail.lifecycle import PARTS
-from kvrail.metrics import EngineMetrics, RouterMetrics, TransferMetrics
+from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster
 
@@ -87,6 +87,10 @@ def filled_registry() -> CollectorRegistry:
     engine.step_tokens.observe(17)
     transfer = TransferMetrics(registry, MODEL, codecs=("raw", "splitzip"))
     transfer.received("splitzip", raw_bytes=300, payload_bytes=200, frames=2)
+    coding = CodecMetrics(registry, MODEL, ("raw", "splitzip"))
+    coding.encoded("splitzip", 0.25, values=1000, escapes=3, raw_tensors=1)
+    coding.encoded("splitzip", 0.5, values=1000, escapes=0, raw_tensors=0)
+    coding.decoded("splitzip", 0.125)
     return registry
 
 
@@ -121,6 +125,20 @@ def test_transfer_counts():
     assert value(text, "kvrail_kv_payload_bytes_total", **labels) == 200
     assert value(text, "kvrail_kv_frames_total", **labels) == 2
     assert value(text, "kvrail_kv_raw_bytes_total", direction="sent", codec="raw") == 0  # exists before its first use
+
+
+def test_codec_measurements():
+    text = render(filled_registry())[0].decode()
+    expected = {
+        "encode_seconds_sum": 0.75,
+        "encode_seconds_count": 2,
+        "decode_seconds_sum": 0.125,
+        "encoded_values_total": 2000,
+        "escaped_values_total": 3,
+        "raw_tensors_total": 1,
+    }
+    assert {name: value(text, f"kvrail_kv_{name}", codec="splitzip") for name in expected} == expected
+    assert all(value(text, f"kvrail_kv_{name}", codec="raw") == 0 for name in expected)  # exists before its first use
 
 
 def test_names():
