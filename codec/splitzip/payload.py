@@ -12,10 +12,11 @@ from codec.splitzip.formats import FORMATS, SEGMENTS, WindowCode
 from codec.splitzip.plan import TILES_PER_GROUP, TensorPlan, aligned, variable_bytes
 
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 
 MAGIC = b"SPLZ"
 VERSION = 1
-_HEADER = struct.Struct("<4s5B7xQ4Q8x")
+_HEADER = struct.Struct("<4s5B7sQ4Q8s")
 HEADER_BYTES = _HEADER.size
 WIDE = 0x8000
 """Bit of a tile's count that says that its records have extensions."""
@@ -97,9 +98,13 @@ class Payload:
         code = self.keys.plan.code
         flags = self.keys.raw | self.values.raw << 1 | self.entropy_coded << 2
         counts = (self.keys.records, self.keys.extensions, self.values.records, self.values.extensions)
-        return _HEADER.pack(
-            MAGIC, VERSION, flags, code.code_bits, code.position_bits, code.per_channel, self.codebook_id, *counts
-        )
+        kind = (flags, code.code_bits, code.position_bits, code.per_channel)
+        return _HEADER.pack(MAGIC, VERSION, *kind, b"", self.codebook_id, *counts, b"")
+
+
+def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
+    """Whether a tensor with so many records and extensions travels as it is, since coded it would be no smaller."""
+    return plan.fixed_bytes + variable_bytes(records, extensions) >= plan.raw_bytes
 
 
 def scale_bytes_of(spec: BlockSpec) -> int:
@@ -124,9 +129,12 @@ def parse_header(
     """The layout that a payload's header tells; raises CodecError where it isn't one of this code."""
     if payload.size < HEADER_BYTES:
         raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
-    magic, version, flags, code_bits, position_bits, per_channel, book, *counts = _HEADER.unpack_from(payload.data)
+    fields = _HEADER.unpack_from(payload.data)
+    magic, version, flags, code_bits, position_bits, per_channel, gap, book, *counts, end = fields
     if (magic, version) != (MAGIC, VERSION):
         raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
+    if any(gap + end):
+        raise CodecError(f"a payload's header has {(gap + end).hex()} where its version {VERSION} has zeros")
     theirs = (code_bits, position_bits, per_channel, flags >> 2)
     ours = (code.code_bits, code.position_bits, code.per_channel, int(entropy_coded))
     if theirs != ours:
@@ -149,22 +157,33 @@ def parse_header(
 
 def check_groups(dense: Bytes, part: Part) -> None:
     """Check that counts and group offsets of a dense part agree with each other and with the numbers of records."""
-    counts = section(dense, part.plan, "counts").view("<u2")
-    sizes = (counts & (WIDE - 1)).astype(np.int64)
-    if sizes.size and int(sizes.max()) > SEGMENTS * part.plan.segment_values:
-        raise CodecError(f"a tile has {sizes.max()} escapes of {SEGMENTS * part.plan.segment_values} values")
-    wide = np.where(counts & WIDE, sizes, 0)
+    records, extensions = tile_escapes(dense, part.plan)
+    if records.size and int(records.max()) > SEGMENTS * part.plan.segment_values:
+        raise CodecError(f"a tile has {records.max()} escapes of {SEGMENTS * part.plan.segment_values} values")
     groups = section(dense, part.plan, "groups").view("<u4").reshape(-1, 2)
-    for column, (name, each, total) in enumerate(
-        (("records", sizes, part.records), ("extensions", wide, part.extensions))
-    ):
+    expected = (("records", records, part.records), ("extensions", extensions, part.extensions))
+    for column, (name, each, total) in enumerate(expected):
         if int(each.sum()) != total:
             raise CodecError(f"tiles have {each.sum()} {name}; the header says {total}")
         if not np.array_equal(groups[:, column], offsets_of_groups(each)):
             raise CodecError(f"offsets of {name} do not follow from the counts")
 
 
-def offsets_of_groups(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def write_groups(dense: Bytes, plan: TensorPlan) -> None:
+    """Write the group offsets that follow from the counts of a dense part."""
+    groups = section(dense, plan, "groups").view("<u4").reshape(-1, 2)
+    for column, each in enumerate(tile_escapes(dense, plan)):
+        groups[:, column] = offsets_of_groups(each)
+
+
+def tile_escapes(dense: Bytes, plan: TensorPlan) -> tuple[Ints, Ints]:
+    """Records and extensions of each tile by the counts of a dense part, int64 [tiles] each."""
+    counts = section(dense, plan, "counts").view("<u2")
+    records = (counts & (WIDE - 1)).astype(np.int64)
+    return records, np.where(counts & WIDE, records, 0)
+
+
+def offsets_of_groups(sizes: Ints) -> Ints:
     """Sum of `sizes` before the first tile of each group."""
     ends = np.cumsum(sizes)
     first = np.arange(0, sizes.size, TILES_PER_GROUP)
