@@ -13,6 +13,7 @@ _CODECS = {
     "raw": ("codec.raw.codec", "RawCodec", False),
     "splitzip": ("codec.splitzip.codec", "splitzip", True),
     "splitzip-channel": ("codec.splitzip.codec", "splitzip_channel", False),
+    "splitzip-zstd": ("codec.splitzip.entropy", "splitzip_zstd", False),
 }
 
 

@@ -13,8 +13,11 @@ from typing import Protocol
 import numpy as np
 
 from codec.base import BlockSpec, Codec, CodecError, Encoding, EncodingStats, PagedBlock
-from codec.splitzip.formats import WindowCode
-from codec.splitzip.payload import HEADER_BYTES, Bytes, Payload, parse_header
+from codec.splitzip import buffers
+from codec.splitzip.codec import WindowCodec
+from codec.splitzip.entropy_zstd import ZstdCoder
+from codec.splitzip.formats import FORMATS, WindowCode
+from codec.splitzip.payload import HEADER_BYTES, Bytes, Payload, parse_header, travels_raw
 
 _LENGTHS = struct.Struct("<5Q")
 _BODY = HEADER_BYTES + _LENGTHS.size
@@ -50,7 +53,10 @@ class _EntropyEncoding:
             if coded.size < pieces[number].size:
                 pieces[number] = coded
         header = replace(layout, entropy_coded=True).header() + _LENGTHS.pack(*(piece.size for piece in pieces))
-        return [np.concatenate([np.frombuffer(header, dtype=np.uint8), *pieces]).data]
+        size = _BODY + sum(piece.size for piece in pieces)
+        memory = buffers.take(size)
+        np.concatenate([np.frombuffer(header, dtype=np.uint8), *pieces], out=memory[:size])
+        return [memory.data[:size]]
 
     def stats(self) -> EncodingStats:
         """Those of the inner encoding."""
@@ -60,12 +66,11 @@ class _EntropyEncoding:
 class EntropyCodec:
     """A window code with a top a channel, entropy-coded.
 
-    inner: the codec of `code`, of one stage. Raises CodecError as that codec does, and for a payload that is not such
-    a codec's.
+    inner: the codec of `code` for every element type that it takes, by the name that this one shall have.
     """
 
-    def __init__(self, name: str, inner: Codec, code: WindowCode, coder: EntropyCoder) -> None:
-        self.name = name
+    def __init__(self, inner: Codec, code: WindowCode, coder: EntropyCoder) -> None:
+        self.name = inner.name
         self.num_stages = 1
         self.exact = True
         self.dtypes = inner.dtypes
@@ -84,19 +89,22 @@ class EntropyCodec:
         return _EntropyEncoding(self._inner.encode(pages), pages.spec, self._code, self._coder, tried)
 
     def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
-        """Restore the inner payload on the host, then decode it into `out`, on its device's current stream."""
+        """Restore the inner payload on the host, then decode it into `out`, on its device's current stream.
+
+        Raises CodecError, with `out` untouched, where the payload is not one of this codec and spec.
+        """
         if stage != 0:
             raise CodecError(f"{self.name} has stage 0 alone, not {stage}")
         if out.spec.dtype not in self.dtypes:
             known = ", ".join(sorted(self.dtypes))
             raise CodecError(f"{self.name} does not take dtype {out.spec.dtype}; it takes {known}")
-        self._inner.decode(0, self._restore(np.frombuffer(payload, dtype=np.uint8), out.spec).data, out)
+        self._inner.decode(0, self._restore(np.frombuffer(payload, dtype=np.uint8), out.spec), out)
 
-    def _restore(self, payload: Bytes, spec: BlockSpec) -> Bytes:
+    def _restore(self, payload: Bytes, spec: BlockSpec) -> memoryview:
         """The inner payload, its lengths and header checked; the inner codec checks the rest."""
         layout = parse_header(payload, spec, self._code, 0, entropy_coded=True)
         coded = _cut(payload, layout)
-        inner = np.empty(layout.size, dtype=np.uint8)
+        inner = buffers.take(layout.size)
         inner[:HEADER_BYTES] = np.frombuffer(replace(layout, entropy_coded=False).header(), dtype=np.uint8)
         smaller = []
         for source, place in zip(coded, _pieces(layout), strict=True):
@@ -106,7 +114,7 @@ class EntropyCodec:
             else:
                 target[:] = source
         self._coder.decompress([source for source, _ in smaller], [target for _, target in smaller])
-        return inner
+        return inner.data[: layout.size]
 
 
 def _pieces(layout: Payload) -> list[slice]:
@@ -119,7 +127,10 @@ def _pieces(layout: Payload) -> list[slice]:
 
 
 def _cut(payload: Bytes, layout: Payload) -> list[Bytes]:
-    """A payload's pieces as they came; raises CodecError where their lengths do not fit it or its header."""
+    """A payload's pieces as they came; raises CodecError where lengths don't fit it or its header makes no sense."""
+    for part in layout.parts:
+        if not part.raw and travels_raw(part.plan, part.records, part.extensions):
+            raise CodecError(f"a payload has {part.records} records for {part.plan.values} values, more than pay off")
     if payload.size < _BODY:
         raise CodecError(f"a payload has {payload.size} bytes; its header and lengths alone have {_BODY}")
     lengths = _LENGTHS.unpack_from(payload.data, HEADER_BYTES)
@@ -132,3 +143,9 @@ def _cut(payload: Bytes, layout: Payload) -> list[Bytes]:
         raise CodecError(f"a payload has {payload.size} bytes; by its lengths it has {_BODY + sum(lengths)}")
     ends = np.cumsum([_BODY, *lengths])
     return [payload[start:end] for start, end in pairwise(ends)]
+
+
+def splitzip_zstd(chunk: int = 4096) -> EntropyCodec:
+    """Sixteen exponents below the largest of each channel in each page, the codes coded by zstd."""
+    code = WindowCode(4, per_channel=True, chunk=chunk)
+    return EntropyCodec(WindowCodec("splitzip-zstd", dict.fromkeys(FORMATS, code), None), code, ZstdCoder())
