@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import re
+import reprlib
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
@@ -172,8 +173,8 @@ def _explain(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] in ("value_error", "json_invalid", "missing"):
         return f"{field}: {message}" if field else message
-    shown = repr(first["input"])
-    return f"{field} is {shown if len(shown) <= 60 else shown[:57] + '...'}: {message[:1].lower()}{message[1:]}"
+    value = reprlib.repr(first["input"])
+    return f"{field or 'the file'} is {value}: {message[:1].lower()}{message[1:]}"
 
 
 @functools.cache
