@@ -26,6 +26,7 @@ SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
     (1, 5, 63, 1, 33, 31),
     (2, 2, 500, 1, 3, 2),
     (1, 1, 1, 1, 1, 1),
+    (1, 8, 64, 4, 64, 64),  # enough for two threads
 ]
 
 
@@ -190,6 +191,13 @@ def test_wrong_headers_and_lengths_are_refused(codec, target):
             torn = bytearray(payload)
             torn[index] ^= flip
             refused(codec, torn, target)
+
+
+def test_more_records_than_pay_off_are_refused(codec, target):
+    block = kv_block(SHAPES[1])
+    payload = bytearray(encode(codec, in_pool(block)))
+    struct.pack_into("<Q", payload, 24, block.keys.numel() // 3)
+    refused(codec, payload, target, "pay off")
 
 
 def test_any_cut_is_refused(codec, target):
