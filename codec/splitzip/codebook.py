@@ -109,7 +109,7 @@ class Codebook(_Strict):
     def id(self) -> int:
         """64 bits that are equal where every window is, whatever was measured and on what; never 0."""
         windows = {dtype: [of.window, of.keys.tops, of.values.tops] for dtype, of in self.dtypes.items()}
-        canonical = json.dumps([self.shared, windows], sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(windows, sort_keys=True, separators=(",", ":"))
         return xxhash.xxh3_64_intdigest(canonical.encode()) or 1
 
     def tops(self, dtype: str, kind: Kind, layers: range) -> npt.NDArray[np.int64]:
