@@ -30,7 +30,7 @@ class Codecs:
         self._dtype = settings.kv_dtype
         self._path = settings.codebook
         self._codebook = _load(settings.codebook) if settings.codebook else None
-        self._all = {name: registry.get(name) for name in registry.names()}
+        self._all = {name: registry.get(name, self._codebook) for name in registry.names()}
 
     @property
     def names(self) -> tuple[str, ...]:

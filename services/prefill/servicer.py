@@ -102,6 +102,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 self._answered,
                 codec,
                 request.request_id,
+                len(request.prompt_token_ids),
                 held_pages,
             )
             events = self._open(request, shipment)

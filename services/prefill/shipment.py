@@ -15,7 +15,7 @@ from kvrail.engine.events import PageLease
 from kvrail.transport.base import FrameSender
 from kvrail.worker import Worker
 from services.frames import pages_per_frame
-from services.pages import paged_block
+from services.pages import fill_tail, paged_block
 from services.prefill.link import Link
 from services.prefill.pieces import Piece, cut
 
@@ -23,11 +23,19 @@ from services.prefill.pieces import Piece, cut
 class Shipment:
     """Sends the pages of one request, from logical page `held_pages` on; the receiver has those before.
 
-    order: the request's place among those that share `link`, lower first.
+    order: the request's place among those that share `link`, lower first. num_tokens: of the prompt.
     """
 
     def __init__(
-        self, worker: Worker, executor: Executor, link: Link, order: int, codec: Codec, request_id: str, held_pages: int
+        self,
+        worker: Worker,
+        executor: Executor,
+        link: Link,
+        order: int,
+        codec: Codec,
+        request_id: str,
+        num_tokens: int,
+        held_pages: int,
     ) -> None:
         self._worker = worker
         self._link = link
@@ -35,6 +43,7 @@ class Shipment:
         self._executor = executor
         self._codec = codec
         self._request_id = request_id
+        self._full_pages, self._last_used = divmod(num_tokens, worker.loaded.layout.page_size)
         self._held_pages = held_pages
         self._frame_pages = pages_per_frame(worker.loaded.layout, worker.settings.max_frame_bytes)
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
@@ -102,9 +111,12 @@ class Shipment:
         worker, codec = self._worker, self._codec
         assert self._lease is not None
         page_ids = self._lease.pages[piece.first_page : piece.end_page]
-        pages = paged_block(worker.cache, range(piece.first_layer, piece.end_layer), page_ids)
+        layers = range(piece.first_layer, piece.end_layer)
+        pages = paged_block(worker.cache, layers, page_ids)
         begin = perf_counter()
         with worker.side.after(piece.ready):
+            if piece.end_page > self._full_pages:
+                fill_tail(worker.cache, layers, page_ids[-1], self._last_used)
             encoding = codec.encode(pages)
         payloads = encoding.stages()
         stats = encoding.stats()

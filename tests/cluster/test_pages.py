@@ -5,7 +5,7 @@ import torch
 
 from kvrail.engine.cache import PagedCache
 from kvrail.layout import DTYPE_BYTES, KVLayout
-from services.pages import paged_block
+from services.pages import fill_tail, paged_block
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
@@ -22,3 +22,19 @@ def test_a_codec_reads_and_writes_the_pool_itself(dtype):
     assert not torch.equal(whole.keys.float(), block.gather().keys.float())
     with pytest.raises(ValueError, match="page 9 is outside the pool of 9"):
         paged_block(cache, range(1), [9])
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("used", [1, 5, 7])
+def test_a_tail_repeats_the_last_token_and_changes_nothing_else(dtype, used):
+    cache = PagedCache(KVLayout(4, 2, 8, 6, 8, dtype), 5, "cpu")
+    pools = [pool for pool in (cache.keys, cache.values, cache.key_scales, cache.value_scales) if pool is not None]
+    for pool in pools:
+        pool.view(torch.uint8).random_(0, 256)
+    before = [pool.view(torch.uint8).clone() for pool in pools]
+    fill_tail(cache, range(1, 3), 4, used)
+    for pool, old in zip(pools, before, strict=True):
+        now = pool.view(torch.uint8)
+        assert torch.equal(now[1:3, 4, used:], old[1:3, 4, used - 1 : used].expand(-1, 8 - used, *old.shape[3:]))
+        now[1:3, 4, used:] = old[1:3, 4, used:]
+        assert torch.equal(now, old)

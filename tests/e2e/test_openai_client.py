@@ -1,51 +1,25 @@
 """The official OpenAI client against a whole cluster of real processes with the model that ships."""
 
 import json
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).parents[2]
-MODEL = "kvrail-demo"
+from tests.e2e import cluster as processes
+from tests.e2e.cluster import MODEL, ROOT, lint, started
+
 QUESTION = [{"role": "user", "content": "What is grep?"}]
 LONG = "A page of text about sockets, files and processes. " * 40
 
 
-class Cluster:
-    def __init__(self, log: Path) -> None:
-        flags = ["--port", "0", "--kv-dtype", "float32", "--kv-memory-gib", "0.5", "--local-prefill-tokens", "16"]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli.main", "up", *flags], cwd=ROOT, stdout=out, stderr=out
-            )
-        deadline = time.monotonic() + 180
-        while "Ctrl-C stops the cluster" not in log.read_text():
-            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        text = log.read_text()
-        self.url = re.search(r"kvrail chat --url (\S+)", text)[1]
-        self.metrics = dict(re.findall(r"^  (router|prefill-\d|decode-\d) +(\S+/metrics)$", text, re.MULTILINE))
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    started = Cluster(tmp_path_factory.mktemp("e2e") / "log")
-    yield started
-    started.process.send_signal(signal.SIGTERM)
-    assert started.process.wait(60) == 0
+    with started(tmp_path_factory, "--kv-dtype", "float32") as cluster:
+        yield cluster
 
 
 def transformers_answer(messages, max_new_tokens):
@@ -134,8 +108,7 @@ def test_refusals_have_openais_shape(cluster):
 
 
 def samples(url):
-    families = text_string_to_metric_families(httpx.get(url).text)
-    return {(s.name, s.labels.get("stage") or s.labels.get("state")): s.value for f in families for s in f.samples}
+    return {(n, labels.get("stage") or labels.get("state")): value for n, labels, value in processes.samples(url)}
 
 
 def test_parts_of_requests_add_up_and_pages_return(cluster):
@@ -157,13 +130,7 @@ def test_parts_of_requests_add_up_and_pages_return(cluster):
 
 @pytest.mark.parametrize("service", ["router", "prefill-0", "decode-0"])
 def test_promtool_has_nothing_to_say(cluster, service):
-    promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
-    if promtool is None:
-        assert not os.environ.get("CI"), "promtool is not installed; set PROMTOOL to where it is"
-        pytest.skip("promtool is not installed")
-    text = httpx.get(cluster.metrics[service]).text
-    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    lint(httpx.get(cluster.metrics[service]).text)
     assert "vllm:" in httpx.get(cluster.metrics[service] + "/vllm").text
 
 

@@ -1,0 +1,235 @@
+"""Every codec on the wire: pages arrive bit for bit, and what does not fit is refused by name."""
+
+import pytest
+import torch
+
+import services.prefill.shipment
+from codec import registry
+from codec.splitzip.codebook import Codebook, default_codebook
+from kvrail.config import DecodeSettings
+from kvrail.engine.pages import page_hashes
+from kvrail.errors import ConfigError, FrameError, IncompatibleError, InvalidRequestError
+from kvrail.layout import DTYPE_BYTES
+from services.codecs import Codecs
+from services.frames import MAX_GROWTH_BYTES
+from tests.cluster.cluster import cluster, settings
+from tests.cluster.test_equality import prompt_of
+from tests.models import tiny_model
+
+NAMES = registry.names()
+CASES = [
+    (name, dtype, transport)
+    for number, dtype in enumerate(DTYPE_BYTES)
+    for name in NAMES
+    if dtype in registry.get(name).dtypes
+    for transport in (("inproc", "grpc") if dtype == "bfloat16" else (("inproc", "grpc")[number % 2],))
+]
+PAGE = 16
+PROMPTS = (prompt_of(65), prompt_of(500), prompt_of(500)[:230] + prompt_of(700, seed=1))  # the last hits a prefix
+SHARED = {"page_size": PAGE, "max_batch_tokens": 256, "max_frame_bytes": 1 << 15}
+
+
+TOKENS = {}
+
+
+async def never_sent(dtype):
+    """Tokens of each prompt where the decode worker computes it itself."""
+    if dtype not in TOKENS:
+        async with cluster(tiny_model("llama"), kv_dtype=dtype, prefix_cache=False, **SHARED) as c:
+            TOKENS[dtype] = [(await c.ask(prompt, local=True)).tokens for prompt in PROMPTS]
+    return TOKENS[dtype]
+
+
+def content(worker, prompt):
+    """Bits of the full pages of a prompt, in order, of each of the pool's tensors."""
+    cache = worker.cache
+    pages = worker.engine._scheduler.pool.match(page_hashes(prompt, PAGE))
+    pools = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    return [pool[:, pages].view(torch.uint8) for pool in pools if pool is not None]
+
+
+def metric(worker, name, codec, **labels):
+    labels = {"model_name": worker.settings.model_name, "codec": codec, **labels}
+    return worker.registry.get_sample_value(name, labels)
+
+
+@pytest.mark.parametrize(("name", "dtype", "transport"), CASES)
+async def test_pages_arrive_bit_for_bit_and_give_the_same_tokens(name, dtype, transport):
+    tokens = await never_sent(dtype)
+    async with cluster(tiny_model("llama"), transport, kv_dtype=dtype, **SHARED) as c:
+        (prefill,) = c.prefills.values()
+        for number, prompt in enumerate(PROMPTS):
+            answer = await c.ask(prompt, codec=name)
+            assert answer.tokens == tokens[number]
+            assert answer.summary.codec == name and answer.summary.prefill_worker
+            assert answer.summary.cached_tokens == (224 if number == 2 else 0)
+            theirs, ours = content(prefill, prompt), content(c.decode, prompt)
+            assert ours[0].shape[1] == len(prompt) // PAGE
+            assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
+        await c.settled()
+        check_metrics(c.decode, prefill, name, dtype)
+
+
+def check_metrics(decode, prefill, name, dtype):
+    """Both ends counted the same, and the prefill worker what it encoded."""
+    frames = metric(prefill, "kvrail_kv_frames_total", name, direction="sent")
+    assert frames == metric(decode, "kvrail_kv_frames_total", name, direction="received") > 3
+    assert metric(prefill, "kvrail_kv_encode_seconds_count", name) == frames
+    assert metric(decode, "kvrail_kv_decode_seconds_count", name) == frames
+    assert (
+        metric(prefill, "kvrail_kv_encode_seconds_sum", name) > 0 < metric(decode, "kvrail_kv_decode_seconds_sum", name)
+    )
+    raw, payload = (
+        metric(prefill, f"kvrail_kv_{kind}_bytes_total", name, direction="sent") for kind in ("raw", "payload")
+    )
+    assert 0 < payload <= raw + frames * MAX_GROWTH_BYTES
+    values = metric(prefill, "kvrail_kv_encoded_values_total", name)
+    scales = raw - values * DTYPE_BYTES[dtype]
+    assert scales == (values / 16 * 4 if DTYPE_BYTES[dtype] == 1 else 0)  # one a token and head of 16
+    escapes, raw_tensors = (
+        metric(prefill, f"kvrail_kv_{kind}_total", name) for kind in ("escaped_values", "raw_tensors")
+    )
+    assert 0 <= escapes <= values
+    if name == "raw":
+        assert (payload, escapes, raw_tensors) == (raw, 0, 2 * frames)
+    elif dtype == "bfloat16":
+        assert payload < 0.85 * raw and raw_tensors < frames
+
+
+@pytest.mark.parametrize("fault", ["cut", "header"])
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_payload_that_is_wrong_in_itself_touches_no_page(monkeypatch, name, fault):
+    """The frame's checksum holds: the sender framed what its codec never made."""
+    if (name, fault) == ("raw", "header"):
+        pytest.skip("raw payloads have no header")
+    pack = services.prefill.shipment.pack
+
+    def faulty(header, payload):
+        wrong = bytearray(payload)
+        wrong[0] ^= fault == "header"
+        return pack(header, memoryview(wrong)[: len(wrong) - (fault == "cut")])
+
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **SHARED) as c:
+        before = [c.decode.cache.keys.clone(), c.decode.cache.values.clone()]
+        monkeypatch.setattr(services.prefill.shipment, "pack", faulty)
+        with pytest.raises(FrameError, match=r"request r\d+: .*payload"):
+            await c.ask(PROMPTS[1], codec=name)
+        await c.settled()
+        assert c.decode.cache.keys.equal(before[0]) and c.decode.cache.values.equal(before[1])
+        monkeypatch.undo()
+        assert (await c.ask(PROMPTS[1], codec=name)).tokens == (await never_sent("bfloat16"))[1]
+        await c.settled()
+
+
+async def test_each_request_may_choose_its_codec():
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", prefix_cache=False, **SHARED) as c:
+        answers = {name: await c.ask(PROMPTS[1], codec=name) for name in ("", *NAMES)}
+        assert answers[""].summary.codec == "splitzip-channel"
+        assert {name: answer.summary.codec for name, answer in answers.items() if name} == {n: n for n in NAMES}
+        assert len({answer.summary.kv_raw_bytes for answer in answers.values()}) == 1
+        assert answers["splitzip-channel"].summary.kv_bytes < answers["splitzip"].summary.kv_bytes
+        assert answers["splitzip"].summary.kv_bytes < answers["raw"].summary.kv_bytes
+        await c.settled()
+
+
+async def test_a_codec_that_does_not_take_the_pages_is_refused():
+    async with cluster(tiny_model("llama"), kv_dtype="float32", **SHARED) as c:
+        assert (await c.ask(PROMPTS[0])).summary.codec == "raw"  # chosen, since the default codec takes no float32
+        with pytest.raises(InvalidRequestError, match=r"'splitzip' takes .*bfloat16.*float32; choose one of raw") as e:
+            await c.ask(PROMPTS[0], codec="splitzip")
+        assert e.value.param == "codec"
+        await c.settled()
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype", "words"),
+    [
+        ("splitzip", "float32", r"--codec: codec 'splitzip' takes .*but the KV pages are float32; choose one of raw, "),
+        ("zip", "bfloat16", r"--codec: codec 'zip' is unknown; choose one of raw, splitzip"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_an_error_at_start(setting, dtype, words):
+    options = settings(DecodeSettings, "unread", codec=setting, kv_dtype=dtype)
+    with pytest.raises(ConfigError, match=words):
+        Codecs(options).default(options.codec)
+
+
+@pytest.mark.parametrize(("dtype", "chosen"), [("bfloat16", "splitzip-channel"), ("float32", "raw")])
+def test_the_default_follows_the_pages(caplog, dtype, chosen):
+    caplog.set_level("INFO", "kvrail.codecs")
+    assert Codecs(settings(DecodeSettings, "unread", kv_dtype=dtype)).default("") == chosen
+    assert [record.message for record in caplog.records] == (
+        ["KV crosses with codec raw: splitzip-channel takes no float32 pages"] if chosen == "raw" else []
+    )
+
+
+def codebook(tmp_path, name="book.json", **changes):
+    """The shipped codebook with the window of bfloat16 keys one lower, as a file."""
+    book = default_codebook().model_copy(deep=True)
+    document = book.model_dump(mode="json")
+    document["dtypes"]["bfloat16"]["keys"]["tops"][0] -= 1
+    changed = Codebook.model_validate({**document, **changes}, strict=False)
+    changed.save(tmp_path / name)
+    return changed, str(tmp_path / name)
+
+
+async def test_both_ends_need_the_same_codebook(tmp_path):
+    book, path = codebook(tmp_path)
+    both = rf"splitzip' differ: decode worker {default_codebook().id:016x}, prefill worker {book.id:016x}; .*--codebook"
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", prefill={"codebook": path}, **SHARED) as c:
+        with pytest.raises(IncompatibleError, match=both):
+            await c.ask(PROMPTS[1], codec="splitzip")
+        assert (await c.ask(PROMPTS[1])).summary.codec == "splitzip-channel"  # which has no codebook
+        await c.settled()
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", codebook=path, **SHARED) as c:
+        answer = await c.ask(PROMPTS[1], codec="splitzip")
+        assert answer.tokens == (await c.ask(PROMPTS[1], local=True)).tokens
+        await c.settled()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        (
+            {"model_fingerprint": "ab" * 32},
+            {},
+            r"fingerprint (ab){32}, but the model here has [0-9a-f]{64}; calibrate",
+        ),
+        ({}, {"kv_dtype": "float32"}, "book.json: .*not for float32"),
+    ],
+)
+async def test_a_codebook_that_does_not_fit_is_an_error_at_start(tmp_path, changes, options, words):
+    _, path = codebook(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=words):
+        async with cluster(tiny_model("llama"), **{"kv_dtype": "bfloat16", "codebook": path, **options}):
+            pass
+
+
+def test_a_codebook_that_cannot_be_read_is_an_error_at_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.json: .*name a readable file"):
+        Codecs(settings(DecodeSettings, "unread", kv_dtype="bfloat16", codebook=str(tmp_path / "nowhere.json")))
+
+
+@pytest.mark.parametrize("name", ["raw", "splitzip-channel"])
+async def test_frames_carry_nothing_of_other_requests(monkeypatch, name):
+    """Slots behind the prompt's end keep what was there before; it does not leave the worker."""
+    payloads = []
+    pack = services.prefill.shipment.pack
+
+    def keeping(header, payload):
+        payloads.append(bytes(payload))
+        return pack(header, payload)
+
+    monkeypatch.setattr(services.prefill.shipment, "pack", keeping)
+    one_page = {**SHARED, "max_frame_bytes": 2 * PAGE * 2 * 16 * 2}  # so that frames do not depend on time
+    prompts = (prompt_of(250), prompt_of(300), prompt_of(250))  # of 20 pages, 16, 19 and 16 are used
+    async with cluster(
+        tiny_model("llama"), kv_dtype="bfloat16", prefix_cache=False, prefill={"num_pages": 20}, **one_page
+    ) as c:
+        sent = []
+        for prompt in prompts:
+            answer = await c.ask(prompt, codec=name)
+            sent.append((sorted(payloads), answer.summary.kv_bytes))
+            payloads.clear()
+        await c.settled()
+    assert len(sent[0][0]) == 3 * 16 and sent[0] == sent[2]

@@ -1,0 +1,61 @@
+"""`kvrail up` with the model that ships: a whole cluster of real processes."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+MODEL = "kvrail-demo"
+
+
+class Cluster:
+    def __init__(self, log: Path, *flags: str) -> None:
+        flags = ("--port", "0", "--kv-memory-gib", "0.5", "--local-prefill-tokens", "16", *flags)
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.cli.main", "up", *flags], cwd=ROOT, stdout=out, stderr=out
+            )
+        deadline = time.monotonic() + 180
+        while "Ctrl-C stops the cluster" not in log.read_text():
+            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        text = log.read_text()
+        self.url = re.search(r"kvrail chat --url (\S+)", text)[1]
+        self.metrics = dict(re.findall(r"^  (router|prefill-\d|decode-\d) +(\S+/metrics)$", text, re.MULTILINE))
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+@contextmanager
+def started(tmp_path_factory: pytest.TempPathFactory, *flags: str) -> Iterator[Cluster]:
+    """A cluster for a module's tests; it must end well."""
+    cluster = Cluster(tmp_path_factory.mktemp("e2e") / "log", *flags)
+    yield cluster
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.process.wait(60) == 0
+
+
+def samples(url: str):
+    """Every sample of a metrics page: name, labels, value."""
+    return [sample[:3] for f in text_string_to_metric_families(httpx.get(url).text) for sample in f.samples]
+
+
+def lint(text: str) -> None:
+    """Give `text` to promtool; where there is none the test is skipped, but fails in CI."""
+    promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
+    if promtool is None:
+        assert not os.environ.get("CI"), "promtool is not installed; set PROMTOOL to where it is"
+        pytest.skip("promtool is not installed")
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

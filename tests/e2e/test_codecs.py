@@ -1,0 +1,64 @@
+"""A cluster as it comes, asked over HTTP: what each codec carries, and how that shows."""
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import MODEL, lint, samples, started
+
+CODECS = ("raw", "splitzip", "splitzip-channel", "splitzip-zstd")
+PROMPT = "A page of text about sockets, files and processes. " * 60
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with started(tmp_path_factory, "--no-prefix-cache") as cluster:
+        yield cluster
+
+
+def ask(cluster, codec=None):
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
+    if codec is not None:
+        body["kvrail"] = {"codec": codec}
+    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+
+
+def test_each_codec_gives_the_same_text_in_fewer_bytes(cluster):
+    default = ask(cluster).json()
+    answers = {codec: ask(cluster, codec).json() for codec in CODECS}
+    assert {answer["choices"][0]["text"] for answer in answers.values()} == {default["choices"][0]["text"]}
+    usage = {codec: answer["usage"]["kvrail"] for codec, answer in answers.items()}
+    assert {codec: used["codec"] for codec, used in usage.items()} == {codec: codec for codec in CODECS}
+    assert default["usage"]["kvrail"]["codec"] == "splitzip-channel"
+    ratio = {codec: used["kv_raw_bytes"] / used["kv_bytes"] for codec, used in usage.items()}
+    assert ratio["raw"] == 1.0 and ratio["splitzip"] > 1.3 and ratio["splitzip-channel"] > 1.38
+    assert ratio["splitzip-zstd"] > 1.45
+
+
+def test_another_codec_is_refused_by_name(cluster):
+    answer = ask(cluster, "zip")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "kvrail.codec")
+    assert "'zip'" in error["message"] and "splitzip-channel" in error["message"]
+
+
+def test_the_workers_say_what_their_codecs_did(cluster):
+    for codec in CODECS:
+        ask(cluster, codec)
+    prefill, decode = (samples(cluster.metrics[f"{role}-0"]) for role in ("prefill", "decode"))
+
+    def total(samples, name, codec, **labels):
+        return sum(v for n, have, v in samples if n == name and have.items() >= {"codec": codec, **labels}.items())
+
+    for codec in CODECS:
+        frames = total(prefill, "kvrail_kv_frames_total", codec, direction="sent")
+        assert frames > 0 and total(prefill, "kvrail_kv_encode_seconds_count", codec) == frames
+        assert total(decode, "kvrail_kv_decode_seconds_count", codec) == frames
+        values = total(prefill, "kvrail_kv_encoded_values_total", codec)
+        assert total(prefill, "kvrail_kv_raw_bytes_total", codec, direction="sent") == 2 * values > 0
+        assert total(prefill, "kvrail_kv_escaped_values_total", codec) < 0.05 * values
+        assert total(prefill, "kvrail_kv_raw_tensors_total", codec) == (2 * frames if codec == "raw" else 0)
+
+
+@pytest.mark.parametrize("service", ["prefill-0", "decode-0"])
+def test_promtool_has_nothing_to_say(cluster, service):
+    lint(httpx.get(cluster.metrics[service]).text)
