@@ -24,7 +24,10 @@ _BODY = HEADER_BYTES + _LENGTHS.size
 
 
 class EntropyCoder(Protocol):
-    """Byte strings to shorter ones and back, all of one payload in one call. Threads may share one."""
+    """Byte strings to shorter ones and back, all of one payload in one call. Threads may share one.
+
+    When a call ends, also in an error, nothing of its arguments is in use any more.
+    """
 
     def compress(self, pieces: Sequence[Bytes]) -> list[Bytes]:
         """Each piece, none of them empty, coded by itself."""
@@ -49,7 +52,7 @@ class _EntropyEncoding:
         layout = parse_header(inner, self.spec, self.code, 0, entropy_coded=False)
         pieces = [inner[piece] for piece in _pieces(layout)]
         tried = [number for number in self.tried if pieces[number].size]
-        for number, coded in zip(tried, self.coder.compress([pieces[n] for n in tried]), strict=True):
+        for number, coded in zip(tried, self.coder.compress([pieces[number] for number in tried]), strict=True):
             if coded.size < pieces[number].size:
                 pieces[number] = coded
         header = replace(layout, entropy_coded=True).header() + _LENGTHS.pack(*(piece.size for piece in pieces))
@@ -103,11 +106,12 @@ class EntropyCodec:
     def _restore(self, payload: Bytes, spec: BlockSpec) -> memoryview:
         """The inner payload, its lengths and header checked; the inner codec checks the rest."""
         layout = parse_header(payload, spec, self._code, 0, entropy_coded=True)
-        coded = _cut(payload, layout)
+        places = _pieces(layout)
+        coded = _cut(payload, layout, places)
         inner = buffers.take(layout.size)
         inner[:HEADER_BYTES] = np.frombuffer(replace(layout, entropy_coded=False).header(), dtype=np.uint8)
         smaller = []
-        for source, place in zip(coded, _pieces(layout), strict=True):
+        for source, place in zip(coded, places, strict=True):
             target = inner[place]
             if source.size < target.size:
                 smaller.append((source, target))
@@ -126,7 +130,7 @@ def _pieces(layout: Payload) -> list[slice]:
     return [*pieces, slice(layout.scale_offset, layout.size)]
 
 
-def _cut(payload: Bytes, layout: Payload) -> list[Bytes]:
+def _cut(payload: Bytes, layout: Payload, places: Sequence[slice]) -> list[Bytes]:
     """A payload's pieces as they came; raises CodecError where lengths don't fit it or its header makes no sense."""
     for part in layout.parts:
         if not part.raw and travels_raw(part.plan, part.records, part.extensions):
@@ -134,11 +138,9 @@ def _cut(payload: Bytes, layout: Payload) -> list[Bytes]:
     if payload.size < _BODY:
         raise CodecError(f"a payload has {payload.size} bytes; its header and lengths alone have {_BODY}")
     lengths = _LENGTHS.unpack_from(payload.data, HEADER_BYTES)
-    for number, (length, piece) in enumerate(zip(lengths, _pieces(layout), strict=True)):
-        if length > piece.stop - piece.start:
-            raise CodecError(
-                f"piece {number} of a payload has {length} bytes; decoded it has {piece.stop - piece.start}"
-            )
+    for number, (length, place) in enumerate(zip(lengths, places, strict=True)):
+        if length > place.stop - place.start:
+            raise CodecError(f"piece {number} of a payload has {length} bytes for {place.stop - place.start}")
     if payload.size != _BODY + sum(lengths):
         raise CodecError(f"a payload has {payload.size} bytes; by its lengths it has {_BODY + sum(lengths)}")
     ends = np.cumsum([_BODY, *lengths])

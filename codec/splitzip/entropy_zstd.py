@@ -1,7 +1,7 @@
 """zstd as an entropy coder: in codes there is next to nothing to match, so what works is its Huffman stage."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import numpy as np
@@ -38,7 +38,9 @@ class ZstdCoder:
     def _map(self, do: Callable[[_In], _Out], arguments: Sequence[_In], pieces: Sequence[Bytes]) -> list[_Out]:
         if sum(piece.size for piece in pieces) < PARALLEL_BYTES:
             return [do(argument) for argument in arguments]
-        return list(self._threads.map(do, arguments))
+        futures = [self._threads.submit(do, argument) for argument in arguments]
+        wait(futures)  # for all, even where one fails: the caller will use again the memory that the others write to
+        return [future.result() for future in futures]
 
 
 def _compress(piece: Bytes) -> Bytes:

@@ -1,6 +1,7 @@
 """splitzip-zstd: what conformance cannot see, namely that codes are coded, and what coded bytes may not do."""
 
 import struct
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import zstandard
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 
 from codec.base import Block, CodecError, PagedBlock
+from codec.splitzip import entropy_zstd
 from codec.splitzip.entropy import splitzip_zstd
 from codec.splitzip.payload import HEADER_BYTES
 
@@ -222,6 +224,22 @@ def test_coded_pieces_that_do_not_give_their_size_are_refused(codec, target):
         (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(size)), "gives -1 bytes"),
     ):
         refused(codec, joined(payload, [pieces[0], wrong, *pieces[2:]]), target, match)
+
+
+def test_an_error_waits_for_the_other_pieces(monkeypatch):
+    written = []
+
+    def decompress(argument):
+        if argument[0].size:
+            raise CodecError("corrupt")
+        time.sleep(0.2)
+        written.append(argument)
+
+    monkeypatch.setattr(entropy_zstd, "_decompress", decompress)
+    coded = [np.zeros(1, np.uint8), np.zeros(0, np.uint8)]
+    with pytest.raises(CodecError):
+        entropy_zstd.ZstdCoder().decompress(coded, [np.zeros(entropy_zstd.PARALLEL_BYTES, np.uint8)] * 2)
+    assert written
 
 
 def test_flipped_bytes_are_refused_or_stay_in_their_pages(codec):
