@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,6 +160,11 @@ def test_an_element_type_that_the_codebook_does_not_have():
         book().tops("float16", "keys", range(3))
 
 
+def test_the_id_is_that_of_the_text_in_the_readme():
+    text = '{"bfloat16":[16,[130,131,255],[0,1,2]],"float8_e4m3fn":[8,[15,14,15],[13,15,15]]}'
+    assert book().id == xxhash.xxh3_64_intdigest(text.encode())
+
+
 def test_the_id_tells_windows_apart_and_nothing_else():
     def identity(change, shared=False):
         changed = content(shared)
@@ -287,6 +293,15 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
         with pytest.raises(CodebookError, match=f"codebook {path}: .+; name a file that can be written"):
             book().save(path)
     assert sorted(tmp_path.rglob("*")) == [target, target / "inside"]
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path):
+    path, before = tmp_path / "book.json", tmp_path / "before"
+    book().save(path)
+    before.hardlink_to(path)
+    book(shared=True).save(path)
+    assert Codebook.load(before) == book()
+    assert Codebook.load(path) == book(shared=True)
 
 
 def test_the_default_is_for_any_model_and_every_type():
