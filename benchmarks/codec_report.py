@@ -1,0 +1,123 @@
+"""What a benchmark of codecs leaves behind: tables as Markdown, figures as JSON, and a plot."""
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.codec_breakeven import seconds
+from benchmarks.codec_tables import Table
+from benchmarks.codec_trials import Figures
+
+GIB = 1 << 30
+
+
+def hardware(device: torch.device) -> str:
+    """The machine in words."""
+    if device.type == "cuda":
+        return f"one {torch.cuda.get_device_name(device)}"
+    words = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(line.split(":", 1) for line in words.split("\n\n")[0].splitlines() if ":" in line)
+    cpu = {key.strip(): value.strip() for key, value in fields.items()}
+    name = cpu.get("model name", platform.processor() or platform.machine())
+    memory = Path("/proc/meminfo").read_text().split()[1] if Path("/proc/meminfo").exists() else "0"
+    family = f" family {cpu['cpu family']}" if "cpu family" in cpu else ""
+    return f"{torch.get_num_threads()} cores of an {name}{family}, {round(int(memory) * 1024 / GIB)} GiB"
+
+
+def head(device: torch.device, module: str) -> dict[str, str]:
+    """Date, machine, command and versions."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": hardware(device),
+        "command": f"python -m {module} {' '.join(sys.argv[1:])}".strip(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def markdown(facts: dict[str, str], title: str, tables: Sequence[Table]) -> str:
+    """All of it as one text."""
+    lines = [
+        f"# {title}, {facts['date']}",
+        "",
+        f"{facts['hardware']}. `{facts['command']}`, torch {facts['torch']}.",
+        "",
+    ]
+    lines += [
+        "Every codec gave every bit back before it was timed. Rates are bytes of uncompressed KV, 1 GB = 10^9 bytes,"
+    ]
+    lines += ["medians; ratios count all metadata.", ""]
+    for table in tables:
+        lines += [f"## {table.title}", "", *_rows(table), ""]
+        lines += [table.notes, ""] if table.notes else []
+    return "\n".join(lines)
+
+
+def _rows(table: Table) -> list[str]:
+    used = [n for n, name in enumerate(table.header) if n == 0 or any(row[n] for row in table.rows)]
+    body = [table.header, ["---"] * len(table.header), *table.rows]
+    return ["| " + " | ".join(str(row[n]) for n in used) + " |" for row in body]
+
+
+def write(folder: Path, name: str, facts: dict[str, str], title: str, tables: Sequence[Table]) -> None:
+    """NAME.md and NAME.json in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(markdown(facts, title, tables))
+    (folder / f"{name}.json").write_text(
+        json.dumps({**facts, "tables": [_record(table) for table in tables]}, indent=1)
+    )
+
+
+def _record(table: Table) -> dict[str, object]:
+    record = asdict(table)
+    return record | {"figures": [asdict(each) | {"ratio": each.ratio} for each in table.figures]}
+
+
+def plot(path: Path, facts: dict[str, str], codecs: Sequence[Figures], chunks: dict[str, Sequence[Figures]]) -> None:
+    """Ratio and rate of each codec, what it gains on which link, and speed by size of a tile, as SVG."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvrail"
+    from matplotlib import pyplot
+
+    figure, (rates, links, sizes) = pyplot.subplots(1, 3, figsize=(16, 4.6), layout="constrained")
+    for each in codecs:
+        rates.plot([each.ratio] * 2, [each.encode_rate, each.decode_rate], color="0.8", zorder=1)
+        rates.scatter(each.ratio, each.encode_rate, marker="^", color="tab:blue")
+        rates.scatter(each.ratio, each.decode_rate, marker="v", color="tab:orange")
+        rates.annotate(
+            each.name,
+            (each.ratio, each.decode_rate),
+            rotation=35,
+            fontsize=8,
+            xytext=(2, 6),
+            textcoords="offset points",
+        )
+    rates.set(title="encode ▲ and decode ▼", xlabel="ratio", ylabel="GB/s of KV", yscale="log")
+    rates.margins(0.2, 0.25)
+    bandwidths = np.geomspace(0.01, 100, 200)
+    for each in codecs:
+        gains = [seconds(None, b, pipelined=True) / seconds(each, b, pipelined=True) for b in bandwidths]
+        links.plot(bandwidths * 8, gains, label=each.name)
+    links.axhline(1, color="0.6", linewidth=0.8)
+    links.set(
+        title="raw transfer over this, pipelined", xlabel="link, Gb/s", ylabel="times", xscale="log", ylim=(0, 1.6)
+    )
+    links.legend(fontsize=8)
+    for name, found in chunks.items():
+        x = [int(each.name) for each in found]
+        for label, y in (("encode", [f.encode_rate for f in found]), ("decode", [f.decode_rate for f in found])):
+            sizes.plot(x, y, marker="o", label=f"{name}, {label}")
+    sizes.set(title="size of a tile", xlabel="values", ylabel="GB/s of KV", xscale="log")
+    sizes.set_xscale("log", base=2)
+    sizes.legend(fontsize=8)
+    figure.suptitle(f"{facts['hardware']}, {facts['date']}")
+    figure.savefig(path, metadata={"Date": None})
