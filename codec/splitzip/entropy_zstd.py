@@ -17,7 +17,7 @@ LEVEL = 1
 """The lowest that codes literals: lower ones only look for matches; higher ones look longer for what is not there."""
 THREADS = 2
 """Two pieces of a payload are large: the codes of the keys and those of the values."""
-PARALLEL_BYTES = 64 * 1024
+PARALLEL_BYTES = 256 * 1024
 """Pieces of fewer bytes in all are done in the caller's thread: waking another takes as long as they do."""
 
 

@@ -28,7 +28,7 @@ SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
     (1, 5, 63, 1, 33, 31),
     (2, 2, 500, 1, 3, 2),
     (1, 1, 1, 1, 1, 1),
-    (1, 8, 64, 4, 64, 64),  # enough for two threads
+    (1, 16, 64, 4, 64, 64),  # enough for two threads
 ]
 
 
