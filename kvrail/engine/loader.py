@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -167,6 +168,8 @@ def _build(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, 
                 folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
             ).to(device)
         lm.set_attn_implementation(NAME)
+    except SafetensorError as error:
+        raise ConfigError(f"the weights in {str(folder)!r} cannot be read: {error}; fetch them again") from error
     except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
         raise UnsupportedModelError(f"transformers cannot build {config.model_type}: {error}") from error
     return lm.eval().requires_grad_(False)

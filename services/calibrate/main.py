@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from codec.splitzip.codebook import WINDOWS, Codebook, CodebookError, DtypeWindows, TensorWindows
 from codec.splitzip.exponents import Histogram, best_set, best_window, coverage, entropy_bits, set_coverage
 from kvrail.engine.loader import LoadedModel, load_model
@@ -112,17 +110,14 @@ def _check_out(options: Options) -> None:
 
 
 def _load(options: Options) -> LoadedModel:
-    try:
-        return load_model(
-            options.model,
-            device=options.device,
-            dtype="auto",
-            kv_dtype=options.dtype,
-            page_size=PAGE_SIZE,
-            load_format="safetensors",
-        )
-    except SafetensorError as error:
-        raise ConfigError(f"--model {options.model}: its weights cannot be read: {error}; fetch them again") from None
+    return load_model(
+        options.model,
+        device=options.device,
+        dtype="auto",
+        kv_dtype=options.dtype,
+        page_size=PAGE_SIZE,
+        load_format="safetensors",
+    )
 
 
 def _read(options: Options) -> list[list[int]]:

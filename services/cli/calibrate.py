@@ -16,7 +16,7 @@ three bytes more. The text should be like what will be served. Prefill and decod
 examples:
   kvrail calibrate --text prompts.txt --out demo.json
   kvrail calibrate --model Qwen/Qwen3-8B --device cuda --text chat.txt --text code.py --out qwen3-8b.json
-  kvrail calibrate --model Qwen/Qwen3-8B --device cuda --text chat.txt --dtype float8_e5m2 --out qwen3-8b-e5m2.json"""
+  kvrail calibrate --model Qwen/Qwen3-8B --device cuda --text chat.txt --kv-dtype float8_e5m2 --out qwen3-8b-e5m2.json"""
 DTYPES = ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 
 
@@ -41,7 +41,7 @@ def add_commands(commands: Commands) -> None:
             help="measure at most N tokens, an equal share of each text (default 32768)",
         )
         what.add_argument(
-            "--dtype",
+            "--kv-dtype",
             default="bfloat16",
             choices=DTYPES,
             metavar="TYPE",
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         texts=tuple(arguments.text),
         out=arguments.out,
         tokens=arguments.tokens,
-        dtype=arguments.dtype,
+        dtype=arguments.kv_dtype,
         device=arguments.device,
         shared=arguments.shared,
         force=arguments.force,

@@ -99,7 +99,7 @@ def test_a_model_with_a_short_context_is_measured_in_short_sequences():
 @pytest.mark.parametrize("flag", ["--per-layer", "--shared"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_codebook_covers_at_least_what_the_default_covers(calibrate, text, tmp_path, dtype, flag):
-    status, out, error = calibrate(flag, "--dtype", dtype)
+    status, out, error = calibrate(flag, "--kv-dtype", dtype)
     assert (status, error) == (0, "")
     book = Codebook.load(tmp_path / "book.json")
     windows = book.dtypes[dtype]
@@ -173,8 +173,8 @@ def test_badly_covered_layers_are_named():
         (["--text", "/nowhere.txt"], 2, "--text /nowhere.txt: No such file or directory; name a readable text file"),
         (["--tokens", "1023"], 2, "--tokens is 1023; ask for at least 1024"),
         (["--tokens", "x"], 2, "argument --tokens: invalid int value: 'x'"),
-        (["--dtype", "int3"], 2, "argument --dtype: invalid choice: 'int3'"),
-        (["--dtype", "float32"], 2, "argument --dtype: invalid choice: 'float32'"),
+        (["--kv-dtype", "int3"], 2, "argument --kv-dtype: invalid choice: 'int3'"),
+        (["--kv-dtype", "float32"], 2, "argument --kv-dtype: invalid choice: 'float32'"),
         (["--device", "tpu"], 2, "device is 'tpu'; choose cpu, cuda or cuda:N"),
         (["--model", "./nowhere"], 2, "model './nowhere' is not a folder; name a folder"),
         (["--out", "/nowhere/book.json"], 2, "--out /nowhere/book.json is no file in a folder that exists; name one"),
@@ -218,7 +218,7 @@ def test_weights_that_are_torn_and_models_that_cannot_run(calibrate, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-1000])
     status, _, error = calibrate("--model", str(torn))
     assert (status, error.count("\n")) == (2, 1)
-    assert error.startswith(f"kvrail calibrate: --model {torn}: its weights cannot be read: ")
+    assert error.startswith(f"kvrail calibrate: the weights in '{torn}' cannot be read: ")
     config = json.loads((torn / "config.json").read_text())
     (torn / "config.json").write_text(json.dumps(config | {"model_type": "nothing"}))
     status, _, error = calibrate("--model", str(torn))

@@ -54,6 +54,13 @@ def test_refuses_pickled_weights(tmp_path: Path) -> None:
         load_model(str(folder), **OPTIONS)
 
 
+def test_refuses_torn_weights(tmp_path: Path) -> None:
+    weights = copy(tmp_path, "llama") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_model(str(weights.parent), **OPTIONS)
+
+
 def test_refuses_unknown_architectures(tmp_path: Path) -> None:
     folder = copy(tmp_path, "llama")
     edit_config(folder, model_type="of-my-own")
