@@ -12,7 +12,8 @@ SOURCES := pyproject.toml constraints-cpu.txt
 GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
-.PHONY: help up test lint format protos gpu-test bench-engine bench-transport bench-serving compose-test clean
+.PHONY: help up test lint format protos gpu-test compose-test clean \
+	bench-engine bench-transport bench-serving bench-codec bench-link
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -30,6 +31,10 @@ $(VENV)/.worker: $(SOURCES) | $(BIN)/python
 $(VENV)/.dev: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev]'
 	@touch $(VENV)/.worker $@
+
+$(VENV)/.bench: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,bench]'
+	@touch $(VENV)/.worker $(VENV)/.dev $@
 
 up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http://127.0.0.1:8000
 	@exec $(BIN)/kvrail up $(ARGS)
@@ -65,6 +70,12 @@ bench-transport: $(VENV)/.dev  ## throughput of the KV transports
 
 bench-serving: $(VENV)/.dev  ## latency and throughput of a whole cluster, as a client sees it
 	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+bench-codec: $(VENV)/.bench  ## ratio and speed of the KV codecs, beside their peers
+	$(BIN)/python -m benchmarks.codec $(ARGS)
+
+bench-link: $(VENV)/.bench  ## the KV codecs over a slow link between two network namespaces; needs root
+	$(BIN)/python -m benchmarks.link $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)

@@ -22,7 +22,6 @@ from codec import registry
 from codec.base import Block
 from codec.splitzip.formats import WindowCode
 
-RESULTS = Path(__file__).parent / "results"
 SMALL_RUNS = 100
 """Runs of blocks of up to 8 MiB, which are short."""
 
@@ -35,7 +34,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each codec")
     parser.add_argument("--no-peers", action="store_true", help="ours alone")
     parser.add_argument("--no-plot", action="store_true", help="no SVG; matplotlib is not needed then")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
     return parser.parse_args(argv)
 
 

@@ -16,6 +16,7 @@ from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures
 
 GIB = 1 << 30
+RESULTS = Path(__file__).parent / "results"
 
 
 def hardware(device: torch.device) -> str:

@@ -1,0 +1,254 @@
+"""KV over a slow link between two machines, which two network namespaces stand in for.
+
+    sudo python -m benchmarks.link [--rate 1gbit] [--tokens 4096,7168] [--rounds 7] [--codecs raw,splitzip]
+
+A prefill worker lives in one namespace, a decode worker and the router in the other; a pair of virtual Ethernet
+devices, held to --rate by a token bucket, joins them. The demo model reads real text. The prefill worker has a prompt's
+KV already, so that what is measured is the transfer. Correctness first: with every codec the client must get the same
+text. The codecs take turns; the figures are medians. Where namespaces are not permitted, it says so and ends.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks import codec_report
+from benchmarks.codec_data import DEMO, corpus
+from benchmarks.codec_tables import Table
+from codec import registry
+from kvrail.text import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+PREFILL_HOST, DECODE_HOST = "10.77.0.1", "10.77.0.2"
+OUTPUT_TOKENS = 16
+BURST = "256kb"
+"""Of the token bucket: less cannot keep a fast link busy, more lets a transfer through unhindered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request came to; seconds: from the call of the prefill worker to the last page in place."""
+
+    text: str
+    raw_bytes: int
+    payload_bytes: int
+    seconds: float
+
+
+class Cluster:
+    """A prefill worker, a decode worker without prefix cache, and a router, each a process of its own.
+
+    namespace: network namespace of the prefill worker, None: that of this process; the others run in this one's.
+    ports: of the router, the prefill worker, the decode worker and its metrics.
+    """
+
+    def __init__(
+        self, folder: Path, prefill_host: str, decode_host: str, namespace: str | None, ports: Sequence[int]
+    ) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.url = f"http://{decode_host}:{ports[0]}"
+        self._metrics = f"http://{decode_host}:{ports[3]}/metrics"
+        prefill, decode = f"{prefill_host}:{ports[1]}", f"{decode_host}:{ports[2]}"
+        try:
+            self._start("prefill", prefill, "--metrics-port", "0", namespace=namespace)
+            self._start("decode", decode, "--metrics-port", str(ports[3]), "--no-prefix-cache")
+            self._start("router", f"{decode_host}:{ports[0]}", "--prefill-workers", prefill, "--decode-workers", decode)
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def ask(self, prompt: Sequence[int], codec: str) -> Answer:
+        """One greedy completion whose KV crosses with `codec`. Raises RuntimeError where it does not."""
+        before = self._transfer_seconds()
+        body = {
+            "model": "kvrail-demo",
+            "prompt": list(prompt),
+            "max_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "kvrail": {"codec": codec},
+        }
+        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=600)
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code}: {response.text}")
+        answer = response.json()
+        usage = answer["usage"]["kvrail"]
+        if usage["codec"] != codec or not usage["kv_bytes"]:
+            raise RuntimeError(f"KV should have crossed with {codec}; the usage is {usage}")
+        seconds = self._transfer_seconds() - before
+        return Answer(answer["choices"][0]["text"], usage["kv_raw_bytes"], usage["kv_bytes"], seconds)
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+            process.wait()
+
+    def _start(self, role: str, address: str, *flags: str, namespace: str | None = None) -> None:
+        host, _, port = address.rpartition(":")
+        command = ["ip", "netns", "exec", namespace] if namespace else []
+        command += [sys.executable, "-m", "services.cli.main", role, "--host", host, "--port", port, *flags]
+        with (self._folder / role).open("wb") as log:
+            self._processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline and all(process.poll() is None for process in self._processes):
+            with suppress(httpx.HTTPError):
+                health = httpx.get(f"{self.url}/health", timeout=2).json()
+                workers = health["decode_workers"] | health["prefill_workers"]
+                if all(worker["state"] == "healthy" for worker in workers.values()):
+                    return
+            time.sleep(0.2)
+        logs = "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self._folder.iterdir()))
+        raise RuntimeError(f"the cluster did not become healthy:\n{logs}")
+
+    def _transfer_seconds(self) -> float:
+        families = text_string_to_metric_families(httpx.get(self._metrics, timeout=30).text)
+        samples = (sample for family in families for sample in family.samples)
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == "kvrail_kv_transfer_seconds_sum" and sample.labels["direction"] == "received"
+        )
+
+
+@contextmanager
+def linked(rate: str) -> Iterator[tuple[str, str]]:
+    """Two namespaces with a link of `rate` between them: their names. Raises CalledProcessError where that fails."""
+    spaces = [f"kvrail-{role}-{os.getpid()}" for role in ("prefill", "decode")]
+    devices = [f"kvr{side}{os.getpid()}" for side in "pd"]
+    try:
+        for space in spaces:
+            _ip("netns", "add", space)
+        _ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
+        for space, device, host in zip(spaces, devices, (PREFILL_HOST, DECODE_HOST), strict=True):
+            _ip("link", "set", device, "netns", space)
+            _ip("-n", space, "addr", "add", f"{host}/24", "dev", device)
+            for name in (device, "lo"):
+                _ip("-n", space, "link", "set", name, "up")
+            bucket = ["tbf", "rate", rate, "burst", BURST, "latency", "50ms"]
+            _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *bucket)
+        yield spaces[0], spaces[1]
+    finally:
+        for space in spaces:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+        subprocess.run(["ip", "link", "del", devices[0]], capture_output=True)
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def prompt_of(length: int) -> list[int]:
+    """The first tokens of real text."""
+    tokens = load_tokenizer(str(DEMO)).encode(corpus(), add_special_tokens=True)
+    if len(tokens) < length:
+        raise SystemExit(f"the text has {len(tokens)} tokens, not {length}; ask for fewer with --tokens")
+    return tokens[:length]
+
+
+def measure(cluster: Cluster, prompt: Sequence[int], codecs: Sequence[str], rounds: int) -> dict[str, list[Answer]]:
+    """Answers by codec, in turn, after one each that is not counted. Raises SystemExit where texts differ."""
+    text = cluster.ask(prompt, codecs[0]).text  # the prefill worker computes the prompt
+    answers: dict[str, list[Answer]] = {codec: [] for codec in codecs}
+    for number in range(rounds + 1):
+        for codec in codecs:
+            answer = cluster.ask(prompt, codec)
+            if answer.text != text:
+                raise SystemExit(f"{codec} gave {answer.text!r}; {codecs[0]} gave {text!r}")
+            if number:
+                answers[codec].append(answer)
+    return answers
+
+
+def table(length: int, rate: str, answers: dict[str, list[Answer]]) -> Table:
+    """Medians of one length."""
+    first = next(iter(answers))
+    base = statistics.median(answer.seconds for answer in answers[first])
+    rows = []
+    for codec, found in answers.items():
+        seconds = sorted(answer.seconds for answer in found)
+        middle, raw, payload = statistics.median(seconds), found[0].raw_bytes, found[0].payload_bytes
+        cells = [f"{raw / payload:.3f}", f"{middle * 1e3:.1f}", f"{seconds[0] * 1e3:.1f}", f"{seconds[-1] * 1e3:.1f}"]
+        rows.append(
+            [codec, f"{payload / 1e6:.1f}", *cells, f"{payload * 8 / middle / 1e9:.3f}", f"{base / middle:.2f}"]
+        )
+    header = ("codec", "MB", "ratio", "median ms", "least", "most", "Gb/s of link", f"{first} over this")
+    notes = f"{len(found)} transfers each, in turn; from the call of the prefill worker to the last page in place."
+    return Table(f"{length:,} tokens at {rate}", header, rows, notes)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.link", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rate", default="1gbit", help="rate of the link, as tc has it")
+    parser.add_argument("--tokens", default="4096,7168", help="lengths of prompts, with commas")
+    parser.add_argument("--rounds", type=int, default=7, help="transfers of each codec and length")
+    parser.add_argument("--codecs", default=",".join(registry.names()), help="with commas; the first is the baseline")
+    parser.add_argument("--port", type=int, default=18700, help="first of four ports")
+    parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
+    parser.add_argument("--prefill-namespace", help=argparse.SUPPRESS)  # set where this command starts itself anew
+    return parser.parse_args(argv)
+
+
+def run_inside(options: argparse.Namespace) -> None:
+    """In the decode worker's namespace: start the cluster, measure, write."""
+    codecs, tables = options.codecs.split(","), []
+    with tempfile.TemporaryDirectory() as folder:
+        ports = range(options.port, options.port + 4)
+        cluster = Cluster(Path(folder), PREFILL_HOST, DECODE_HOST, options.prefill_namespace, ports)
+        try:
+            for length in map(int, options.tokens.split(",")):
+                answers = measure(cluster, prompt_of(length), codecs, options.rounds)
+                tables.append(table(length, options.rate, answers))
+        finally:
+            cluster.stop()
+    facts = codec_report.head(torch.device("cpu"), "benchmarks.link")
+    facts["command"] = facts["command"].split(" --prefill-namespace")[0]
+    title = "KV over a slow link: demo model, prefill and decode workers in network namespaces"
+    codec_report.write(options.out, f"codec-link-{facts['date']}-cpu", facts, title, tables)
+    print(codec_report.markdown(facts, title, tables))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build the link and run on it; returns the exit status."""
+    options = parse(argv)
+    if options.prefill_namespace:
+        run_inside(options)
+        return 0
+    try:
+        with linked(options.rate) as (prefill, decode):
+            again: list[Any] = [sys.executable, "-m", "benchmarks.link", *(sys.argv[1:] if argv is None else argv)]
+            return subprocess.run(["ip", "netns", "exec", decode, *again, "--prefill-namespace", prefill]).returncode
+    except FileNotFoundError as error:
+        print(f"skipped: {error.filename} is not installed; it is part of iproute2")
+    except subprocess.CalledProcessError as error:
+        print(f"skipped: {' '.join(error.cmd)} failed: {error.stderr.strip()}; network namespaces need root")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
