@@ -12,7 +12,8 @@ import torch
 
 from codec.base import CodecError, EncodingStats, PagedBlock
 from codec.splitzip import buffers
-from codec.splitzip.cpu_kernels import Geometry, decode_tiles, encode_tiles, stray_record
+from codec.splitzip.cpu_geometry import geometry_of
+from codec.splitzip.cpu_kernels import decode_tiles, encode_tiles
 from codec.splitzip.formats import SEGMENTS
 from codec.splitzip.payload import (
     HEADER_BYTES,
@@ -95,10 +96,9 @@ def encode(
 def decode(payload: Bytes, layout: Payload, tops: Sequence[Ints | None], out: PagedBlock) -> None:
     """Write a payload into `out`; layout: what payload.parse says of it, tops: as of `encode`.
 
-    Raises CodecError, with `out` untouched, where a record lies on no value or a pool's tensor is not contiguous.
+    Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
     """
     pools, page_ids = _byte_pools(out), np.array(out.page_ids, dtype=np.int64)
-    check_records(payload, layout)
     for pool, top, part, dense, escapes in zip(
         pools, tops, layout.parts, layout.dense_offsets, layout.escape_offsets, strict=False
     ):
@@ -111,16 +111,6 @@ def decode(payload: Bytes, layout: Payload, tops: Sequence[Ints | None], out: Pa
         size = layout.scale_bytes // 2
         _scatter(pool, page_ids, payload[offset : offset + size])
         offset += size
-
-
-def check_records(payload: Bytes, layout: Payload) -> None:
-    """Raise CodecError unless every record lies on a value of its tile."""
-    for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
-        if not part.raw:
-            geometry, _ = _geometry(part.plan)
-            stray = stray_record(geometry, part.plan.tiles, payload[dense:], payload[escapes:])
-            if stray >= 0:
-                raise CodecError(f"record {stray} of {part.records} lies on no value of its tile")
 
 
 def _encode_tensor(
@@ -141,7 +131,7 @@ def _encode_tiles(
     pool: Bytes, page_ids: Ints, plan: TensorPlan, tops: Ints | None, dense: Bytes
 ) -> list[_Escapes] | None:
     """Fill the dense sections but for groups; None where the code does not make the tensor smaller."""
-    geometry, planes = _geometry(plan)
+    geometry = geometry_of(plan)
     window_tops = _as_bytes(plan, tops)
     most = (plan.raw_bytes - plan.fixed_bytes) // 2  # records of a tensor that does not travel raw
 
@@ -150,7 +140,7 @@ def _encode_tiles(
         size = min(most, (last - first) * tile_values) + tile_values
         memory = buffers.take(3 * size)
         records, extensions = memory[: 2 * size].view(np.uint16), memory[2 * size : 3 * size]
-        counts = encode_tiles(pool, page_ids, first, last, geometry, planes, window_tops, dense, records, extensions)
+        counts = encode_tiles(pool, page_ids, first, last, geometry, window_tops, dense, records, extensions)
         if counts[0] < 0:
             return None
         return _Escapes(memory, memory[: 2 * counts[0]], extensions[: counts[1]])
@@ -164,14 +154,14 @@ def _encode_tiles(
 
 def _decode_tensor(pool: Bytes, page_ids: Ints, part: Part, tops: Ints | None, dense: Bytes, escapes: Bytes) -> None:
     """Write the tiles of one tensor into its pages."""
-    geometry, planes = _geometry(part.plan)
+    geometry = geometry_of(part.plan)
     window_tops = _as_bytes(part.plan, tops)
     extensions = escapes[aligned(2 * part.records) :]
     records, wide = tile_escapes(dense, part.plan)
 
     def decode_range(first: int, last: int) -> None:
         left = (escapes[2 * int(records[:first].sum()) :], extensions[int(wide[:first].sum()) :])
-        decode_tiles(pool, page_ids, first, last, geometry, planes, window_tops, dense, *left)
+        decode_tiles(pool, page_ids, first, last, geometry, window_tops, dense, *left)
 
     _on_threads(decode_range, part.plan)
 
@@ -188,40 +178,6 @@ def _on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Re
 def _threads() -> ThreadPoolExecutor:
     """The helpers of all threads that encode or decode."""
     return ThreadPoolExecutor(_MAX_THREADS - 1, thread_name_prefix="splitzip")
-
-
-@functools.lru_cache(maxsize=256)
-def _geometry(plan: TensorPlan) -> tuple[Geometry, Ints]:
-    """A plan as kernels take it: numbers, and its planes, int64 [n, 4]."""
-    starts = {name: where.offset for name, where in plan.sections.items()}
-    planes, shift = [], 0
-    for number, width in enumerate(plan.significand_planes):
-        if width < 8:
-            planes.append((starts[f"significand{number}"], width, shift, 0))
-            shift += width
-    shift = 0
-    for number, width in enumerate(plan.code_planes):
-        planes.append((starts[f"code{number}"], width, shift, 1))
-        shift += width
-    geometry = Geometry(
-        item_bytes=plan.format.item_bytes,
-        mantissa_bits=plan.format.mantissa_bits,
-        exponent_mask=plan.format.exponents - 1,
-        code_bits=plan.code.code_bits,
-        position_bits=plan.code.position_bits,
-        per_channel=int(plan.code.per_channel),
-        num_pages=plan.num_pages,
-        rows=plan.rows,
-        columns=plan.columns,
-        segment_rows=plan.segment_rows,
-        tile_width=plan.tile_width,
-        tiles_per_page=plan.tiles_per_page,
-        low=starts["significand0"],
-        tops=starts.get("tops", 0),
-        drops=starts.get("drops", 0),
-        counts=starts["counts"],
-    )
-    return geometry, np.array(planes, dtype=np.int64)
 
 
 def _as_bytes(plan: TensorPlan, tops: Ints | None) -> Bytes:

@@ -8,8 +8,6 @@ Every constant is typed and every intermediate cast: else a loop would widen to 
 All of it is one file because numba's cache does not see changes of functions in others.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from llvmlite import ir
 from numba import int64, njit, types, void
@@ -18,32 +16,10 @@ from numba import uint16 as u16
 from numba import uint64 as u64
 from numba.extending import intrinsic
 
+from codec.splitzip.cpu_geometry import Geometry
+
 BFLOAT16, FLOAT16, E5M2 = 7, 10, 2
 """Formats by their mantissa bits; the fourth, float8_e4m3fn, has 3."""
-
-
-class Geometry(NamedTuple):
-    """What kernels know of a TensorPlan: its attributes of the same names, and where sections begin in a dense part.
-
-    exponent_mask: 2^E - 1; low: the significand plane of eight bits; tops and drops: 0 where the code is fixed.
-    """
-
-    item_bytes: int
-    mantissa_bits: int
-    exponent_mask: int
-    code_bits: int
-    position_bits: int
-    per_channel: int
-    num_pages: int
-    rows: int
-    columns: int
-    segment_rows: int
-    tile_width: int
-    tiles_per_page: int
-    low: int
-    tops: int
-    drops: int
-    counts: int
 
 
 @njit(nogil=True)
@@ -68,6 +44,12 @@ def _is_value(geometry, number, s, j):
 def _copy(source, target):
     for j in range(source.size):
         target[j] = source[j]
+
+
+@njit(nogil=True)
+def _add(source, target):
+    for j in range(target.size):
+        target[j] |= u16(source[j])
 
 
 @njit(nogil=True)
@@ -108,22 +90,25 @@ def _pad(values, tops, geometry, number):
 
 @njit(nogil=True)
 def _choose_tops(values, geometry, tile, dense, largest):
-    """Write a tile's top and drops; `largest` [tile_width] is scratch."""
-    width = geometry.tile_width
-    magnitude = u16((geometry.exponent_mask + 1 << geometry.mantissa_bits) - 1)
+    """Write a tile's top and drops; `largest` [J] is scratch."""
+    width, magnitude = geometry.tile_width, u16((geometry.exponent_mask + 1 << geometry.mantissa_bits) - 1)
     largest[:] = u16(0)
-    for row in range(8 * geometry.segment_rows):
-        line = values[row * width :][:width]
+    for s in range(8):
+        segment = values[s * largest.size :][: largest.size]
+        for j in range(segment.size):
+            largest[j] = max(largest[j], u16(segment[j] & magnitude))
+    for r in range(1, geometry.segment_rows):
+        line = largest[r * width :][:width]
         for c in range(line.size):
-            largest[c] = max(largest[c], u16(line[c] & magnitude))
-    top = int64(largest.max()) >> geometry.mantissa_bits
+            largest[c] = max(largest[c], line[c])
+    shift, half = u16(geometry.mantissa_bits), (width + 1) // 2
+    top = u8(largest[:width].max() >> shift)
     dense[geometry.tops + tile] = top
-    half = (width + 1) // 2
-    drops = dense[geometry.drops + tile * half :][:half]
-    drops[:] = u8(0)
-    for c in range(width):
-        drop = min(top - (int64(largest[c]) >> geometry.mantissa_bits), 15)
-        drops[c % half] |= u8(drop << 4 if c >= half else drop)
+    left, right, drops = largest[:half], largest[half:width], dense[geometry.drops + tile * half :]
+    for c in range(left.size):
+        drops[c] = min(u8(top - u8(left[c] >> shift)), u8(15))
+    for c in range(right.size):
+        drops[c] |= u8(min(u8(top - u8(right[c] >> shift)), u8(15)) << u8(4))
 
 
 @njit(nogil=True)
@@ -142,79 +127,130 @@ def _read_tops(geometry, tile, dense, tops):
         _copy(tops[:width], tops[r * width :])
 
 
+def _format_kernels(exponent_bits, mantissa_bits, low_bits):
+    """Kernels of one element type that take values apart and put them together; what they close over are constants.
+
+    A field is the significand without its `low_bits` low bits.
+    """
+    shift, mask, base = u16(mantissa_bits), u8((1 << exponent_bits) - 1), u16(low_bits)
+    high, sign = u8((1 << mantissa_bits - low_bits) - 1), u8(1 << mantissa_bits - low_bits)
+    sign_shift = u16(low_bits + exponent_bits)
+
+    @njit(nogil=True)
+    def split(values, tops, fields, distances):
+        size = tops.size
+        for s in range(8):
+            bits, field, distance = values[s * size :][:size], fields[s * size :][:size], distances[s * size :][:size]
+            for j in range(size):
+                field[j] = (u8(bits[j] >> base) & high) | (u8(bits[j] >> sign_shift) & sign)
+                distance[j] = u8(tops[j] - u8(bits[j] >> shift)) & mask
+
+    @njit(nogil=True)
+    def join(values, tops, fields, distances):
+        size = tops.size
+        for s in range(8):
+            bits, field, distance = values[s * size :][:size], fields[s * size :][:size], distances[s * size :][:size]
+            for j in range(size):
+                exponent = u16(u16(u8(tops[j] - distance[j]) & mask) << shift)
+                bits[j] = exponent | u16(u16(field[j] & high) << base) | u16(u16(field[j] & sign) << sign_shift)
+
+    return split, join
+
+
+_split_bfloat16, _join_bfloat16 = _format_kernels(8, 7, 0)
+_split_float16, _join_float16 = _format_kernels(5, 10, 8)
+_split_e5m2, _join_e5m2 = _format_kernels(5, 2, 0)
+_split_e4m3, _join_e4m3 = _format_kernels(4, 3, 0)
+
+
 @njit(nogil=True)
 def _split(values, tops, geometry, low, fields, distances):
-    """Take values apart: `low` takes the significand's low eight bits where it has as many, `fields` the bits above."""
+    """Take values apart. Of the significand, the plane `low` takes the low eight bits where it has as many."""
     if geometry.mantissa_bits == BFLOAT16:
-        for i in range(values.size):
-            low[i] = u8(values[i] & u16(0x7F)) | u8((values[i] >> u16(8)) & u16(0x80))
+        _split_bfloat16(values, tops, low, distances)
     elif geometry.mantissa_bits == FLOAT16:
-        for i in range(values.size):
-            low[i] = u8(values[i])
-            fields[i] = u8((values[i] >> u16(8)) & u16(3)) | u8((values[i] >> u16(13)) & u16(4))
+        _split_float16(values, tops, fields, distances)
+        _copy(values, low)
     elif geometry.mantissa_bits == E5M2:
-        for i in range(values.size):
-            fields[i] = u8(values[i] & u16(3)) | u8((values[i] >> u16(5)) & u16(4))
+        _split_e5m2(values, tops, fields, distances)
     else:
-        for i in range(values.size):
-            fields[i] = u8(values[i] & u16(7)) | u8((values[i] >> u16(4)) & u16(8))
-    shift, mask = u16(geometry.mantissa_bits), u8(geometry.exponent_mask)
-    for s in range(8):
-        bits, distance = values[s * tops.size :][: tops.size], distances[s * tops.size :]
-        for j in range(bits.size):
-            distance[j] = u8(tops[j] - u8(bits[j] >> shift)) & mask
+        _split_e4m3(values, tops, fields, distances)
 
 
 @njit(nogil=True)
 def _join(values, tops, geometry, low, fields, distances):
-    """Put values together: the inverse of _split. Exponents first, then the significand around them."""
-    shift, mask = u16(geometry.mantissa_bits), u8(geometry.exponent_mask)
-    for s in range(8):
-        bits, distance = values[s * tops.size :][: tops.size], distances[s * tops.size :]
-        for j in range(bits.size):
-            bits[j] = u16(u8(tops[j] - distance[j]) & mask) << shift
+    """Put values together: the inverse of _split."""
     if geometry.mantissa_bits == BFLOAT16:
-        for i in range(values.size):
-            values[i] |= u16(low[i] & u8(0x7F)) | u16(u16(low[i] & u8(0x80)) << u16(8))
+        _join_bfloat16(values, tops, low, distances)
     elif geometry.mantissa_bits == FLOAT16:
-        for i in range(values.size):
-            values[i] |= u16(low[i]) | u16(u16(fields[i] & u8(3)) << u16(8)) | u16(u16(fields[i] & u8(4)) << u16(13))
+        _join_float16(values, tops, fields, distances)
+        _add(low, values)
     elif geometry.mantissa_bits == E5M2:
-        for i in range(values.size):
-            values[i] |= u16(fields[i] & u8(3)) | u16(u16(fields[i] & u8(4)) << u16(5))
+        _join_e5m2(values, tops, fields, distances)
     else:
-        for i in range(values.size):
-            values[i] |= u16(fields[i] & u8(7)) | u16(u16(fields[i] & u8(8)) << u16(4))
+        _join_e4m3(values, tops, fields, distances)
 
 
 @njit(nogil=True)
-def _pack(fields, shift, width, plane):
-    """Bits `shift` to `shift + width` of `fields` into a plane [width * J]."""
-    size, mask = fields.size // 8, u8((1 << width) - 1)
-    for s in range(8):
-        source, target = fields[s * size :][:size], plane[s % width * size :]
-        place = u8(s // width * width)
-        if s < width:
-            for j in range(source.size):
-                target[j] = u8(source[j] >> shift) & mask
-        else:
-            for j in range(source.size):
-                target[j] |= u8((u8(source[j] >> shift) & mask) << place)
+def _pack(fields, bits, tile, dense, first, second):
+    """The low bits of `fields`: four into the plane at `first`, or three into those of two and of one bit."""
+    size = fields.size // 8
+    if bits == 4:
+        _pack_four(fields, dense[first + tile * 4 * size :][: 4 * size])
+    elif bits == 3:
+        _pack_two(fields, dense[first + tile * 2 * size :][: 2 * size])
+        _pack_third(fields, dense[second + tile * size :][:size])
 
 
 @njit(nogil=True)
-def _unpack(plane, shift, width, fields):
-    """The inverse of _pack. The plane of the lowest bits comes first and clears those above."""
-    size, mask = fields.size // 8, u8((1 << width) - 1)
+def _unpack(fields, bits, tile, dense, first, second):
+    """The inverse of _pack."""
+    size = fields.size // 8
+    if bits == 4:
+        _unpack_four(fields, dense[first + tile * 4 * size :][: 4 * size])
+    elif bits == 3:
+        _unpack_three(fields, dense[first + tile * 2 * size :][: 2 * size], dense[second + tile * size :][:size])
+
+
+@njit(nogil=True)
+def _pack_four(fields, plane):
+    left, right = fields[: plane.size], fields[plane.size :]
+    for i in range(plane.size):
+        plane[i] = (left[i] & u8(15)) | u8(right[i] << u8(4))
+
+
+@njit(nogil=True)
+def _pack_two(fields, plane):
+    for quarter in range(4):
+        source = fields[quarter * plane.size :][: plane.size]
+        for i in range(source.size):
+            plane[i] = u8(plane[i] >> u8(2)) | u8(source[i] << u8(6))
+
+
+@njit(nogil=True)
+def _pack_third(fields, plane):
     for s in range(8):
-        source, target = plane[s % width * size :][:size], fields[s * size :]
-        place = u8(s // width * width)
-        if shift == 0:
-            for j in range(source.size):
-                target[j] = u8(source[j] >> place) & mask
-        else:
-            for j in range(source.size):
-                target[j] |= u8((u8(source[j] >> place) & mask) << shift)
+        source = fields[s * plane.size :][: plane.size]
+        for j in range(source.size):
+            plane[j] = u8(plane[j] >> u8(1)) | u8(u8(source[j] << u8(5)) & u8(128))
+
+
+@njit(nogil=True)
+def _unpack_four(fields, plane):
+    left, right = fields[: plane.size], fields[plane.size :]
+    for i in range(plane.size):
+        left[i] = plane[i] & u8(15)
+        right[i] = plane[i] >> u8(4)
+
+
+@njit(nogil=True)
+def _unpack_three(fields, two, one):
+    size = one.size
+    for s in range(8):
+        target, pair = fields[s * size :][:size], two[s % 2 * size :][:size]
+        for j in range(size):
+            low = u8(pair[j] >> u8(s // 2 * 2)) & u8(3)
+            target[j] = low | u8(u8(u8(one[j] >> u8(s)) & u8(1)) << u8(2))
 
 
 @njit(nogil=True)
@@ -257,53 +293,38 @@ def _list_escapes(marks, distances, geometry, records, extensions):
 
 
 @njit(nogil=True)
-def _count(geometry, tile, dense):
-    """How many escapes a tile has, and whether it is wide."""
-    low, high = int64(dense[geometry.counts + 2 * tile]), int64(dense[geometry.counts + 2 * tile + 1])
-    return low | (high & 127) << 8, high >> 7 != 0
-
-
-@njit(nogil=True)
-def _apply_escapes(distances, geometry, records):
-    """Set the distances of a tile's escapes; records: bytes."""
-    window, size, mask = 1 << geometry.code_bits, distances.size // 8, (1 << geometry.position_bits) - 1
+def _apply_escapes(distances, geometry, records, extensions):
+    """Set the distances of a tile's escapes; records: bytes; extensions: none where the tile is not wide."""
+    window, size = 1 << geometry.code_bits, distances.size // 8
+    mask, far_bits = (1 << geometry.position_bits) - 1, 16 - geometry.position_bits
     for index in range(records.size // 2):
         record = int64(records[2 * index]) | int64(records[2 * index + 1]) << 8
-        position = record & mask
-        distances[(position & 7) * size + (position >> 3)] = window + (record >> geometry.position_bits)
-
-
-@njit(nogil=True)
-def _apply_extensions(distances, geometry, records, extensions):
-    """Add what the extensions of a wide tile's escapes say."""
-    size, mask, far_bits = distances.size // 8, (1 << geometry.position_bits) - 1, 16 - geometry.position_bits
-    for index in range(records.size // 2):
-        position = (int64(records[2 * index]) | int64(records[2 * index + 1]) << 8) & mask
-        distances[(position & 7) * size + (position >> 3)] += u8(int64(extensions[index]) << far_bits)
+        position, far = record & mask, record >> geometry.position_bits
+        if extensions.size:
+            far += int64(extensions[index]) << far_bits
+        distances[(position & 7) * size + (position >> 3)] = u8(window + far)
 
 
 _GEOMETRY = types.NamedUniTuple(int64, len(Geometry._fields), Geometry)
 _PAYLOAD = types.Array(u8, 1, "C", readonly=True)
 _ENCODE = types.UniTuple(int64, 2)(
-    u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY, int64[:, ::1], u8[::1], u8[::1], u16[::1], u8[::1]
+    u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY, u8[::1], u8[::1], u16[::1], u8[::1]
 )
-_DECODE = void(u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY, int64[:, ::1], u8[::1], _PAYLOAD, _PAYLOAD, _PAYLOAD)
+_DECODE = void(u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY, u8[::1], _PAYLOAD, _PAYLOAD, _PAYLOAD)
 
 
 @njit(_ENCODE, nogil=True, cache=True)
-def encode_tiles(pool, pages, first, last, geometry, planes, window_tops, dense, records, extensions):
+def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
     """Write tiles `first` to `last` into `dense` and list their escapes.
 
-    pool: [layers, pool pages, bytes of a page]; pages: [num_pages]; planes: [n, 4] of offset in `dense`,
-    width, shift, and whether of the codes, else of `fields`; window_tops: [layers]; records and extensions: of one
-    size, filled from their start. Returns how many of each there are, or -1 twice, with tiles left undone, as soon as
-    the records of a tile might not fit.
+    pool: [layers, pool pages, bytes of a page]; pages: [num_pages]; window_tops: [layers]; records and extensions: of
+    one size, filled from their start. Returns how many of each there are, or -1 twice, with tiles left undone, as soon
+    as the records of a tile might not fit.
     """
     segment = geometry.segment_rows * geometry.tile_width
-    values, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint8)
+    values, largest, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint16), np.empty(segment, np.uint8)
     distances, fields = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
     marks = np.zeros((segment + 7) // 8, np.uint64)
-    largest = np.empty(geometry.tile_width, np.uint16)
     num_records, num_extensions = 0, 0
     for tile in range(first, last):
         if num_records + 8 * segment > records.size:
@@ -326,10 +347,8 @@ def encode_tiles(pool, pages, first, last, geometry, planes, window_tops, dense,
         if not whole:
             _pad(values, tops, geometry, number)
         _split(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
-        for plane in range(planes.shape[0]):
-            offset, width, shift, of_codes = planes[plane]
-            section = dense[offset + tile * width * segment :]
-            _pack(distances if of_codes else fields, u8(shift), width, section)
+        _pack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
+        _pack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
         _mark(distances, geometry.code_bits, marks.view(np.uint8))
         count, wide = _list_escapes(marks, distances, geometry, records[num_records:], extensions[num_extensions:])
         dense[geometry.counts + 2 * tile] = u8(count)
@@ -340,7 +359,7 @@ def encode_tiles(pool, pages, first, last, geometry, planes, window_tops, dense,
 
 
 @njit(_DECODE, nogil=True, cache=True)
-def decode_tiles(pool, pages, first, last, geometry, planes, window_tops, dense, records, extensions):
+def decode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
     """Write tiles `first` to `last` into the pages; arguments as of encode_tiles, but records are bytes.
 
     Records and extensions begin with those of tile `first`; none may be stray.
@@ -356,37 +375,18 @@ def decode_tiles(pool, pages, first, last, geometry, planes, window_tops, dense,
             _read_tops(geometry, tile, dense, tops)
         else:
             tops[:] = window_tops[layer]
-        for plane in range(planes.shape[0]):
-            offset, width, shift, of_codes = planes[plane]
-            section = dense[offset + tile * width * segment :]
-            _unpack(section, u8(shift), width, distances if of_codes else fields)
-        count, wide = _count(geometry, tile, dense)
-        _apply_escapes(distances, geometry, records[2 * next_record :][: 2 * count])
-        if wide:
-            _apply_extensions(distances, geometry, records[2 * next_record :][: 2 * count], extensions[next_extension:])
+        _unpack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
+        low, high = int64(dense[geometry.counts + 2 * tile]), int64(dense[geometry.counts + 2 * tile + 1])
+        count = low | (high & 127) << 8
+        extended = count if high >> 7 else 0
+        here = records[2 * next_record :][: 2 * count], extensions[next_extension:][:extended]
+        _apply_escapes(distances, geometry, *here)
         next_record += count
-        next_extension += count if wide else 0
+        next_extension += extended
+        _unpack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
         _join(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
         target = pool[layer, pages[page % geometry.num_pages]]
         if geometry.item_bytes == 2:
             _store(target.view(np.uint16), geometry, number, values)
         else:
             _store(target, geometry, number, values)
-
-
-@njit(int64(_GEOMETRY, int64, _PAYLOAD, _PAYLOAD), nogil=True, cache=True)
-def stray_record(geometry, tiles, dense, records):
-    """The index of a record that lies on no value of its tile; -1 where there is none."""
-    values = 8 * geometry.segment_rows * geometry.tile_width
-    mask, start = (1 << geometry.position_bits) - 1, 0
-    for tile in range(tiles):
-        count, _ = _count(geometry, tile, dense)
-        number = tile % geometry.tiles_per_page
-        whole = _is_whole(geometry, number)
-        if not whole or values <= mask:
-            for index in range(start, start + count):
-                position = (int64(records[2 * index]) | int64(records[2 * index + 1]) << 8) & mask
-                if position >= values or not (whole or _is_value(geometry, number, position & 7, position >> 3)):
-                    return index
-        start += count
-    return -1

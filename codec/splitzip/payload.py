@@ -113,13 +113,15 @@ def scale_bytes_of(spec: BlockSpec) -> int:
 
 
 def parse(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int) -> Payload:
-    """The layout of a payload that came, header and lengths checked; raises CodecError, naming what is wrong."""
+    """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
     layout = parse_header(payload, spec, code, codebook_id, entropy_coded=False)
     if payload.size != layout.size:
         raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
-    for part, offset in zip(layout.parts, layout.dense_offsets, strict=True):
+    for part, start, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
         if not part.raw:
-            check_groups(payload[offset : offset + part.dense_bytes], part)
+            dense = payload[start : start + part.dense_bytes]
+            check_groups(dense, part)
+            check_records(dense, payload[escapes : escapes + 2 * part.records].view("<u2"), part.plan)
     return layout
 
 
@@ -167,6 +169,28 @@ def check_groups(dense: Bytes, part: Part) -> None:
             raise CodecError(f"tiles have {each.sum()} {name}; the header says {total}")
         if not np.array_equal(groups[:, column], offsets_of_groups(each)):
             raise CodecError(f"offsets of {name} do not follow from the counts")
+
+
+def check_records(dense: Bytes, records: npt.NDArray[np.uint16], plan: TensorPlan) -> None:
+    """Check that every record lies on a value of its tile; records: uint16, as many as the counts say."""
+    rows, columns, segment = plan.rows, plan.columns, plan.segment_values
+    if plan.code.per_channel:
+        padding = rows < SEGMENTS * plan.segment_rows or columns < plan.tiles_per_page * plan.tile_width
+    else:
+        padding = plan.page_values < plan.tiles_per_page * SEGMENTS * segment
+    if not padding and SEGMENTS * segment == plan.code.chunk:
+        return  # every position is one of a value
+    position = records.astype(np.int64) & (plan.code.chunk - 1)
+    tile = np.repeat(np.arange(plan.tiles), tile_escapes(dense, plan)[0]) % max(plan.tiles_per_page, 1)
+    s, j = position & (SEGMENTS - 1), position // SEGMENTS
+    if plan.code.per_channel:
+        row, column = s * plan.segment_rows + j // plan.tile_width, tile * plan.tile_width + j % plan.tile_width
+        stray = (row >= rows) | (column >= columns)
+    else:
+        stray = (tile * SEGMENTS + s) * segment + j >= plan.page_values
+    stray |= j >= segment
+    if stray.any():
+        raise CodecError(f"a record has position {position[stray][0]}, where its tile has no value")
 
 
 def write_groups(dense: Bytes, plan: TensorPlan) -> None:
