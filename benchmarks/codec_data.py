@@ -33,6 +33,8 @@ SEQUENCE = 2048
 REAL_TOKENS = 8192
 """The engine computes no more for one source; larger sizes repeat its pages."""
 SMALL_VOCABULARY = 4096
+FRESH_PAGES = 64
+"""Of synthetic KV; more repeat these."""
 RANDOM_MIB = 16
 """So much KV the sequence of the random model makes. More would repeat it, which zstd would find."""
 
@@ -122,10 +124,9 @@ def synthetic(mib: float, escapes: float) -> Source:
         low, high = (low, middle) if _escapes(_draw(spread, middle, 4)) > escapes else (middle, high)
     page_bytes = 2 * layers * PAGE_SIZE * heads * dim * 2
     pages = max(1, round(mib * (1 << 20) / page_bytes))
-    fresh = min(pages, 64)
-    block = tiled(_draw(spread, low, fresh), mib)
+    block = _draw(spread, low, min(pages, FRESH_PAGES))
     note = f"channels exp({low:.2f} N(0, 1)) times N(0, 1), {_escapes(block):.3%} outside the best windows of 16"
-    return Source(f"synthetic-{escapes:.2%}", note, block)
+    return Source(f"synthetic-{escapes:.2%}", note, tiled(block, mib))
 
 
 def tiled(block: Block, mib: float) -> Block:

@@ -1,6 +1,7 @@
 """What a benchmark of codecs leaves behind: tables as Markdown, figures as JSON, and a plot."""
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures
 
 GIB = 1 << 30
+AMD_FAMILIES = {"23": " (Zen, Zen 2)", "25": " (Zen 3, Zen 4)", "26": " (Zen 5)"}
+"""Virtual machines hide the model, but not the family."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -28,37 +31,38 @@ def hardware(device: torch.device) -> str:
     cpu = {key.strip(): value.strip() for key, value in fields.items()}
     name = cpu.get("model name", platform.processor() or platform.machine())
     memory = Path("/proc/meminfo").read_text().split()[1] if Path("/proc/meminfo").exists() else "0"
-    family = f" family {cpu['cpu family']}" if "cpu family" in cpu else ""
+    family = AMD_FAMILIES.get(cpu.get("cpu family", ""), "") if "AMD" in name else ""
     return f"{torch.get_num_threads()} cores of an {name}{family}, {round(int(memory) * 1024 / GIB)} GiB"
 
 
 def head(device: torch.device, module: str) -> dict[str, str]:
-    """Date, machine, command and versions."""
+    """Date, machine, how busy it was when this began, command and versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": hardware(device),
+        "load": f"{os.getloadavg()[0]:.1f}",
         "command": f"python -m {module} {' '.join(sys.argv[1:])}".strip(),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
 
 
-def markdown(facts: dict[str, str], title: str, tables: Sequence[Table]) -> str:
-    """All of it as one text."""
+def markdown(facts: dict[str, str], title: str, gate: str, tables: Sequence[Table]) -> str:
+    """All of it as one text; gate: what was checked before anything was timed."""
     lines = [
         f"# {title}, {facts['date']}",
         "",
-        f"{facts['hardware']}. `{facts['command']}`, torch {facts['torch']}.",
+        f"{facts['hardware']}, load average {facts['load']} at the start; torch {facts['torch']}:",
+        f"`{facts['command']}`",
+        "",
+        f"{gate} Rates are bytes of uncompressed KV a second,",
+        "1 GB = 10^9 bytes, medians; ratios count all metadata.",
         "",
     ]
-    lines += [
-        "Every codec gave every bit back before it was timed. Rates are bytes of uncompressed KV, 1 GB = 10^9 bytes,"
-    ]
-    lines += ["medians; ratios count all metadata.", ""]
     for table in tables:
         lines += [f"## {table.title}", "", *_rows(table), ""]
         lines += [table.notes, ""] if table.notes else []
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _rows(table: Table) -> list[str]:
@@ -67,12 +71,12 @@ def _rows(table: Table) -> list[str]:
     return ["| " + " | ".join(str(row[n]) for n in used) + " |" for row in body]
 
 
-def write(folder: Path, name: str, facts: dict[str, str], title: str, tables: Sequence[Table]) -> None:
-    """NAME.md and NAME.json in `folder`."""
+def write(folder: Path, name: str, facts: dict[str, str], text: str, tables: Sequence[Table]) -> None:
+    """NAME.md, which is `text`, and NAME.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(markdown(facts, title, tables))
+    (folder / f"{name}.md").write_text(text)
     (folder / f"{name}.json").write_text(
-        json.dumps({**facts, "tables": [_record(table) for table in tables]}, indent=1)
+        json.dumps({**facts, "tables": [_record(table) for table in tables]}, indent=1) + "\n"
     )
 
 

@@ -33,6 +33,10 @@ from kvrail.text import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PREFILL_HOST, DECODE_HOST = "10.77.0.1", "10.77.0.2"
+GATE = (
+    "The demo model's KV of real text, from a prefill worker in one network namespace to a decode worker in another."
+    " Every answer was the same text with every codec."
+)
 OUTPUT_TOKENS = 16
 BURST = "256kb"
 """Of the token bucket: less cannot keep a fast link busy, more lets a transfer through unhindered."""
@@ -217,6 +221,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def run_inside(options: argparse.Namespace) -> None:
     """In the decode worker's namespace: start the cluster, measure, write."""
     codecs, tables = options.codecs.split(","), []
+    facts = codec_report.head(torch.device("cpu"), "benchmarks.link")
+    facts["command"] = facts["command"].split(" --prefill-namespace")[0]
     with tempfile.TemporaryDirectory() as folder:
         ports = range(options.port, options.port + 4)
         cluster = Cluster(Path(folder), PREFILL_HOST, DECODE_HOST, options.prefill_namespace, ports)
@@ -226,11 +232,9 @@ def run_inside(options: argparse.Namespace) -> None:
                 tables.append(table(length, options.rate, answers))
         finally:
             cluster.stop()
-    facts = codec_report.head(torch.device("cpu"), "benchmarks.link")
-    facts["command"] = facts["command"].split(" --prefill-namespace")[0]
-    title = "KV over a slow link: demo model, prefill and decode workers in network namespaces"
-    codec_report.write(options.out, f"codec-link-{facts['date']}-cpu", facts, title, tables)
-    print(codec_report.markdown(facts, title, tables))
+    text = codec_report.markdown(facts, "KV over a slow link", GATE, tables)
+    codec_report.write(options.out, f"codec-link-{facts['date']}-cpu", facts, text, tables)
+    print(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
