@@ -107,7 +107,7 @@ def plot(path: Path, facts: dict[str, str], codecs: Sequence[Figures], chunks: d
             textcoords="offset points",
         )
     rates.set(title="encode ▲ and decode ▼", xlabel="ratio", ylabel="GB/s of KV", yscale="log")
-    rates.margins(0.2, 0.25)
+    rates.margins(0.25, 0.45)
     bandwidths = np.geomspace(0.01, 100, 200)
     for each in codecs:
         gains = [seconds(None, b, pipelined=True) / seconds(each, b, pipelined=True) for b in bandwidths]
