@@ -1,0 +1,151 @@
+"""SplitZip on CUDA: the host's part of a payload. gpu_launch.py has the device's.
+
+Nothing waits for the device between the launches of an encoding. Its sizes are known when all is done; then the
+escapes, which are few, are fetched.
+"""
+
+import functools
+
+import numpy as np
+import torch
+
+from codec.base import EncodingStats, PagedBlock
+from codec.splitzip.gpu_launch import (
+    EncodeBuffers,
+    Plans,
+    Tops,
+    byte_pools,
+    launch_decode,
+    launch_encode,
+    make_table,
+    tiles_of,
+)
+from codec.splitzip.payload import HEADER_BYTES, Bytes, Part, Payload, scale_bytes_of, travels_raw
+from codec.splitzip.plan import aligned
+
+
+class GpuEncoding:
+    """An encoding under way on the current stream.
+
+    Its dense parts come to the host at once, its escapes when `stages` knows how many there are. The host's memory is
+    pinned and torch's: it is used again only once this object and every view of its payload are gone.
+    """
+
+    def __init__(self, pages: PagedBlock, plans: Plans, tops: Tops, codebook_id: int) -> None:
+        on_cuda, scale_bytes = pages.device.type == "cuda", scale_bytes_of(pages.spec)
+        size = HEADER_BYTES + sum(aligned(plan.raw_bytes) for plan in plans) + aligned(scale_bytes)
+        self._pages, self._plans = pages, plans
+        self._codebook_id, self._scale_bytes = codebook_id, scale_bytes
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
+        self._totals = torch.empty((2, 2), dtype=torch.int64, pin_memory=on_cuda)
+        self._table = make_table(pages, tops)
+        self._buffers: EncodeBuffers | None = EncodeBuffers.allocate(plans, scale_bytes, pages.device)
+        launch_encode(pages, plans, self._table, self._buffers)
+        self._copy(self._buffers.body, HEADER_BYTES)
+        self._totals.copy_(self._buffers.totals, non_blocking=True)
+        self._event = _record(pages.device)
+        self._layout: Payload | None = None
+
+    def stages(self) -> list[memoryview]:
+        """Wait for the work, bring the escapes and give the one payload."""
+        if self._layout is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._layout = self._finish()
+            self._buffers = None
+        return [self._host.numpy().data[: self._layout.size]]
+
+    def stats(self) -> EncodingStats:
+        """What it came to; after `stages`."""
+        layout = self._layout
+        assert layout is not None, "stats come after stages"
+        return EncodingStats(
+            sum(plan.values for plan in self._plans),
+            sum(part.records for part in layout.parts),
+            sum(part.raw for part in layout.parts),
+        )
+
+    def _finish(self) -> Payload:
+        """Complete the payload in the host's memory; the device has finished all but these last copies."""
+        parts = []
+        for plan, (records, extensions) in zip(self._plans, self._totals.tolist(), strict=True):
+            raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
+            parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
+        layout = Payload(parts[0], parts[1], self._scale_bytes, self._codebook_id)
+        with torch.cuda.stream(_copy_stream(self._pages.device)):
+            if layout.keys.raw or layout.values.raw:
+                self._copy_dense(layout)
+            self._copy_escapes(layout)
+            event = _record(self._pages.device)
+        if event is not None:
+            event.synchronize()
+        self._host.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
+        self._clear_gaps(layout)
+        return layout
+
+    def _copy_dense(self, layout: Payload) -> None:
+        """Copy dense parts and scales anew: where a tensor travels raw, what follows lies elsewhere."""
+        assert self._buffers is not None
+        index = self._table[: len(self._pages.page_ids)]
+        pools, dense = byte_pools(self._pages), self._buffers.dense(self._plans)
+        for part, pool, coded, offset in zip(layout.parts, pools, dense, layout.dense_offsets, strict=False):
+            self._copy(pool.index_select(1, index).flatten() if part.raw else coded, offset)
+        self._copy(self._buffers.scales(self._plans), layout.scale_offset)
+
+    def _copy_escapes(self, layout: Payload) -> None:
+        assert self._buffers is not None
+        for part, slots, offset in zip(layout.parts, self._buffers.slots, layout.escape_offsets, strict=True):
+            self._copy(slots.packed_records[: part.records].view(torch.uint8), offset)
+            self._copy(slots.packed_extensions[: part.extensions], offset + aligned(2 * part.records))
+
+    def _copy(self, source: torch.Tensor, offset: int) -> None:
+        self._host[offset : offset + source.numel()].copy_(source, non_blocking=True)
+
+    def _clear_gaps(self, layout: Payload) -> None:
+        """Write the zeros between sections."""
+        ends = [layout.scale_offset + layout.scale_bytes]
+        for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+            if part.raw:
+                ends.append(dense + part.plan.raw_bytes)
+            else:
+                ends += [dense + section.end for section in part.plan.sections.values()]
+            extensions = escapes + aligned(2 * part.records)
+            ends += [escapes + 2 * part.records, extensions + part.extensions]
+        host = self._host.numpy()
+        for end in ends:
+            host[end : aligned(end)] = 0
+
+
+def encode(pages: PagedBlock, plans: Plans, tops: Tops, codebook_id: int) -> GpuEncoding:
+    """Launch the encoding of keys and values by their plans on the current stream.
+
+    tops: of keys and of values, int64 [layers], or None where channels have their own. Raises CodecError where the rows
+    of a page are not contiguous.
+    """
+    return GpuEncoding(pages, plans, tops, codebook_id)
+
+
+def decode(payload: Bytes, layout: Payload, tops: Tops, out: PagedBlock) -> None:
+    """Write a payload into `out` on the current stream; layout: what payload.parse says of it, tops: as of `encode`.
+
+    Every record must lie on a value. Raises CodecError where the rows of a page are not contiguous.
+    """
+    byte_pools(out)
+    staging = torch.empty(payload.size, dtype=torch.uint8, pin_memory=out.device.type == "cuda")
+    staging.numpy()[:] = payload
+    launch_decode(staging.to(out.device, non_blocking=True), layout, make_table(out, tops), out)
+
+
+def _record(device: torch.device) -> torch.cuda.Event | None:
+    """An event at the end of the current stream; None on a CPU, where all is done at once."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for copies that shall not wait for what else is queued; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
