@@ -4,8 +4,8 @@ A tile is staged as `values`, uint16 [8 * J] whatever the element type, segment 
 `distances` (how far exponents lie below their tops) and `fields` (the significand's bits that no plane of eight takes)
 are uint8 [8 * J] likewise. A plane of b bits packs a field across segments (README.md), so no loop shuffles.
 
-Every constant is typed and every intermediate cast: else a loop would widen to 64 bits and run five times slower.
-All of it is one file because numba's cache does not see changes of functions in others.
+Constants are typed and intermediates cast: else a loop would widen to 64 bits and run five times slower. All of it
+is one file because numba's cache does not see changes of functions in others.
 """
 
 import numpy as np
@@ -296,12 +296,11 @@ def _list_escapes(marks, distances, geometry, records, extensions):
 def _apply_escapes(distances, geometry, records, extensions):
     """Set the distances of a tile's escapes; records: bytes; extensions: none where the tile is not wide."""
     window, size = 1 << geometry.code_bits, distances.size // 8
-    mask, far_bits = (1 << geometry.position_bits) - 1, 16 - geometry.position_bits
     for index in range(records.size // 2):
         record = int64(records[2 * index]) | int64(records[2 * index + 1]) << 8
-        position, far = record & mask, record >> geometry.position_bits
+        position, far = record & (1 << geometry.position_bits) - 1, record >> geometry.position_bits
         if extensions.size:
-            far += int64(extensions[index]) << far_bits
+            far += int64(extensions[index]) << 16 - geometry.position_bits
         distances[(position & 7) * size + (position >> 3)] = u8(window + far)
 
 
@@ -313,7 +312,19 @@ _ENCODE = types.UniTuple(int64, 2)(
 _DECODE = void(u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY, u8[::1], _PAYLOAD, _PAYLOAD, _PAYLOAD)
 
 
-@njit(_ENCODE, nogil=True, cache=True)
+def _compiled(signature):
+    """Compile when this module is imported; keep it where a directory can be written, which README.md names."""
+
+    def decorate(function):
+        try:
+            return njit(signature, nogil=True, cache=True)(function)
+        except RuntimeError:  # numba found no directory for its cache
+            return njit(signature, nogil=True)(function)
+
+    return decorate
+
+
+@_compiled(_ENCODE)
 def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
     """Write tiles `first` to `last` into `dense` and list their escapes.
 
@@ -330,11 +341,10 @@ def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records
         if num_records + 8 * segment > records.size:
             return -1, -1
         number, page = tile % geometry.tiles_per_page, tile // geometry.tiles_per_page
-        layer = page // geometry.num_pages
         whole = _is_whole(geometry, number)
         if not whole:
             values[:] = u16(0)
-        source = pool[layer, pages[page % geometry.num_pages]]
+        source = pool[page // geometry.num_pages, pages[page % geometry.num_pages]]
         if geometry.item_bytes == 2:
             _load(source.view(np.uint16), geometry, number, values)
         else:
@@ -343,7 +353,7 @@ def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records
             _choose_tops(values, geometry, tile, dense, largest)
             _read_tops(geometry, tile, dense, tops)
         else:
-            tops[:] = window_tops[layer]
+            tops[:] = window_tops[page // geometry.num_pages]
         if not whole:
             _pad(values, tops, geometry, number)
         _split(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
@@ -351,14 +361,14 @@ def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records
         _pack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
         _mark(distances, geometry.code_bits, marks.view(np.uint8))
         count, wide = _list_escapes(marks, distances, geometry, records[num_records:], extensions[num_extensions:])
-        dense[geometry.counts + 2 * tile] = u8(count)
-        dense[geometry.counts + 2 * tile + 1] = u8(count >> 8) | u8(128 if wide else 0)
+        tally = dense[geometry.counts + 2 * tile :]
+        tally[0], tally[1] = u8(count), u8(count >> 8) | u8(128 if wide else 0)
         num_records += count
         num_extensions += count if wide else 0
     return num_records, num_extensions
 
 
-@njit(_DECODE, nogil=True, cache=True)
+@_compiled(_DECODE)
 def decode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
     """Write tiles `first` to `last` into the pages; arguments as of encode_tiles, but records are bytes.
 
@@ -370,22 +380,20 @@ def decode_tiles(pool, pages, first, last, geometry, window_tops, dense, records
     next_record, next_extension = 0, 0
     for tile in range(first, last):
         number, page = tile % geometry.tiles_per_page, tile // geometry.tiles_per_page
-        layer = page // geometry.num_pages
         if geometry.per_channel:
             _read_tops(geometry, tile, dense, tops)
         else:
-            tops[:] = window_tops[layer]
+            tops[:] = window_tops[page // geometry.num_pages]
         _unpack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
-        low, high = int64(dense[geometry.counts + 2 * tile]), int64(dense[geometry.counts + 2 * tile + 1])
-        count = low | (high & 127) << 8
-        extended = count if high >> 7 else 0
+        tally = dense[geometry.counts + 2 * tile :]
+        count = int64(tally[0]) | int64(tally[1] & u8(127)) << 8
+        extended = count if tally[1] >= u8(128) else 0
         here = records[2 * next_record :][: 2 * count], extensions[next_extension:][:extended]
         _apply_escapes(distances, geometry, *here)
-        next_record += count
-        next_extension += extended
+        next_record, next_extension = next_record + count, next_extension + extended
         _unpack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
         _join(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
-        target = pool[layer, pages[page % geometry.num_pages]]
+        target = pool[page // geometry.num_pages, pages[page % geometry.num_pages]]
         if geometry.item_bytes == 2:
             _store(target.view(np.uint16), geometry, number, values)
         else:
