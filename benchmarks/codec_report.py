@@ -55,8 +55,8 @@ def markdown(facts: dict[str, str], title: str, gate: str, tables: Sequence[Tabl
         f"{facts['hardware']}, load average {facts['load']} at the start; torch {facts['torch']}:",
         f"`{facts['command']}`",
         "",
-        f"{gate} Rates are bytes of uncompressed KV a second,",
-        "1 GB = 10^9 bytes, medians; ratios count all metadata.",
+        gate,
+        "Rates are bytes of uncompressed KV a second, 1 GB = 10^9 bytes, medians; ratios count all metadata.",
         "",
     ]
     for table in tables:

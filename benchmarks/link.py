@@ -34,8 +34,8 @@ from kvrail.text import load_tokenizer
 ROOT = Path(__file__).parents[1]
 PREFILL_HOST, DECODE_HOST = "10.77.0.1", "10.77.0.2"
 GATE = (
-    "The demo model's KV of real text, from a prefill worker in one network namespace to a decode worker in another."
-    " Every answer was the same text with every codec."
+    "The demo model's KV of real text, from a prefill worker in one network namespace to a decode worker in another.\n"
+    "Every answer was the same text with every codec."
 )
 OUTPUT_TOKENS = 16
 BURST = "256kb"
