@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ class Part:
         return variable_bytes(self.records, self.extensions)
 
 
+@lru_cache(maxsize=256)
 def plans_of(spec: BlockSpec, code: WindowCode) -> tuple[TensorPlan, TensorPlan]:
     """Plans of keys and values."""
     shape = (FORMATS[spec.dtype], code, spec.num_layers, spec.num_pages, spec.page_size)
