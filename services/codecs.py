@@ -1,13 +1,18 @@
 """The codecs of one worker: made once, at start."""
 
 import logging
+from dataclasses import replace
+
+import torch
 
 from codec import registry
 from codec.base import Codec
 from codec.splitzip.codebook import Codebook, CodebookError
 from kvrail.config import WorkerSettings, flag_name
+from kvrail.engine.cache import PagedCache
 from kvrail.engine.loader import LoadedModel
 from kvrail.errors import ConfigError
+from services.pages import paged_block
 
 logger = logging.getLogger("kvrail.codecs")
 
@@ -49,7 +54,7 @@ class Codecs:
             )
         return codec
 
-    def default(self, setting: str) -> str:
+    def default(self, setting: str = "") -> str:
         """Name of the codec to ask for: `setting`, or where it is empty the default, which suits the pages.
 
         Raises ConfigError where `setting` names a codec that cannot be used.
@@ -79,6 +84,15 @@ class Codecs:
             book.tops(self._dtype, "keys", range(loaded.layout.num_layers))
         except CodebookError as error:
             raise ConfigError(f"{flag_name('codebook')} {self._path}: {error}") from None
+
+    def warm_up(self, name: str, loaded: LoadedModel) -> None:
+        """Encode and decode a page with codec `name`, so that no request waits for kernels to be compiled."""
+        cache = PagedCache(replace(loaded.layout, num_layers=1), 1, loaded.device)
+        for pool in (cache.keys, cache.values):
+            pool.copy_(torch.randn(pool.shape))
+        page = paged_block(cache, range(1), [0])
+        for stage, payload in enumerate(self.get(name).encode(page).stages()):
+            self.get(name).decode(stage, payload, page)
 
 
 def _load(path: str) -> Codebook:

@@ -4,9 +4,9 @@ import importlib
 from typing import Any
 
 import numpy as np
+import torch
 
 from codec.base import CodecError, Encoding, PagedBlock
-from codec.splitzip import cpu
 from codec.splitzip.codebook import Codebook, default_codebook
 from codec.splitzip.formats import FORMATS, WindowCode
 from codec.splitzip.payload import Ints, parse, plans_of
@@ -35,10 +35,8 @@ class WindowCodec:
         has no such layer.
         """
         plans, tops = plans_of(pages.spec, self._code(pages)), self._tops(pages)
-        if pages.device.type == "cuda":
-            encoding: Encoding = _gpu().encode(pages, plans, tops, self.parameters_id)
-            return encoding
-        return cpu.encode(pages, plans, tops, self.parameters_id)
+        encoding: Encoding = _kernels(pages.device).encode(pages, plans, tops, self.parameters_id)
+        return encoding
 
     def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
         """Check all of a payload, then write it into `out`, on its device's current stream.
@@ -49,10 +47,7 @@ class WindowCodec:
             raise CodecError(f"{self.name} has stage 0 alone, not {stage}")
         source, tops = np.frombuffer(payload, dtype=np.uint8), self._tops(out)
         layout = parse(source, out.spec, self._code(out), self.parameters_id)
-        if out.device.type == "cuda":
-            _gpu().decode(source, layout, tops, out)
-        else:
-            cpu.decode(source, layout, tops, out)
+        _kernels(out.device).decode(source, layout, tops, out)
 
     def _code(self, pages: PagedBlock) -> WindowCode:
         dtype = pages.spec.dtype
@@ -68,9 +63,9 @@ class WindowCodec:
         return self._codebook.tops(dtype, "keys", pages.layers), self._codebook.tops(dtype, "values", pages.layers)
 
 
-def _gpu() -> Any:
-    """The kernels for CUDA, which need triton: imported when the first CUDA page comes, not before."""
-    return importlib.import_module("codec.splitzip.gpu")
+def _kernels(device: torch.device) -> Any:
+    """What does the work on `device`: imported with the first page there, for numba and triton compile."""
+    return importlib.import_module("codec.splitzip.gpu" if device.type == "cuda" else "codec.splitzip.cpu")
 
 
 def splitzip(codebook: Codebook | None = None, chunk: int = 4096) -> WindowCodec:

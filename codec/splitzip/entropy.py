@@ -17,7 +17,7 @@ from codec.splitzip import buffers
 from codec.splitzip.codec import WindowCodec
 from codec.splitzip.entropy_zstd import ZstdCoder
 from codec.splitzip.formats import FORMATS, WindowCode
-from codec.splitzip.payload import HEADER_BYTES, Bytes, Payload, parse_header, travels_raw
+from codec.splitzip.payload import HEADER_BYTES, Bytes, Payload, parse_header
 
 _LENGTHS = struct.Struct("<5Q")
 _BODY = HEADER_BYTES + _LENGTHS.size
@@ -131,10 +131,7 @@ def _pieces(layout: Payload) -> list[slice]:
 
 
 def _cut(payload: Bytes, layout: Payload, places: Sequence[slice]) -> list[Bytes]:
-    """A payload's pieces as they came; raises CodecError where lengths don't fit it or its header makes no sense."""
-    for part in layout.parts:
-        if not part.raw and travels_raw(part.plan, part.records, part.extensions):
-            raise CodecError(f"a payload has {part.records} records for {part.plan.values} values, more than pay off")
+    """A payload's pieces as they came; raises CodecError where lengths don't fit it."""
     if payload.size < _BODY:
         raise CodecError(f"a payload has {payload.size} bytes; its header and lengths alone have {_BODY}")
     lengths = _LENGTHS.unpack_from(payload.data, HEADER_BYTES)

@@ -154,6 +154,8 @@ def parse_header(
             raise CodecError(f"a payload has {records} records and {extensions} extensions for {most} values")
         if not raw and not plan.fits:
             raise CodecError(f"a payload has pages of {plan.rows} tokens in tiles of {code.chunk}")
+        if not raw and travels_raw(plan, records, extensions):
+            raise CodecError(f"a payload has {records} records for {plan.values} values, more than pay off")
         parts.append(Part(plan, raw, records, extensions))
     return Payload(parts[0], parts[1], scale_bytes_of(spec), book, entropy_coded)
 

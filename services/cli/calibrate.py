@@ -16,7 +16,7 @@ three bytes more. The text should be like what will be served. Prefill and decod
 examples:
   kvrail calibrate --text prompts.txt --out demo.json
   kvrail calibrate --model Qwen/Qwen3-8B --device cuda --text chat.txt --text code.py --out qwen3-8b.json
-  kvrail calibrate --model Qwen/Qwen3-8B --device cuda --text chat.txt --kv-dtype float8_e5m2 --out qwen3-8b-e5m2.json"""
+  kvrail calibrate --model Qwen/Qwen3-8B --device cuda --text a.txt --kv-dtype float8_e5m2 --out qwen3-8b-e5m2.json"""
 DTYPES = ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
 
 

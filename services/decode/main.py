@@ -19,6 +19,7 @@ async def _main(settings: DecodeSettings) -> None:
         settings, codecs=codecs.names, local_prefill_tokens=settings.local_prefill_tokens, detokenize=True
     )
     codecs.check_codebook(worker.loaded)
+    codecs.warm_up(default, worker.loaded)
     prefill_workers = GrpcPrefillWorkers(settings.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
     servicer = DecodeServicer(worker, settings, codecs, default, prefill_workers)
     try:

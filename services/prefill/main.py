@@ -18,6 +18,7 @@ async def _main(settings: PrefillSettings) -> None:
     codecs = Codecs(settings)
     worker = build_worker(settings, codecs=codecs.names, on_layer=observer.layer_written, detokenize=False)
     codecs.check_codebook(worker.loaded)
+    codecs.warm_up(codecs.default(), worker.loaded)
     observer.attach(worker)
     servicer = PrefillServicer(worker, codecs, observer)
     await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))
