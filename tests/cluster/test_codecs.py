@@ -154,13 +154,19 @@ def test_a_setting_that_cannot_work_is_an_error_at_start(setting, dtype, words):
         Codecs(options).default(options.codec)
 
 
-@pytest.mark.parametrize(("dtype", "chosen"), [("bfloat16", "splitzip-channel"), ("float32", "raw")])
-def test_the_default_follows_the_pages(caplog, dtype, chosen):
+@pytest.mark.parametrize(
+    ("dtype", "device", "why"),
+    [
+        ("bfloat16", "cpu", ""),
+        ("float32", "cpu", "splitzip-channel takes no float32 pages"),
+        ("bfloat16", "cuda", "the CUDA kernels of splitzip-channel have not been measured; --codec chooses it"),
+    ],
+)
+def test_the_default_follows_the_pages_and_their_device(caplog, dtype, device, why):
     caplog.set_level("INFO", "kvrail.codecs")
-    assert Codecs(settings(DecodeSettings, "unread", kv_dtype=dtype)).default("") == chosen
-    assert [record.message for record in caplog.records] == (
-        ["KV crosses with codec raw: splitzip-channel takes no float32 pages"] if chosen == "raw" else []
-    )
+    codecs = Codecs(settings(DecodeSettings, "unread", kv_dtype=dtype, device=device))
+    assert codecs.default() == ("raw" if why else "splitzip-channel")
+    assert [record.message for record in caplog.records] == ([f"KV crosses with codec raw: {why}"] if why else [])
 
 
 def codebook(tmp_path, name="book.json", **changes):
