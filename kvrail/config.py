@@ -179,7 +179,7 @@ class DecodeSettings(WorkerSettings):
     port: Port = Field(7002, description="gRPC port")
     codec: str = Field(
         "",
-        description="KV codec to ask prefill workers for; default: splitzip-channel on a CPU, raw on CUDA and for float32",
+        description="KV codec to ask prefill workers for; default: splitzip-channel, on CUDA and for float32 raw",
     )
     local_prefill_tokens: int = Field(
         64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
