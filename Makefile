@@ -13,7 +13,7 @@ GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 .PHONY: help up test lint format protos gpu-test compose-test clean \
-	bench-engine bench-transport bench-serving bench-codec bench-link
+	bench-engine bench-transport bench-serving bench-codec bench-link bench-anchors
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -76,6 +76,9 @@ bench-codec: $(VENV)/.bench  ## ratio and speed of the KV codecs, beside their p
 
 bench-link: $(VENV)/.bench  ## the KV codecs over a slow link between two network namespaces; needs root
 	$(BIN)/python -m benchmarks.link $(ARGS)
+
+bench-anchors: $(VENV)/.dev  ## drafts that coarse forms of KV get accepted, for their size
+	$(BIN)/python -m benchmarks.anchors $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
