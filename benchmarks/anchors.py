@@ -68,7 +68,11 @@ def uniform_layers(name: str, keys: Quantiser, values: Quantiser, recent: int = 
 
 def candidates() -> list[Candidate]:
     """Those of the table, in its order."""
-    int4 = (uniform(4, CHANNEL), uniform(4, TOKEN))
+    return [*progressive(), *quantised()]
+
+
+def progressive() -> list[Candidate]:
+    """Those whose later stages need nothing twice: planes of the window code, and fixed point."""
     found = [uniform_layers("exact", planes(7, escapes_first=True), planes(7, escapes_first=True))]
     for k, v in ((1, 1), (2, 1), (3, 2)):
         old = (planes(k, escapes_first=True, midpoint=False), planes(v, escapes_first=True, midpoint=False))
@@ -83,12 +87,27 @@ def candidates() -> list[Candidate]:
     for name, fine in (("first 2", (0, 1)), ("last 2", (6, 7))):
         keys, values = ([planes(m + (layer in fine)) for layer in range(LAYERS)] for m in (2, 1))
         found.append(Candidate(f"K2 V1, one bit more in the {name} layers", keys, values))
+    return [*found, *_fixed_points()]
+
+
+def _fixed_points() -> list[Candidate]:
+    found = []
     for k, v in ((4, 4), (5, 4), (5, 5)):
         found.append(uniform_layers(f"fixed point K{k} V{v}", fixed_point(k), fixed_point(v)))
     for k, v in ((4, 4), (5, 4), (5, 5)):
-        found.append(uniform_layers(f"fixed point K{k} V{v}, last 64", fixed_point(k), fixed_point(v), 64))
+        for recent in (16, 64):
+            name = f"fixed point K{k} V{v}, last {recent}"
+            found.append(uniform_layers(name, fixed_point(k), fixed_point(v), recent))
+    return found
+
+
+def quantised() -> list[Candidate]:
+    """Quantisers, behind which a residual must travel."""
+    int4 = (uniform(4, CHANNEL), uniform(4, TOKEN))
+    found = []
     found.append(uniform_layers("INT4 K channel, V token", *int4))
-    found.append(uniform_layers("INT4 K channel, V token, last 64", *int4, 64))
+    for recent in (16, 64):
+        found.append(uniform_layers(f"INT4 K channel, V token, last {recent}", *int4, recent))
     found.append(uniform_layers("INT4 both token", int4[1], int4[1]))
     found.append(uniform_layers("INT4 both channel", int4[0], int4[0]))
     found.append(uniform_layers("INT4 both token, last 64, first 4", int4[1], int4[1], 64, 4))
@@ -242,9 +261,9 @@ def main() -> None:
         f"{facts['hardware']}, torch {facts['torch']}, {took:.0f} s: `{facts['command']}`",
         "",
         f"Demo model, float32 arithmetic, KV in bfloat16; {contexts} contexts of 768 and 1,280 tokens: heldout.txt",
-        f"and {len(anchor_drafts.UNSEEN)} files of torch, transformers and huggingface_hub. Bits are a value. K2 V1: planes",
-        "of the window code, 2 bits of the keys' mantissas, 1 of the values'; fixed point K5 V4: bits, sign included.",
-        "Totals of quantisers are estimated from the entropy of the residual;",
+        f"and {len(anchor_drafts.UNSEEN)} files of torch, transformers and huggingface_hub. Bits are a value.",
+        "K2 V1: planes of the window code, 2 bits of the keys' mantissas, 1 of the values';",
+        "fixed point K5 V4: bits, sign included. Totals of quantisers are estimated from the entropy of the residual;",
         "those of planes are counted. ±: standard error over contexts.",
         "",
         "## Greedy",
