@@ -99,7 +99,7 @@ async def test_every_page_type_crosses_exactly(kv_dtype):
     folder = tiny_model("llama")
     async with cluster(folder, kv_dtype=kv_dtype, prefix_cache=False) as c:
         for length in (65, 500):
-            remote = await c.ask(prompt_of(length))
+            remote = await c.ask(prompt_of(length), codec="raw")
             local = await c.ask(prompt_of(length), local=True)
             assert remote.tokens == local.tokens
             assert remote.summary.kv_bytes == remote.summary.kv_raw_bytes > 0
