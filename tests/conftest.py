@@ -7,9 +7,19 @@ import os
 import signal
 
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # A shell that starts the tests in the background ignores Ctrl-C; the processes that tests start must not inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No test is timed: a busy machine is not a fault. In CI, hypothesis also draws the same examples every time.
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=os.environ.get("CI") == "true",
+)
+settings.load_profile("untimed")

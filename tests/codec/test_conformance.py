@@ -61,7 +61,7 @@ def test_exact_codec_moves_pages_of_a_pool_and_touches_no_others(name, dtype, sh
     assert bits_of(source.pools) == before
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     pick=st.sampled_from(dtypes_of(EXACT)),
     shape=st.tuples(*[st.integers(1, 4)] * 4, st.integers(1, 9), st.integers(1, 9)),

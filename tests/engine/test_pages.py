@@ -47,7 +47,7 @@ def test_releasing_twice_is_an_error():
         pool.release(pages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(["new", "share", "drop"]), st.integers(0, 5), st.integers(1, 4)), max_size=60)
 )

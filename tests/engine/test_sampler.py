@@ -100,7 +100,7 @@ SETTINGS = st.fixed_dictionaries(
 TOKENS = st.lists(st.integers(0, 199), max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SETTINGS, TOKENS, TOKENS, st.sets(st.integers(0, 199), max_size=3), st.integers(0, 3), st.integers(0, 10**6))
 def test_equals_the_slow_reference(params, prompt, output, banned, index, position) -> None:
     logits = random_logits(1, 200, position)
@@ -108,7 +108,7 @@ def test_equals_the_slow_reference(params, prompt, output, banned, index, positi
     assert draw(logits, [asked]) == [slow_draw(logits[0], asked)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([3, 50, 4000]),
     st.integers(0, 10**6),
@@ -151,7 +151,7 @@ def test_frequencies_follow_the_filtered_softmax(params: dict) -> None:
     assert abs(chi_square_z(observed[present], wanted[present])) < 4
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(SETTINGS, TOKENS, TOKENS, st.sets(st.integers(0, 199), max_size=3)), min_size=1, max_size=4))
 def test_edited_logits_equal_the_slow_reference(kinds) -> None:
     rows = [row(0, 0, prompt, output, tuple(banned), **params) for params, prompt, output, banned in kinds]

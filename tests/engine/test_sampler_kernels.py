@@ -29,7 +29,7 @@ PARAMS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("vocab_size", [1, 500, 513])
 def test_equals_the_cpu(vocab_size: int) -> None:
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(st.lists(PARAMS, min_size=1, max_size=6), st.integers(0, 10**6))
     def check(kinds: list[dict], position: int) -> None:
         params = [DrawParams.of(row(i, position, **kind)) for i, kind in enumerate(kinds)]

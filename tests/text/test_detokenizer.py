@@ -63,7 +63,7 @@ CUTS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 
 
 def test_any_split_of_a_text_equals_the_full_decode(tokenizer: Tokenizer) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.text(), CUTS, st.booleans(), st.booleans())
     def check(text: str, cuts: list[int], skip: bool, special: bool) -> None:
         ids = tokenizer.encode(text, special)
@@ -73,7 +73,7 @@ def test_any_split_of_a_text_equals_the_full_decode(tokenizer: Tokenizer) -> Non
 
 
 def test_text_behind_a_prompt_equals_what_the_full_decode_adds(tokenizer: Tokenizer) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.text(), st.integers(0, 40), CUTS, st.booleans())
     def check(text: str, cut: int, cuts: list[int], skip: bool) -> None:
         ids = tokenizer.encode(text, True)
@@ -93,7 +93,7 @@ def test_text_behind_a_prompt_equals_what_the_full_decode_adds(tokenizer: Tokeni
 def test_any_ids_equal_the_full_decode(tokenizer: Tokenizer) -> None:
     """Random ids: malformed byte sequences, special tokens, ids without a token."""
 
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=120)
     @given(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12), CUTS, st.booleans())
     def check(ids: list[int], cuts: list[int], skip: bool) -> None:
         text = incremental(tokenizer, [], ids, cuts, skip)
@@ -110,7 +110,7 @@ def test_malformed_bytes(folders: dict[str, Path], name: str) -> None:
     by_bytes = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
     some = [0x41, 0x80, 0xAC, 0x82, 0xE2, 0xF0, 0x9F, 0xFF, 0xC3, 0xED, 0xA0]
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.lists(st.sampled_from(some), max_size=10), CUTS)
     def check(data: list[int], cuts: list[int]) -> None:
         ids = [by_bytes[bytes([value])] for value in data]

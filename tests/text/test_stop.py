@@ -31,13 +31,13 @@ def search(stops: list[str], include: bool, text: str) -> tuple[str, str | None]
 SHORT = st.text(alphabet="ab", min_size=1, max_size=5)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(st.lists(SHORT, max_size=4), st.booleans(), st.lists(st.text(alphabet="abc", max_size=4), max_size=12))
 def test_equals_a_search_in_the_whole_text(stops: list[str], include: bool, parts: list[str]) -> None:
     assert run(stops, include, parts) == search(stops, include, "".join(parts))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(SHORT, min_size=1, max_size=3), st.lists(st.text(alphabet="abc", max_size=3), max_size=8))
 def test_holds_back_only_what_may_become_a_stop(stops: list[str], parts: list[str]) -> None:
     matcher = StopMatcher(stops, False)

@@ -64,7 +64,7 @@ def test_ids_equal_transformers(folder: Path, oracle, text: str, add_special_tok
 def test_ids_and_text_of_random_unicode_equal_transformers(folder: Path, oracle) -> None:
     tokenizer = load_tokenizer(str(folder))
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.text(), st.lists(st.integers(0, tokenizer.vocab_size - 1)), st.booleans())
     def check(text: str, ids: list[int], skip: bool) -> None:
         assert tokenizer.encode(text, True) == oracle(text)["input_ids"]
