@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from codec.base import CodecError
 from codec.splitzip.formats import SEGMENTS
-from codec.splitzip.payload import WIDE, Bytes, offsets_of_groups, section
+from codec.splitzip.payload import WIDE, Bytes, check_records, offsets_of_groups, section
 from codec.splitzip.plan import TensorPlan
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -77,22 +76,6 @@ def decode_tensor(
         next_record += count
         values = _join((top - distance) % plan.format.exponents, significands, plan)
         _store(pool, pages, plan, tile, np.where(real, values, bits), real)
-
-
-def check_records(dense: Bytes, records: npt.NDArray[np.uint16], plan: TensorPlan) -> None:
-    """Raise CodecError unless every record lies on a value of its tile."""
-    counts = section(dense, plan, "counts").view("<u2").astype(np.int64) & (WIDE - 1)
-    positions = records.astype(np.int64) % plan.code.chunk
-    tiles = np.repeat(np.arange(plan.tiles), counts) % max(plan.tiles_per_page, 1)
-    j, s = positions // SEGMENTS, positions % SEGMENTS
-    lost = j >= plan.segment_values
-    if plan.code.per_channel:
-        row, column = s * plan.segment_rows + j // plan.tile_width, tiles * plan.tile_width + j % plan.tile_width
-        lost |= (row >= plan.rows) | (column >= plan.columns)
-    else:
-        lost |= (tiles * SEGMENTS + s) * plan.segment_values + j >= plan.page_values
-    if lost.any():
-        raise CodecError(f"a record has position {positions[lost][0]}, where its tile has no value")
 
 
 def _indices(plan: TensorPlan, tile: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
