@@ -15,7 +15,9 @@ class Stage(StrEnum):
     PREFILL_STARTED = "prefill_started"  # its first chunk is scheduled
     PREFILL_FINISHED = "prefill_finished"  # the first token is sampled
     FIRST_TOKEN = "first_token"  # the decode worker has the first token
-    KV_COMPLETE = "kv_complete"  # the last stage of every page is in place
+    KV_COARSE = "kv_coarse"  # enough of every page is in place to draft: time to anchor
+    KV_COMPLETE = "kv_complete"  # the last stage of every page is in place: time to exact
+    VERIFIED = "verified"  # drafts were compared with what the whole KV gives
     FINISHED = "finished"  # the decode worker has sampled the last token
     RESPONDED = "responded"  # the router has sent the last byte
 
@@ -27,8 +29,10 @@ PARTS: tuple[tuple[str, Stage, Stage], ...] = (
     ("prefill_queue", Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED),
     ("prefill", Stage.PREFILL_STARTED, Stage.PREFILL_FINISHED),
     ("first_token_wire", Stage.PREFILL_FINISHED, Stage.FIRST_TOKEN),
-    ("kv_wait", Stage.FIRST_TOKEN, Stage.KV_COMPLETE),
-    ("decode", Stage.KV_COMPLETE, Stage.FINISHED),
+    ("kv_wait", Stage.FIRST_TOKEN, Stage.KV_COARSE),
+    ("draft", Stage.KV_COARSE, Stage.KV_COMPLETE),
+    ("verify", Stage.KV_COMPLETE, Stage.VERIFIED),
+    ("decode", Stage.VERIFIED, Stage.FINISHED),
     ("respond", Stage.FINISHED, Stage.RESPONDED),
 )
 """A partition of a request's time: each part runs from one moment to the next one that was marked."""

@@ -30,7 +30,9 @@ MARKS = (
     (Stage.PREFILL_STARTED, 0.003),
     (Stage.PREFILL_FINISHED, 0.004),
     (Stage.FIRST_TOKEN, 0.005),
+    (Stage.KV_COARSE, 0.0055),
     (Stage.KV_COMPLETE, 0.006),
+    (Stage.VERIFIED, 0.0065),
     (Stage.FINISHED, 0.007),
 )
 TEMPLATE = (

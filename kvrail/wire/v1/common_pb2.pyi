@@ -110,7 +110,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining")
+    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class WorkerStatus(_message.Message):
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_CODECS_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     layout: KVLayout
     protocol_version: int
@@ -137,4 +138,5 @@ class WorkerStatus(_message.Message):
     pages_free: int
     pages_cached: int
     draining: bool
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ...) -> None: ...
+    withheld_codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -18,7 +18,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_token_ids", "sampling", "prefill_workers", "codec", "resumed_token_ids")
+    __slots__ = ("request_id", "model", "prompt_token_ids", "sampling", "prefill_workers", "codec", "resumed_token_ids", "provisional")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class GenerateRequest(_message.Message):
     PREFILL_WORKERS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROVISIONAL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -33,10 +34,31 @@ class GenerateRequest(_message.Message):
     prefill_workers: _containers.RepeatedScalarFieldContainer[str]
     codec: str
     resumed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    provisional: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., provisional: _Optional[bool] = ...) -> None: ...
+
+class Drafted(_message.Message):
+    __slots__ = ("position", "token_ids", "text")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    def __init__(self, position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ...) -> None: ...
+
+class Verified(_message.Message):
+    __slots__ = ("position", "proposed", "accepted")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    proposed: int
+    accepted: int
+    def __init__(self, position: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class GenerateReply(_message.Message):
-    __slots__ = ("index", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "summary")
+    __slots__ = ("index", "token_ids", "text", "logprobs", "finish_reason", "stop_reason", "summary", "drafted", "verified")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +66,8 @@ class GenerateReply(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -51,10 +75,12 @@ class GenerateReply(_message.Message):
     finish_reason: FinishReason
     stop_reason: str
     summary: GenerateSummary
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., summary: _Optional[_Union[GenerateSummary, _Mapping]] = ...) -> None: ...
+    drafted: Drafted
+    verified: Verified
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., summary: _Optional[_Union[GenerateSummary, _Mapping]] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ...) -> None: ...
 
 class GenerateSummary(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes", "lossy", "drafts_proposed", "drafts_accepted", "codec_reason")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +89,10 @@ class GenerateSummary(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    CODEC_REASON_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -71,4 +101,8 @@ class GenerateSummary(_message.Message):
     codec: str
     kv_bytes: int
     kv_raw_bytes: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ..., prefill_worker: _Optional[str] = ..., codec: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_raw_bytes: _Optional[int] = ...) -> None: ...
+    lossy: bool
+    drafts_proposed: int
+    drafts_accepted: int
+    codec_reason: str
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ..., prefill_worker: _Optional[str] = ..., codec: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_raw_bytes: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., codec_reason: _Optional[str] = ...) -> None: ...
