@@ -10,7 +10,8 @@ from codec.frame import FrameFormatError, FrameHeader
 class Transfer:
     """What one transfer brings: every stage of pages [first_page, first_page + spec.num_pages) of every layer.
 
-    spec: shape of all of it as one block. Pages are logical indices in the request.
+    spec: shape of all of it as one block. Pages are logical indices in the request. From `first_recent_page` on, pages
+    are wanted whole before drafting.
     """
 
     request_id: str
@@ -18,6 +19,7 @@ class Transfer:
     num_stages: int
     spec: BlockSpec
     first_page: int
+    first_recent_page: int = 0
 
 
 class FrameGuard:
@@ -32,6 +34,11 @@ class FrameGuard:
         self._covered = bytearray(spec.num_layers * spec.num_pages)  # at stage 0, layer by layer
         self._next_stage: dict[tuple[int, int, int, int], int] = {}  # by a block's bounds
         self._missing = [spec.num_layers * spec.num_pages] * transfer.num_stages  # (layer, page) pairs, by stage
+        self._recent_page = min(
+            max(transfer.first_recent_page, transfer.first_page), transfer.first_page + spec.num_pages
+        )
+        recent_pages = transfer.first_page + spec.num_pages - self._recent_page
+        self._missing_recent = recent_pages * spec.num_layers * transfer.num_stages  # (stage, layer, page)
         self._next_sequence = 0
 
     def admit(self, header: FrameHeader) -> None:
@@ -47,11 +54,17 @@ class FrameGuard:
             self._cover(header)
         self._next_stage[block] = header.stage + 1
         self._missing[header.stage] -= spec.num_layers * spec.num_pages
+        recent_pages = header.first_page + spec.num_pages - max(header.first_page, self._recent_page)
+        self._missing_recent -= spec.num_layers * max(0, recent_pages)
         self._next_sequence += 1
 
     def complete(self, stage: int | None = None) -> bool:
         """Whether every page of every layer has come, in `stage` or, without one, in all stages."""
         return self.missing() == 0 if stage is None else self._missing[stage] == 0
+
+    def coarse_complete(self) -> bool:
+        """Whether there is enough to draft on: stage 0 of every page, and all stages of the recent ones."""
+        return self._missing[0] == 0 and self._missing_recent == 0
 
     def missing(self) -> int:
         """How many (stage, layer, page) have not come yet."""

@@ -168,6 +168,11 @@ class PrefillSettings(WorkerSettings):
     table = "prefill"
 
     port: Port = Field(7001, description="gRPC port")
+    held_kv_gib: float = Field(
+        4.0,
+        gt=0,
+        description="memory for later stages that wait for first ones, in GiB for each decode machine",
+    )
 
 
 class DecodeSettings(WorkerSettings):

@@ -56,6 +56,9 @@ PART_SECONDS = (
 TOKENS = tuple(float(1 << power) for power in range(0, 18))
 """Buckets of token counts: powers of two up to 131072."""
 
+DRAFTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0)
+"""Buckets of accepted drafts, up to the default most that a sequence makes."""
+
 OUTCOMES = ("stop", "length", "cancelled", "invalid", "overloaded", "unavailable", "deadline", "error")
 """How a request can end at the router; the first two are successes."""
 PHASES = ("queue", "prefill", "decode")
@@ -72,6 +75,9 @@ class _Family:
 
     def counter(self, name: str, documentation: str) -> Counter:
         return Counter(name, documentation, ["model_name"], registry=self._registry).labels(self._model)
+
+    def gauge(self, name: str, documentation: str) -> Gauge:
+        return Gauge(name, documentation, ["model_name"], registry=self._registry).labels(self._model)
 
     def histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
         family = Histogram(name, documentation, ["model_name"], registry=self._registry, buckets=buckets)
@@ -167,6 +173,15 @@ class EngineMetrics:
         )
         self.prompt_tokens = make.counter("kvrail_engine_prompt_tokens", "Prompt tokens computed.")
         self.generation_tokens = make.counter("kvrail_engine_generation_tokens", "Tokens sampled.")
+        self.drafts_proposed = make.counter(
+            "kvrail_engine_drafts_proposed", "Tokens drafted on coarse KV and then verified."
+        )
+        self.drafts_accepted = make.counter(
+            "kvrail_engine_drafts_accepted", "Drafts that their verification on exact KV repeated."
+        )
+        self.accepted_drafts = make.histogram(
+            "kvrail_engine_accepted_drafts", "Drafts accepted in one verification: how far drafts stay right.", DRAFTS
+        )
         self.step_seconds = make.histogram("kvrail_engine_step_seconds", "Time of one engine step.", TOKEN_SECONDS)
         self.step_tokens = make.histogram("kvrail_engine_step_tokens", "Tokens computed in one engine step.", TOKENS)
 
@@ -207,6 +222,9 @@ class TransferMetrics:
             for way in DIRECTIONS
             for outcome in ("committed", "aborted", "failed")
         }
+        self.held_bytes = make.gauge(
+            "kvrail_kv_held_bytes", "Bytes of later stages that wait in memory until first stages have left."
+        )
         self.fallbacks = make.counters(
             "kvrail_prefill_fallbacks",
             "Prefills that were repeated on an alternate worker, or locally.",

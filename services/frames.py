@@ -1,4 +1,4 @@
-"""How much one KV frame may hold; both ends of a transfer reckon alike."""
+"""How much one KV frame may hold, and which pages travel whole; both ends of a transfer reckon alike."""
 
 from codec.base import BlockSpec
 from codec.frame import MAX_HEADER_BYTES
@@ -9,10 +9,19 @@ MAX_GROWTH_BYTES = 1024
 """A payload has at most this many bytes more than its KV: codecs send as it is what they cannot make smaller, with a
 header and padding."""
 
+RECENT_TOKENS = 16
+"""Of a prompt's end: the pages that hold them travel with all their stages at once, so that drafts see them exactly
+(docs/decisions/0006-anchor.md), and no later stage is written into a page that drafts write."""
+
 
 def pages_per_frame(layout: KVLayout, max_frame_bytes: int) -> int:
     """Pages of one layer whose KV fits into one frame; at least 1 where a page of a layer fits (checked at start)."""
     return max_frame_bytes * layout.num_layers // layout.page_bytes
+
+
+def first_recent_page(num_tokens: int, page_size: int) -> int:
+    """Logical number of the first page that holds one of the last RECENT_TOKENS tokens of a prompt."""
+    return max(0, num_tokens - RECENT_TOKENS) // page_size
 
 
 def max_payload_bytes(max_frame_bytes: int) -> int:

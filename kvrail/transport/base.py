@@ -61,6 +61,9 @@ class FrameSender(Protocol):
     async def send(self, frame: bytes) -> None:
         """Queue one frame; waits while the receiver is behind. Raises TransferAbortedError once either end gave up."""
 
+    async def drained(self) -> None:
+        """Return once every frame queued so far has left this end. Raises TransferAbortedError like `send`."""
+
     async def commit(self) -> None:
         """Say that every frame was sent; nothing may follow. Returns once all of it has left this end."""
 

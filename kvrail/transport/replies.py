@@ -28,6 +28,7 @@ class PrefillReplies:
         self._frames: deque[bytes] = deque()
         self._queued_bytes = 0
         self._sent = Summary(0, 0)
+        self._taken = self._left = 0  # frames that `take` gave out; those of them that were delivered
         self._done: TransferDone | None = None
         self._finished = False
         self._failure: Exception | None = None
@@ -51,6 +52,13 @@ class PrefillReplies:
         self._queued_bytes += len(frame)
         self._sent = Summary(self._sent.frame_count + 1, self._sent.payload_bytes + len(frame))
         self._changed.wake()
+
+    async def drained(self) -> None:
+        """Return once every frame queued so far has left this end. Raises TransferAbortedError like `send`."""
+        count = self._sent.frame_count
+        while self._left < count:
+            self._check_open()
+            await self._changed.wait()
 
     async def commit(self, marks: Sequence[Mark] = ()) -> None:
         """Say that every frame was sent; returns once all of it has left this end.
@@ -81,13 +89,20 @@ class PrefillReplies:
         self._changed.wake()
 
     async def take(self) -> Reply:
-        """Take what goes out next: control replies, then frames, then the end. Raises what `close` was given."""
+        """Take what goes out next: control replies, then frames, then the end. Raises what `close` was given.
+
+        Asking for more says that what was taken before has been delivered.
+        """
+        if self._left < self._taken:
+            self._left = self._taken
+            self._changed.wake()
         while self._failure is None:
             if self._control:
                 return self._control.popleft()
             if self._frames:
                 frame = self._frames.popleft()
                 self._queued_bytes -= len(frame)
+                self._taken += 1
                 self._changed.wake()
                 return frame
             if self._done is not None:

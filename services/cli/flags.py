@@ -21,7 +21,15 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KV cache", ("kv_dtype", "page_size", "kv_memory_gib", "num_pages", "prefix_cache")),
     (
         "KV transfer",
-        ("local_prefill_tokens", "codec", "codebook", "transport", "max_frame_bytes", "transfer_timeout_s"),
+        (
+            "local_prefill_tokens",
+            "codec",
+            "codebook",
+            "transport",
+            "max_frame_bytes",
+            "held_kv_gib",
+            "transfer_timeout_s",
+        ),
     ),
     ("requests", ("api_keys", "request_timeout_s", "max_concurrent_requests", "max_body_bytes", "status_interval_s")),
     ("process", ("log_level", "log_format", "grace_period_s")),

@@ -21,7 +21,7 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
-from services.frames import expectation, max_payload_bytes
+from services.frames import expectation, first_recent_page, max_payload_bytes
 from services.pages import paged_block
 
 logger = logging.getLogger("kvrail.decode")
@@ -69,6 +69,7 @@ class Fetch:
         self._silence_s = silence_s
         self._ready = worker.side.mark()  # steps that still use these pages from before are enqueued ahead of this
         self.received = Received(codec.name)
+        self.drafting = False  # the engine was told that it may draft on what came in this attempt
 
     async def fetch(self, client: PrefillCaller, timeout_s: float | None) -> None:
         """Receive everything, or raise.
@@ -91,6 +92,7 @@ class Fetch:
             if not guard.complete():
                 raise FrameError(f"the transfer ended with {guard.missing()} pages of layers missing")
         await self._in_thread(self._worker.side.synchronize)
+        self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
         self._timeline.mark(Stage.KV_COMPLETE)
         self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
 
@@ -130,7 +132,10 @@ class Fetch:
                 f" codec {codec.name!r} and {spec.num_pages} pages from {self._held_pages}"
             )
         self.received = Received(codec.name)
-        return FrameGuard(Transfer(self._request.request_id, codec.name, codec.num_stages, spec, self._held_pages))
+        recent_page = first_recent_page(len(self._request.prompt_ids), spec.page_size)
+        return FrameGuard(
+            Transfer(self._request.request_id, codec.name, codec.num_stages, spec, self._held_pages, recent_page)
+        )
 
     def _spec(self) -> BlockSpec:
         """Shape of all that is missing here, as one block."""
@@ -164,6 +169,11 @@ class Fetch:
     async def _take_frames(self, call: PrefillCall, guard: FrameGuard) -> None:
         while (frame := await self._within_silence(call.receive())) is not None:
             await self._in_thread(self._land, frame, guard)
+            if guard.coarse_complete() and not guard.complete() and not self.drafting:
+                await self._in_thread(self._worker.side.synchronize)
+                self._timeline.mark(Stage.KV_COARSE)
+                self.drafting = True
+                self._worker.engine.receive_coarse_kv(self._request.request_id)
 
     def _land(self, frame: bytes | memoryview, guard: FrameGuard) -> None:
         """Check a frame and decode it into the pages. Raises FrameError; then no page was touched."""

@@ -1,4 +1,4 @@
-"""Whose frames leave next on the way to one decode worker."""
+"""Whose frames leave next on the way to one decode worker's machine."""
 
 import asyncio
 import heapq
@@ -8,25 +8,44 @@ from contextlib import asynccontextmanager
 SLOTS = 2
 """Frames that are encoded and handed to the transport at once: one leaves while the next is made."""
 
+PATIENCE = 8
+"""Turns of first stages that a later stage lets pass at most while it waits."""
+
+_Waiting = list[tuple[int, int, asyncio.Future[None]]]
+
 
 class Link:
-    """Gives turns to the oldest request that has a frame to send.
+    """Gives turns: to first stages before later ones, and among equals to the oldest request that has a frame.
 
     Sharing a full link equally would let all transfers end late; in order, the first ends after its own bytes and none
-    ends later than it would have. Belongs to one event loop.
+    ends later than it would have. First stages come first because a request can draft once it has them.
+
+    Two bounds keep later stages moving. One that waits is passed by `patience` first stages at most. And at
+    `max_held_bytes` of later stages in memory (`hold`, `release`) no first stage gets a turn, since it would add to
+    them: at most what `slots` turns bring comes on top. Belongs to one event loop.
     """
 
-    def __init__(self, slots: int = SLOTS) -> None:
+    def __init__(self, max_held_bytes: int, *, slots: int = SLOTS, patience: int = PATIENCE) -> None:
         self._free = slots
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._max_held_bytes = max_held_bytes
+        self._patience = patience
+        self._first: _Waiting = []
+        self._later: _Waiting = []
         self._count = 0
+        self._passed = 0  # first stages that went while a later one waited
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Payload bytes of later stages that wait for their turn."""
+        return self._held_bytes
 
     @asynccontextmanager
-    async def turn(self, order: int) -> AsyncIterator[None]:
-        """Wait until a slot is free and no request with a lower `order` wants it; hold it for the block."""
+    async def turn(self, order: int, *, later: bool = False) -> AsyncIterator[None]:
+        """Wait for a slot, as the class says, and hold it for the block. order: the request's age, lower is older."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._count += 1
-        heapq.heappush(self._waiting, (order, self._count, turn))
+        heapq.heappush(self._later if later else self._first, (order, self._count, turn))
         self._grant_soon()
         try:
             await turn
@@ -34,15 +53,37 @@ class Link:
         finally:
             if turn.done() and not turn.cancelled():
                 self._free += 1
-                self._grant_soon()
+            self._grant_soon()
+
+    def hold(self, payload_bytes: int) -> None:
+        """A later stage's payload waits in memory from now on."""
+        self._held_bytes += payload_bytes
+
+    def release(self, payload_bytes: int) -> None:
+        """It has left, or will never."""
+        self._held_bytes -= payload_bytes
+        self._grant_soon()
 
     def _grant_soon(self) -> None:
         """Grant at the loop's next turn: whoever gives a slot back may ask again first."""
         asyncio.get_running_loop().call_soon(self._grant)
 
     def _grant(self) -> None:
-        while self._free and self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                self._free -= 1
-                turn.set_result(None)
+        while self._free and (waiting := self._next()):
+            _, _, turn = heapq.heappop(waiting)
+            self._free -= 1
+            turn.set_result(None)
+
+    def _next(self) -> _Waiting | None:
+        """Which of the two has the next turn; None where neither may go."""
+        for waiting in (self._first, self._later):
+            while waiting and waiting[0][2].done():  # cancelled
+                heapq.heappop(waiting)
+        full = self._held_bytes >= self._max_held_bytes
+        if self._later and (full or not self._first or self._passed >= self._patience):
+            self._passed = 0
+            return self._later
+        if not self._first or full:
+            return None
+        self._passed = self._passed + 1 if self._later else 0
+        return self._first

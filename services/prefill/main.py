@@ -20,5 +20,5 @@ async def _main(settings: PrefillSettings) -> None:
     codecs.check_codebook(worker.loaded)
     codecs.warm_up(codecs.default(), worker.loaded)
     observer.attach(worker)
-    servicer = PrefillServicer(worker, codecs, observer)
+    servicer = PrefillServicer(worker, settings, codecs, observer)
     await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))

@@ -1,7 +1,7 @@
 """Which pages travel together: what is complete is joined, then cut to what fits into a frame."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,20 +17,26 @@ class Piece:
     ready: torch.Event | None
 
 
-def cut(pieces: Iterable[Piece], held_pages: int, frame_pages: int) -> Iterator[Piece]:
+def cut(pieces: Iterable[Piece], held_pages: int, frame_pages: int, border: int = 0) -> Iterator[Piece]:
     """Pieces of at most `frame_pages` pages of a layer, without the first `held_pages` pages; each has one beyond them.
 
     Neighbouring layers of the same pages go together. Pieces of one cut are of about the same size: codecs do worst on
-    small ones.
+    small ones. None has pages on both sides of `border`.
     """
     for piece in _joined(pieces):
-        first_page = max(piece.first_page, held_pages)
-        pages = _even(piece.end_page - first_page, frame_pages)
-        layers = _even(piece.end_layer - piece.first_layer, frame_pages // pages)
-        for layer in range(piece.first_layer, piece.end_layer, layers):
-            for page in range(first_page, piece.end_page, pages):
-                end_layer, end_page = min(layer + layers, piece.end_layer), min(page + pages, piece.end_page)
-                yield Piece(layer, end_layer, page, end_page, piece.ready)
+        begin, middle = max(piece.first_page, held_pages), min(max(border, held_pages), piece.end_page)
+        for first_page, end_page in ((begin, middle), (max(begin, middle), piece.end_page)):
+            if first_page < end_page:
+                yield from _cut_evenly(replace(piece, first_page=first_page, end_page=end_page), frame_pages)
+
+
+def _cut_evenly(piece: Piece, frame_pages: int) -> Iterator[Piece]:
+    pages = _even(piece.end_page - piece.first_page, frame_pages)
+    layers = _even(piece.end_layer - piece.first_layer, frame_pages // pages)
+    for layer in range(piece.first_layer, piece.end_layer, layers):
+        for page in range(piece.first_page, piece.end_page, pages):
+            end_layer, end_page = min(layer + layers, piece.end_layer), min(page + pages, piece.end_page)
+            yield Piece(layer, end_layer, page, end_page, piece.ready)
 
 
 def _even(count: int, most: int) -> int:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import torch
 
+from kvrail.config import PrefillSettings
 from kvrail.engine.aio import EventStream
 from kvrail.engine.events import Admitted, Prefilled, PrefillStarted
 from kvrail.engine.requests import EngineRequest, WrittenPages
@@ -63,11 +64,12 @@ class PageObserver:
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """Serves kvrail.v1.Prefill."""
 
-    def __init__(self, worker: Worker, codecs: Codecs, observer: PageObserver) -> None:
+    def __init__(self, worker: Worker, settings: PrefillSettings, codecs: Codecs, observer: PageObserver) -> None:
         self._worker = worker
         self._codecs = codecs
         self._observer = observer
         self._links: dict[str, Link] = {}
+        self._max_held_bytes = int(settings.held_kv_gib * (1 << 30))
         self._answered = 0
         self._encoders = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
 
@@ -98,7 +100,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             shipment = Shipment(
                 self._worker,
                 self._encoders,
-                self._links.setdefault(receiver, Link()),
+                self._link(receiver),
                 self._answered,
                 codec,
                 request.request_id,
@@ -127,6 +129,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 shipping.cancel()
                 await asyncio.wait([shipping])
                 await shipment.release()
+
+    def _link(self, receiver: str) -> Link:
+        if receiver not in self._links:
+            self._links[receiver] = Link(self._max_held_bytes)
+        return self._links[receiver]
 
     def _open(self, request: prefill_pb2.PrefillRequest, shipment: Shipment) -> EventStream:
         """Submit to the engine; from here on its pages find the shipment."""

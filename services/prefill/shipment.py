@@ -1,23 +1,41 @@
-"""One request's pages on their way out: encoded behind the computation, framed, sent in order.
+"""One request's pages on their way out: encoded behind the computation, framed, sent stage by stage.
 
 The engine's thread says which pages a layer has completed; this side encodes them where they lie, on the side stream,
-in a helper thread, only when the transport takes another frame. So the pages themselves are the buffer, and a slow
-receiver costs no memory. Layers that have piled up meanwhile leave in one frame.
+in a helper thread, only when the link gives a turn. So the pages themselves are the buffer. Layers that have piled up
+meanwhile leave in one frame.
+
+Encoding makes all stages of a block at once. The first leaves at once, and so do the others of recent pages; the later
+stages of other pages wait in memory, as much as the link holds, and follow without being asked for.
 """
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from time import perf_counter
+from typing import TypeVar
 
-from codec.base import Codec
+from codec.base import BlockSpec, Codec
 from codec.frame import FrameHeader, pack
 from kvrail.engine.events import PageLease
 from kvrail.transport.base import FrameSender
 from kvrail.worker import Worker
-from services.frames import pages_per_frame
+from services.frames import first_recent_page, pages_per_frame
 from services.pages import fill_tail, paged_block
 from services.prefill.link import Link
 from services.prefill.pieces import Piece, cut
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _StagePayload:
+    """One stage of one block, encoded."""
+
+    piece: Piece
+    spec: BlockSpec
+    stage: int
+    payload: memoryview
 
 
 class Shipment:
@@ -45,10 +63,13 @@ class Shipment:
         self._request_id = request_id
         self._full_pages, self._last_used = divmod(num_tokens, worker.loaded.layout.page_size)
         self._held_pages = held_pages
+        self._recent_page = first_recent_page(num_tokens, worker.loaded.layout.page_size) if codec.num_stages > 1 else 0
         self._frame_pages = pages_per_frame(worker.loaded.layout, worker.settings.max_frame_bytes)
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._later: asyncio.Queue[_StagePayload | None] = asyncio.Queue()
         self._lease: PageLease | None = None
         self._begun = asyncio.Event()
+        self._sending = asyncio.Lock()
         self._sequence = 0
 
     def begin(self, cached_tokens: int) -> None:
@@ -71,16 +92,18 @@ class Shipment:
         self._pieces.put_nowait(None)
 
     async def run(self, sender: FrameSender) -> None:
-        """Send everything until closed."""
+        """Send everything until closed. Cancelled, it drops what still waits."""
         await self._begun.wait()  # pages may be complete before this side hears that they were given out
         begin = perf_counter()
-        closed = False
-        while not closed:
-            pieces, closed = await self._next_pieces()
-            for piece in cut(pieces, self._held_pages, self._frame_pages):
-                async with self._link.turn(self._order):
-                    for frame in await self._encode(piece):
-                        await sender.send(frame)
+        stages = [asyncio.create_task(part) for part in (self._send_pieces(sender), self._send_later(sender))]
+        try:
+            await asyncio.gather(*stages)
+        finally:
+            for task in stages:
+                task.cancel()
+            await asyncio.wait(stages)
+            while not self._later.empty():
+                self._release(self._later.get_nowait())
         self._worker.transfers.seconds["sent"].observe(perf_counter() - begin)
 
     async def release(self) -> None:
@@ -98,16 +121,62 @@ class Shipment:
             taken.append(self._pieces.get_nowait())
         return [piece for piece in taken if piece is not None], taken[-1] is None
 
-    async def _encode(self, piece: Piece) -> list[bytes]:
-        """Frames of one piece, one a stage."""
-        work = asyncio.get_running_loop().run_in_executor(self._executor, self._encode_now, piece)
+    async def _send_pieces(self, sender: FrameSender) -> None:
+        """Encode and send the first stage of everything, and all stages of recent pages."""
+        closed = False
+        while not closed:
+            pieces, closed = await self._next_pieces()
+            for piece in cut(pieces, self._held_pages, self._frame_pages, self._recent_page):
+                async with self._link.turn(self._order):
+                    stages = await self._in_thread(lambda piece=piece: self._encode(piece))
+                    now = len(stages) if piece.first_page >= self._recent_page else 1
+                    for stage in stages[:now]:
+                        await self._send(sender, stage)
+                    for stage in stages[now:]:
+                        self._hold(stage)
+                    await sender.drained()
+        self._later.put_nowait(None)
+
+    async def _send_later(self, sender: FrameSender) -> None:
+        """Send the later stages that were held back."""
+        while (stage := await self._later.get()) is not None:
+            try:
+                async with self._link.turn(self._order, later=True):
+                    await self._send(sender, stage)
+                    await sender.drained()
+            finally:
+                self._release(stage)
+
+    def _hold(self, stage: _StagePayload) -> None:
+        self._link.hold(stage.payload.nbytes)
+        self._worker.transfers.held_bytes.inc(stage.payload.nbytes)
+        self._later.put_nowait(stage)
+
+    def _release(self, stage: _StagePayload | None) -> None:
+        if stage is not None:
+            self._link.release(stage.payload.nbytes)
+            self._worker.transfers.held_bytes.dec(stage.payload.nbytes)
+
+    async def _send(self, sender: FrameSender, stage: _StagePayload) -> None:
+        """Frame and queue one stage; one at a time, since frames are numbered in the order in which they leave."""
+        async with self._sending:
+            frame = await self._in_thread(lambda: self._frame(stage))
+            self._sequence += 1
+            await sender.send(frame)
+        raw_bytes = stage.spec.raw_bytes if stage.stage == 0 else 0
+        self._worker.transfers.sent(self._codec.name, raw_bytes=raw_bytes, payload_bytes=stage.payload.nbytes)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        """Run in a helper thread; a cancelled caller still waits: pages must not be given back while they are read."""
+        work = asyncio.get_running_loop().run_in_executor(self._executor, function)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.wait([work])  # the pages must not be given back while they are read
+            await asyncio.wait([work])
             raise
 
-    def _encode_now(self, piece: Piece) -> list[bytes]:
+    def _encode(self, piece: Piece) -> list[_StagePayload]:
+        """All stages of one piece."""
         worker, codec = self._worker, self._codec
         assert self._lease is not None
         page_ids = self._lease.pages[piece.first_page : piece.end_page]
@@ -127,20 +196,17 @@ class Shipment:
             escapes=stats.escapes,
             raw_tensors=stats.raw_tensors,
         )
-        frames = []
-        for stage, payload in enumerate(payloads):
-            header = FrameHeader(
-                request_id=self._request_id,
-                codec=codec.name,
-                stage=stage,
-                num_stages=codec.num_stages,
-                spec=pages.spec,
-                first_layer=piece.first_layer,
-                first_page=piece.first_page,
-                sequence=self._sequence,
-            )
-            self._sequence += 1
-            frames.append(pack(header, payload))
-            raw_bytes = pages.spec.raw_bytes if stage == 0 else 0
-            worker.transfers.sent(codec.name, raw_bytes=raw_bytes, payload_bytes=payload.nbytes)
-        return frames
+        return [_StagePayload(piece, pages.spec, stage, payload) for stage, payload in enumerate(payloads)]
+
+    def _frame(self, stage: _StagePayload) -> bytes:
+        header = FrameHeader(
+            request_id=self._request_id,
+            codec=self._codec.name,
+            stage=stage.stage,
+            num_stages=self._codec.num_stages,
+            spec=stage.spec,
+            first_layer=stage.piece.first_layer,
+            first_page=stage.piece.first_page,
+            sequence=self._sequence,
+        )
+        return pack(header, stage.payload)

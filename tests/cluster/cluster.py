@@ -116,7 +116,7 @@ async def cluster(
         worker = build_worker(options, codecs=codecs.names, on_layer=observer.layer_written, detokenize=False)
         codecs.check_codebook(worker.loaded)
         observer.attach(worker)
-        servicer = PrefillServicer(worker, codecs, observer)
+        servicer = PrefillServicer(worker, options, codecs, observer)
         address = f"inproc-{number}"
         if transport == "grpc":
             rpc = await build_server(max_message_bytes=options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)

@@ -76,3 +76,22 @@ def test_refused_overlap_marks_none_of_its_pages():
         guard.admit(frame(1, layers=(0, 2), pages=(10, 11)))
     guard.admit(frame(1, layers=(0, 1), pages=(10, 11)))
     assert guard.missing() == 2 * 24 - 2
+
+
+@given(st.integers(8, 18), st.randoms(use_true_random=False))
+def test_coarse_is_complete_with_stage_0_of_all_and_every_stage_of_the_recent_pages(recent, random):
+    """Over any order of blocks, against the set of what has come."""
+    guard = FrameGuard(replace(TRANSFER, first_recent_page=recent))
+    pages = [(page, page + 2) for page in range(10, 16, 2)]
+    order = [((layer, layer + 2), block) for layer in (0, 2) for block in pages for _ in range(2)]
+    random.shuffle(order)
+    seen, cells = [], set()
+    wanted = {(0, layer, page) for layer in range(4) for page in range(10, 16)}
+    wanted |= {(1, layer, page) for layer in range(4) for page in range(10, 16) if page >= recent}
+    for sequence, (layers, block) in enumerate(order):
+        stage = seen.count((layers, block))
+        guard.admit(frame(sequence, stage, layers, block))
+        seen.append((layers, block))
+        cells |= {(stage, layer, page) for layer in range(*layers) for page in range(*block)}
+        assert guard.coarse_complete() == (wanted <= cells)
+    assert guard.coarse_complete() and guard.complete()

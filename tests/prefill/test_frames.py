@@ -7,7 +7,7 @@ from codec import registry
 from codec.base import Block, BlockSpec, PagedBlock
 from codec.frame import MAX_HEADER_BYTES, FrameHeader, pack
 from kvrail.layout import KVLayout
-from services.frames import expectation, max_payload_bytes, pages_per_frame
+from services.frames import RECENT_TOKENS, expectation, first_recent_page, max_payload_bytes, pages_per_frame
 from services.prefill.pieces import Piece, cut
 
 SHAPES = ((1, 1, 64, 2, 64), (3, 5, 7, 3, 5), (1, 2, 1, 1, 1), (2, 1, 500, 1, 24))
@@ -53,10 +53,11 @@ def test_a_bound_is_not_generous():
     assert expected.max_total_bytes == spec.raw_bytes + 6 * (expected.max_frame_bytes - 4096)
 
 
+@pytest.mark.parametrize("border", [0, 2, 5, 8])
 @pytest.mark.parametrize("held", [0, 3])
 @pytest.mark.parametrize("frame_pages", [1, 2, 5, 7, 8, 30, 100])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
-def test_pieces_cover_everything_once_and_fit_into_a_frame(dtype, frame_pages, held):
+def test_pieces_cover_everything_once_and_fit_into_a_frame(dtype, frame_pages, held, border):
     layout = KVLayout(6, 2, 16, 16, 64, dtype)
     unit = layout.page_bytes // layout.num_layers
     max_frame_bytes = frame_pages * unit + unit // 2
@@ -64,13 +65,21 @@ def test_pieces_cover_everything_once_and_fit_into_a_frame(dtype, frame_pages, h
     assert pages_per_frame(layout, frame_pages * unit) == frame_pages  # not one less for what a payload may grow
     waiting = [Piece(layer, layer + 1, 0, 7, None) for layer in range(6)] + [Piece(0, 6, 7, 9, None)]
     seen = []
-    for piece in cut(waiting, held, frame_pages):
+    for piece in cut(waiting, held, frame_pages, border):
         cells = [
             (layer, page)
             for layer in range(piece.first_layer, piece.end_layer)
             for page in range(piece.first_page, piece.end_page)
         ]
         assert 0 < len(cells) <= frame_pages
+        assert not piece.first_page < border < piece.end_page
         seen += cells
     assert sorted(seen) == [(layer, page) for layer in range(6) for page in range(held, 9)]
     assert len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
+def test_recent_pages_are_those_that_hold_the_last_tokens(page_size):
+    for num_tokens in range(1, 200):
+        expected = {token // page_size for token in range(num_tokens)[-RECENT_TOKENS:]}
+        assert first_recent_page(num_tokens, page_size) == min(expected)

@@ -412,3 +412,42 @@ async def test_calls_side_by_side(transport):
         names = [f"r{index}" for index in range(8)]
         for name, frames in zip(names, await asyncio.gather(*(one(client, name) for name in names)), strict=True):
             assert frames == [f"{name}-{index}".encode() * 100 for index in range(50)]
+
+
+async def test_drained_waits_until_what_was_queued_has_left(transport):
+    drained = []
+
+    async def story(request, replies):
+        replies.accept(Accepted())
+        for number in range(3):
+            await replies.send(bytes(300_000))
+            await replies.drained()
+            drained.append((number, replies._queued_bytes, len(replies._frames)))
+        await replies.drained()  # nothing is queued: at once
+        await replies.commit()
+
+    async with transport.connect(story) as client, begin(client) as call:
+        async with asyncio.timeout(PATIENCE_S):
+            assert len(await receive_all(call)) == 3
+    assert drained == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+
+
+async def test_drained_ends_when_the_receiver_gives_up(transport):
+    waiting, ended = asyncio.Event(), asyncio.Event()
+
+    async def story(request, replies):
+        replies.accept(Accepted())
+        try:
+            for _ in range(400):  # more than any buffer between the two takes
+                await replies.send(bytes(1 << 20))
+                waiting.set()
+                await replies.drained()
+        finally:
+            ended.set()
+
+    room = Expectation("r", max_frame_bytes=1 << 20, max_total_bytes=1 << 30)
+    async with transport.connect(story) as client, begin(client, room) as call:
+        async with asyncio.timeout(PATIENCE_S):
+            await waiting.wait()
+            await call.abort("enough")
+            await ended.wait()
