@@ -107,9 +107,9 @@ class Bench:
             next_page += count
         cut = [len(ids) // 2 for ids in self._known]
         parts = list(zip(self._known, cut, tables, strict=True))
-        self.runner.execute([SequenceSlice(ids[:c], 0, t, False) for ids, c, t in parts])
-        prefilled = self.runner.execute([SequenceSlice(ids[c:-1], c, t, True) for ids, c, t in parts]).clone()
-        decoded = self.runner.execute([SequenceSlice(ids[-1:], len(ids) - 1, t, True) for ids, _, t in parts])
+        self.runner.execute([SequenceSlice(ids[:c], 0, t, 0) for ids, c, t in parts])
+        prefilled = self.runner.execute([SequenceSlice(ids[c:-1], c, t, 1) for ids, c, t in parts]).clone()
+        decoded = self.runner.execute([SequenceSlice(ids[-1:], len(ids) - 1, t, 1) for ids, _, t in parts])
         wanted = torch.stack(list(reference), 1)
         return {
             name: float((got - want).norm() / want.norm())
@@ -133,7 +133,7 @@ class Bench:
         for step in range(steps + 8):
             start = case.length - 1 + step
             begin = time.perf_counter()
-            slices = [SequenceSlice([t], start, table, True) for t, table in zip(tokens, tables, strict=True)]
+            slices = [SequenceSlice([t], start, table, 1) for t, table in zip(tokens, tables, strict=True)]
             rows = [SampleRow(GREEDY, 0, start + 1, (), ()) for _ in slices]
             tokens = [drawn.token_id for drawn in self._sampler.sample(self.runner.execute(slices), rows)]
             taken.append(time.perf_counter() - begin)
@@ -156,7 +156,7 @@ class Bench:
             start = 0
             while start < len(ids):
                 count = min(room, len(ids) - start)
-                slices.append(SequenceSlice(ids[start : start + count], start, table, start + count == len(ids)))
+                slices.append(SequenceSlice(ids[start : start + count], start, table, int(start + count == len(ids))))
                 start, room = start + count, room - count
                 if room == 0:
                     yield slices

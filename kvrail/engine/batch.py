@@ -12,13 +12,14 @@ class SequenceSlice:
 
     token_ids: the new tokens; the KV of the `start` tokens before them is in the pages already.
     page_table: pages of the sequence in order, enough for `start + len(token_ids)` tokens.
-    wants_logits: whether the last token's logits are needed (false for all but the last chunk of a prompt).
+    num_logits: of how many of the new tokens, the last ones, the logits are needed: 0 for all but the last chunk of a
+    prompt, 1 for a token of decoding, more where drafts are verified.
     """
 
     token_ids: Sequence[int]
     start: int
     page_table: Sequence[int]
-    wants_logits: bool
+    num_logits: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from typing import Protocol
 import torch
 
 from kvrail.engine.batch import SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.book import RequestBook
 from kvrail.engine.events import Delivery, PageLease
 from kvrail.engine.pages import PageCounts
-from kvrail.engine.requests import EngineRequest, ModelLimits, RequestBook, Step, WrittenPages
+from kvrail.engine.planning import Step
+from kvrail.engine.requests import EngineRequest, ModelLimits, WrittenPages, check_request
 from kvrail.engine.scheduler import Scheduler
 from kvrail.errors import KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.metrics import EngineMetrics
@@ -40,7 +42,7 @@ class Runner(Protocol):
         """Called once by the thread that will execute."""
 
     def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Logits, float32 [slices that want them, vocabulary], in the order of the slices."""
+        """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices."""
 
 
 class Draws(Protocol):
@@ -67,7 +69,8 @@ class EngineStatus:
 class Engine:
     """Continuous batching over one model on one device.
 
-    deliver: called with batches of events, from any thread, outside the lock; must not block.
+    deliver: called with batches of events, from any thread, outside the lock; must not block. max_drafts: tokens that a
+    sequence drafts at most on coarse KV; 0 turns drafting off.
     """
 
     def __init__(
@@ -80,11 +83,13 @@ class Engine:
         metrics: EngineMetrics,
         deliver: Callable[[Delivery], None],
         on_layer: LayerObserver | None = None,
+        max_drafts: int = 64,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._scheduler = scheduler
-        self._book = RequestBook(scheduler, limits, tokenizer, metrics)
+        self._limits = limits
+        self._book = RequestBook(scheduler, limits, tokenizer, metrics, max_drafts)
         self._metrics = metrics
         self._deliver = deliver
         self._on_layer = on_layer
@@ -113,7 +118,7 @@ class Engine:
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError; then nothing is kept."""
         with self._changed:
-            self._book.validate(request)
+            check_request(request, self._limits, self._scheduler.pool)
             if not self._alive():
                 raise WorkerUnavailableError("the engine has stopped; restart the worker")
             if not self._scheduler.can_wait():
@@ -136,16 +141,26 @@ class Engine:
         """The first token of each of the n sequences, drawn by the prefill worker; their output is emitted at once."""
         with self._changed:
             events = self._book.receive_first_tokens(request_id, tokens)
-            events += self._book.admit()
-            self._changed.notify()
-        self._deliver(events)
+        self._deliver(events)  # before the engine's thread can report a draft
+        self._change(lambda: self._book.begin_drafting(request_id))
+
+    def receive_coarse_kv(self, request_id: str) -> None:
+        """The prompt's pages hold a coarse form of its KV: once the first token is here, the request drafts on it.
+
+        A request with n > 1 does not draft. Unknown ids are ignored.
+        """
+        self._change(lambda: self._book.receive_coarse_kv(request_id))
 
     def receive_kv(self, request_id: str) -> None:
-        """A transfer has filled the prompt's pages; the first tokens came before it."""
+        """A transfer has filled the prompt's pages exactly; the first tokens came before it. Drafts are verified."""
         self._change(lambda: self._book.receive_kv(request_id))
 
+    def drop_drafts(self, request_id: str) -> None:
+        """Another transfer begins to overwrite the pages: forget the drafts, make none before `receive_coarse_kv`."""
+        self._change(lambda: self._book.drop_drafts(request_id))
+
     def compute_here(self, request_id: str) -> None:
-        """A transfer failed for good; the prompt's KV is computed by this engine."""
+        """A transfer failed for good; drafts are forgotten and the prompt's KV is computed by this engine."""
         self._change(lambda: self._book.compute_here(request_id))
 
     def release_lease(self, lease: PageLease) -> None:
@@ -229,7 +244,6 @@ class Engine:
         metrics = self._metrics
         metrics.step_seconds.observe(seconds)
         metrics.step_tokens.observe(sum(item.count for item in step.work))
-        metrics.generation_tokens.inc(len(step.rows))
         prompt = [w.count for w, s in zip(step.work, step.slices, strict=True) if s.start < len(w.sequence.prompt_ids)]
         metrics.prompt_tokens.inc(sum(prompt))
         metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions)

@@ -25,7 +25,8 @@ class Admitted:
     """The prompt has pages.
 
     cached_tokens: leading tokens whose KV is in them already; whole pages.
-    awaits_kv: the engine waits for a transfer to fill the others (`receive_kv` or `compute_here` ends the wait).
+    awaits_kv: the engine waits for a transfer to fill the others (`receive_kv` or `compute_here` ends the wait); from
+    `receive_coarse_kv` on it drafts meanwhile.
 
     Where it awaits KV or is prefill-only, a lease of its pages lies ready for `Engine.claim_lease`.
     """
@@ -59,6 +60,31 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """Guesses of the next tokens of sequence `index`, made on a coarse form of the prompt's KV.
+
+    They follow the drafts reported since its last Output or Verified. Only for provisional requests.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What became of the drafts of sequence `index`; the next Output begins with the accepted ones.
+
+    proposed: drafts there were. accepted: how many of the first ones the exact KV confirmed; 0 also where the drafts
+    were dropped unverified.
+    """
+
+    index: int
+    proposed: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """All n sequences have ended and their pages are back."""
 
@@ -72,6 +98,6 @@ class Failed:
     error: KvrailError
 
 
-Event = Admitted | PrefillStarted | Prefilled | Output | Finished | Failed
+Event = Admitted | PrefillStarted | Prefilled | Output | Drafted | Verified | Finished | Failed
 Delivery = Sequence[tuple[str, Event]]
 """Events of several requests, in order, each with its request id."""

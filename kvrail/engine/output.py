@@ -1,30 +1,47 @@
 """From sampled tokens to output: when a sequence ends, and which text its tokens completed."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from kvrail.engine.batch import SampledToken
 from kvrail.engine.events import Output
+from kvrail.engine.requests import ModelLimits
 from kvrail.engine.sequence import Sequence
-from kvrail.sampling import FinishReason, TokenLogprobs
+from kvrail.sampling import FinishReason, SamplingParams, TokenLogprobs
 from kvrail.text import IncrementalDetokenizer, StopMatcher, Tokenizer
 
+Ending = tuple[FinishReason | None, str]
+"""Why a sequence ends, if it does, and the stop string or token id that ended it, if one did."""
 
-def ending_of(sequence: Sequence, eos_token_ids: frozenset[int], max_model_len: int) -> tuple[FinishReason | None, str]:
-    """Whether the sequence's newest token ends it, and the stop token id that did, if one did."""
-    params, count, newest = sequence.params, len(sequence.output_ids), sequence.output_ids[-1]
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """A token that belongs to a sequence; its text is not made yet.
+
+    count: the sequence's output tokens up to this one. ending: whether it ends the sequence.
+    """
+
+    token: SampledToken
+    count: int
+    ending: Ending
+
+
+def ending_of(sequence: Sequence, newest: int, length: int, limits: ModelLimits) -> Ending:
+    """Whether the token `newest` ends the sequence, if it is the last of `length` tokens."""
+    params, count = sequence.params, length - len(sequence.prompt_ids)
     if count > params.min_tokens or not params.min_tokens:
         if newest in params.stop_token_ids:
             return FinishReason.STOP, str(newest)
-        if newest in eos_token_ids and not params.ignore_eos:
+        if newest in limits.eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP, ""
-    if count >= params.max_tokens or len(sequence.token_ids) >= max_model_len:
+    if count >= params.max_tokens or length >= limits.max_model_len:
         return FinishReason.LENGTH, ""
     return None, ""
 
 
-def banned_tokens(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Tokens that must not be drawn next: those that would end the sequence before min_tokens."""
-    params = sequence.params
-    if len(sequence.output_ids) >= params.min_tokens:
+def banned_tokens(params: SamplingParams, count: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens."""
+    if count >= params.min_tokens:
         return ()
     return (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
 
@@ -39,15 +56,18 @@ class SequenceText:
         self._matcher = StopMatcher(params.stop, params.include_stop_in_output)
 
     def push(
-        self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], ending: tuple[FinishReason | None, str]
+        self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], count: int, ending: Ending
     ) -> Output:
-        """The output that these tokens make. A stop string that they complete turns into the finish reason."""
+        """The output that these tokens make, the last being number `count` of the sequence's output.
+
+        A stop string that they complete turns into the finish reason.
+        """
         reason, stop_reason = ending
         stopped_by_token = reason is FinishReason.STOP and not self._sequence.params.include_stop_in_output
         text = self._detokenizer.push(token_ids[:-1] if stopped_by_token else token_ids)
         if reason is not None:
             text += self._detokenizer.flush()
-        if len(self._sequence.output_ids) <= self._sequence.params.min_tokens:
+        if count <= self._sequence.params.min_tokens:
             return self._output(token_ids, text, logprobs, reason, stop_reason)
         found = self._matcher.push(text)
         text = found.text_to_emit

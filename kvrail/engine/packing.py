@@ -17,8 +17,8 @@ class PackedStep:
     """Arrays of one step, int64, sequences with one new token first.
 
     token_ids, positions, slots: [tokens]; page_tables: [sequences, width], unused entries 0; plan: [sequences, 2], new
-    tokens and tokens in all; logit_rows: [rows], the packed index of the token whose logits each asking slice gets, in
-    the order of the slices; decodes: how many leading sequences have one new token.
+    tokens and tokens in all; logit_rows: [rows], packed indices of the tokens whose logits are wanted, in the order of
+    the slices; decodes: how many leading sequences have one new token.
     """
 
     token_ids: Ints
@@ -42,17 +42,23 @@ def pack(slices: Sequence[SequenceSlice], page_size: int) -> PackedStep:
     positions = np.arange(ends[-1]) + np.repeat(start - (ends - new), new)
     tables = _page_tables(ordered, -(-total // page_size))
     slots = tables[owner, positions // page_size] * page_size + positions % page_size
-    last = np.empty(len(slices), np.int64)
-    last[order] = ends - 1
+    end_of = np.empty(len(slices), np.int64)
+    end_of[order] = ends
     return PackedStep(
         token_ids=np.fromiter(chain.from_iterable(s.token_ids for s in ordered), np.int64, int(ends[-1])),
         positions=positions,
         slots=slots,
         page_tables=tables,
         plan=np.stack([new, total], axis=1),
-        logit_rows=last[[i for i, s in enumerate(slices) if s.wants_logits]],
+        logit_rows=_last_tokens(end_of, np.fromiter((s.num_logits for s in slices), np.int64, len(slices))),
         decodes=int((new == 1).sum()),
     )
+
+
+def _last_tokens(ends: Ints, counts: Ints) -> Ints:
+    """The last `counts[i]` indices before `ends[i]`, for each i in order."""
+    rows = np.cumsum(counts)
+    return np.arange(rows[-1]) + np.repeat(ends - rows, counts)
 
 
 def _page_tables(slices: Sequence[SequenceSlice], used: Ints) -> Ints:

@@ -125,8 +125,8 @@ def verify(model: Any, layout: KVLayout) -> None:
     count = layout.pages_for(len(first))
     cache = PagedCache(layout, 2 * count, model.device)
     here, there = range(2 * count)[::2], range(2 * count)[1::2]
-    _paged(model, cache, [SequenceSlice(first[:4], 0, here, False), SequenceSlice(second[:5], 0, there, False)])
-    rest = [SequenceSlice(first[4:], 4, here, True), SequenceSlice(second[5:], 5, there, True)]
+    _paged(model, cache, [SequenceSlice(first[:4], 0, here, 0), SequenceSlice(second[:5], 0, there, 0)])
+    rest = [SequenceSlice(first[4:], 4, here, 1), SequenceSlice(second[5:], 5, there, 1)]
     paged = _paged(model, cache, rest)
     model.set_attn_implementation("eager")
     try:

@@ -69,8 +69,8 @@ class ModelRunner:
     def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Compute the slices' new tokens and keep their KV in the pages.
 
-        Returns float32 logits [rows, vocab] on the device, one row a slice with wants_logits, in order; on CUDA they
-        are valid until the next call. on_layer(i) is called on the host right after layer i's work has been enqueued.
+        Returns float32 logits [rows, vocab] on the device, `num_logits` rows a slice, in order; on CUDA they are valid
+        until the next call. on_layer(i) is called on the host right after layer i's work has been enqueued.
         """
         packed = pack(slices, self.loaded.layout.page_size)
         tokens, sequences = len(packed.token_ids), len(packed.plan)
@@ -88,8 +88,8 @@ class ModelRunner:
         size = self.loaded.layout.page_size
         room = min(self._max_tokens, self.cache.num_pages * size, self.loaded.max_model_len)
         pages = range(self.cache.num_pages)
-        yield [SequenceSlice([0] * room, 0, pages, True)]
+        yield [SequenceSlice([0] * room, 0, pages, 1)]
         if room > 2:
-            yield [SequenceSlice([0, 0], room - 2, pages, True)]
+            yield [SequenceSlice([0, 0], room - 2, pages, 1)]
         for rows in batch_sizes(self._max_running):
-            yield [SequenceSlice([0], 0, pages, True)] * rows
+            yield [SequenceSlice([0], 0, pages, 1)] * rows

@@ -1,9 +1,10 @@
 """What to compute next. Decides over sequences and pages; knows no tensors and no clock.
 
 Each step has a budget of tokens. Sequences that decode come first, one token each, so that prefills never stall them;
-chunks of prompts share what is left, oldest first. Sequences wait first come, first served: the head of the queue is
-never overtaken, so none starves. Where a decoding sequence needs a page and none can be had, the youngest running
-sequence gives up its pages and goes back to the head of the queue; it computes its KV again, or finds it cached.
+then drafts are verified, then made, one a sequence; chunks of prompts share what is left, oldest first. Sequences wait
+first come, first served: the head of the queue is never overtaken, so none starves. Where a decoding sequence needs a
+page and none can be had, drafts give up theirs, youngest first. Where there are none, the youngest running sequence
+gives up its pages and goes back to the head of the queue; it computes its KV again, or finds it cached.
 """
 
 from collections import deque
@@ -29,10 +30,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sequence's part of a step: its next `count` tokens."""
+    """One sequence's part of a step: its next `count` tokens, those after the `start` first ones.
+
+    drafts: the list to which the step adds a draft; None where the step computes what counts.
+    """
 
     sequence: Sequence
+    start: int
     count: int
+    drafts: list[int] | None = None
 
 
 class Scheduler:
@@ -44,7 +50,8 @@ class Scheduler:
         self.preemptions = 0
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest arrival first
-        self._receiving: list[Sequence] = []
+        self._receiving: list[Sequence] = []  # status RECEIVING or DRAFTING
+        self._dropped: list[tuple[Sequence, int]] = []
 
     @property
     def num_waiting(self) -> int:
@@ -58,7 +65,9 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether `schedule` could return anything now."""
-        return bool(self._running or (self._waiting and self._can_admit(self._waiting[0])))
+        if self._running or any(s.status is Status.DRAFTING and self._has_room(s) for s in self._receiving):
+            return True
+        return bool(self._waiting and self._can_admit(self._waiting[0]))
 
     def can_wait(self, count: int = 1) -> bool:
         """Whether the queue has room."""
@@ -84,27 +93,40 @@ class Scheduler:
         return admitted
 
     def schedule(self) -> list[Work]:
-        """The next step's work: decoding sequences first, then chunks of prompts. Takes pages, may preempt."""
-        budget = self.limits.max_batch_tokens
-        work: list[Work] = []
-        for sequence in [s for s in self._running if s.is_decoding()]:
-            if budget and sequence.status is Status.RUNNING and self._grow(sequence):
-                work.append(Work(sequence, 1))
+        """The next step's work, in the order of the module's docstring. Takes pages, may drop drafts and preempt."""
+        work = self._decodes()
+        budget = self.limits.max_batch_tokens - len(work)
+        for number, sequence in enumerate([s for s in self._running if s.drafts]):
+            if budget < sequence.to_compute() and (number or not budget):
+                break  # the next step begins with this one
+            if self._fit_drafts(sequence, budget):
+                work.append(Work(sequence, sequence.computed, sequence.to_compute()))
+                budget -= work[-1].count
+        for sequence in self._receiving:
+            if budget and sequence.status is Status.DRAFTING and self._has_room(sequence):
+                self._extend(sequence)
+                work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
-        work = [w for w in work if w.sequence.status is Status.RUNNING]  # a later one may have preempted an earlier
         for sequence in self._running:
-            if budget and not sequence.is_decoding():
+            if budget and not sequence.is_decoding() and not sequence.drafts:
                 count = min(budget, sequence.to_compute())
-                work.append(Work(sequence, count))
+                work.append(Work(sequence, sequence.computed, count))
                 budget -= count
         return work
 
     def computed(self, work: Iterable[Work]) -> None:
-        """Note that a step's KV is in the pages; full pages become known to the prefix cache."""
+        """Note that a step's KV is in the pages; full pages become known to the prefix cache.
+
+        Called when the tokens that the step drew have been appended: what was computed from rejected drafts lies at or
+        behind the last of them and does not count.
+        """
         for item in work:
-            if item.sequence.status is Status.RUNNING:
-                item.sequence.computed += item.count
-                self._publish(item.sequence)
+            sequence = item.sequence
+            if sequence.status is Status.RUNNING and item.drafts is None:
+                valid = len(sequence.token_ids) - bool(sequence.output_ids)
+                sequence.computed = min(item.start + item.count, valid)
+                self._publish(sequence)
+                self._shrink(sequence, len(sequence.token_ids))
 
     def hand_over(self, receiving: Sequence, heir: Sequence) -> None:
         """Let `heir`, a sequence of the same prompt, await the KV instead; it takes over the pages."""
@@ -116,14 +138,36 @@ class Scheduler:
         heir.computed, heir.published = receiving.computed, receiving.published
 
     def received(self, sequence: Sequence) -> None:
-        """A transfer has filled the prompt's pages: the sequence runs."""
+        """A transfer has filled the prompt's pages: the sequence runs; first, its drafts are verified."""
         self._receiving.remove(sequence)
         sequence.computed = len(sequence.prompt_ids)
         self._publish(sequence)
         self._run(sequence)
 
+    def draft(self, sequence: Sequence) -> None:
+        """The prompt's pages hold a coarse form of its KV: make drafts."""
+        sequence.status = Status.DRAFTING
+
+    def stop_drafting(self, sequence: Sequence) -> None:
+        """Make no more drafts; those that there are wait for the exact KV."""
+        sequence.status = Status.RECEIVING
+
+    def drop_drafts(self, sequence: Sequence) -> None:
+        """Forget the drafts and make no more."""
+        if sequence.status is Status.DRAFTING:
+            sequence.status = Status.RECEIVING
+        if sequence.drafts:
+            self._dropped.append((sequence, len(sequence.drafts)))
+        sequence.drafts = []  # another list: a step that computes now adds its draft to the old one
+
+    def take_dropped(self) -> list[tuple[Sequence, int]]:
+        """Sequences whose drafts were dropped since the last call, and how many drafts."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     def compute_here(self, sequence: Sequence) -> None:
         """A transfer failed for good: the prompt's missing KV is computed here, in the pages already held."""
+        self.drop_drafts(sequence)
         self._receiving.remove(sequence)
         sequence.remote = False
         self._run(sequence)
@@ -175,11 +219,62 @@ class Scheduler:
         self._running.append(sequence)
         self._running.sort(key=lambda s: s.arrival)
 
+    def _decodes(self) -> list[Work]:
+        """The newest token of every decoding sequence, as far as the budget goes."""
+        chosen: list[Sequence] = []
+        for sequence in [s for s in self._running if s.is_decoding()]:
+            if len(chosen) == self.limits.max_batch_tokens:
+                break
+            if sequence.status is Status.RUNNING and self._grow(sequence):
+                chosen.append(sequence)
+        # A later one may have preempted an earlier one.
+        return [Work(s, s.computed, 1) for s in chosen if s.status is Status.RUNNING]
+
+    def _missing_pages(self, sequence: Sequence) -> int:
+        return max(0, self._pages_for(sequence.length()) - len(sequence.page_table))
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether there are pages for all tokens and drafts without taking any from others."""
+        return self.pool.can_allocate(self._missing_pages(sequence))
+
+    def _extend(self, sequence: Sequence) -> None:
+        sequence.page_table += self.pool.allocate(self._missing_pages(sequence))
+
+    def _fit_drafts(self, sequence: Sequence, budget: int) -> bool:
+        """Keep as many drafts as pages and a budget of tokens allow; False where none are left to be verified."""
+        if self._has_room(sequence):
+            self._extend(sequence)
+        in_pages = len(sequence.page_table) * self.pool.page_size - len(sequence.token_ids)
+        room = min(in_pages, budget - sequence.to_compute() + len(sequence.drafts))
+        if room <= 0:
+            self.drop_drafts(sequence)
+        del sequence.drafts[max(room, 0) :]
+        return bool(sequence.drafts)
+
+    def _reclaim(self) -> bool:
+        """Take the youngest drafts' pages; False where no sequence that awaits KV holds more than the prompt's."""
+        for sequence in reversed(self._receiving):
+            if self._shrink(sequence, len(sequence.prompt_ids)):
+                self.drop_drafts(sequence)
+                return True
+        return False
+
+    def _shrink(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give back the pages behind those of `num_tokens` tokens; False where there are none."""
+        kept = self._pages_for(num_tokens)
+        spare = sequence.page_table[kept:]
+        if spare:
+            self.pool.release(spare)
+            sequence.page_table = sequence.page_table[:kept]
+        return bool(spare)
+
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for the sequence's next token, preempting younger ones; False where itself had to give way."""
         while len(sequence.page_table) < self._pages_for(len(sequence.token_ids)):
             if self.pool.can_allocate(1):
                 sequence.page_table += self.pool.allocate(1)
+                continue
+            if self._reclaim():
                 continue
             victim = self._running[-1]
             self._preempt(victim)
@@ -188,6 +283,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        self.drop_drafts(sequence)
         self._running.remove(sequence)
         self._release(sequence)
         sequence.computed = sequence.published = 0

@@ -12,6 +12,7 @@ class Status(Enum):
 
     WAITING = auto()  # holds no pages
     RECEIVING = auto()  # holds pages that a transfer is writing
+    DRAFTING = auto()  # likewise, and every step makes a draft from the coarse KV in them
     RUNNING = auto()  # holds pages; every step computes some of its tokens
     FINISHED = auto()
 
@@ -21,10 +22,11 @@ class Sequence:
     """One of a request's n sequences.
 
         0            computed              len(token_ids)
-        |---- KV in pages ----|--- to compute ---|
-                                                 └ a decoding sequence has exactly one token to compute
+        |---- KV in pages ----|--- to compute ---|-- drafts --|
+                                                 └ a decoding sequence has exactly one token to compute, and no drafts
 
-    remote: whether another worker computes the prompt's KV.
+    remote: whether another worker computes the prompt's KV. drafts: guesses of the tokens that follow; nothing that was
+    computed from them counts as KV before they are verified.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class Sequence:
     computed: int = 0
     published: int = 0
     cached_tokens: int = 0
+    drafts: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     _hashes: list[PageHash] = field(default_factory=list)
@@ -52,13 +55,22 @@ class Sequence:
         self.output_ids.append(token_id)
         self.token_ids.append(token_id)
 
+    def length(self) -> int:
+        """Tokens and drafts."""
+        return len(self.token_ids) + len(self.drafts)
+
+    def slice(self, start: int, end: int) -> list[int]:
+        """Tokens `start` to `end` - 1; drafts count on behind the tokens."""
+        tokens = len(self.token_ids)
+        return [*self.token_ids[start:end], *self.drafts[max(start - tokens, 0) : max(end - tokens, 0)]]
+
     def to_compute(self) -> int:
-        """Tokens whose KV is not in the pages yet."""
-        return len(self.token_ids) - self.computed
+        """Tokens and drafts whose KV is not in the pages yet."""
+        return self.length() - self.computed
 
     def is_decoding(self) -> bool:
         """Whether only the newest token remains to be computed."""
-        return self.to_compute() == 1 and bool(self.output_ids)
+        return self.to_compute() == 1 and bool(self.output_ids) and not self.drafts
 
     def hashes(self, page_size: int) -> list[PageHash]:
         """Hashes of all full pages of the tokens so far."""

@@ -33,7 +33,7 @@ def measure(loaded: LoadedModel, texts: Sequence[Sequence[int]]) -> Measurement:
     runner = ModelRunner(loaded, len(pages), max_running=1, max_batch_tokens=length, cuda_graphs=False, compile=False)
     keys, values = (np.zeros((layout.num_layers, FORMATS[layout.dtype].exponents), np.int64) for _ in range(2))
     for sequence in _sequences(texts, length):
-        runner.execute([SequenceSlice(sequence, 0, pages, wants_logits=False)])
+        runner.execute([SequenceSlice(sequence, 0, pages, num_logits=0)])
         for layer in range(layout.num_layers):
             keys[layer] += _count(runner.cache.keys[layer], len(sequence))
             values[layer] += _count(runner.cache.values[layer], len(sequence))

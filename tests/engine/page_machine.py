@@ -51,8 +51,8 @@ class PageMachine:
             self.write(piece.page_table, piece.start, piece.token_ids)
             tokens = self.read(piece.page_table, piece.start + len(piece.token_ids))
             assert -1 not in tokens, "KV was read that nobody wrote"
-            if piece.wants_logits:
-                rows.append(torch.nn.functional.one_hot(torch.tensor(next_token(tokens)), VOCAB).float())
+            for end in range(len(tokens) - piece.num_logits + 1, len(tokens) + 1):
+                rows.append(torch.nn.functional.one_hot(torch.tensor(next_token(tokens[:end])), VOCAB).float())
         if on_layer is not None:
             on_layer(0)
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)

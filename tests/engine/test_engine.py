@@ -157,7 +157,7 @@ def test_remote_kv(n):
 
 def one_hot(prompt):
     machine = PageMachine(64, 4)
-    return machine.execute([SequenceSlice(prompt, 0, range(20), True)])
+    return machine.execute([SequenceSlice(prompt, 0, range(20), 1)])
 
 
 def row(index):

@@ -10,7 +10,7 @@ from tests.engine import tiny_models
 
 
 def step(runner: ModelRunner) -> torch.Tensor:
-    return runner.execute([SequenceSlice(list(range(20)), 0, [0, 1], True)])
+    return runner.execute([SequenceSlice(list(range(20)), 0, [0, 1], 1)])
 
 
 def test_finds_projections_by_their_input() -> None:

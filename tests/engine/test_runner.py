@@ -38,7 +38,7 @@ def run_schedule(runner: ModelRunner, sequences: list[list[int]], chunks: list[l
         chosen = choice.sample(ready, choice.randint(1, len(ready)))
         slices, wanted = [], []
         for i in chosen:
-            count, wants = waiting[i].pop(0), choice.random() < 0.8
+            count, wants = waiting[i].pop(0), int(choice.random() < 0.8)
             slices.append(SequenceSlice(sequences[i][done[i] : done[i] + count], done[i], tables[i], wants))
             done[i] += count
             if wants:
@@ -89,18 +89,16 @@ def test_rounded_pages_do_not_depend_on_the_schedule(name: str, kv_dtype: str) -
 def test_reports_each_layer_once_in_order() -> None:
     runner = poisoned_runner(tiny_models.load("gemma3_text"))
     seen = []
-    runner.execute([SequenceSlice(tokens(9, 8), 0, [3], False)], seen.append)
+    runner.execute([SequenceSlice(tokens(9, 8), 0, [3], 0)], seen.append)
     assert seen == [0, 1, 2]
-    runner.execute([SequenceSlice(tokens(9, 8), 0, [4], False)])
+    runner.execute([SequenceSlice(tokens(9, 8), 0, [4], 0)])
     assert seen == [0, 1, 2]
 
 
 def test_a_layers_pages_are_complete_when_it_is_reported() -> None:
     runner = poisoned_runner(tiny_models.load("llama"))
     caught = []
-    runner.execute(
-        [SequenceSlice(tokens(9, 8), 0, [3], True)], lambda i: caught.append(runner.cache.keys[i, 3].clone())
-    )
+    runner.execute([SequenceSlice(tokens(9, 8), 0, [3], 1)], lambda i: caught.append(runner.cache.keys[i, 3].clone()))
     assert all(torch.equal(then[:9], now[:9]) for then, now in zip(caught, runner.cache.keys[:, 3], strict=True))
     assert all(then[:9].isfinite().all() for then in caught)
 
@@ -109,24 +107,24 @@ def test_two_runners_share_a_model() -> None:
     loaded = tiny_models.load("llama")
     first, second = poisoned_runner(loaded), poisoned_runner(loaded)
     ids = tokens(40, 9)
-    first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], False)])
+    first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], 0)])
     for own, other in ((first.cache.keys, second.cache.keys), (first.cache.values, second.cache.values)):
         assert own[:, 1:3].isfinite().all() and other.isnan().all()
         other[:, 7:10] = own[:, 1:4]
-    moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], True)])
-    stayed = first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], True)])
+    moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], 1)])
+    stayed = first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], 1)])
     assert torch.equal(moved, stayed)
 
 
 def test_logits_rows_follow_the_slices() -> None:
     runner = poisoned_runner(tiny_models.load("llama"))
     a, b, c = tokens(20, 10), tokens(5, 11), tokens(1, 12)
-    slices = [SequenceSlice(a, 0, [0, 1], True), SequenceSlice(b, 0, [2], False), SequenceSlice(c, 0, [3], True)]
+    slices = [SequenceSlice(a, 0, [0, 1], 1), SequenceSlice(b, 0, [2], 0), SequenceSlice(c, 0, [3], 1)]
     rows = runner.execute(slices)
     assert rows.shape == (2, tiny_models.VOCAB) and rows.dtype == torch.float32
     for row, ids in zip(rows, (a, c), strict=True):
         assert (row - tiny_models.dense_logits("llama", ids)[-1]).norm() <= TOLERANCE * row.norm()
-    assert runner.execute([SequenceSlice(b, 0, [2], False)]).shape == (0, tiny_models.VOCAB)
+    assert runner.execute([SequenceSlice(b, 0, [2], 0)]).shape == (0, tiny_models.VOCAB)
 
 
 def test_captured_batch_sizes_end_with_the_largest_step() -> None:
@@ -140,6 +138,6 @@ def test_captured_batch_sizes_end_with_the_largest_step() -> None:
 def test_refuses_steps_beyond_its_limits() -> None:
     runner = poisoned_runner(tiny_models.load("llama"), max_running=2, max_batch_tokens=8)
     with pytest.raises(ValueError, match="max_batch_tokens"):
-        runner.execute([SequenceSlice([1] * 9, 0, [0], True)])
+        runner.execute([SequenceSlice([1] * 9, 0, [0], 1)])
     with pytest.raises(ValueError, match="max_running"):
-        runner.execute([SequenceSlice([1], 0, [page], True) for page in range(3)])
+        runner.execute([SequenceSlice([1], 0, [page], 1) for page in range(3)])

@@ -55,11 +55,11 @@ def decode_steps(runner: ModelRunner, batch: int) -> list[torch.Tensor]:
     tables = [list(range(6 * i, 6 * i + 6)) for i in range(batch)]
     ids = [tokens(20 + 5 * i, i) for i in range(batch)]
     for seq, table in zip(ids, tables, strict=True):
-        runner.execute([SequenceSlice(seq[:-4], 0, table, False)])
+        runner.execute([SequenceSlice(seq[:-4], 0, table, 0)])
     found = []
     for step in range(4, 0, -1):
         slices = [
-            SequenceSlice(seq[len(seq) - step :][:1], len(seq) - step, table, True)
+            SequenceSlice(seq[len(seq) - step :][:1], len(seq) - step, table, 1)
             for seq, table in zip(ids, tables, strict=True)
         ]
         found.append(runner.execute(slices).clone())
@@ -84,7 +84,7 @@ def test_compiled_layers_match_eager_ones(name: str) -> None:
     eager = ModelRunner(tiny_models.load(name, device="cuda", kv_dtype="bfloat16"), 96, **options)
     compiled = graph_runner(name, compile=True)
     seen = []
-    compiled.execute([SequenceSlice(tokens(40, 1), 0, [0, 1, 2], False)], seen.append)
+    compiled.execute([SequenceSlice(tokens(40, 1), 0, [0, 1, 2], 0)], seen.append)
     assert seen == [0, 1, 2]
     counters = torch._dynamo.utils.counters
     graphs = counters["stats"]["unique_graphs"]
@@ -108,7 +108,7 @@ def test_pages_move_between_pools_bit_for_bit() -> None:
     loaded = tiny_models.load("llama", device="cuda", kv_dtype="float8_e4m3fn")
     first, second = poisoned_runner(loaded), poisoned_runner(loaded)
     ids = tokens(40, 9)
-    first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], False)])
+    first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], 0)])
     second.cache.scatter(range(3), [7, 8, 9], first.cache.gather(range(3), [1, 2, 3]))
-    moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], True)])
-    assert torch.equal(moved, first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], True)]))
+    moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], 1)])
+    assert torch.equal(moved, first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], 1)]))

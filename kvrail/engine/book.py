@@ -1,0 +1,365 @@
+"""The engine's books: which request owns which sequences, and what each drawn token means for them.
+
+Nothing here locks, computes or waits; the engine calls it with its lock held.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvrail.engine.batch import SampledToken
+from kvrail.engine.events import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    Output,
+    PageLease,
+    Prefilled,
+    PrefillStarted,
+    Verified,
+)
+from kvrail.engine.output import Booked, SequenceText, ending_of
+from kvrail.engine.planning import Step, plan_step
+from kvrail.engine.requests import EngineRequest, ModelLimits
+from kvrail.engine.scheduler import Scheduler, Work
+from kvrail.engine.sequence import Sequence as Seq
+from kvrail.engine.sequence import Status
+from kvrail.engine.speculation import Draft, Drafting, DraftText
+from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.metrics import EngineMetrics
+from kvrail.text import Tokenizer
+
+Events = list[tuple[str, Event]]
+
+
+@dataclass(slots=True)
+class _Request:
+    spec: EngineRequest
+    unfinished: set[int]  # indices of sequences whose output has not ended
+    sequences: list[Seq] = field(default_factory=list)
+    texts: list[SequenceText | None] = field(default_factory=list)
+    deferred: list[Seq] = field(default_factory=list)  # begun, but not queued before the prompt's KV is here
+    coarse: bool = False  # the prompt's pages hold a coarse form of its KV
+    draft_text: DraftText | None = None
+    announced: bool = False
+    prefill_started: bool = False
+    completion_tokens: int = 0
+
+
+class RequestBook:
+    """All live requests of one engine."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        limits: ModelLimits,
+        tokenizer: Tokenizer | None,
+        metrics: EngineMetrics,
+        max_drafts: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._drafting = Drafting(scheduler, limits, metrics, max_drafts)
+        self._requests: dict[str, _Request] = {}
+        self._arrivals = 0
+        self._unclaimed: dict[str, PageLease] = {}
+        self._claimed = 0
+        self._computing: set[Seq] = set()  # sequences of the step that computes now
+        self._doomed: set[Seq] = set()  # of these, the ones to finish when it is over
+        self._drawn: list[tuple[Seq, Booked | Draft | Verified]] = []  # not told yet, since text must be made first
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is live, no step computes and no transfer holds pages."""
+        return not self._requests and not self._computing and not self._unclaimed and not self._claimed
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether `emit_drawn` has something to tell."""
+        return bool(self._drawn)
+
+    def ids(self) -> list[str]:
+        """Ids of all live requests."""
+        return list(self._requests)
+
+    # -- requests come and go ------------------------------------------------------------------------------------
+
+    def open(self, request: EngineRequest) -> None:
+        """Take in a request and queue its first sequence."""
+        if request.request_id in self._requests:
+            raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        state = self._requests[request.request_id] = _Request(request, set(range(request.params.n)))
+        sequence = self._new_sequence(state)
+        for token_id in request.resumed_ids:
+            sequence.append(token_id)
+        text = state.texts[0]
+        if text is not None and request.resumed_ids:
+            # Said already; what is still held back comes later.
+            text.push(request.resumed_ids, (), len(request.resumed_ids), (None, ""))
+        self._scheduler.add(sequence)
+
+    def drop(self, request_id: str) -> bool:
+        """Forget a request and release its pages; False where it is not live."""
+        state = self._requests.pop(request_id, None)
+        for sequence in state.sequences if state else ():
+            self._finish(sequence)
+        return state is not None
+
+    def fail(self, request_ids: Iterable[str], error: KvrailError) -> Events:
+        """Drop requests and say why."""
+        return [(request_id, Failed(error)) for request_id in request_ids if self.drop(request_id)]
+
+    def admit(self) -> Events:
+        """Give pages to waiting requests."""
+        events: Events = []
+        for sequence in self._scheduler.admit():
+            state = self._requests[sequence.request_id]
+            if state.announced:
+                continue  # preempted before, or one of the other n - 1
+            state.announced = True
+            awaits_kv = sequence.status is Status.RECEIVING
+            if awaits_kv or sequence.prefill_only:
+                self._lease(sequence)
+            self._metrics.prefix_queried_tokens.inc(len(sequence.prompt_ids))
+            self._metrics.prefix_hit_tokens.inc(sequence.computed)
+            events.append((sequence.request_id, Admitted(sequence.computed, awaits_kv)))
+        return events
+
+    def claim_lease(self, request_id: str) -> PageLease | None:
+        """Take over the hold on an admitted request's pages; None where the request was dropped before."""
+        lease = self._unclaimed.pop(request_id, None)
+        self._claimed += lease is not None
+        return lease
+
+    def release_lease(self, lease: PageLease) -> None:
+        """A transfer no longer reads or writes the pages."""
+        self._scheduler.pool.release(lease.pages)
+        self._claimed -= 1
+
+    def close(self, request_id: str) -> None:
+        """Nobody listens to a request any more: drop it, and its lease if nobody claimed that."""
+        self.drop(request_id)
+        lease = self._unclaimed.pop(request_id, None)
+        if lease is not None:
+            self._scheduler.pool.release(lease.pages)
+
+    # -- transfers -----------------------------------------------------------------------------------------------
+
+    def receive_first_tokens(self, request_id: str, tokens: Sequence[SampledToken]) -> Events:
+        """First tokens drawn elsewhere. A sequence that lives on takes over the pages that await KV."""
+        state = self._requests.get(request_id)
+        if state is None or state.sequences[0].output_ids:
+            return []  # gone, or a second prefill of the same request: its first tokens are known
+        first = state.sequences[0]
+        self._append_first(state, tokens)
+        alive = [sequence for sequence in state.sequences if sequence.finish_reason is None]
+        if alive:
+            self._scheduler.hand_over(first, alive[0])
+            state.deferred = alive[1:]
+        for sequence in state.sequences:
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+        events = self.emit_drawn(request_id)
+        if request_id in self._requests and self._receiving(request_id) is None:
+            self._queue_deferred(request_id)  # a stop string ended the heir: the others await no transfer
+        return events
+
+    def receive_coarse_kv(self, request_id: str) -> None:
+        """A transfer has filled the prompt's pages with a coarse form of its KV."""
+        if request_id in self._requests:
+            self._requests[request_id].coarse = True
+            self.begin_drafting(request_id)
+
+    def begin_drafting(self, request_id: str) -> None:
+        """Draft where coarse KV and the first token are here."""
+        sequence = self._receiving(request_id)
+        if sequence is not None and self._requests[request_id].coarse:
+            self._drafting.begin(sequence)
+
+    def drop_drafts(self, request_id: str) -> None:
+        """The pages hold no coarse form any more, or soon won't."""
+        sequence = self._receiving(request_id)
+        if sequence is not None:
+            self._requests[request_id].coarse = False
+            self._scheduler.drop_drafts(sequence)
+            self._withdraw_dropped()
+
+    def receive_kv(self, request_id: str) -> None:
+        """A transfer has filled the prompt's pages, exactly."""
+        sequence = self._receiving(request_id)
+        if sequence is not None:
+            self._scheduler.received(sequence)
+            self._queue_deferred(request_id)
+
+    def compute_here(self, request_id: str) -> None:
+        """A transfer failed for good."""
+        sequence = self._receiving(request_id)
+        if sequence is not None:
+            self._scheduler.compute_here(sequence)
+            self._withdraw_dropped()
+            self._queue_deferred(request_id)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def plan(self) -> tuple[Step, Events]:
+        """The next step, and the requests whose prefill it starts."""
+        events: Events = []
+        work = self._scheduler.schedule()
+        self._withdraw_dropped()
+        self._computing = {item.sequence for item in work}
+        for item in work:
+            state = self._requests[item.sequence.request_id]
+            if not state.prefill_started and item.drafts is None:
+                state.prefill_started = True
+                events.append((item.sequence.request_id, PrefillStarted()))
+        return plan_step(work, self._scheduler.pool.page_size, self._limits.eos_token_ids), events
+
+    def settle(self, step: Step, tokens: Sequence[SampledToken]) -> Events:
+        """Book a computed step: new tokens, KV, ends; finish what was dropped meanwhile."""
+        drawn = step.draws(tokens)
+        booked = sum(self._book(item, drawn[item.sequence]) for item in step.work if item.sequence in drawn)
+        self._metrics.generation_tokens.inc(booked)
+        self._scheduler.computed(step.work)
+        self.abandon()
+        events: Events = []
+        for sequence, new in drawn.items():
+            if sequence.status is not Status.RUNNING:
+                continue
+            if sequence.prefill_only:
+                self.drop(sequence.request_id)
+                events.append((sequence.request_id, Prefilled(tuple(new))))
+                continue
+            for sibling in self._requests[sequence.request_id].sequences:
+                if sibling.finish_reason is not None:
+                    self._finish(sibling)
+        return events
+
+    def abandon(self) -> None:
+        """The step is over, well or not: finish what was dropped while it computed."""
+        self._computing = set()
+        for sequence in self._doomed:
+            self._scheduler.finish(sequence)
+        self._doomed = set()
+
+    def emit_drawn(self, request_id: str | None = None) -> Events:
+        """All that was drawn since the last call, or for one request."""
+        now = [(s, t) for s, t in self._drawn if request_id in (None, s.request_id)]
+        self._drawn = [] if request_id is None else [(s, t) for s, t in self._drawn if s.request_id != request_id]
+        return [event for sequence, token in now for event in self._emit(sequence, token)]
+
+    # -- details -------------------------------------------------------------------------------------------------
+
+    def _new_sequence(self, state: _Request) -> Seq:
+        spec, index = state.spec, len(state.sequences)
+        self._arrivals += 1
+        sequence = Seq(
+            spec.request_id, index, spec.params, list(spec.prompt_ids), self._arrivals, spec.remote, spec.prefill_only
+        )
+        state.sequences.append(sequence)
+        text = None if self._tokenizer is None or spec.prefill_only else SequenceText(self._tokenizer, sequence)
+        state.texts.append(text)
+        return sequence
+
+    def _lease(self, sequence: Seq) -> None:
+        pool, pages = self._scheduler.pool, tuple(sequence.page_table)
+        pool.acquire(pages)
+        self._unclaimed[sequence.request_id] = PageLease(pages, tuple(pool.generation(page) for page in pages))
+
+    def _receiving(self, request_id: str) -> Seq | None:
+        state = self._requests.get(request_id)
+        awaiting = (Status.RECEIVING, Status.DRAFTING)
+        return next((s for s in state.sequences if s.status in awaiting), None) if state else None
+
+    def _queue_deferred(self, request_id: str) -> None:
+        state = self._requests[request_id]
+        for sequence in state.deferred:
+            self._scheduler.add(sequence)
+        state.deferred = []
+
+    def _append_first(self, state: _Request, tokens: Sequence[SampledToken]) -> None:
+        """Give each of the n sequences its first token, making those that do not exist yet."""
+        for index, token in enumerate(tokens):
+            sequence = state.sequences[index] if index < len(state.sequences) else self._new_sequence(state)
+            self._append(sequence, token)
+
+    def _book(self, work: Work, new: Sequence[SampledToken]) -> int:
+        """Take in what a step drew for one sequence; returns how many tokens of it stand."""
+        sequence = work.sequence
+        if sequence.status is Status.FINISHED:
+            return 0
+        state = self._requests[sequence.request_id]
+        if work.drafts is not None:
+            draft = self._drafting.add(work, new[0].token_id)
+            if draft is not None and state.spec.provisional:
+                self._drawn.append((sequence, draft))
+            return 0
+        if sequence.prefill_only:
+            return len(new)
+        if not sequence.output_ids:
+            self._append_first(state, new)
+            state.deferred = [s for s in state.sequences[1:] if s.finish_reason is None]
+            self._queue_deferred(sequence.request_id)
+            return len(new)
+        if sequence.drafts:
+            verdict, new = self._drafting.verify(sequence, new)
+            self._drawn.append((sequence, verdict))
+        before = len(sequence.output_ids)
+        for token in new:
+            if sequence.finish_reason is None:
+                self._append(sequence, token)
+        return len(sequence.output_ids) - before
+
+    def _append(self, sequence: Seq, token: SampledToken) -> None:
+        sequence.append(token.token_id)
+        ending = ending_of(sequence, token.token_id, sequence.length(), self._limits)
+        sequence.finish_reason = ending[0]
+        self._drawn.append((sequence, Booked(token, len(sequence.output_ids), ending)))
+
+    def _withdraw_dropped(self) -> None:
+        """Have it reported which drafts were dropped."""
+        for sequence, count in self._scheduler.take_dropped():
+            self._drawn.append((sequence, Verified(sequence.index, count, 0)))
+
+    def _emit(self, sequence: Seq, drawn: Booked | Draft | Verified) -> Events:
+        """Tell what was drawn, unless a stop string in the text before it has ended the sequence."""
+        state = self._requests.get(sequence.request_id)
+        if state is None or sequence.index not in state.unfinished:
+            return []
+        if isinstance(drawn, Booked):
+            return self._emit_token(state, sequence, drawn)
+        if isinstance(drawn, Verified):
+            state.draft_text = None
+            return [(sequence.request_id, drawn)]
+        if state.draft_text is None:
+            state.draft_text = DraftText(self._tokenizer, sequence)
+        return [(sequence.request_id, state.draft_text.push(drawn))]
+
+    def _emit_token(self, state: _Request, sequence: Seq, booked: Booked) -> Events:
+        """Output of one token, with its text; a stop string that it completes ends the sequence."""
+        token = booked.token
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        text = state.texts[sequence.index]
+        if text is None:
+            output = Output(sequence.index, (token.token_id,), "", logprobs, *booked.ending)
+        else:
+            output = text.push((token.token_id,), logprobs, booked.count, booked.ending)
+        state.completion_tokens += 1
+        events: Events = [(sequence.request_id, output)]
+        if output.finish_reason is not None:
+            sequence.finish_reason = output.finish_reason
+            self._finish(sequence)
+            state.deferred = [s for s in state.deferred if s is not sequence]
+            state.unfinished.discard(sequence.index)
+        if not state.unfinished:
+            del self._requests[sequence.request_id]
+            events.append((sequence.request_id, Finished(state.completion_tokens)))
+        return events
+
+    def _finish(self, sequence: Seq) -> None:
+        if sequence in self._computing:
+            self._doomed.add(sequence)
+            sequence.status = Status.FINISHED
+        elif sequence.status is not Status.FINISHED:
+            self._scheduler.finish(sequence)

@@ -1,0 +1,76 @@
+"""From the scheduler's work to one step: slices for the runner, rows for the sampler."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvrail.engine.batch import SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.output import banned_tokens
+from kvrail.engine.requests import WrittenPages
+from kvrail.engine.scheduler import Work
+from kvrail.engine.sequence import Sequence as Seq
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: the scheduler's work as slices for the runner and rows for the sampler.
+
+    drawn_for: the sequence of each row. logit_rows: for each row, which row of the runner's logits it draws from; a
+    prompt's logits serve n rows.
+    """
+
+    work: list[Work]
+    slices: list[SequenceSlice] = field(default_factory=list)
+    written: list[WrittenPages] = field(default_factory=list)
+    rows: list[SampleRow] = field(default_factory=list)
+    drawn_for: list[Seq] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+
+    def draws(self, tokens: Sequence[SampledToken]) -> dict[Seq, list[SampledToken]]:
+        """The tokens drawn for the rows, by sequence."""
+        drawn: dict[Seq, list[SampledToken]] = {}
+        for sequence, token in zip(self.drawn_for, tokens, strict=True):
+            drawn.setdefault(sequence, []).append(token)
+        return drawn
+
+
+def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int]) -> Step:
+    """Lay out a step."""
+    step = Step(list(work))
+    num_logits = 0
+    for item in step.work:
+        sequence, end = item.sequence, item.start + item.count
+        # The newest token and each draft behind it have a draw to make or to repeat; a step that drafts makes one.
+        draws = 1 if item.drafts is not None else max(0, end - len(sequence.token_ids) + 1)
+        for position in range(end - draws + 1, end + 1):
+            _add_rows(step, sequence, position, num_logits, eos_token_ids)
+            num_logits += 1
+        step.slices.append(SequenceSlice(sequence.slice(item.start, end), item.start, sequence.page_table, draws))
+        if sequence.prefill_only:
+            _add_written(step, sequence, end, page_size)
+    return step
+
+
+def _add_rows(step: Step, sequence: Seq, position: int, logit_row: int, eos_token_ids: frozenset[int]) -> None:
+    """Rows that draw the token at `position`: one, or one for each of n where it is the output's first."""
+    prompt = len(sequence.prompt_ids)
+    output = sequence.output_ids if position == len(sequence.token_ids) else sequence.slice(prompt, position)
+    for index in (sequence.index,) if sequence.output_ids else range(sequence.params.n):
+        step.drawn_for.append(sequence)
+        step.logit_rows.append(logit_row)
+        step.rows.append(
+            SampleRow(
+                params=sequence.params,
+                index=index,
+                position=position,
+                prompt_ids=sequence.prompt_ids,
+                output_ids=output,
+                banned=banned_tokens(sequence.params, position - prompt, eos_token_ids),
+            )
+        )
+
+
+def _add_written(step: Step, sequence: Seq, end: int, page_size: int) -> None:
+    complete = -(-end // page_size) if end == len(sequence.prompt_ids) else end // page_size
+    first = sequence.computed // page_size
+    if first < complete:
+        step.written.append(WrittenPages(sequence.request_id, first, complete))
