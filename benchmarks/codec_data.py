@@ -113,7 +113,7 @@ def random_8b(mib: float) -> Source:
     return Source("random-8b", note, tiled(prefill(loaded, tokens), mib))
 
 
-def synthetic(mib: float, escapes: float) -> Source:
+def synthetic(mib: float, escapes: float, dtype: torch.dtype = torch.bfloat16) -> Source:
     """Log-normal channels of 4 layers with 8 heads of 128; `escapes` of the values lie outside windows of 16."""
     layers, heads, dim = 4, 8, 128
     generator = torch.Generator().manual_seed(0)
@@ -121,10 +121,10 @@ def synthetic(mib: float, escapes: float) -> Source:
     low, high = 0.1, 6.0
     while high - low > 0.002:
         middle = (low + high) / 2
-        low, high = (low, middle) if _escapes(_draw(spread, middle, 4)) > escapes else (middle, high)
-    page_bytes = 2 * layers * PAGE_SIZE * heads * dim * 2
+        low, high = (low, middle) if _escapes(_draw(spread, middle, 4, dtype)) > escapes else (middle, high)
+    page_bytes = 2 * layers * PAGE_SIZE * heads * dim * dtype.itemsize
     pages = max(1, round(mib * (1 << 20) / page_bytes))
-    block = _draw(spread, low, min(pages, FRESH_PAGES))
+    block = _draw(spread, low, min(pages, FRESH_PAGES), dtype)
     note = f"channels exp({low:.2f} N(0, 1)) times N(0, 1), {_escapes(block):.3%} outside the best windows of 16"
     return Source(f"synthetic-{escapes:.2%}", note, tiled(block, mib))
 
@@ -166,11 +166,11 @@ def _select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return as_bytes.index_select(1, index).view(tensor.dtype)
 
 
-def _draw(spread: torch.Tensor, sigma: float, pages: int) -> Block:
+def _draw(spread: torch.Tensor, sigma: float, pages: int, dtype: torch.dtype) -> Block:
     layers, heads, dim = spread.shape[1], *spread.shape[-2:]
     generator = torch.Generator().manual_seed(1)
     tensors = [
-        (torch.randn(layers, pages, PAGE_SIZE, heads, dim, generator=generator) * (sigma * scale).exp()).bfloat16()
+        (torch.randn(layers, pages, PAGE_SIZE, heads, dim, generator=generator) * (sigma * scale).exp()).to(dtype)
         for scale in spread
     ]
     return Block(*tensors)

@@ -7,7 +7,7 @@ the same device, so that a rate stands beside the copy rate of the same minute. 
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -130,13 +130,10 @@ def measure(trial: Trial, runs: int) -> Figures:
     size = check(trial)
     clock = _CudaClock() if trial.block.keys.is_cuda else _Clock()
     copy_all, payload = _copier(trial.block), trial.encode()
-    seconds: list[Sequence[float]] = []
-    for _ in range(runs + 2):
-        encode = clock.time(trial.encode)
-        decode = clock.time(lambda: trial.decode(payload))
-        copy = clock.time(copy_all)
-        seconds.append((encode, decode, copy))
-    medians = [statistics.median(column) for column in zip(*seconds[2:], strict=True)]
+    calls = (trial.encode, lambda: trial.decode(payload), copy_all)
+    readings = [[clock.time(call) for call in calls] for _ in range(runs + 2)]
+    seconds = [[reading() for reading in row] for row in readings[2:]]
+    medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
     return Figures(trial.name, trial.block.spec.raw_bytes, size, *medians, escapes=trial.escapes())
 
 
@@ -162,27 +159,33 @@ def _flat(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 class _Clock:
     """Wall time of a call."""
 
-    def time(self, call: Callable[[], Any]) -> float:
+    def time(self, call: Callable[[], Any]) -> Callable[[], float]:
         begin = time.perf_counter()
         kept = call()
         seconds = time.perf_counter() - begin
         del kept
-        return seconds
+        return lambda: seconds
 
 
 class _CudaClock:
-    """Time on the current stream between two events, with a cold cache; work on the host counts while the GPU waits."""
+    """Time on the current stream between two events, with a cold cache, read when all is over.
+
+    Launches queue up behind work enqueued before, as in serving; what waits for the device counts with its wait.
+    """
 
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
-    def time(self, call: Callable[[], Any]) -> float:
+    def time(self, call: Callable[[], Any]) -> Callable[[], float]:
         self._flush.zero_()
-        torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         kept = call()
         end.record()
-        end.synchronize()
         del kept
-        return begin.elapsed_time(end) / 1e3
+
+        def seconds() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3
+
+        return seconds

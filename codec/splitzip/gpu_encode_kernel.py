@@ -18,14 +18,12 @@ import triton.language as tl
 
 from codec.splitzip.gpu_word_kernels import (
     aligned,
-    column_tops,
     packed,
     page_of,
     pointer_to,
     popcount,
     replicated,
     sections_after,
-    values_at,
     words_of,
 )
 
@@ -49,26 +47,6 @@ def _load_segment(words, where, real, PAGE_WORDS: tl.constexpr, PADDED: tl.const
 def _significand(word, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, LANES: tl.constexpr):
     mantissa = word & replicated((1 << MANTISSA_BITS) - 1, LANES)
     return mantissa | ((word >> EXPONENT_BITS) & replicated(1 << MANTISSA_BITS, LANES))
-
-
-@triton.jit
-def _distance(
-    word,
-    top,
-    where,
-    real,
-    PAGE_WORDS: tl.constexpr,
-    PADDED: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """How far each exponent lies below `top`, whose bit above the exponents is set, so that no lane borrows."""
-    exponent = (word >> MANTISSA_BITS) & replicated((1 << EXPONENT_BITS) - 1, LANES)
-    distance = (top - exponent) & replicated((1 << EXPONENT_BITS) - 1, LANES)
-    if PADDED:
-        distance = tl.where(real & (where < PAGE_WORDS), distance, 0)
-    return distance
 
 
 @triton.jit
@@ -123,27 +101,26 @@ def _store_planes(
 
 @triton.jit
 def _channel_tops(
-    x,
+    exponents,
     tops,
     drops,
     tile,
     WIDTH: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """Store the tile's top and drops; give every column's top, words [1, 2, HALF]."""
     LANE: tl.constexpr = 32 // LANES
-    EXPONENTS: tl.constexpr = ((1 << EXPONENT_BITS) - 1) << MANTISSA_BITS
+    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
     HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
     largest = ()
     for lane in tl.static_range(LANES):
-        most = x[0] & (EXPONENTS << (lane * LANE))
+        # What a word holds below the lane does not change which is the largest.
+        most = exponents[0] & (0xFFFFFFFF >> (32 - LANE * (lane + 1)))
         for s in tl.static_range(1, 8):
-            most = tl.maximum(most, x[s] & (EXPONENTS << (lane * LANE)))
-        most = tl.max((most >> (lane * LANE + MANTISSA_BITS)).to(tl.int32), axis=0)
-        largest += (most,)
+            most = tl.maximum(most, exponents[s] & (0xFFFFFFFF >> (32 - LANE * (lane + 1))))
+        largest += (tl.max((most >> (lane * LANE)).to(tl.int32) & EXPONENTS, axis=0),)
     most = largest[0]
     for lane in tl.static_range(1, LANES):
         most = tl.maximum(most, largest[lane])
@@ -163,25 +140,20 @@ def _channel_tops(
 
 
 @triton.jit
-def _list_escaped(escaped, index, entries):
-    """Store the words that have an escape, in order, as word's number << 32 | bits; how many there are."""
-    SIZE: tl.constexpr = escaped.numel
-    some = (escaped != 0).to(tl.int32)
-    before = tl.reshape(tl.cumsum(tl.reshape(some, [SIZE]), 0), some.shape) - some
-    entry = (index.to(tl.int64) << 32) | escaped.to(tl.int64)
-    tl.store(entries + before, entry, mask=escaped != 0)
-    return tl.sum(tl.reshape(some, [SIZE]))
+def _in_rows(words, LANES: tl.constexpr, ROW: tl.constexpr):
+    """Low bytes of all lanes of ROW neighbouring words as one 64-bit number, from its low byte up; a block [rows]."""
+    SIZE: tl.constexpr = words.numel // ROW
+    place = (8 * LANES * tl.arange(0, ROW)[None, :]).to(tl.uint64)
+    return tl.sum(tl.reshape(packed(words, LANES), [SIZE, ROW]).to(tl.uint64) << place, axis=1)
 
 
 @triton.jit
 def _store_escapes(
-    entries,
-    num_entries,
+    escaped,
+    index,
+    first,
+    top,
     values,
-    fixed_top,
-    tops,
-    drops,
-    tile,
     records,
     extensions,
     CODE_BITS: tl.constexpr,
@@ -189,47 +161,39 @@ def _store_escapes(
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     LANES: tl.constexpr,
-    HALVES: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_PAGE: tl.constexpr,
+    STEP: tl.constexpr,
+    ROW: tl.constexpr,
 ):
     """Store a tile's records and extensions; the tile's count.
 
-    A thread has an entry and takes its bits one by one, from the lowest up, which is the order of records.
+    A row is 8 neighbouring values of a segment (fewer where the geometry is odd): its escapes in all segments are 64
+    bits, in the order of records. A thread takes them one by one and finds each value again in the page, which the
+    cache still holds.
     """
-    LANE: tl.constexpr = 32 // LANES
+    SIZE: tl.constexpr = escaped.numel // ROW
     NEAR: tl.constexpr = 1 << (16 - POSITION_BITS)
-    done = 0
-    furthest = tl.zeros([32], tl.int32)
-    for begin in range(0, num_entries, 32):
-        at = begin + tl.arange(0, 32)
-        entry = tl.load(entries + at, mask=at < num_entries, other=0)
-        escaped = entry.to(tl.uint32)
-        index = (entry >> 32).to(tl.int32)
-        count = popcount(escaped)
-        before = done + tl.cumsum(count, 0) - count
-        done += tl.sum(count)
-        for _ in range(tl.max(count)):
-            live = escaped != 0
-            bit = popcount(~escaped & (escaped - 1)) & 31
-            segment, lane = bit & 7, bit // LANE
-            escaped = escaped & (escaped - 1)
-            offset, column = values_at(
-                index, lane, segment, tile % PER_PAGE, SEGMENT_ROWS, COLUMNS, WIDTH, HALVES, LANES
-            )
-            top = fixed_top
-            if HALVES == 2:
-                top = column_tops(tops, drops, tile, column, live, WIDTH)
-            value = tl.load(values + offset, mask=live, other=0).to(tl.int32)
-            far = ((top - (value >> MANTISSA_BITS)) & ((1 << EXPONENT_BITS) - 1)) - (1 << CODE_BITS)
-            record = (index * LANES + lane) * 8 + segment + ((far & (NEAR - 1)) << POSITION_BITS)
-            tl.store(records + before, record.to(tl.uint16), mask=live)
-            tl.store(extensions + before, (far >> (16 - POSITION_BITS)).to(tl.uint8), mask=live)
-            furthest = tl.maximum(furthest, tl.where(live, far, 0))
-            before += live.to(tl.int32)
-    return done + tl.where(tl.max(furthest) >= NEAR, 0x8000, 0)
+    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
+    tops = _in_rows(tl.broadcast_to(top & replicated(EXPONENTS, LANES), escaped.shape), LANES, ROW)
+    escaped = _in_rows(escaped, LANES, ROW)
+    index = tl.min(tl.reshape(index, [SIZE, ROW]), axis=1) * LANES
+    first = tl.min(tl.reshape(first, [SIZE, ROW]), axis=1) * LANES
+    count = popcount(escaped.to(tl.uint32)) + popcount((escaped >> 32).to(tl.uint32))
+    at = tl.cumsum(count, 0) - count
+    furthest = tl.zeros_like(count)
+    for _ in range(tl.max(count)):
+        live = escaped != 0
+        below = ~escaped & (escaped - 1)
+        bit = (popcount(below.to(tl.uint32)) + popcount((below >> 32).to(tl.uint32))) & 63
+        escaped = escaped & (escaped - 1)
+        value = tl.load(values + first + (bit >> 3) + (bit & 7) * (STEP * LANES), mask=live, other=0).to(tl.int32)
+        far = (tops >> (bit & 56).to(tl.uint64)).to(tl.int32) - (value >> MANTISSA_BITS)
+        far = (far & EXPONENTS) - (1 << CODE_BITS)
+        record = index * 8 + bit + ((far & (NEAR - 1)) << POSITION_BITS)
+        tl.store(records + at, record.to(tl.uint16), mask=live)
+        tl.store(extensions + at, (far >> (16 - POSITION_BITS)).to(tl.uint8), mask=live)
+        furthest = tl.maximum(furthest, tl.where(live, far, 0))
+        at += live.to(tl.int32)
+    return tl.sum(count) + tl.where(tl.max(furthest) >= NEAR, 0x8000, 0)
 
 
 @triton.jit
@@ -243,7 +207,6 @@ def _encode_tile(
     fixed_tops,
     num_pages,
     dense,
-    entries,
     records,
     extensions,
     ITEM_BYTES: tl.constexpr,
@@ -267,6 +230,7 @@ def _encode_tile(
     STEP: tl.constexpr = SEGMENT_ROWS * (COLUMNS if HALVES == 2 else WIDTH) // LANES
     PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
     BEYOND: tl.constexpr = (1 << EXPONENT_BITS) - (1 << CODE_BITS)
+    ROW: tl.constexpr = min(8 // LANES, HALF_PADDED)
     number = tile % PER_PAGE
     layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
     words = pointer_to(page, ITEM_BYTES * LANES)
@@ -276,22 +240,24 @@ def _encode_tile(
     x = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
         x += (_load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
-    fields = ()
+    fields, exponents = (), ()
     for s in tl.static_range(8):
         fields += (_significand(x[s], EXPONENT_BITS, MANTISSA_BITS, LANES),)
+        exponents += ((x[s] >> MANTISSA_BITS) & replicated((1 << EXPONENT_BITS) - 1, LANES),)
     codes = _store_planes(fields, dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
     tops, drops, counts = sections_after(codes, tiles, CODE_BITS, SEGMENT, WIDTH, HALVES)
-    fixed_top = 0
     if HALVES == 2:
-        top = _channel_tops(x, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, MANTISSA_BITS, LANES)
+        top = _channel_tops(exponents, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, LANES)
     else:
-        fixed_top = tl.load(fixed_tops + layer).to(tl.int32)
-        top = replicated(fixed_top.to(tl.uint32), LANES)
+        top = replicated(tl.load(fixed_tops + layer).to(tl.uint32), LANES)
     top += replicated(1 << EXPONENT_BITS, LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        distance = _distance(x[s], top, first + s * STEP, real, PAGE_WORDS, PADDED, EXPONENT_BITS, MANTISSA_BITS, LANES)
+        # The top's bit above the exponents is set, so that no lane borrows.
+        distance = (top - exponents[s]) & replicated((1 << EXPONENT_BITS) - 1, LANES)
+        if PADDED:
+            distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
         fields += (distance,)
         # Beyond the window the sum carries into the bit above the exponents.
         carry = (distance & replicated(BEYOND, LANES)) + replicated(BEYOND, LANES)
@@ -299,15 +265,10 @@ def _encode_tile(
         escaped |= (carry >> (EXPONENT_BITS - s)) if s <= EXPONENT_BITS else (carry << (s - EXPONENT_BITS))
     _store_planes(fields, codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
-    entries += tile.to(tl.int64) * (SEGMENT // LANES)
-    count = _list_escaped(escaped, index, entries)
-    if count > 0:
-        tl.debug_barrier()  # entries, and drops, are read by other threads than wrote them
-        count = _store_escapes(
-            entries, count, pointer_to(page, ITEM_BYTES), fixed_top, tops, drops, tile, records + slot,
-            extensions + slot, CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, HALVES, SEGMENT_ROWS,
-            COLUMNS, WIDTH, PER_PAGE,
-        )  # fmt: skip
+    count = _store_escapes(
+        escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
+        CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
+    )  # fmt: skip
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
 
@@ -337,8 +298,6 @@ def encode_kernel(
     value_tiles,
     key_dense,
     value_dense,
-    key_entries,
-    value_entries,
     key_records,
     value_records,
     key_extensions,
@@ -369,14 +328,13 @@ def encode_kernel(
 
     keys, values: uint8, the pools; strides: bytes; table: int64 [num_pages + 2 * num_layers], page ids, then tops of
     keys and of values, which are not read where HALVES is 2; dense: uint8, dense parts, all but the group offsets.
-    Slots, one a tile: entries int64, as many as a segment has words; records uint16 and extensions uint8, as many as a
-    tile has values.
+    Slots, one a tile: records uint16 and extensions uint8, as many as a tile has values.
     """
     tile = tl.program_id(0)
     if tile < key_tiles:
         _encode_tile(
             tile, key_tiles, keys, key_layer_stride, key_page_stride, table, table + num_pages, num_pages,
-            key_dense, key_entries, key_records, key_extensions,
+            key_dense, key_records, key_extensions,
             ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, HALVES, ROWS,
             SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
         )  # fmt: skip
@@ -384,7 +342,7 @@ def encode_kernel(
         _encode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, table,
             table + num_pages + num_layers, num_pages,
-            value_dense, value_entries, value_records, value_extensions,
+            value_dense, value_records, value_extensions,
             ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, HALVES, ROWS,
             SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
             VALUE_PADDED,

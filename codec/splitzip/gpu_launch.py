@@ -20,7 +20,7 @@ from codec.splitzip.gpu_decode_kernel import decode_kernel
 from codec.splitzip.gpu_encode_kernel import encode_kernel
 from codec.splitzip.gpu_pack_kernel import pack_kernel
 from codec.splitzip.payload import Ints, Payload, travels_raw
-from codec.splitzip.plan import TILES_PER_GROUP, TensorPlan, aligned
+from codec.splitzip.plan import TensorPlan, aligned
 
 Plans = tuple[TensorPlan, TensorPlan]
 Tops = Sequence[Ints | None]
@@ -32,14 +32,17 @@ class Tuning:
     """Launch parameters.
 
     encode_words, decode_words: words of a segment that a thread has; warps: most of a program; pack_programs: most
-    programs that bring one tensor's escapes together, each of pack_warps.
+    programs that bring one tensor's escapes together, each of pack_warps, pack_tiles tiles and pack_records of each at
+    a time.
     """
 
     encode_words: int = 8
     decode_words: int = 4
     warps: int = 8
     pack_programs: int = 256
-    pack_warps: int = 4
+    pack_tiles: int = 256
+    pack_records: int = 16
+    pack_warps: int = 8
 
     def warps_for(self, words: int, a_thread: int) -> int:
         """Warps for segments of `words`; both are powers of two."""
@@ -53,11 +56,10 @@ TUNING = Tuning()
 class Slots:
     """Device memory of one tensor's escapes.
 
-    entries: int64, one a word of a segment; records uint16, extensions uint8: one a value; packed: what travels, with
-    room for all that a tensor smaller than raw can have.
+    records uint16, extensions uint8: one a value; packed: what travels, with room for all that a tensor smaller than
+    raw can have.
     """
 
-    entries: torch.Tensor
     records: torch.Tensor
     extensions: torch.Tensor
     packed_records: torch.Tensor
@@ -67,12 +69,11 @@ class Slots:
     def allocate(cls, plan: TensorPlan, device: torch.device) -> Self:
         """Uninitialised memory for a plan; none where it is not coded."""
         tiles = tiles_of(plan)
-        words = tiles * plan.segment_values if tiles else 0
+        values = SEGMENTS * tiles * plan.segment_values if tiles else 0
         room = plan.raw_bytes - plan.fixed_bytes if tiles else 0
         return cls(
-            torch.empty(words, dtype=torch.int64, device=device),
-            torch.empty(words * SEGMENTS, dtype=torch.uint16, device=device),
-            torch.empty(words * SEGMENTS, dtype=torch.uint8, device=device),
+            torch.empty(values, dtype=torch.uint16, device=device),
+            torch.empty(values, dtype=torch.uint8, device=device),
             torch.empty(room // 2, dtype=torch.uint16, device=device),
             torch.empty(room // 3, dtype=torch.uint8, device=device),
         )
@@ -150,7 +151,7 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
     pools, dense = byte_pools(pages), buffers.dense(plans)
     tiles = tiles_of(plans[0]), tiles_of(plans[1])
     if sum(tiles):
-        slots = [(slot.entries, slot.records, slot.extensions) for slot in buffers.slots]
+        slots = [(slot.records, slot.extensions) for slot in buffers.slots]
         outputs = [(part, *slot) for part, slot in zip(dense, slots, strict=True)]
         _launch_tiles(encode_kernel, TUNING.encode_words, pages, pools, plans, tiles, table, outputs)
         _launch_pack(plans, tiles, dense, buffers)
@@ -213,9 +214,8 @@ def _launch_tiles(
 
 def _launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: EncodeBuffers) -> None:
     """Launch the kernel that brings the escapes of both tensors together."""
-    groups = [-(-each // TILES_PER_GROUP) for each in tiles]
-    runs = [max(1, -(-each // TUNING.pack_programs)) for each in groups]
-    programs = [max(1, -(-each // run)) for each, run in zip(groups, runs, strict=True)]
+    runs = [TUNING.pack_tiles * max(1, -(-each // (TUNING.pack_tiles * TUNING.pack_programs))) for each in tiles]
+    programs = [max(1, -(-each // run)) for each, run in zip(tiles, runs, strict=True)]
     tensors = []
     for plan, each, part, slots in zip(plans, tiles, dense, buffers.slots, strict=True):
         counts, offsets = (_section(part, plan, name) if each else part for name in ("counts", "groups"))
@@ -230,6 +230,7 @@ def _launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: Encod
         *(slots.packed_extensions.numel() for slots in buffers.slots),
         buffers.totals,
         *(SEGMENTS * plan.segment_values if each else 1 for plan, each in zip(plans, tiles, strict=True)),
+        TUNING.pack_tiles, TUNING.pack_records,
         num_warps=TUNING.pack_warps,
     )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Triton kernel: records and extensions from the tiles' slots to their places, and the group offsets.
 
-A program has a run of groups. It sums the counts of all tiles before them, so programs need nothing of each other,
+A program has a run of tiles. It sums the counts of all tiles before them, so programs need nothing of each other,
 nothing must be zeroed before and there are no atomics; runs grow with the tensor, so that these sums stay a small part
 of the work.
 """
@@ -10,25 +10,31 @@ import triton.language as tl
 
 _TILES_PER_GROUP = tl.constexpr(64)
 _COUNTS_AT_ONCE = tl.constexpr(8192)
-_RECORDS_AT_ONCE = tl.constexpr(32)
 
 
 @triton.jit
-def _move(source, target, size, room, SLOT: tl.constexpr):
-    """Copy `size` [64] elements of each of 64 slots to `target` [64]; nothing at or beyond `room`."""
-    tile = tl.arange(0, _TILES_PER_GROUP)[:, None]
-    for begin in range(0, tl.max(size), _RECORDS_AT_ONCE):
-        at = begin + tl.arange(0, _RECORDS_AT_ONCE)[None, :]
-        live = (at < size[:, None]) & (target[1][:, None] + at < room)
-        data = tl.load(source + tile * SLOT + at, mask=live, other=0)
-        tl.store(target[0] + target[1][:, None] + at, data, mask=live)
+def _move(source, target, start, size, room, SLOT: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Copy `size` elements of each slot to `target` + `start`, blocks [tiles]; nothing at or beyond `room`."""
+    slot = tl.arange(0, TILES)[:, None] * SLOT
+    size = tl.minimum(size, room - start)
+    for begin in range(0, tl.max(size), AT_ONCE):
+        at = begin + tl.arange(0, AT_ONCE)[None, :]
+        live = at < size[:, None]
+        data = tl.load(source + slot + at, mask=live, other=0)
+        tl.store(target + start[:, None] + at, data, mask=live)
+
+
+@triton.jit
+def _clipped(room):
+    """Room as int32, at most what that holds and not below 0."""
+    return tl.maximum(tl.minimum(room, 0x7FFFFFFF), 0).to(tl.int32)
 
 
 @triton.jit
 def _pack(
     program,
     tiles,
-    groups_per_program,
+    tiles_per_program,
     counts,
     groups,
     records,
@@ -39,36 +45,36 @@ def _pack(
     extension_room,
     totals,
     SLOT: tl.constexpr,
+    TILES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    first = program * groups_per_program
-    num_groups = tl.cdiv(tiles, _TILES_PER_GROUP)
+    first = program * tiles_per_program
     num_records = tl.zeros([], tl.int64)
     num_extensions = tl.zeros([], tl.int64)
-    for begin in range(0, tl.minimum(first * _TILES_PER_GROUP, tiles), _COUNTS_AT_ONCE):
+    for begin in range(0, tl.minimum(first, tiles), _COUNTS_AT_ONCE):
         at = begin + tl.arange(0, _COUNTS_AT_ONCE)
-        count = tl.load(counts + at, mask=at < first * _TILES_PER_GROUP, other=0).to(tl.int32)
+        count = tl.load(counts + at, mask=at < first, other=0).to(tl.int32)
         num_records += tl.sum(count & 0x7FFF)
         num_extensions += tl.sum((count & 0x7FFF) * (count >> 15))
-    for step in range(0, tl.minimum(groups_per_program, num_groups - first)):
-        group = first + step
-        tl.store(groups + 2 * group, num_records.to(tl.uint32))
-        tl.store(groups + 2 * group + 1, num_extensions.to(tl.uint32))
-        tile = group * _TILES_PER_GROUP + tl.arange(0, _TILES_PER_GROUP)
+    for step in range(0, tl.cdiv(tl.minimum(tiles_per_program, tiles - first), TILES)):
+        tile = first + step * TILES + tl.arange(0, TILES)
         count = tl.load(counts + tile, mask=tile < tiles, other=0).to(tl.int32)
         size = count & 0x7FFF
-        slot = group.to(tl.int64) * (_TILES_PER_GROUP * SLOT)
-        _move(records + slot, (packed_records, num_records + tl.cumsum(size, 0) - size), size, record_room, SLOT)
+        wide = size * (count >> 15)
+        start = tl.cumsum(size, 0) - size
+        wide_start = tl.cumsum(wide, 0) - wide
+        group = groups + tile // _TILES_PER_GROUP * 2
+        opens = (tile % _TILES_PER_GROUP == 0) & (tile < tiles)
+        tl.store(group, (num_records + start).to(tl.uint32), mask=opens)
+        tl.store(group + 1, (num_extensions + wide_start).to(tl.uint32), mask=opens)
+        slot = (first + step * TILES).to(tl.int64) * SLOT
+        room = _clipped(record_room - num_records)
+        _move(records + slot, packed_records + num_records, start, size, room, SLOT, TILES, AT_ONCE)
+        room = _clipped(extension_room - num_extensions)
+        _move(extensions + slot, packed_extensions + num_extensions, wide_start, wide, room, SLOT, TILES, AT_ONCE)
         num_records += tl.sum(size)
-        size = size * (count >> 15)
-        _move(
-            extensions + slot,
-            (packed_extensions, num_extensions + tl.cumsum(size, 0) - size),
-            size,
-            extension_room,
-            SLOT,
-        )
-        num_extensions += tl.sum(size)
-    if first + groups_per_program >= num_groups:
+        num_extensions += tl.sum(wide)
+    if first + tiles_per_program >= tiles:
         tl.store(totals, num_records)
         tl.store(totals + 1, num_extensions)
 
@@ -78,8 +84,8 @@ def _pack(
         "key_programs",
         "key_tiles",
         "value_tiles",
-        "key_groups_per_program",
-        "value_groups_per_program",
+        "key_tiles_per_program",
+        "value_tiles_per_program",
         "key_record_room",
         "value_record_room",
         "key_extension_room",
@@ -90,8 +96,8 @@ def pack_kernel(
     key_programs,
     key_tiles,
     value_tiles,
-    key_groups_per_program,
-    value_groups_per_program,
+    key_tiles_per_program,
+    value_tiles_per_program,
     key_counts,
     value_counts,
     key_groups,
@@ -111,6 +117,8 @@ def pack_kernel(
     totals,
     KEY_SLOT: tl.constexpr,
     VALUE_SLOT: tl.constexpr,
+    TILES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Grid: the keys' programs, then the values'.
 
@@ -121,12 +129,13 @@ def pack_kernel(
     program = tl.program_id(0)
     if program < key_programs:
         _pack(
-            program, key_tiles, key_groups_per_program, key_counts, key_groups, key_records, key_extensions,
-            key_packed_records, key_packed_extensions, key_record_room, key_extension_room, totals, KEY_SLOT,
+            program, key_tiles, key_tiles_per_program, key_counts, key_groups, key_records, key_extensions,
+            key_packed_records, key_packed_extensions, key_record_room, key_extension_room, totals, KEY_SLOT, TILES,
+            AT_ONCE,
         )  # fmt: skip
     else:
         _pack(
-            program - key_programs, value_tiles, value_groups_per_program, value_counts, value_groups, value_records,
+            program - key_programs, value_tiles, value_tiles_per_program, value_counts, value_groups, value_records,
             value_extensions, value_packed_records, value_packed_extensions, value_record_room, value_extension_room,
-            totals + 2, VALUE_SLOT,
+            totals + 2, VALUE_SLOT, TILES, AT_ONCE,
         )  # fmt: skip

@@ -29,14 +29,22 @@ LARGER = [(2, 9, 64, 8, 128, 128), (1, 3, 64, 8, 128, 64), (3, 2, 16, 4, 96, 80)
 
 
 def real_looking(spec, seed, spread=0.5):
-    """Scattered pages on the GPU whose channels have unequal scales, with some random bits among them."""
+    """Scattered pages on the GPU: channels of unequal scales, one value in 100 far below them, a few of random bits.
+
+    One value of random bits is enough to make a tile's other channels escape.
+    """
     pages = scattered(spec, seed, "cuda")
     generator = torch.Generator("cuda").manual_seed(seed)
+
+    def uniform(tensor):
+        return torch.rand(tensor.shape, generator=generator, device="cuda")
+
     for tensor in (pages.pools.keys, pages.pools.values):
         scales = torch.exp(spread * torch.randn(tensor.shape[-2:], generator=generator, device="cuda"))
-        drawn = (torch.randn(tensor.shape, generator=generator, device="cuda") * scales).to(tensor.dtype)
+        drawn = torch.randn(tensor.shape, generator=generator, device="cuda") * scales
+        drawn = torch.where(uniform(tensor) < 0.01, drawn * torch.exp2(-40 * uniform(tensor)), drawn).to(tensor.dtype)
         as_bits = torch.uint8 if tensor.element_size() == 1 else torch.int16
-        chosen = torch.rand(tensor.shape, generator=generator, device="cuda") < 0.99
+        chosen = uniform(tensor) > 1 / 50_000
         tensor.view(as_bits)[chosen] = drawn.view(as_bits)[chosen]
     return pages
 
