@@ -33,6 +33,7 @@ class PageMachine:
         self.cells = np.full((num_pages, page_size), -1, dtype=np.int64)
         self.page_size = page_size
         self.steps: list[list[int]] = []
+        self.meanwhile: Callable[[], None] = lambda: None  # what other threads do while a step computes
 
     def bind_thread(self) -> None:
         pass
@@ -55,6 +56,7 @@ class PageMachine:
                 rows.append(torch.nn.functional.one_hot(torch.tensor(next_token(tokens[:end])), VOCAB).float())
         if on_layer is not None:
             on_layer(0)
+        self.meanwhile()
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
 

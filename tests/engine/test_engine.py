@@ -3,66 +3,14 @@
 import random
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvrail.engine.batch import SampleRow, SequenceSlice
-from kvrail.engine.engine import Engine
 from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled
-from kvrail.engine.pages import PagePool
-from kvrail.engine.requests import EngineRequest, ModelLimits
-from kvrail.engine.scheduler import Limits, Scheduler
+from kvrail.engine.requests import EngineRequest
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
-from kvrail.metrics import EngineMetrics
 from kvrail.sampling import FinishReason, SamplingParams
-from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expected
-
-
-class Bench:
-    def __init__(self, num_pages=32, page_size=4, prefix_cache=True, on_layer=None, **limits):
-        settings = {"max_batch_tokens": 16, "max_running": 8, "max_waiting": 64, **limits}
-        self.machine = PageMachine(num_pages, page_size)
-        self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache)
-        self.events: dict[str, list] = {}
-        self.scheduler = Scheduler(self.pool, Limits(**settings))
-        self.engine = Engine(
-            self.machine,
-            FirstIndexShift(),
-            self.scheduler,
-            ModelLimits(VOCAB, 120, frozenset()),
-            None,
-            EngineMetrics(CollectorRegistry(), "machine"),
-            self.deliver,
-            on_layer,
-        )
-
-    def deliver(self, events):
-        for request_id, event in events:
-            self.events.setdefault(request_id, []).append(event)
-
-    def submit(self, name, prompt, max_tokens=8, **kwargs):
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, n=kwargs.pop("n", 1))
-        self.engine.submit(EngineRequest(name, tuple(prompt), params, **kwargs))
-
-    def run(self, steps=1000):
-        for _ in range(steps):
-            if not self.engine.pending():
-                break
-            self.engine.step()
-            self.engine.check()
-        else:
-            pytest.fail("the engine does not come to an end")
-
-    def tokens(self, name, index=0):
-        outputs = [e for e in self.events.get(name, []) if isinstance(e, Output) and e.index == index]
-        return [token for output in outputs for token in output.token_ids]
-
-    def of(self, name, kind):
-        return [e for e in self.events.get(name, []) if isinstance(e, kind)]
-
-
-def prompts(count, longest=40, seed=1):
-    rng = random.Random(seed)
-    return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+from tests.engine.bench import Bench, prompts
+from tests.engine.page_machine import FirstIndexShift, PageMachine, expected
 
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 64])
