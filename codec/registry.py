@@ -1,5 +1,6 @@
 """Codecs by name. A codec's module is imported when the codec is asked for, not before."""
 
+import functools
 import importlib
 from typing import TYPE_CHECKING
 
@@ -13,17 +14,26 @@ _CODECS = {
     "raw": ("codec.raw.codec", "RawCodec", False),
     "splitzip": ("codec.splitzip.codec", "splitzip", True),
     "splitzip-channel": ("codec.splitzip.codec", "splitzip_channel", False),
+    "splitzip-progressive": ("codec.progressive.codec", "ProgressiveCodec", False),
     "splitzip-zstd": ("codec.splitzip.entropy", "splitzip_zstd", False),
+    "splitzip-ans": ("codec.splitzip.entropy", "splitzip_ans", False),
+    "lynx": ("codec.lynx.codec", "lynx", False),
+    "lynx-exact": ("codec.lynx.codec", "lynx_exact", False),
 }
 
 
+# Modules that say whether what a codec needs is there.
+_NEEDS = {"splitzip-ans": "codec.splitzip.entropy_ans"}
+
+
 class UnknownCodecError(LookupError):
-    """No codec has this name."""
+    """No codec has this name, or what it needs is not there."""
 
 
+@functools.cache
 def names() -> tuple[str, ...]:
-    """Names of all codecs."""
-    return tuple(_CODECS)
+    """Names of all codecs that can be made here."""
+    return tuple(name for name in _CODECS if name not in _NEEDS or importlib.import_module(_NEEDS[name]).is_available())
 
 
 def get(name: str, codebook: "Codebook | None" = None) -> Codec:
@@ -31,8 +41,9 @@ def get(name: str, codebook: "Codebook | None" = None) -> Codec:
 
     codebook: for codecs that take one; without, they use the one that ships.
     """
-    if name not in _CODECS:
-        raise UnknownCodecError(f"codec {name!r} is unknown; choose one of {', '.join(_CODECS)}")
+    if name not in names():
+        why = f"needs {importlib.import_module(_NEEDS[name]).NEEDS}" if name in _NEEDS else "is unknown"
+        raise UnknownCodecError(f"codec {name!r} {why}; choose one of {', '.join(names())}")
     module, maker, calibrated = _CODECS[name]
     make = getattr(importlib.import_module(module), maker)
     codec: Codec = make(codebook) if calibrated else make()
