@@ -1,4 +1,4 @@
-"""`splitzip-zstd`: the window code, its codes entropy-coded on the host. README.md has the layout.
+"""`splitzip-zstd` and `splitzip-ans`: the window code, its codes entropy-coded. README.md has the layout.
 
 Wraps the codec of the window code and changes nothing of it: the inner payload is made and read by that codec, wherever
 the pages lie; here it is cut into pieces, of which those that entropy coding makes smaller travel so.
@@ -15,6 +15,7 @@ import numpy as np
 from codec.base import BlockSpec, Codec, CodecError, Encoding, EncodingStats, PagedBlock
 from codec.splitzip import buffers
 from codec.splitzip.codec import WindowCodec
+from codec.splitzip.entropy_ans import AnsCoder
 from codec.splitzip.entropy_zstd import ZstdCoder
 from codec.splitzip.formats import FORMATS, WindowCode
 from codec.splitzip.payload import HEADER_BYTES, Bytes, Payload, parse_header
@@ -28,6 +29,8 @@ class EntropyCoder(Protocol):
 
     When a call ends, also in an error, nothing of its arguments is in use any more.
     """
+
+    finds_repeats: bool  # whether strings that recur make a piece smaller, besides how often each byte occurs
 
     def compress(self, pieces: Sequence[Bytes]) -> list[Bytes]:
         """Each piece, none of them empty, coded by itself."""
@@ -83,12 +86,12 @@ class EntropyCodec:
         self._coder = coder
 
     def encode(self, pages: PagedBlock) -> Encoding:
-        """Launch the inner encoding on the pages' device; `stages` codes its payload on the host.
+        """Launch the inner encoding on the pages' device; `stages` codes its payload.
 
         Significands are not worth a try but for the values of layer 0: these depend on the token alone, so that a
         token that recurs repeats its row.
         """
-        tried = (1, 2, 3, 4) if pages.layers.start == 0 else (1, 3, 4)
+        tried = (1, 2, 3, 4) if pages.layers.start == 0 and self._coder.finds_repeats else (1, 3, 4)
         return _EntropyEncoding(self._inner.encode(pages), pages.spec, self._code, self._coder, tried)
 
     def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
@@ -146,5 +149,14 @@ def _cut(payload: Bytes, layout: Payload, places: Sequence[slice]) -> list[Bytes
 
 def splitzip_zstd(chunk: int = 4096) -> EntropyCodec:
     """Sixteen exponents below the largest of each channel in each page, the codes coded by zstd."""
+    return _entropy_codec("splitzip-zstd", ZstdCoder(), chunk)
+
+
+def splitzip_ans(chunk: int = 4096) -> EntropyCodec:
+    """The same window, the codes coded by nvCOMP's ANS on the CUDA device."""
+    return _entropy_codec("splitzip-ans", AnsCoder(), chunk)
+
+
+def _entropy_codec(name: str, coder: EntropyCoder, chunk: int) -> EntropyCodec:
     code = WindowCode(4, per_channel=True, chunk=chunk)
-    return EntropyCodec(WindowCodec("splitzip-zstd", dict.fromkeys(FORMATS, code), None), code, ZstdCoder())
+    return EntropyCodec(WindowCodec(name, dict.fromkeys(FORMATS, code), None), code, coder)

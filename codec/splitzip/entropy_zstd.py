@@ -24,6 +24,8 @@ PARALLEL_BYTES = 256 * 1024
 class ZstdCoder:
     """Each piece is one zstd frame that states its size."""
 
+    finds_repeats = True
+
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zstd")
 

@@ -41,8 +41,8 @@ class Tuning:
     warps: int = 8
     pack_programs: int = 256
     pack_tiles: int = 256
-    pack_records: int = 16
-    pack_warps: int = 8
+    pack_records: int = 8
+    pack_warps: int = 16
 
     def warps_for(self, words: int, a_thread: int) -> int:
         """Warps for segments of `words`; both are powers of two."""
