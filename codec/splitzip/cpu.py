@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from codec.base import CodecError, EncodingStats, PagedBlock
@@ -37,14 +38,14 @@ _BYTES_PER_THREAD = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CpuEncoding:
-    """A payload that is there already."""
+    """Payloads, one a stage, that are there already."""
 
-    payload: memoryview
+    payloads: list[memoryview]
     totals: EncodingStats
 
     def stages(self) -> list[memoryview]:
-        """The one payload."""
-        return [self.payload]
+        """The payloads."""
+        return self.payloads
 
     def stats(self) -> EncodingStats:
         """What it came to."""
@@ -52,12 +53,26 @@ class CpuEncoding:
 
 
 @dataclass(frozen=True, slots=True)
-class _Escapes:
+class Escapes:
     """Escapes of a range of tiles, in `memory` on loan: records and extensions are slices of it."""
 
     memory: Bytes
     records: Bytes
     extensions: Bytes
+
+
+class TileEncoder(Protocol):
+    """Fills a tensor's dense sections but for groups."""
+
+    def __call__(self, first: int, last: int, records: npt.NDArray[np.uint16], extensions: Bytes) -> tuple[int, int]:
+        """Encode tiles `first` to `last`; how many records and extensions they have, or less than 0 if too many."""
+
+
+class TileDecoder(Protocol):
+    """Writes a tensor's values into its pages."""
+
+    def __call__(self, first: int, last: int, records: Bytes, extensions: Bytes) -> None:
+        """Decode tiles `first` to `last`, whose records and extensions begin with these."""
 
 
 def encode(
@@ -68,29 +83,65 @@ def encode(
     tops: of keys and of values, int64 [layers], or None where channels have their own. Raises CodecError where a
     pool's tensor is not contiguous.
     """
-    pools, page_ids = _byte_pools(pages), np.array(pages.page_ids, dtype=np.int64)
+
+    def encoder(pool: Bytes, page_ids: Ints, parts: Sequence[Part], dense: Bytes) -> TileEncoder:
+        plan = plans[len(parts)]
+        geometry, window_tops = geometry_of(plan), _as_bytes(plan, tops[len(parts)])
+
+        def encode_range(first: int, last: int, records: npt.NDArray[np.uint16], extensions: Bytes) -> tuple[int, int]:
+            found: tuple[int, int] = encode_tiles(
+                pool, page_ids, first, last, geometry, window_tops, dense, records, extensions
+            )
+            return found
+
+        return encode_range
+
+    body, parts = encode_body(pages, plans, encoder)
+    layout = Payload(parts[0], parts[1], scale_bytes_of(pages.spec), codebook_id)
+    body[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
+    return CpuEncoding([body.data[: layout.size]], stats_of(parts))
+
+
+def encode_body(
+    pages: PagedBlock,
+    plans: Sequence[TensorPlan],
+    encoder: Callable[[Bytes, Ints, Sequence[Part], Bytes], TileEncoder],
+) -> tuple[Bytes, list[Part]]:
+    """A payload but for its header, in memory on loan, and what it came to.
+
+    encoder: of a tensor, given its pool, the page ids, the parts of the tensors before it and where its dense part
+    goes. Raises CodecError where a pool's tensor is not contiguous.
+    """
+    pools, page_ids = byte_pools(pages), np.array(pages.page_ids, dtype=np.int64)
     scale_bytes = scale_bytes_of(pages.spec)
     memory = buffers.take(HEADER_BYTES + sum(aligned(plan.raw_bytes) for plan in plans) + aligned(scale_bytes))
-    parts, escapes, offset = [], [], HEADER_BYTES
-    for pool, plan, top in zip(pools, plans, tops, strict=False):  # the pools of scales come after
-        found = _encode_tensor(pool, page_ids, plan, top, memory[offset:])
+    parts: list[Part] = []
+    escapes, offset = [], HEADER_BYTES
+    for pool, plan in zip(pools, plans, strict=False):  # the pools of scales come after
+        dense = memory[offset:]
+        coded = plan.fits and not travels_raw(plan, 0, 0)
+        found = _encode_tiles(plan, dense, encoder(pool, page_ids, parts, dense)) if coded else None
+        if found is None:
+            pad(dense, _gather(pool, page_ids, dense, 0))
         records = sum(each.records.size // 2 for each in found or ())
         extensions = sum(each.extensions.size for each in found or ())
         parts.append(Part(plan, found is None, records, extensions))
         escapes.append(found or [])
         offset += parts[-1].dense_bytes
-    layout = Payload(parts[0], parts[1], scale_bytes, codebook_id)
-    memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     for pool in pools[2:]:
         offset = _gather(pool, page_ids, memory, offset)
-    offset = _pad(memory, offset)
+    offset = pad(memory, offset)
     for found in escapes:
-        offset = _pad(memory, _append(memory, offset, [each.records for each in found]))
-        offset = _pad(memory, _append(memory, offset, [each.extensions for each in found]))
-    totals = EncodingStats(
-        sum(plan.values for plan in plans), sum(part.records for part in parts), sum(part.raw for part in parts)
+        offset = pad(memory, _append(memory, offset, [each.records for each in found]))
+        offset = pad(memory, _append(memory, offset, [each.extensions for each in found]))
+    return memory, parts
+
+
+def stats_of(parts: Sequence[Part]) -> EncodingStats:
+    """What an encoding came to; parts: of keys and values."""
+    return EncodingStats(
+        sum(part.plan.values for part in parts), sum(part.records for part in parts), sum(part.raw for part in parts)
     )
-    return CpuEncoding(memory.data[: layout.size], totals)
 
 
 def decode(payload: Bytes, layout: Payload, tops: Sequence[Ints | None], out: PagedBlock) -> None:
@@ -98,14 +149,35 @@ def decode(payload: Bytes, layout: Payload, tops: Sequence[Ints | None], out: Pa
 
     Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
     """
-    pools, page_ids = _byte_pools(out), np.array(out.page_ids, dtype=np.int64)
-    for pool, top, part, dense, escapes in zip(
-        pools, tops, layout.parts, layout.dense_offsets, layout.escape_offsets, strict=False
-    ):
+
+    def decoder(pool: Bytes, page_ids: Ints, number: int, dense: Bytes) -> TileDecoder:
+        plan = layout.parts[number].plan
+        geometry, window_tops = geometry_of(plan), _as_bytes(plan, tops[number])
+
+        def decode_range(first: int, last: int, records: Bytes, extensions: Bytes) -> None:
+            decode_tiles(pool, page_ids, first, last, geometry, window_tops, dense, records, extensions)
+
+        return decode_range
+
+    decode_body(payload, layout, out, decoder)
+
+
+def decode_body(
+    payload: Bytes, layout: Payload, out: PagedBlock, decoder: Callable[[Bytes, Ints, int, Bytes], TileDecoder]
+) -> None:
+    """Write what follows a payload's header into `out`.
+
+    decoder: of a tensor, given its pool, the page ids, whether it is the keys (0) or the values (1), and its dense
+    part. Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
+    """
+    pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
+    for number, (part, start) in enumerate(zip(layout.parts, layout.dense_offsets, strict=True)):
         if part.raw:
-            _scatter(pool, page_ids, payload[dense : dense + part.plan.raw_bytes])
+            _scatter(pools[number], page_ids, payload[start : start + part.plan.raw_bytes])
         else:
-            _decode_tensor(pool, page_ids, part, top, payload[dense:], payload[escapes:])
+            dense = payload[start:]
+            left = payload[layout.escape_offsets[number] :]
+            _decode_tiles(part, dense, left, decoder(pools[number], page_ids, number, dense))
     offset = layout.scale_offset
     for pool in pools[2:]:
         size = layout.scale_bytes // 2
@@ -113,60 +185,47 @@ def decode(payload: Bytes, layout: Payload, tops: Sequence[Ints | None], out: Pa
         offset += size
 
 
-def _encode_tensor(
-    pool: Bytes, page_ids: Ints, plan: TensorPlan, tops: Ints | None, dense: Bytes
-) -> list[_Escapes] | None:
-    """Fill the beginning of `dense`, gaps and all; the escapes, or None where the tensor travels raw."""
-    found = None if not plan.fits or travels_raw(plan, 0, 0) else _encode_tiles(pool, page_ids, plan, tops, dense)
-    if found is None:
-        _pad(dense, _gather(pool, page_ids, dense, 0))
-        return None
-    for part in plan.sections.values():
-        _pad(dense, part.end)
-    write_groups(dense, plan)
-    return found
-
-
-def _encode_tiles(
-    pool: Bytes, page_ids: Ints, plan: TensorPlan, tops: Ints | None, dense: Bytes
-) -> list[_Escapes] | None:
-    """Fill the dense sections but for groups; None where the code does not make the tensor smaller."""
-    geometry = geometry_of(plan)
-    window_tops = _as_bytes(plan, tops)
+def _encode_tiles(plan: TensorPlan, dense: Bytes, encode_range: TileEncoder) -> list[Escapes] | None:
+    """Fill the beginning of `dense`, gaps and all; None where the code does not make the tensor smaller."""
     most = (plan.raw_bytes - plan.fixed_bytes) // 2  # records of a tensor that does not travel raw
 
-    def encode_range(first: int, last: int) -> _Escapes | None:
+    def on_range(first: int, last: int) -> Escapes | None:
         tile_values = SEGMENTS * plan.segment_values
         size = min(most, (last - first) * tile_values) + tile_values
         memory = buffers.take(3 * size)
         records, extensions = memory[: 2 * size].view(np.uint16), memory[2 * size : 3 * size]
-        counts = encode_tiles(pool, page_ids, first, last, geometry, window_tops, dense, records, extensions)
-        if counts[0] < 0:
-            return None
-        return _Escapes(memory, memory[: 2 * counts[0]], extensions[: counts[1]])
+        counts = encode_range(first, last, records, extensions)
+        return None if counts[0] < 0 else Escapes(memory, memory[: 2 * counts[0]], extensions[: counts[1]])
 
-    found = _on_threads(encode_range, plan)
+    found = on_threads(on_range, plan)
     escapes = [each for each in found if each is not None]
     records = sum(each.records.size // 2 for each in escapes)
     extensions = sum(each.extensions.size for each in escapes)
-    return None if len(escapes) < len(found) or travels_raw(plan, records, extensions) else escapes
+    if len(escapes) < len(found) or travels_raw(plan, records, extensions):
+        return None
+    pad_sections(plan, dense)
+    write_groups(dense, plan)
+    return escapes
 
 
-def _decode_tensor(pool: Bytes, page_ids: Ints, part: Part, tops: Ints | None, dense: Bytes, escapes: Bytes) -> None:
-    """Write the tiles of one tensor into its pages."""
-    geometry = geometry_of(part.plan)
-    window_tops = _as_bytes(part.plan, tops)
+def _decode_tiles(part: Part, dense: Bytes, escapes: Bytes, decode_range: TileDecoder) -> None:
+    """Write the tiles of one tensor into its pages; escapes: its records and what follows."""
     extensions = escapes[aligned(2 * part.records) :]
     records, wide = tile_escapes(dense, part.plan)
 
-    def decode_range(first: int, last: int) -> None:
-        left = (escapes[2 * int(records[:first].sum()) :], extensions[int(wide[:first].sum()) :])
-        decode_tiles(pool, page_ids, first, last, geometry, window_tops, dense, *left)
+    def on_range(first: int, last: int) -> None:
+        decode_range(first, last, escapes[2 * int(records[:first].sum()) :], extensions[int(wide[:first].sum()) :])
 
-    _on_threads(decode_range, part.plan)
+    on_threads(on_range, part.plan)
 
 
-def _on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Result]:
+def pad_sections(plan: TensorPlan, dense: Bytes) -> None:
+    """Write the zeros between the sections of a plan."""
+    for section in plan.sections.values():
+        pad(dense, section.end)
+
+
+def on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Result]:
     """Call `work` for ranges of a tensor's tiles, on this thread and on others where the tensor is large."""
     wanted = max(1, min(plan.raw_bytes // _BYTES_PER_THREAD, _MAX_THREADS, torch.get_num_threads(), plan.tiles))
     ends = [plan.tiles * (number + 1) // wanted for number in range(wanted)]
@@ -184,7 +243,7 @@ def _as_bytes(plan: TensorPlan, tops: Ints | None) -> Bytes:
     return np.zeros(plan.num_layers, dtype=np.uint8) if tops is None else tops.astype(np.uint8)
 
 
-def _byte_pools(pages: PagedBlock) -> list[Bytes]:
+def byte_pools(pages: PagedBlock) -> list[Bytes]:
     """The pool's tensors, cut to the layers chosen, as [layers, pool pages, bytes of a page]; views."""
     pools = pages.layer_pools()
     for pool in pools:
@@ -214,7 +273,7 @@ def _append(target: Bytes, offset: int, pieces: list[Bytes]) -> int:
     return offset
 
 
-def _pad(target: Bytes, end: int) -> int:
+def pad(target: Bytes, end: int) -> int:
     """Zeros from `end` to the next section; where that begins."""
     target[end : aligned(end)] = 0
     return aligned(end)

@@ -4,18 +4,17 @@ A tile is staged as `values`, uint16 [8 * J] whatever the element type, segment 
 `distances` (how far exponents lie below their tops) and `fields` (the significand's bits that no plane of eight takes)
 are uint8 [8 * J] likewise. A plane of b bits packs a field across segments (README.md), so no loop shuffles.
 
-Constants are typed and intermediates cast: else a loop would widen to 64 bits and run five times slower. All of it
-is one file because numba's cache does not see changes of functions in others.
+Constants are typed and intermediates cast: else a loop would widen to 64 bits and run five times slower. All that
+the kernels here call is in this file, for what `compiled` keeps does not see changes of others.
 """
 
 import numpy as np
-from llvmlite import ir
 from numba import int64, njit, types, void
 from numba import uint8 as u8
 from numba import uint16 as u16
 from numba import uint64 as u64
-from numba.extending import intrinsic
 
+from codec.splitzip.cpu_compile import compiled, trailing_zeros
 from codec.splitzip.cpu_geometry import Geometry
 
 BFLOAT16, FLOAT16, E5M2 = 7, 10, 2
@@ -41,7 +40,8 @@ def _is_value(geometry, number, s, j):
 
 
 @njit(nogil=True)
-def _copy(source, target):
+def copy(source, target):
+    """Copy `source` to the beginning of `target`, of which only the low bits may be taken."""
     for j in range(source.size):
         target[j] = source[j]
 
@@ -60,9 +60,9 @@ def _load(page, geometry, number, values):
         left = number * width
         here = min(width, geometry.columns - left)
         for row in range(geometry.rows):
-            _copy(page[row * geometry.columns + left :][:here], values[row * width :])
+            copy(page[row * geometry.columns + left :][:here], values[row * width :])
     else:
-        _copy(page[number * values.size :][: values.size], values)
+        copy(page[number * values.size :][: values.size], values)
 
 
 @njit(nogil=True)
@@ -73,14 +73,40 @@ def _store(page, geometry, number, values):
         left = number * width
         here = min(width, geometry.columns - left)
         for row in range(geometry.rows):
-            _copy(values[row * width :][:here], page[row * geometry.columns + left :])
+            copy(values[row * width :][:here], page[row * geometry.columns + left :])
     else:
         here = page[number * values.size :]
-        _copy(values[: here.size], here)
+        copy(values[: here.size], here)
 
 
 @njit(nogil=True)
-def _pad(values, tops, geometry, number):
+def load_tile(pool, pages, geometry, tile, values):
+    """Stage a tile, zeros for padding; whether it has none."""
+    number, page = tile % geometry.tiles_per_page, tile // geometry.tiles_per_page
+    whole = _is_whole(geometry, number)
+    if not whole:
+        values[:] = u16(0)
+    source = pool[page // geometry.num_pages, pages[page % geometry.num_pages]]
+    if geometry.item_bytes == 2:
+        _load(source.view(np.uint16), geometry, number, values)
+    else:
+        _load(source, geometry, number, values)
+    return whole
+
+
+@njit(nogil=True)
+def store_tile(pool, pages, geometry, tile, values):
+    """Write a staged tile into its page."""
+    number, page = tile % geometry.tiles_per_page, tile // geometry.tiles_per_page
+    target = pool[page // geometry.num_pages, pages[page % geometry.num_pages]]
+    if geometry.item_bytes == 2:
+        _store(target.view(np.uint16), geometry, number, values)
+    else:
+        _store(target, geometry, number, values)
+
+
+@njit(nogil=True)
+def pad(values, tops, geometry, number):
     """Give padding the exponent of its top, hence code 0."""
     for s in range(8):
         for j in range(tops.size):
@@ -89,7 +115,7 @@ def _pad(values, tops, geometry, number):
 
 
 @njit(nogil=True)
-def _choose_tops(values, geometry, tile, dense, largest):
+def choose_tops(values, geometry, tile, dense, largest):
     """Write a tile's top and drops; `largest` [J] is scratch."""
     width, magnitude = geometry.tile_width, u16((geometry.exponent_mask + 1 << geometry.mantissa_bits) - 1)
     largest[:] = u16(0)
@@ -112,7 +138,7 @@ def _choose_tops(values, geometry, tile, dense, largest):
 
 
 @njit(nogil=True)
-def _read_tops(geometry, tile, dense, tops):
+def read_tops(geometry, tile, dense, tops):
     """Expand a tile's top and drops into the top of each value of a segment, `tops` [J]."""
     width = geometry.tile_width
     half = (width + 1) // 2
@@ -124,7 +150,7 @@ def _read_tops(geometry, tile, dense, tops):
     for c in range(right.size):
         right[c] = u8(top - (drops[c] >> u8(4))) & mask
     for r in range(1, geometry.segment_rows):
-        _copy(tops[:width], tops[r * width :])
+        copy(tops[:width], tops[r * width :])
 
 
 def _format_kernels(exponent_bits, mantissa_bits, low_bits):
@@ -170,7 +196,7 @@ def _split(values, tops, geometry, low, fields, distances):
         _split_bfloat16(values, tops, low, distances)
     elif geometry.mantissa_bits == FLOAT16:
         _split_float16(values, tops, fields, distances)
-        _copy(values, low)
+        copy(values, low)
     elif geometry.mantissa_bits == E5M2:
         _split_e5m2(values, tops, fields, distances)
     else:
@@ -196,7 +222,7 @@ def _pack(fields, bits, tile, dense, first, second):
     """The low bits of `fields`: four into the plane at `first`, or three into those of two and of one bit."""
     size = fields.size // 8
     if bits == 4:
-        _pack_four(fields, dense[first + tile * 4 * size :][: 4 * size])
+        pack_four(fields, dense[first + tile * 4 * size :][: 4 * size])
     elif bits == 3:
         _pack_two(fields, dense[first + tile * 2 * size :][: 2 * size])
         _pack_third(fields, dense[second + tile * size :][:size])
@@ -207,13 +233,14 @@ def _unpack(fields, bits, tile, dense, first, second):
     """The inverse of _pack."""
     size = fields.size // 8
     if bits == 4:
-        _unpack_four(fields, dense[first + tile * 4 * size :][: 4 * size])
+        unpack_four(fields, dense[first + tile * 4 * size :][: 4 * size])
     elif bits == 3:
         _unpack_three(fields, dense[first + tile * 2 * size :][: 2 * size], dense[second + tile * size :][:size])
 
 
 @njit(nogil=True)
-def _pack_four(fields, plane):
+def pack_four(fields, plane):
+    """The low four bits of fields as a plane."""
     left, right = fields[: plane.size], fields[plane.size :]
     for i in range(plane.size):
         plane[i] = (left[i] & u8(15)) | u8(right[i] << u8(4))
@@ -236,7 +263,8 @@ def _pack_third(fields, plane):
 
 
 @njit(nogil=True)
-def _unpack_four(fields, plane):
+def unpack_four(fields, plane):
+    """Fields of four bits from their plane."""
     left, right = fields[: plane.size], fields[plane.size :]
     for i in range(plane.size):
         left[i] = plane[i] & u8(15)
@@ -263,45 +291,41 @@ def _mark(distances, code_bits, marks):
             target[j] = u8(target[j] >> u8(1)) | (u8(128) if source[j] >= window else u8(0))
 
 
-@intrinsic
-def _trailing_zeros(typing_context, word):
-    """Zero bits below the lowest one of a 64-bit word that is not 0."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return int64(u64), generate
-
-
 @njit(nogil=True)
-def _list_escapes(marks, distances, geometry, records, extensions):
-    """Records and extensions of the marked values; how many, and whether the tile is wide."""
+def list_escapes(distances, geometry, tile, dense, marks, records, extensions):
+    """Write a tile's records and extensions, and its count; how many there are of each. `marks` is scratch."""
+    _mark(distances, geometry.code_bits, marks.view(np.uint8))
     window, size = 1 << geometry.code_bits, distances.size // 8
     far_bits = 16 - geometry.position_bits
     count, widest = 0, 0
     for word in range(marks.size):
         left = marks[word]
         while left:
-            position = word * 64 + _trailing_zeros(left)  # type: ignore[call-arg]
+            position = word * 64 + trailing_zeros(left)  # type: ignore[call-arg]
             far = int64(distances[(position & 7) * size + (position >> 3)]) - window
             records[count] = u16(position | far << geometry.position_bits)
             extensions[count] = u8(far >> far_bits)
             widest |= far >> far_bits
             count += 1
             left &= left - u64(1)
-    return count, widest != 0
+    tally = dense[geometry.counts + 2 * tile :]
+    tally[0], tally[1] = u8(count), u8(count >> 8) | u8(128 if widest else 0)
+    return count, count if widest else 0
 
 
 @njit(nogil=True)
-def _apply_escapes(distances, geometry, records, extensions):
-    """Set the distances of a tile's escapes; records: bytes; extensions: none where the tile is not wide."""
+def apply_escapes(distances, geometry, tile, dense, records, extensions):
+    """Set the distances of a tile's escapes; records: bytes, from the tile's first on. How many there are of each."""
+    tally = dense[geometry.counts + 2 * tile :]
+    count, wide = int64(tally[0]) | int64(tally[1] & u8(127)) << 8, tally[1] >= u8(128)
     window, size = 1 << geometry.code_bits, distances.size // 8
-    for index in range(records.size // 2):
+    for index in range(count):
         record = int64(records[2 * index]) | int64(records[2 * index + 1]) << 8
         position, far = record & (1 << geometry.position_bits) - 1, record >> geometry.position_bits
-        if extensions.size:
+        if wide:
             far += int64(extensions[index]) << 16 - geometry.position_bits
         distances[(position & 7) * size + (position >> 3)] = u8(window + far)
+    return count, count if wide else 0
 
 
 _GEOMETRY = types.NamedUniTuple(int64, len(Geometry._fields), Geometry)
@@ -312,19 +336,7 @@ _ENCODE = types.UniTuple(int64, 2)(
 _DECODE = void(u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY, u8[::1], _PAYLOAD, _PAYLOAD, _PAYLOAD)
 
 
-def _compiled(signature):
-    """Compile when this module is imported; keep it where a directory can be written, which README.md names."""
-
-    def decorate(function):
-        try:
-            return njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # numba found no directory for its cache
-            return njit(signature, nogil=True)(function)
-
-    return decorate
-
-
-@_compiled(_ENCODE)
+@compiled(_ENCODE)
 def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
     """Write tiles `first` to `last` into `dense` and list their escapes.
 
@@ -340,35 +352,24 @@ def encode_tiles(pool, pages, first, last, geometry, window_tops, dense, records
     for tile in range(first, last):
         if num_records + 8 * segment > records.size:
             return -1, -1
-        number, page = tile % geometry.tiles_per_page, tile // geometry.tiles_per_page
-        whole = _is_whole(geometry, number)
-        if not whole:
-            values[:] = u16(0)
-        source = pool[page // geometry.num_pages, pages[page % geometry.num_pages]]
-        if geometry.item_bytes == 2:
-            _load(source.view(np.uint16), geometry, number, values)
-        else:
-            _load(source, geometry, number, values)
+        whole = load_tile(pool, pages, geometry, tile, values)
         if geometry.per_channel:
-            _choose_tops(values, geometry, tile, dense, largest)
-            _read_tops(geometry, tile, dense, tops)
+            choose_tops(values, geometry, tile, dense, largest)
+            read_tops(geometry, tile, dense, tops)
         else:
-            tops[:] = window_tops[page // geometry.num_pages]
+            tops[:] = window_tops[tile // geometry.tiles_per_page // geometry.num_pages]
         if not whole:
-            _pad(values, tops, geometry, number)
+            pad(values, tops, geometry, tile % geometry.tiles_per_page)
         _split(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
         _pack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
         _pack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
-        _mark(distances, geometry.code_bits, marks.view(np.uint8))
-        count, wide = _list_escapes(marks, distances, geometry, records[num_records:], extensions[num_extensions:])
-        tally = dense[geometry.counts + 2 * tile :]
-        tally[0], tally[1] = u8(count), u8(count >> 8) | u8(128 if wide else 0)
-        num_records += count
-        num_extensions += count if wide else 0
+        left = records[num_records:], extensions[num_extensions:]
+        count, extended = list_escapes(distances, geometry, tile, dense, marks, *left)
+        num_records, num_extensions = num_records + count, num_extensions + extended
     return num_records, num_extensions
 
 
-@_compiled(_DECODE)
+@compiled(_DECODE)
 def decode_tiles(pool, pages, first, last, geometry, window_tops, dense, records, extensions):
     """Write tiles `first` to `last` into the pages; arguments as of encode_tiles, but records are bytes.
 
@@ -379,22 +380,14 @@ def decode_tiles(pool, pages, first, last, geometry, window_tops, dense, records
     distances, fields = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
     next_record, next_extension = 0, 0
     for tile in range(first, last):
-        number, page = tile % geometry.tiles_per_page, tile // geometry.tiles_per_page
         if geometry.per_channel:
-            _read_tops(geometry, tile, dense, tops)
+            read_tops(geometry, tile, dense, tops)
         else:
-            tops[:] = window_tops[page // geometry.num_pages]
+            tops[:] = window_tops[tile // geometry.tiles_per_page // geometry.num_pages]
         _unpack(distances, geometry.code_bits, tile, dense, geometry.code0, geometry.code1)
-        tally = dense[geometry.counts + 2 * tile :]
-        count = int64(tally[0]) | int64(tally[1] & u8(127)) << 8
-        extended = count if tally[1] >= u8(128) else 0
-        here = records[2 * next_record :][: 2 * count], extensions[next_extension:][:extended]
-        _apply_escapes(distances, geometry, *here)
+        left = records[2 * next_record :], extensions[next_extension:]
+        count, extended = apply_escapes(distances, geometry, tile, dense, *left)
         next_record, next_extension = next_record + count, next_extension + extended
         _unpack(fields, geometry.field_bits, tile, dense, geometry.field0, geometry.field1)
         _join(values, tops, geometry, dense[geometry.low + tile * 8 * segment :], fields, distances)
-        target = pool[page // geometry.num_pages, pages[page % geometry.num_pages]]
-        if geometry.item_bytes == 2:
-            _store(target.view(np.uint16), geometry, number, values)
-        else:
-            _store(target, geometry, number, values)
+        store_tile(pool, pages, geometry, tile, values)

@@ -105,7 +105,7 @@ class Payload:
 
 def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
     """Whether a tensor with so many records and extensions travels as it is, since coded it would be no smaller."""
-    return plan.fixed_bytes + variable_bytes(records, extensions) >= plan.raw_bytes
+    return plan.fixed_bytes + variable_bytes(records, extensions) + plan.later_bytes >= plan.raw_bytes
 
 
 def scale_bytes_of(spec: BlockSpec) -> int:
@@ -116,6 +116,12 @@ def scale_bytes_of(spec: BlockSpec) -> int:
 def parse(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int) -> Payload:
     """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
     layout = parse_header(payload, spec, code, codebook_id, entropy_coded=False)
+    check_body(payload, layout)
+    return layout
+
+
+def check_body(payload: Bytes, layout: Payload) -> None:
+    """Check what comes after a header against it."""
     if payload.size != layout.size:
         raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
     for part, start, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
@@ -123,7 +129,6 @@ def parse(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int) -
             dense = payload[start : start + part.dense_bytes]
             check_groups(dense, part)
             check_records(dense, payload[escapes : escapes + 2 * part.records].view("<u2"), part.plan)
-    return layout
 
 
 def parse_header(
@@ -148,16 +153,20 @@ def parse_header(
         raise CodecError(f"a payload was made with codebook {book:016x}; this worker has {codebook_id:016x}")
     parts = []
     for number, plan in enumerate(plans_of(spec, code)):
-        raw, (records, extensions) = bool(flags >> number & 1), counts[2 * number : 2 * number + 2]
-        most = 0 if raw else plan.values
-        if not extensions <= records <= most:
-            raise CodecError(f"a payload has {records} records and {extensions} extensions for {most} values")
-        if not raw and not plan.fits:
-            raise CodecError(f"a payload has pages of {plan.rows} tokens in tiles of {code.chunk}")
-        if not raw and travels_raw(plan, records, extensions):
-            raise CodecError(f"a payload has {records} records for {plan.values} values, more than pay off")
-        parts.append(Part(plan, raw, records, extensions))
+        parts.append(checked_part(plan, bool(flags >> number & 1), *counts[2 * number : 2 * number + 2]))
     return Payload(parts[0], parts[1], scale_bytes_of(spec), book, entropy_coded)
+
+
+def checked_part(plan: TensorPlan, raw: bool, records: int, extensions: int) -> Part:
+    """What a header says of one tensor; raises CodecError where no encoder would say it."""
+    most = 0 if raw else plan.values
+    if not extensions <= records <= most:
+        raise CodecError(f"a payload has {records} records and {extensions} extensions for {most} values")
+    if not raw and not plan.fits:
+        raise CodecError(f"a payload has pages of {plan.rows} tokens in tiles of {plan.code.chunk}")
+    if not raw and travels_raw(plan, records, extensions):
+        raise CodecError(f"a payload has {records} records for {plan.values} values, more than pay off")
+    return Part(plan, raw, records, extensions)
 
 
 def check_groups(dense: Bytes, part: Part) -> None:

@@ -33,6 +33,15 @@ class Section:
         return self.offset + self.size
 
 
+def sections_of(sizes: dict[str, int]) -> dict[str, Section]:
+    """Sections of such sizes one after the other, each aligned."""
+    sections, offset = {}, 0
+    for name, size in sizes.items():
+        sections[name] = Section(offset, size)
+        offset += aligned(size)
+    return sections
+
+
 @dataclass(frozen=True)
 class TensorPlan:
     """Tiles and sections of the keys or the values of a block.
@@ -112,18 +121,18 @@ class TensorPlan:
         return planes_of(self.code.code_bits)
 
     @cached_property
+    def planes(self) -> dict[str, tuple[int, ...]]:
+        """The fields of a value, in the order in which they travel, and the widths of their planes."""
+        return {"significand": self.significand_planes, "code": self.code_planes}
+
+    @cached_property
     def sections(self) -> dict[str, Section]:
         """The sections whose size does not depend on the data, by name, in order."""
-        sizes = {f"significand{i}": width * self._plane_unit for i, width in enumerate(self.significand_planes)}
-        sizes |= {f"code{i}": width * self._plane_unit for i, width in enumerate(self.code_planes)}
+        sizes = self.plane_sizes(self.planes)
         if self.code.per_channel:
             sizes |= {"tops": self.tiles, "drops": self.tiles * self.drop_bytes}
         sizes |= {"counts": 2 * self.tiles, "groups": 8 * self.groups}
-        sections, offset = {}, 0
-        for name, size in sizes.items():
-            sections[name] = Section(offset, size)
-            offset += aligned(size)
-        return sections
+        return sections_of(sizes)
 
     @cached_property
     def drop_bytes(self) -> int:
@@ -136,9 +145,14 @@ class TensorPlan:
         return sum(aligned(section.size) for section in self.sections.values())
 
     @property
-    def _plane_unit(self) -> int:
-        """Bytes of a plane of one bit a value."""
-        return self.tiles * self.segment_values
+    def later_bytes(self) -> int:
+        """Bytes that travel in later stages; 0 where there is one."""
+        return 0
+
+    def plane_sizes(self, planes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+        """Bytes of each plane, by the name of its field and its number; planes: their widths in bits."""
+        unit = self.tiles * self.segment_values
+        return {f"{name}{i}": width * unit for name, widths in planes.items() for i, width in enumerate(widths)}
 
 
 def variable_bytes(records: int, extensions: int) -> int:

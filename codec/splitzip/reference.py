@@ -28,12 +28,12 @@ def encode_tensor(
     records: list[int] = []
     extensions: list[int] = []
     counts = section(dense, plan, "counts").view("<u2")
-    for tile, layer, bits, real in _tiles(pool, pages, plan):
+    for tile, layer, bits, real in tiles(pool, pages, plan):
         exponents, significands = _split(bits, plan)
         top = _channel_tops(exponents, real, plan, dense, tile) if tops is None else tops[layer]
         distance = np.where(real, (top - exponents) % plan.format.exponents, 0)
-        _write_planes(np.where(real, significands, 0), plan, "significand", plan.significand_planes, dense, tile)
-        _write_planes(distance % plan.code.window, plan, "code", plan.code_planes, dense, tile)
+        write_planes(np.where(real, significands, 0), plan, "significand", plan.significand_planes, dense, tile)
+        write_planes(distance % plan.code.window, plan, "code", plan.code_planes, dense, tile)
         beyond = [  # (8 j + s, how far outside the window)
             (SEGMENTS * j + s, int(distance[s, j]) - plan.code.window)
             for j in range(plan.segment_values)
@@ -62,10 +62,10 @@ def decode_tensor(
     check_records(dense, records, plan)
     counts = section(dense, plan, "counts").view("<u2")
     next_record, next_extension = 0, 0
-    for tile, layer, bits, real in _tiles(pool, pages, plan):
+    for tile, layer, bits, real in tiles(pool, pages, plan):
         top = _stored_tops(plan, dense, tile) if tops is None else tops[layer]
-        significands = _read_planes(plan, "significand", plan.significand_planes, dense, tile)
-        distance = _read_planes(plan, "code", plan.code_planes, dense, tile)
+        significands = read_planes(plan, "significand", plan.significand_planes, dense, tile)
+        distance = read_planes(plan, "code", plan.code_planes, dense, tile)
         count, wide = int(counts[tile]) & (WIDE - 1), bool(int(counts[tile]) & WIDE)
         for record in records[next_record : next_record + count].tolist():
             position, far = record % plan.code.chunk, record // plan.code.chunk
@@ -75,7 +75,7 @@ def decode_tensor(
             distance[position % SEGMENTS, position // SEGMENTS] = plan.code.window + far
         next_record += count
         values = _join((top - distance) % plan.format.exponents, significands, plan)
-        _store(pool, pages, plan, tile, np.where(real, values, bits), real)
+        store(pool, pages, plan, tile, np.where(real, values, bits), real)
 
 
 def _indices(plan: TensorPlan, tile: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
@@ -90,7 +90,7 @@ def _indices(plan: TensorPlan, tile: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
     return row * plan.columns + column, (row < plan.rows) & (column < plan.columns)
 
 
-def _tiles(pool: Bits, pages: Ints, plan: TensorPlan) -> Iterator[tuple[int, int, Ints, npt.NDArray[np.bool_]]]:
+def tiles(pool: Bits, pages: Ints, plan: TensorPlan) -> Iterator[tuple[int, int, Ints, npt.NDArray[np.bool_]]]:
     """Number, layer, bits [8, J] (padding 0) and which of them are values, of each tile."""
     for tile in range(plan.tiles):
         layer, page = divmod(tile // plan.tiles_per_page, plan.num_pages)
@@ -99,7 +99,8 @@ def _tiles(pool: Bits, pages: Ints, plan: TensorPlan) -> Iterator[tuple[int, int
         yield tile, layer, np.where(real, matrix[np.where(real, index, 0)], 0), real
 
 
-def _store(pool: Bits, pages: Ints, plan: TensorPlan, tile: int, values: Ints, real: npt.NDArray[np.bool_]) -> None:
+def store(pool: Bits, pages: Ints, plan: TensorPlan, tile: int, values: Ints, real: npt.NDArray[np.bool_]) -> None:
+    """Write a tile's values [8, J] into its page, all but padding."""
     layer, page = divmod(tile // plan.tiles_per_page, plan.num_pages)
     index, _ = _indices(plan, tile)
     pool[layer, pages[page]].reshape(-1)[index[real]] = values[real].astype(pool.dtype)
@@ -137,7 +138,8 @@ def _stored_tops(plan: TensorPlan, dense: Bytes, tile: int) -> Ints:
     return np.tile(int(section(dense, plan, "tops")[tile]) - drops, plan.segment_rows)
 
 
-def _write_planes(fields: Ints, plan: TensorPlan, name: str, widths: tuple[int, ...], dense: Bytes, tile: int) -> None:
+def write_planes(fields: Ints, plan: TensorPlan, name: str, widths: tuple[int, ...], dense: Bytes, tile: int) -> None:
+    """Write a tile's fields [8, J] to planes of such widths, into zeros."""
     shift = 0
     for number, width in enumerate(widths):
         plane = section(dense, plan, f"{name}{number}").reshape(plan.tiles, width, plan.segment_values)
@@ -147,7 +149,8 @@ def _write_planes(fields: Ints, plan: TensorPlan, name: str, widths: tuple[int, 
         shift += width
 
 
-def _read_planes(plan: TensorPlan, name: str, widths: tuple[int, ...], dense: Bytes, tile: int) -> Ints:
+def read_planes(plan: TensorPlan, name: str, widths: tuple[int, ...], dense: Bytes, tile: int) -> Ints:
+    """The inverse of `write_planes`."""
     fields = np.zeros((SEGMENTS, plan.segment_values), dtype=np.int64)
     shift = 0
     for number, width in enumerate(widths):

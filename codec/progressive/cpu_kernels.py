@@ -1,0 +1,302 @@
+"""The two stages on a CPU: loops that LLVM vectorises, a tile at a time, so that all in between stays in L1.
+
+Staged as in codec/splitzip/cpu_kernels.py, whose parts these kernels are made of: `values` uint16 [8 * J], `distances`,
+`anchors` and `rests` (what no plane of eight takes of the low mantissa bits) uint8 [8 * J].
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numba import int64, njit, types, void
+from numba import uint8 as u8
+from numba import uint16 as u16
+
+from codec.progressive.cpu_geometry import CutGeometry
+from codec.splitzip import cpu_kernels
+from codec.splitzip.cpu_compile import compiled
+from codec.splitzip.cpu_kernels import (
+    BFLOAT16,
+    E5M2,
+    FLOAT16,
+    apply_escapes,
+    choose_tops,
+    copy,
+    list_escapes,
+    load_tile,
+    pack_four,
+    pad,
+    read_tops,
+    store_tile,
+    unpack_four,
+)
+
+_CODE_BITS = 3
+
+
+def _format_kernels(exponent_bits, mantissa_bits, kept_bits):
+    """Kernels of one element type and cut that take values apart and put their first stage together.
+
+    What they close over are constants. `rests` are the low mantissa bits without those that a plane of eight takes.
+    """
+    rest_bits = mantissa_bits - kept_bits
+    shift, mask, cut = u16(mantissa_bits), u8((1 << exponent_bits) - 1), u16(rest_bits)
+    base, rest_mask = u16(8 if rest_bits >= 8 else 0), u8((1 << rest_bits % 8) - 1)
+    code, code_bits, kept = u8((1 << _CODE_BITS) - 1), u8(_CODE_BITS), u8((1 << kept_bits) - 1)
+    sign, sign_shift = u8(1 << _CODE_BITS + kept_bits), u16(exponent_bits + rest_bits - _CODE_BITS)
+    middle = u16(1 << rest_bits - 1 if rest_bits else 0)
+
+    @njit(nogil=True)
+    def split(values, tops, anchors, rests, distances):
+        size = tops.size
+        for s in range(8):
+            bits, distance = values[s * size :][:size], distances[s * size :][:size]
+            anchor, rest = anchors[s * size :][:size], rests[s * size :][:size]
+            for j in range(size):
+                far = u8(tops[j] - u8(bits[j] >> shift)) & mask
+                distance[j] = far
+                field = (far & code) | u8(u8(u8(bits[j] >> cut) & kept) << code_bits)
+                anchor[j] = field | (u8(bits[j] >> sign_shift) & sign)
+                rest[j] = u8(bits[j] >> base) & rest_mask
+
+    @njit(nogil=True)
+    def join(values, tops, anchors, distances):
+        size = tops.size
+        for s in range(8):
+            bits, anchor, distance = values[s * size :][:size], anchors[s * size :][:size], distances[s * size :][:size]
+            for j in range(size):
+                exponent = u16(u16(u8(tops[j] - distance[j]) & mask) << shift)
+                mantissa = u16(u16(u8(anchor[j] >> code_bits) & kept) << cut) | middle
+                bits[j] = exponent | mantissa | u16(u16(anchor[j] & sign) << sign_shift)
+
+    return split, join
+
+
+_split_bfloat16_1, _join_bfloat16_1 = _format_kernels(8, 7, 1)
+_split_bfloat16_2, _join_bfloat16_2 = _format_kernels(8, 7, 2)
+_split_bfloat16_3, _join_bfloat16_3 = _format_kernels(8, 7, 3)
+_split_float16_1, _join_float16_1 = _format_kernels(5, 10, 1)
+_split_float16_2, _join_float16_2 = _format_kernels(5, 10, 2)
+_split_float16_3, _join_float16_3 = _format_kernels(5, 10, 3)
+_split_e5m2, _join_e5m2 = _format_kernels(5, 2, 2)
+_split_e4m3, _join_e4m3 = _format_kernels(4, 3, 3)
+
+
+@njit(nogil=True)
+def _split(values, tops, geometry, anchors, rests, distances):
+    """Take values apart."""
+    if geometry.mantissa_bits == BFLOAT16:
+        if geometry.kept_bits == 1:
+            _split_bfloat16_1(values, tops, anchors, rests, distances)
+        elif geometry.kept_bits == 2:
+            _split_bfloat16_2(values, tops, anchors, rests, distances)
+        else:
+            _split_bfloat16_3(values, tops, anchors, rests, distances)
+    elif geometry.mantissa_bits == FLOAT16:
+        if geometry.kept_bits == 1:
+            _split_float16_1(values, tops, anchors, rests, distances)
+        elif geometry.kept_bits == 2:
+            _split_float16_2(values, tops, anchors, rests, distances)
+        else:
+            _split_float16_3(values, tops, anchors, rests, distances)
+    elif geometry.mantissa_bits == E5M2:
+        _split_e5m2(values, tops, anchors, rests, distances)
+    else:
+        _split_e4m3(values, tops, anchors, rests, distances)
+
+
+@njit(nogil=True)
+def _join(values, tops, geometry, anchors, distances):
+    """Put values together from what the first stage has of them."""
+    if geometry.mantissa_bits == BFLOAT16:
+        if geometry.kept_bits == 1:
+            _join_bfloat16_1(values, tops, anchors, distances)
+        elif geometry.kept_bits == 2:
+            _join_bfloat16_2(values, tops, anchors, distances)
+        else:
+            _join_bfloat16_3(values, tops, anchors, distances)
+    elif geometry.mantissa_bits == FLOAT16:
+        if geometry.kept_bits == 1:
+            _join_float16_1(values, tops, anchors, distances)
+        elif geometry.kept_bits == 2:
+            _join_float16_2(values, tops, anchors, distances)
+        else:
+            _join_float16_3(values, tops, anchors, distances)
+    elif geometry.mantissa_bits == E5M2:
+        _join_e5m2(values, tops, anchors, distances)
+    else:
+        _join_e4m3(values, tops, anchors, distances)
+
+
+def _bit_kernels(position):
+    """Kernels that pack and unpack bit `position` of fields."""
+    up, down, one = u8(7 - position), u8(position), u8(1)
+
+    @njit(nogil=True)
+    def pack(fields, plane):
+        for s in range(8):
+            source = fields[s * plane.size :][: plane.size]
+            for j in range(source.size):
+                plane[j] = u8(plane[j] >> one) | u8(u8(source[j] << up) & u8(128))
+
+    @njit(nogil=True)
+    def unpack(fields, plane):
+        for s in range(8):
+            target = fields[s * plane.size :][: plane.size]
+            for j in range(target.size):
+                target[j] |= u8(u8(u8(plane[j] >> u8(s)) & one) << down)
+
+    return pack, unpack
+
+
+_pack_bit_0, _unpack_bit_0 = _bit_kernels(0)
+_pack_bit_4, _unpack_bit_4 = _bit_kernels(4)
+_pack_bit_6, _unpack_bit_6 = _bit_kernels(6)
+
+
+@njit(nogil=True)
+def _pack_bits_4_and_5(fields, plane):
+    for quarter in range(4):
+        source = fields[quarter * plane.size :][: plane.size]
+        for i in range(source.size):
+            plane[i] = u8(plane[i] >> u8(2)) | u8(u8(source[i] << u8(2)) & u8(192))
+
+
+@njit(nogil=True)
+def _unpack_bits_4_and_5(fields, plane):
+    for quarter in range(4):
+        target = fields[quarter * plane.size :][: plane.size]
+        for i in range(target.size):
+            target[i] |= u8(u8(u8(plane[i] >> u8(2 * quarter)) & u8(3)) << u8(4))
+
+
+@njit(nogil=True)
+def _pack(fields, bits, tile, dense, four, two, one):
+    """The low `bits` of `fields`, from four to seven, into planes at `four`, `two` and `one`."""
+    size = fields.size // 8
+    pack_four(fields, dense[four + tile * 4 * size :][: 4 * size])
+    if bits & 2:
+        _pack_bits_4_and_5(fields, dense[two + tile * 2 * size :][: 2 * size])
+    if bits == 5:
+        _pack_bit_4(fields, dense[one + tile * size :][:size])
+    elif bits == 7:
+        _pack_bit_6(fields, dense[one + tile * size :][:size])
+
+
+@njit(nogil=True)
+def _unpack(fields, bits, tile, dense, four, two, one):
+    """The inverse of _pack."""
+    size = fields.size // 8
+    unpack_four(fields, dense[four + tile * 4 * size :][: 4 * size])
+    if bits & 2:
+        _unpack_bits_4_and_5(fields, dense[two + tile * 2 * size :][: 2 * size])
+    if bits == 5:
+        _unpack_bit_4(fields, dense[one + tile * size :][:size])
+    elif bits == 7:
+        _unpack_bit_6(fields, dense[one + tile * size :][:size])
+
+
+@njit(nogil=True)
+def _pack_rest(values, rests, geometry, tile, rest):
+    """Write a tile's part of the second stage."""
+    if geometry.rest_bits >= 8:
+        copy(values, rest[geometry.rest8 + tile * values.size :][: values.size])
+        if geometry.rest_bits == 9:
+            _pack_bit_0(rests, rest[geometry.rest1 + tile * (values.size // 8) :][: values.size // 8])
+    elif geometry.rest_bits:
+        _pack(rests, geometry.rest_bits, tile, rest, geometry.rest4, geometry.rest2, geometry.rest1)
+
+
+@njit(nogil=True)
+def _unpack_rest(lows, rests, geometry, tile, rest):
+    """The low mantissa bits of a tile's values, uint16 [8 * J]; `rests` is scratch."""
+    if geometry.rest_bits >= 8:
+        copy(rest[geometry.rest8 + tile * lows.size :][: lows.size], lows)
+        if geometry.rest_bits == 9:
+            rests[:] = u8(0)
+            _unpack_bit_0(rests, rest[geometry.rest1 + tile * (lows.size // 8) :][: lows.size // 8])
+            for j in range(lows.size):
+                lows[j] |= u16(u16(rests[j]) << u16(8))
+    else:
+        _unpack(rests, geometry.rest_bits, tile, rest, geometry.rest4, geometry.rest2, geometry.rest1)
+        copy(rests, lows)
+
+
+@njit(nogil=True)
+def _refine(values, lows, mask):
+    for j in range(values.size):
+        values[j] = u16(values[j] & mask) | lows[j]
+
+
+_GEOMETRY = types.NamedUniTuple(int64, len(CutGeometry._fields), CutGeometry)
+_PAYLOAD = types.Array(u8, 1, "C", readonly=True)
+_TILES = (u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY)
+_ENCODE = types.UniTuple(int64, 2)(*_TILES, u8[::1], u8[::1], u16[::1], u8[::1])
+_DECODE = void(*_TILES, _PAYLOAD, _PAYLOAD, _PAYLOAD)
+_REFINE = void(*_TILES, _PAYLOAD)
+
+
+def _entry_points(version):
+    """The kernels that are called; `version`, of the file that they take functions from, they only close over."""
+
+    @compiled(_ENCODE)
+    def encode_tiles(pool, pages, first, last, geometry, dense, rest, records, extensions):
+        segment = geometry.segment_rows * geometry.tile_width
+        values, largest, tops = (
+            np.empty(8 * segment, np.uint16),
+            np.empty(segment, np.uint16),
+            np.empty(segment, np.uint8),
+        )
+        distances, anchors = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
+        rests, marks = np.empty(8 * segment, np.uint8), np.zeros((segment + 7) // 8, np.uint64)
+        num_records, num_extensions = 0, 0 & version
+        for tile in range(first, last):
+            if num_records + 8 * segment > records.size:
+                return -1, -1
+            whole = load_tile(pool, pages, geometry, tile, values)
+            choose_tops(values, geometry, tile, dense, largest)
+            read_tops(geometry, tile, dense, tops)
+            if not whole:
+                pad(values, tops, geometry, tile % geometry.tiles_per_page)
+            _split(values, tops, geometry, anchors, rests, distances)
+            _pack(anchors, geometry.anchor_bits, tile, dense, geometry.anchor4, geometry.anchor2, geometry.anchor1)
+            _pack_rest(values, rests, geometry, tile, rest)
+            left = records[num_records:], extensions[num_extensions:]
+            count, extended = list_escapes(distances, geometry, tile, dense, marks, *left)
+            num_records, num_extensions = num_records + count, num_extensions + extended
+        return num_records, num_extensions
+
+    @compiled(_DECODE)
+    def decode_tiles(pool, pages, first, last, geometry, dense, records, extensions):
+        segment = geometry.segment_rows * geometry.tile_width
+        values, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint8)
+        distances, anchors = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
+        next_record, next_extension = 0, 0 & version
+        for tile in range(first, last):
+            read_tops(geometry, tile, dense, tops)
+            _unpack(anchors, geometry.anchor_bits, tile, dense, geometry.anchor4, geometry.anchor2, geometry.anchor1)
+            for j in range(anchors.size):
+                distances[j] = anchors[j] & u8(7)
+            left = records[2 * next_record :], extensions[next_extension:]
+            count, extended = apply_escapes(distances, geometry, tile, dense, *left)
+            next_record, next_extension = next_record + count, next_extension + extended
+            _join(values, tops, geometry, anchors, distances)
+            store_tile(pool, pages, geometry, tile, values)
+
+    @compiled(_REFINE)
+    def refine_tiles(pool, pages, first, last, geometry, rest):
+        segment = geometry.segment_rows * geometry.tile_width
+        values, lows = np.empty(8 * segment, np.uint16), np.empty(8 * segment, np.uint16)
+        rests, mask = np.empty(8 * segment, np.uint8), ~u16((1 << geometry.rest_bits) - 1) | u16(0 & version)
+        for tile in range(first, last):
+            load_tile(pool, pages, geometry, tile, values)
+            _unpack_rest(lows, rests, geometry, tile, rest)
+            _refine(values, lows, u16(mask))
+            store_tile(pool, pages, geometry, tile, values)
+
+    return encode_tiles, decode_tiles, refine_tiles
+
+
+encode_tiles, decode_tiles, refine_tiles = _entry_points(zlib.crc32(Path(cpu_kernels.__file__).read_bytes()))

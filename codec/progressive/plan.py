@@ -1,0 +1,91 @@
+"""Where everything of one tensor lies in the two stages. README.md draws it."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any
+
+from codec.base import BlockSpec
+from codec.splitzip.formats import WindowCode, planes_of
+from codec.splitzip.payload import plans_of
+from codec.splitzip.plan import Section, TensorPlan, sections_of
+
+KEPT_BITS = range(1, 4)
+"""How many mantissa bits the first stage may have, where an element has 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How many mantissa bits travel in the first stage, of keys and of values.
+
+    Of eight-bit types all do, whatever this says. Raises ValueError where a number is not in KEPT_BITS.
+    """
+
+    keys: int = 2
+    values: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "values"):
+            kept, known = getattr(self, name), f"{KEPT_BITS[0]} to {KEPT_BITS[-1]}"
+            if kept not in KEPT_BITS:
+                raise ValueError(f"the first stage has {kept} mantissa bits of {name}; choose {known}")
+
+
+@dataclass(frozen=True)
+class RestPlan(TensorPlan):
+    """One tensor's part of the second stage: the `rest_bits` low mantissa bits of every value."""
+
+    rest_bits: int
+
+    @cached_property
+    def planes(self) -> dict[str, tuple[int, ...]]:
+        """The one field."""
+        return {"rest": planes_of(self.rest_bits)}
+
+    @cached_property
+    def sections(self) -> dict[str, Section]:
+        """Its planes, and nothing else."""
+        return sections_of(self.plane_sizes(self.planes))
+
+
+@dataclass(frozen=True)
+class AnchorPlan(TensorPlan):
+    """One tensor's part of the first stage, with `kept_bits` mantissa bits of every value."""
+
+    kept_bits: int
+
+    @cached_property
+    def planes(self) -> dict[str, tuple[int, ...]]:
+        """One field: the code, above it the mantissa bits, above them the sign."""
+        return {"anchor": planes_of(self.code.code_bits + self.kept_bits + 1)}
+
+    @cached_property
+    def rest(self) -> RestPlan:
+        """The tensor's part of the second stage."""
+        return RestPlan(**_shape(self), rest_bits=self.format.mantissa_bits - self.kept_bits)
+
+    @property
+    def later_bytes(self) -> int:
+        """Bytes of the tensor's part of the second stage; 0 where the code cannot tile it."""
+        return self.rest.fixed_bytes if self.fits else 0
+
+
+Plans = tuple[AnchorPlan, AnchorPlan]
+
+
+@lru_cache(maxsize=256)
+def anchor_plans(spec: BlockSpec, code: WindowCode, cut: Cut) -> Plans:
+    """Plans of keys and values."""
+    keys, values = (
+        AnchorPlan(**_shape(plan), kept_bits=kept if plan.format.item_bytes == 2 else plan.format.mantissa_bits)
+        for plan, kept in zip(plans_of(spec, code), (cut.keys, cut.values), strict=True)
+    )
+    return keys, values
+
+
+def one_stage(plan: AnchorPlan) -> TensorPlan:
+    """The plan of the same code in one stage."""
+    return TensorPlan(**_shape(plan))
+
+
+def _shape(plan: TensorPlan) -> dict[str, Any]:
+    return {field.name: getattr(plan, field.name) for field in fields(TensorPlan)}

@@ -1,0 +1,228 @@
+"""The progressive codec on the CPU: both payloads equal the reference, a first stage the formula, a second restores."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
+from progressive_cases import every_pattern, kv_pages, matrices, middles, plans_of, reference_payloads
+from test_splitzip import SHAPES, golden_pages
+
+from codec.base import Block, CodecError, PagedBlock
+from codec.progressive import reference
+from codec.progressive.codec import ProgressiveCodec
+from codec.progressive.payload import HEADER_BYTES, parse_anchor, parse_rest
+from codec.progressive.plan import Cut
+from codec.splitzip import cpu
+from codec.splitzip.codec import splitzip_channel
+from codec.splitzip.formats import FORMATS
+
+GOLDEN = Path(__file__).parent / "golden"
+PROPERTY = settings(max_examples=1000 if os.environ.get("CI") == "true" else 60)
+CUTS = [Cut(keys, values) for keys, values in ((2, 1), (1, 3), (3, 2))]
+SIXTEEN = ["bfloat16", "float16"]
+
+
+def assert_equals_reference(pages, cut=None, chunk=4096):
+    """Encode, decode stage by stage; give the stats and the payloads."""
+    codec, plans, before = ProgressiveCodec(cut, chunk), plans_of(pages.spec, cut, chunk), copy_of(pages)
+    encoding = codec.encode(pages)
+    first, second = encoding.stages()
+    assert (bytes(first), bytes(second)) == reference_payloads(pages, plans)
+    assert bits_of(pages.pools) == bits_of(before.pools)
+    out = scattered(pages.spec, 99)  # poisoned: random bits everywhere
+    expected = copy_of(out)
+    raw = parse_rest(np.frombuffer(second, dtype=np.uint8), plans).raw
+    for stage, payload, wanted in ((0, first, middles(pages.gather(), plans, raw)), (1, second, pages.gather())):
+        codec.decode(stage, payload, out)
+        expected.scatter(wanted)
+        assert bits_of(out.pools) == bits_of(expected.pools)
+    return encoding.stats(), (first, second)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_equals_the_reference(dtype, cut, shape):
+    assert_equals_reference(kv_pages(spec_of(shape, dtype), 1), cut)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])
+def test_eight_bits_travel_in_the_first_stage(dtype, shape):
+    _, (_, second) = assert_equals_reference(kv_pages(spec_of(shape, dtype), 1))
+    assert second.nbytes == HEADER_BYTES
+
+
+@pytest.mark.parametrize("chunk", [256, 1024, 16384])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_equals_the_reference_at_any_chunk_size(dtype, chunk):
+    for shape in ((1, 1, 64, 2, 70, 66), (1, 2, 17, 3, 20, 4)):
+        assert_equals_reference(kv_pages(spec_of(shape, dtype), 2), chunk=chunk)
+
+
+@PROPERTY
+@given(
+    dtype=st.sampled_from(sorted(FORMATS)),
+    cut=st.builds(Cut, st.integers(1, 3), st.integers(1, 3)),
+    chunk=st.sampled_from([256, 1024, 4096]),
+    shape=st.tuples(
+        st.integers(1, 2), st.integers(0, 3), st.integers(1, 20), *[st.integers(1, 3)], *[st.integers(1, 9)] * 2
+    ),
+    outliers=st.sampled_from([0.0, 0.02, 0.2, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_equals_the_reference_on_any_pages(dtype, cut, chunk, shape, outliers, seed):
+    assert_equals_reference(kv_pages(spec_of(shape, dtype), seed, outliers), cut, chunk)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_every_bit_pattern_survives(dtype, cut):
+    block, codec = every_pattern(dtype), ProgressiveCodec(cut)
+    out, plans = random_block(block.spec, 4), plans_of(block.spec, cut)
+    encoding = codec.encode(PagedBlock.whole(block))
+    first, second = encoding.stages()
+    assert encoding.stats().raw_tensors == 0
+    codec.decode(0, first, PagedBlock.whole(out))
+    assert bits_of(out) == bits_of(middles(block, plans))
+    codec.decode(1, second, PagedBlock.whole(out))
+    assert bits_of(out) == bits_of(block)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_first_stage_is_within_half_an_interval_and_keeps_the_class_of_a_value(dtype):
+    block, cut = every_pattern(dtype), Cut()
+    out = random_block(block.spec, 4)
+    codec = ProgressiveCodec(cut)
+    codec.decode(0, codec.encode(PagedBlock.whole(block)).stages()[0], PagedBlock.whole(out))
+    for exact, coarse, kept in ((block.keys, out.keys, cut.keys), (block.values, out.values, cut.values)):
+        finite, normal = exact.isfinite(), exact.abs() >= torch.finfo(exact.dtype).smallest_normal
+        assert torch.equal(coarse.isfinite(), finite)
+        assert torch.equal(coarse.signbit(), exact.signbit())
+        error = (coarse.double() - exact.double()).abs()
+        octave = 2.0 ** exact.double().abs().log2().floor()
+        assert (error <= octave * 2.0 ** -(kept + 1))[finite & normal].all()
+        assert (coarse.abs() < torch.finfo(exact.dtype).smallest_normal)[finite & ~normal].all()
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_all_bits_come_to_no_more_than_in_one_stage(dtype):
+    pages = kv_pages(spec_of((2, 4, 64, 2, 64, 64), dtype), 3)
+    stages = ProgressiveCodec().encode(pages).stages()
+    (one,) = splitzip_channel().encode(pages).stages()
+    assert sum(stage.nbytes for stage in stages) <= one.nbytes + HEADER_BYTES + 2 * 2 * 16
+
+
+def test_bits_of_the_stages():
+    """Planes of code, sign and kept bits, then of the rest; beside them only what splitzip-channel has too."""
+    pages = kv_pages(spec_of((1, 4, 64, 2, 64, 64), "bfloat16"), 3, outliers=0)
+    values = 2 * 4 * 64 * 2 * 64
+    codec = ProgressiveCodec()
+    first, second = codec.encode(pages).stages()
+    assert second.nbytes == HEADER_BYTES + values // 2 * 5 // 8 + values // 2 * 6 // 8
+    plans = plans_of(pages.spec)
+    assert [sum(plan.planes["anchor"]) for plan in plans] == [3 + 1 + 2, 3 + 1 + 1]
+    layout = parse_anchor(np.frombuffer(first, dtype=np.uint8), pages.spec, plans)
+    planes = values // 2 * 6 // 8 + values // 2 * 5 // 8
+    beside = sum(plan.tiles * (1 + 2 + plan.tile_width // 2) + 8 * plan.groups for plan in plans)
+    escapes = sum(part.escape_bytes for part in layout.parts)
+    assert 0 <= first.nbytes - (HEADER_BYTES + planes + beside + escapes) < 2 * 4 * 16
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_random_bits_travel_raw_in_the_first_stage(dtype):
+    spec = spec_of((2, 3, 64, 2, 64, 64), dtype)
+    pages, codec = scattered(spec, 5), ProgressiveCodec()
+    encoding = codec.encode(pages)
+    first, second = encoding.stages()
+    assert first.nbytes <= spec.raw_bytes + HEADER_BYTES + 3 * 16 and second.nbytes == HEADER_BYTES
+    assert encoding.stats().raw_tensors == 2 and encoding.stats().escapes == 0
+    out = scattered(spec, 6)
+    codec.decode(0, first, out)
+    assert bits_of(out.gather()) == bits_of(pages.gather())
+    codec.decode(1, second, out)
+    assert bits_of(out.gather()) == bits_of(pages.gather())
+
+
+@pytest.mark.parametrize("raw", ["keys", "values"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
+def test_one_tensor_raw_the_other_coded(dtype, raw):
+    pages = kv_pages(spec_of((2, 2, 64, 2, 32, 48), dtype), 6, outliers=0)
+    noise = random_block(pages.pools.spec, 7)
+    pages = dataclasses.replace(pages, pools=dataclasses.replace(pages.pools, **{raw: getattr(noise, raw)}))
+    stats, _ = assert_equals_reference(pages)
+    assert stats.raw_tensors == 1
+
+
+def test_pages_too_long_for_a_tile_travel_raw():
+    stats, _ = assert_equals_reference(kv_pages(spec_of((1, 1, 300, 1, 4, 4), "bfloat16"), 12), chunk=256)
+    assert stats.raw_tensors == 2
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_reference_decodes_what_it_encodes(dtype, cut):
+    pages = kv_pages(spec_of((2, 2, 17, 2, 9, 20), dtype), 8)
+    page_ids = np.array(pages.page_ids)
+    out = scattered(pages.spec, 9)
+    tensors = zip(plans_of(pages.spec, cut, 256), pages.layer_pools(), out.layer_pools(), strict=False)
+    for plan, source, target in tensors:
+        dense, rest = np.zeros(plan.fixed_bytes, np.uint8), np.zeros(plan.rest.fixed_bytes, np.uint8)
+        escapes = reference.encode_tensor(matrices(source), page_ids, plan, dense, rest)
+        reference.decode_anchor(dense, *escapes, page_ids, plan, matrices(target))
+        reference.refine(rest, page_ids, plan, matrices(target))
+        assert np.array_equal(matrices(target)[:, page_ids], matrices(source)[:, page_ids])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_many_threads_give_the_same_payloads(dtype, monkeypatch):
+    pages = kv_pages(spec_of((3, 5, 48, 2, 40, 24), dtype), 10, outliers=0.003)
+    codec = ProgressiveCodec(chunk=1024)
+    one = [bytes(stage) for stage in codec.encode(pages).stages()]
+    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    out = scattered(pages.spec, 11)
+    expected = copy_of(out)
+    expected.scatter(pages.gather())
+    assert [bytes(stage) for stage in codec.encode(pages).stages()] == one
+    for stage, payload in enumerate(one):
+        codec.decode(stage, memoryview(payload), out)
+    assert bits_of(out.pools) == bits_of(expected.pools)
+
+
+def test_pool_that_is_not_contiguous_is_refused():
+    block = random_block(spec_of((1, 2, 8, 2, 16, 16), "bfloat16"))
+    pages, codec = PagedBlock.whole(block), ProgressiveCodec()
+    stages = codec.encode(pages).stages()
+    wide = random_block(spec_of((1, 2, 8, 2, 32, 32), "bfloat16"))
+    pages = PagedBlock.whole(Block(wide.keys[..., :16], wide.values[..., :16]))
+    with pytest.raises(CodecError, match="not contiguous"):
+        codec.encode(pages)
+    for stage, payload in enumerate(stages):
+        with pytest.raises(CodecError, match="not contiguous"):
+            codec.decode(stage, payload, pages)
+
+
+@pytest.mark.parametrize("kept", [0, 4])
+def test_cut_that_there_is_not_is_refused(kept):
+    with pytest.raises(ValueError, match=f"{kept} mantissa bits of values; choose 1 to 3"):
+        Cut(values=kept)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
+def test_golden_payloads(dtype):
+    pages, codec = golden_pages(dtype), ProgressiveCodec()
+    out = dataclasses.replace(pages, pools=random_block(pages.pools.spec, 13))
+    stages = codec.encode(pages).stages()
+    assert codec.encode(pages).stats().raw_tensors < 2
+    for stage, payload in enumerate(stages):
+        golden = (GOLDEN / f"splitzip_progressive_{dtype}_{stage}.bin").read_bytes()
+        assert bytes(payload) == golden
+        codec.decode(stage, memoryview(golden), out)
+    assert bits_of(out.gather()) == bits_of(pages.gather())
