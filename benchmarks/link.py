@@ -1,15 +1,18 @@
 """KV over a slow link between two machines, which two network namespaces stand in for.
 
     sudo python -m benchmarks.link [--rate 1gbit] [--tokens 4096,7168] [--rounds 7] [--codecs raw,splitzip]
+    sudo python -m benchmarks.link --shape llama-3.1-8b --device cuda --rate 10gbit --tokens 4096,65536
 
 A prefill worker lives in one namespace, a decode worker and the router in the other; a pair of virtual Ethernet
-devices, held to --rate by a token bucket, joins them. The demo model reads real text. The prefill worker has a prompt's
-KV already, so that what is measured is the transfer. Correctness first: with every codec the client must get the same
-text. The codecs take turns; the figures are medians. Where namespaces are not permitted, it says so and ends.
+devices, held to --rate by a token bucket, joins them. The demo model reads real text; with --shape a model of random
+weights reads random tokens. With --device cuda each worker has a GPU, or a half of the only one. The prefill worker has
+a prompt's KV already, so that what is measured is the transfer. Correctness first: with every codec the client must get
+the same text. The codecs take turns; the figures are medians. Where namespaces are not permitted, it says so and ends.
 """
 
 import argparse
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -26,17 +29,21 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import codec_report
-from benchmarks.codec_data import DEMO, corpus
+from benchmarks.codec_data import DEMO, SMALL_VOCABULARY, corpus
 from benchmarks.codec_tables import Table
+from benchmarks.shapes import SHAPES, write_shape
 from codec import registry
 from kvrail.text import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 PREFILL_HOST, DECODE_HOST = "10.77.0.1", "10.77.0.2"
 GATE = (
-    "The demo model's KV of real text, from a prefill worker in one network namespace to a decode worker in another.\n"
+    "KV from a prefill worker in one network namespace to a decode worker in another.\n"
     "Every answer was the same text with every codec."
 )
+HALF_A_GPU_GIB = 40
+"""KV memory of each worker where two share a GPU."""
+START_SECONDS = 300
 OUTPUT_TOKENS = 16
 BURST = "256kb"
 """Of the token bucket: less cannot keep a fast link busy, more lets a transfer through unhindered."""
@@ -56,21 +63,36 @@ class Cluster:
     """A prefill worker, a decode worker without prefix cache, and a router, each a process of its own.
 
     namespace: network namespace of the prefill worker, None: that of this process; the others run in this one's.
-    ports: of the router, the prefill worker, the decode worker and its metrics.
+    ports: of the router, the prefill worker, the decode worker and its metrics. shape: of random weights, "" for the
+    demo model; device: cpu or cuda.
     """
 
     def __init__(
-        self, folder: Path, prefill_host: str, decode_host: str, namespace: str | None, ports: Sequence[int]
+        self,
+        folder: Path,
+        prefill_host: str,
+        decode_host: str,
+        namespace: str | None,
+        ports: Sequence[int],
+        shape: str = "",
+        device: str = "cpu",
     ) -> None:
         self._folder = folder
+        self._model = shape or DEMO.name
+        model = ["--model", str(write_shape(shape, folder / "model")), "--served-model-name", shape] if shape else []
+        weights = ["--load-format", "dummy"] if shape else []
         self._processes: list[subprocess.Popen[bytes]] = []
         self.url = f"http://{decode_host}:{ports[0]}"
         self._metrics = f"http://{decode_host}:{ports[3]}/metrics"
         prefill, decode = f"{prefill_host}:{ports[1]}", f"{decode_host}:{ports[2]}"
         try:
-            self._start("prefill", prefill, "--metrics-port", "0", namespace=namespace)
-            self._start("decode", decode, "--metrics-port", str(ports[3]), "--no-prefix-cache")
-            self._start("router", f"{decode_host}:{ports[0]}", "--prefill-workers", prefill, "--decode-workers", decode)
+            ends = devices(device)
+            flags = [*model, *weights, *ends[0]]
+            self._start("prefill", prefill, "--metrics-port", "0", *flags, namespace=namespace)
+            flags = [*model, *weights, *ends[1]]
+            self._start("decode", decode, "--metrics-port", str(ports[3]), "--no-prefix-cache", *flags)
+            workers = ["--prefill-workers", prefill, "--decode-workers", decode]
+            self._start("router", f"{decode_host}:{ports[0]}", *workers, *model)
             self._wait()
         except BaseException:
             self.stop()
@@ -80,7 +102,7 @@ class Cluster:
         """One greedy completion whose KV crosses with `codec`. Raises RuntimeError where it does not."""
         before = self._transfer_seconds()
         body = {
-            "model": "kvrail-demo",
+            "model": self._model,
             "prompt": list(prompt),
             "max_tokens": OUTPUT_TOKENS,
             "temperature": 0,
@@ -115,7 +137,7 @@ class Cluster:
             self._processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and all(process.poll() is None for process in self._processes):
             with suppress(httpx.HTTPError):
                 health = httpx.get(f"{self.url}/health", timeout=2).json()
@@ -123,7 +145,9 @@ class Cluster:
                 if all(worker["state"] == "healthy" for worker in workers.values()):
                     return
             time.sleep(0.2)
-        logs = "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self._folder.iterdir()))
+        logs = "\n".join(
+            f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self._folder.iterdir()) if path.is_file()
+        )
         raise RuntimeError(f"the cluster did not become healthy:\n{logs}")
 
     def _transfer_seconds(self) -> float:
@@ -167,8 +191,21 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def prompt_of(length: int) -> list[int]:
-    """The first tokens of real text."""
+def devices(device: str) -> tuple[list[str], list[str]]:
+    """Flags that give the prefill and the decode worker their devices."""
+    if device == "cpu":
+        return [], []
+    if torch.cuda.device_count() > 1:
+        return ["--device", "cuda:0"], ["--device", "cuda:1"]
+    shared = ["--device", "cuda:0", "--kv-memory-gib", str(HALF_A_GPU_GIB)]
+    return shared, shared
+
+
+def prompt_of(length: int, shape: str = "") -> list[int]:
+    """The first tokens of real text; of a model of random weights, random ones."""
+    if shape:
+        draws = random.Random(length)
+        return [draws.randrange(SMALL_VOCABULARY) for _ in range(length)]
     tokens = load_tokenizer(str(DEMO)).encode(corpus(), add_special_tokens=True)
     if len(tokens) < length:
         raise SystemExit(f"the text has {len(tokens)} tokens, not {length}; ask for fewer with --tokens")
@@ -177,7 +214,8 @@ def prompt_of(length: int) -> list[int]:
 
 def measure(cluster: Cluster, prompt: Sequence[int], codecs: Sequence[str], rounds: int) -> dict[str, list[Answer]]:
     """Answers by codec, in turn, after one each that is not counted. Raises SystemExit where texts differ."""
-    text = cluster.ask(prompt, codecs[0]).text  # the prefill worker computes the prompt
+    cluster.ask(prompt, codecs[0])  # the prefill worker computes the prompt; from here on it has all but its end
+    text = cluster.ask(prompt, codecs[0]).text
     answers: dict[str, list[Answer]] = {codec: [] for codec in codecs}
     for number in range(rounds + 1):
         for codec in codecs:
@@ -212,6 +250,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", default="4096,7168", help="lengths of prompts, with commas")
     parser.add_argument("--rounds", type=int, default=7, help="transfers of each codec and length")
     parser.add_argument("--codecs", default=",".join(registry.names()), help="with commas; the first is the baseline")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="", help="random weights of this shape")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the workers run")
     parser.add_argument("--port", type=int, default=18700, help="first of four ports")
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
     parser.add_argument("--prefill-namespace", help=argparse.SUPPRESS)  # set where this command starts itself anew
@@ -221,19 +261,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def run_inside(options: argparse.Namespace) -> None:
     """In the decode worker's namespace: start the cluster, measure, write."""
     codecs, tables = options.codecs.split(","), []
-    facts = codec_report.head(torch.device("cpu"), "benchmarks.link")
+    facts = codec_report.head(torch.device(options.device), "benchmarks.link")
     facts["command"] = facts["command"].split(" --prefill-namespace")[0]
     with tempfile.TemporaryDirectory() as folder:
         ports = range(options.port, options.port + 4)
-        cluster = Cluster(Path(folder), PREFILL_HOST, DECODE_HOST, options.prefill_namespace, ports)
+        hosts = PREFILL_HOST, DECODE_HOST
+        cluster = Cluster(Path(folder), *hosts, options.prefill_namespace, ports, options.shape, options.device)
         try:
             for length in map(int, options.tokens.split(",")):
-                answers = measure(cluster, prompt_of(length), codecs, options.rounds)
+                answers = measure(cluster, prompt_of(length, options.shape), codecs, options.rounds)
+                print(f"{length} tokens done", flush=True)
                 tables.append(table(length, options.rate, answers))
         finally:
             cluster.stop()
     text = codec_report.markdown(facts, "KV over a slow link", GATE, tables)
-    codec_report.write(options.out, f"codec-link-{facts['date']}-cpu", facts, text, tables)
+    machine = "cpu"
+    if options.device == "cuda":
+        count, name = min(2, torch.cuda.device_count()), torch.cuda.get_device_name()
+        facts["hardware"] = f"{count} {name} of one host"
+        machine = f"{count}x{name.split()[-1].lower()}"
+    codec_report.write(options.out, f"codec-link-{facts['date']}-{machine}", facts, text, tables)
     print(text)
 
 

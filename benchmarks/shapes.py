@@ -28,6 +28,25 @@ SHAPES: dict[str, dict[str, object]] = {
         "eos_token_id": 151645,
         "torch_dtype": "bfloat16",
     },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-05,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "eos_token_id": 128009,
+        "torch_dtype": "bfloat16",
+    },
 }
 
 

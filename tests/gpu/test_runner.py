@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 
 from kvrail.engine.batch import SequenceSlice  # noqa: E402
 from kvrail.engine.runner import ModelRunner  # noqa: E402
+from services.pages import paged_block  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
 from tests.engine.test_runner import TOLERANCE, errors, poisoned_runner, run_schedule, tokens  # noqa: E402
 
@@ -109,6 +110,7 @@ def test_pages_move_between_pools_bit_for_bit() -> None:
     first, second = poisoned_runner(loaded), poisoned_runner(loaded)
     ids = tokens(40, 9)
     first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], 0)])
-    second.cache.scatter(range(3), [7, 8, 9], first.cache.gather(range(3), [1, 2, 3]))
+    source, target = (paged_block(r.cache, range(3), ids) for r, ids in ((first, [1, 2, 3]), (second, [7, 8, 9])))
+    target.scatter(source.gather())
     moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], 1)])
     assert torch.equal(moved, first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], 1)]))
