@@ -41,10 +41,19 @@ def head(device: torch.device, module: str) -> dict[str, str]:
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": hardware(device),
         "load": f"{os.getloadavg()[0]:.1f}",
-        "command": f"python -m {module} {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m {module} {_arguments()}".strip(),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
+
+
+def _arguments() -> str:
+    """The command line's, without the folder for the results: it says nothing of them."""
+    words = sys.argv[1:]
+    while "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return " ".join(words)
 
 
 def markdown(facts: dict[str, str], title: str, gate: str, tables: Sequence[Table]) -> str:
