@@ -19,10 +19,8 @@ from codec.splitzip.cpu import (
     decode_body,
     encode_body,
     on_threads,
-    pad_sections,
-    stats_of,
 )
-from codec.splitzip.payload import Bytes, Ints, Part, scale_bytes_of
+from codec.splitzip.payload import Bytes, Ints, Part, pad_sections, scale_bytes_of, stats_of
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:

@@ -22,7 +22,10 @@ from codec.splitzip.payload import (
     Ints,
     Part,
     Payload,
+    pad,
+    pad_sections,
     scale_bytes_of,
+    stats_of,
     tile_escapes,
     travels_raw,
     write_groups,
@@ -137,13 +140,6 @@ def encode_body(
     return memory, parts
 
 
-def stats_of(parts: Sequence[Part]) -> EncodingStats:
-    """What an encoding came to; parts: of keys and values."""
-    return EncodingStats(
-        sum(part.plan.values for part in parts), sum(part.records for part in parts), sum(part.raw for part in parts)
-    )
-
-
 def decode(payload: Bytes, layout: Payload, tops: Sequence[Ints | None], out: PagedBlock) -> None:
     """Write a payload into `out`; layout: what payload.parse says of it, tops: as of `encode`.
 
@@ -219,12 +215,6 @@ def _decode_tiles(part: Part, dense: Bytes, escapes: Bytes, decode_range: TileDe
     on_threads(on_range, part.plan)
 
 
-def pad_sections(plan: TensorPlan, dense: Bytes) -> None:
-    """Write the zeros between the sections of a plan."""
-    for section in plan.sections.values():
-        pad(dense, section.end)
-
-
 def on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Result]:
     """Call `work` for ranges of a tensor's tiles, on this thread and on others where the tensor is large."""
     wanted = max(1, min(plan.raw_bytes // _BYTES_PER_THREAD, _MAX_THREADS, torch.get_num_threads(), plan.tiles))
@@ -271,9 +261,3 @@ def _append(target: Bytes, offset: int, pieces: list[Bytes]) -> int:
         target[offset : offset + piece.size] = piece
         offset += piece.size
     return offset
-
-
-def pad(target: Bytes, end: int) -> int:
-    """Zeros from `end` to the next section; where that begins."""
-    target[end : aligned(end)] = 0
-    return aligned(end)

@@ -5,6 +5,7 @@ escapes, which are few, are fetched.
 """
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from codec.splitzip.gpu_launch import (
     make_table,
     tiles_of,
 )
-from codec.splitzip.payload import HEADER_BYTES, Bytes, Part, Payload, scale_bytes_of, travels_raw
+from codec.splitzip.payload import HEADER_BYTES, Bytes, Part, Payload, scale_bytes_of, stats_of, travels_raw
 from codec.splitzip.plan import aligned
 
 
@@ -31,19 +32,27 @@ class GpuEncoding:
     pinned and torch's: it is used again only once this object and every view of its payload are gone.
     """
 
-    def __init__(self, pages: PagedBlock, plans: Plans, tops: Tops, codebook_id: int) -> None:
-        on_cuda, scale_bytes = pages.device.type == "cuda", scale_bytes_of(pages.spec)
-        size = HEADER_BYTES + sum(aligned(plan.raw_bytes) for plan in plans) + aligned(scale_bytes)
-        self._pages, self._plans = pages, plans
-        self._codebook_id, self._scale_bytes = codebook_id, scale_bytes
+    def __init__(
+        self,
+        pages: PagedBlock,
+        plans: Plans,
+        table: torch.Tensor,
+        buffers: EncodeBuffers,
+        layout_of: Callable[[list[Part]], Payload],
+    ) -> None:
+        """Bring to the host what the work that has been launched leaves in `buffers`.
+
+        table: page ids, as of make_table; layout_of: the payload's layout, given what became of keys and values.
+        """
+        on_cuda = pages.device.type == "cuda"
+        size = HEADER_BYTES + sum(aligned(plan.raw_bytes) for plan in plans) + aligned(scale_bytes_of(pages.spec))
+        self._pages, self._plans, self._table, self._layout_of = pages, plans, table, layout_of
         self._host = torch.empty(size, dtype=torch.uint8, pin_memory=on_cuda)
         self._totals = torch.empty((2, 2), dtype=torch.int64, pin_memory=on_cuda)
-        self._table = make_table(pages, tops)
-        self._buffers: EncodeBuffers | None = EncodeBuffers.allocate(plans, scale_bytes, pages.device)
-        launch_encode(pages, plans, self._table, self._buffers)
-        self._copy(self._buffers.body, HEADER_BYTES)
-        self._totals.copy_(self._buffers.totals, non_blocking=True)
-        self._event = _record(pages.device)
+        self._buffers: EncodeBuffers | None = buffers
+        self._copy(buffers.body, HEADER_BYTES)
+        self._totals.copy_(buffers.totals, non_blocking=True)
+        self._event = record(pages.device)
         self._layout: Payload | None = None
 
     def stages(self) -> list[memoryview]:
@@ -57,13 +66,13 @@ class GpuEncoding:
 
     def stats(self) -> EncodingStats:
         """What it came to; after `stages`."""
-        layout = self._layout
-        assert layout is not None, "stats come after stages"
-        return EncodingStats(
-            sum(plan.values for plan in self._plans),
-            sum(part.records for part in layout.parts),
-            sum(part.raw for part in layout.parts),
-        )
+        return stats_of(self.layout.parts)
+
+    @property
+    def layout(self) -> Payload:
+        """The payload's layout; after `stages`."""
+        assert self._layout is not None, "layout and stats come after stages"
+        return self._layout
 
     def _finish(self) -> Payload:
         """Complete the payload in the host's memory; the device has finished all but these last copies."""
@@ -71,12 +80,12 @@ class GpuEncoding:
         for plan, (records, extensions) in zip(self._plans, self._totals.tolist(), strict=True):
             raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
             parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
-        layout = Payload(parts[0], parts[1], self._scale_bytes, self._codebook_id)
+        layout = self._layout_of(parts)
         with torch.cuda.stream(_copy_stream(self._pages.device)):
             if layout.keys.raw or layout.values.raw:
                 self._copy_dense(layout)
             self._copy_escapes(layout)
-            event = _record(self._pages.device)
+            event = record(self._pages.device)
         if event is not None:
             event.synchronize()
         self._host.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
@@ -122,7 +131,14 @@ def encode(pages: PagedBlock, plans: Plans, tops: Tops, codebook_id: int) -> Gpu
     tops: of keys and of values, int64 [layers], or None where channels have their own. Raises CodecError where the rows
     of a page are not contiguous.
     """
-    return GpuEncoding(pages, plans, tops, codebook_id)
+    table, scale_bytes = make_table(pages, tops), scale_bytes_of(pages.spec)
+    buffers = EncodeBuffers.allocate(plans, scale_bytes, pages.device)
+    launch_encode(pages, plans, table, buffers)
+
+    def layout_of(parts: list[Part]) -> Payload:
+        return Payload(parts[0], parts[1], scale_bytes, codebook_id)
+
+    return GpuEncoding(pages, plans, table, buffers, layout_of)
 
 
 def decode(payload: Bytes, layout: Payload, tops: Tops, out: PagedBlock) -> None:
@@ -131,12 +147,17 @@ def decode(payload: Bytes, layout: Payload, tops: Tops, out: PagedBlock) -> None
     Every record must lie on a value. Raises CodecError where the rows of a page are not contiguous.
     """
     byte_pools(out)
-    staging = torch.empty(payload.size, dtype=torch.uint8, pin_memory=out.device.type == "cuda")
+    launch_decode(to_device(payload, out.device), layout, make_table(out, tops), out)
+
+
+def to_device(payload: Bytes, device: torch.device) -> torch.Tensor:
+    """A copy of a payload on `device`, by way of pinned memory, on the current stream."""
+    staging = torch.empty(payload.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     staging.numpy()[:] = payload
-    launch_decode(staging.to(out.device, non_blocking=True), layout, make_table(out, tops), out)
+    return staging.to(device, non_blocking=True)
 
 
-def _record(device: torch.device) -> torch.cuda.Event | None:
+def record(device: torch.device) -> torch.cuda.Event | None:
     """An event at the end of the current stream; None on a CPU, where all is done at once."""
     if device.type != "cuda":
         return None

@@ -1,13 +1,14 @@
 """A block's payload: header, dense parts, scales, escapes. README.md has the layout; nothing here computes codes."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from codec.base import BlockSpec, CodecError
+from codec.base import BlockSpec, CodecError, EncodingStats
 from codec.splitzip.formats import FORMATS, SEGMENTS, WindowCode
 from codec.splitzip.plan import TILES_PER_GROUP, TensorPlan, aligned, variable_bytes
 
@@ -106,6 +107,13 @@ class Payload:
 def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
     """Whether a tensor with so many records and extensions travels as it is, since coded it would be no smaller."""
     return plan.fixed_bytes + variable_bytes(records, extensions) + plan.later_bytes >= plan.raw_bytes
+
+
+def stats_of(parts: Sequence[Part]) -> EncodingStats:
+    """What an encoding came to; parts: of keys and values."""
+    return EncodingStats(
+        sum(part.plan.values for part in parts), sum(part.records for part in parts), sum(part.raw for part in parts)
+    )
 
 
 def scale_bytes_of(spec: BlockSpec) -> int:
@@ -224,6 +232,18 @@ def offsets_of_groups(sizes: Ints) -> Ints:
     ends = np.cumsum(sizes)
     first = np.arange(0, sizes.size, TILES_PER_GROUP)
     return np.where(first > 0, ends[first - 1], 0)
+
+
+def pad_sections(plan: TensorPlan, dense: Bytes) -> None:
+    """Write the zeros between the sections of a plan."""
+    for each in plan.sections.values():
+        pad(dense, each.end)
+
+
+def pad(target: Bytes, end: int) -> int:
+    """Zeros from `end` to the next section; where that begins."""
+    target[end : aligned(end)] = 0
+    return aligned(end)
 
 
 def section(dense: Bytes, plan: TensorPlan, name: str) -> Bytes:

@@ -1,0 +1,188 @@
+"""Triton kernel: both stages of keys and values, in one pass over the pages.
+
+One program makes one tile, as in codec/splitzip/gpu_encode_kernel.py, whose parts it is made of: it reads the tile
+once, writes everything of both stages that has a fixed place, and leaves records and extensions in a slot of its own.
+"""
+
+# Tuples that grow in unrolled loops have no type that mypy can follow.
+# mypy: disable-error-code="assignment, misc, no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from codec.splitzip.gpu_encode_kernel import _channel_tops, _load_segment, _store_escapes, _store_planes
+from codec.splitzip.gpu_word_kernels import page_of, pointer_to, replicated, sections_after, words_of
+
+
+@triton.jit
+def _shown(
+    word,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    KEPT_BITS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Sign and first mantissa bits of a word's values, where they stand in a field of the first stage."""
+    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
+    KEPT: tl.constexpr = ((1 << KEPT_BITS) - 1) << CODE_BITS
+    if REST_BITS >= CODE_BITS:
+        mantissa = (word >> (REST_BITS - CODE_BITS)) & replicated(KEPT, LANES)
+    else:
+        mantissa = (word << (CODE_BITS - REST_BITS)) & replicated(KEPT, LANES)
+    sign = (word >> (EXPONENT_BITS + REST_BITS - CODE_BITS)) & replicated(1 << (CODE_BITS + KEPT_BITS), LANES)
+    return mantissa | sign
+
+
+@triton.jit
+def _encode_tile(
+    tile,
+    tiles,
+    pool,
+    layer_stride,
+    page_stride,
+    pages,
+    num_pages,
+    dense,
+    rest,
+    records,
+    extensions,
+    ITEM_BYTES: tl.constexpr,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    POSITION_BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT_ROWS: tl.constexpr,
+    SEGMENT_ROWS_PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    PER_PAGE: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEPT_BITS: tl.constexpr,
+):
+    SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
+    STEP: tl.constexpr = SEGMENT_ROWS * COLUMNS // LANES
+    PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
+    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
+    BEYOND: tl.constexpr = (1 << EXPONENT_BITS) - (1 << CODE_BITS)
+    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
+    ANCHOR_BITS: tl.constexpr = CODE_BITS + KEPT_BITS + 1
+    ROW: tl.constexpr = min(8 // LANES, HALF_PADDED)
+    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
+    words = pointer_to(page, ITEM_BYTES * LANES)
+    index, first, inside, real = words_of(
+        tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, 2, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
+    )
+    x = ()
+    for s in tl.static_range(8):  # all loads are under way before the first is used
+        x += (_load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
+    fields, exponents = (), ()
+    for s in tl.static_range(8):
+        fields += (x[s] & replicated((1 << REST_BITS) - 1, LANES),)
+        exponents += ((x[s] >> MANTISSA_BITS) & replicated(EXPONENTS, LANES),)
+    _store_planes(fields, rest, tile, tiles, index, inside, REST_BITS, SEGMENT, PADDED, LANES)
+    tops, drops, counts = sections_after(dense, tiles, ANCHOR_BITS, SEGMENT, WIDTH, 2)
+    top = _channel_tops(exponents, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, LANES)
+    top += replicated(1 << EXPONENT_BITS, LANES)
+    fields = ()
+    escaped = tl.zeros_like(x[0])
+    for s in tl.static_range(8):
+        # The top's bit above the exponents is set, so that no lane borrows.
+        distance = (top - exponents[s]) & replicated(EXPONENTS, LANES)
+        if PADDED:
+            distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
+        shown = _shown(x[s], EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, KEPT_BITS, LANES)
+        fields += (shown | (distance & replicated((1 << CODE_BITS) - 1, LANES)),)
+        # Beyond the window the sum carries into the bit above the exponents.
+        carry = (distance & replicated(BEYOND, LANES)) + replicated(BEYOND, LANES)
+        carry &= replicated(1 << EXPONENT_BITS, LANES)
+        escaped |= (carry >> (EXPONENT_BITS - s)) if s <= EXPONENT_BITS else (carry << (s - EXPONENT_BITS))
+    _store_planes(fields, dense, tile, tiles, index, inside, ANCHOR_BITS, SEGMENT, PADDED, LANES)
+    slot = tile.to(tl.int64) * (8 * SEGMENT)
+    count = _store_escapes(
+        escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
+        CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
+    )  # fmt: skip
+    tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "key_layer_stride",
+        "value_layer_stride",
+        "key_page_stride",
+        "value_page_stride",
+        "num_pages",
+        "key_tiles",
+        "value_tiles",
+    ]
+)
+def encode_stages_kernel(
+    keys,
+    values,
+    key_layer_stride: tl.int64,
+    value_layer_stride: tl.int64,
+    key_page_stride: tl.int64,
+    value_page_stride: tl.int64,
+    pages,
+    num_pages,
+    key_tiles,
+    value_tiles,
+    key_dense,
+    value_dense,
+    key_rest,
+    value_rest,
+    key_records,
+    value_records,
+    key_extensions,
+    value_extensions,
+    ITEM_BYTES: tl.constexpr,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    POSITION_BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    SEGMENT_ROWS: tl.constexpr,
+    SEGMENT_ROWS_PADDED: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    VALUE_COLUMNS: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    KEY_HALF_PADDED: tl.constexpr,
+    VALUE_HALF_PADDED: tl.constexpr,
+    KEY_PER_PAGE: tl.constexpr,
+    VALUE_PER_PAGE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    KEY_KEPT_BITS: tl.constexpr,
+    VALUE_KEPT_BITS: tl.constexpr,
+):
+    """Grid: key tiles, then value tiles.
+
+    keys, values: uint8, the pools; strides: bytes; pages: int64 [num_pages], page ids; dense: uint8, dense parts of the
+    first stage, all but the group offsets; rest: uint8, parts of the second. Slots, one a tile: records uint16 and
+    extensions uint8, as many as a tile has values.
+    """
+    tile = tl.program_id(0)
+    if tile < key_tiles:
+        _encode_tile(
+            tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages,
+            key_dense, key_rest, key_records, key_extensions,
+            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, ROWS,
+            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
+            KEY_KEPT_BITS,
+        )  # fmt: skip
+    else:
+        _encode_tile(
+            tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, pages, num_pages,
+            value_dense, value_rest, value_records, value_extensions,
+            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, ROWS,
+            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
+            VALUE_PADDED, VALUE_KEPT_BITS,
+        )  # fmt: skip

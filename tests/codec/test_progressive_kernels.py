@@ -1,0 +1,132 @@
+"""The progressive codec's Triton kernels in the interpreter: payloads and pages equal the reference's."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from kv_blocks import bits_of, copy_of, scattered, spec_of
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu/test_progressive.py covers these kernels on a GPU", allow_module_level=True)
+
+from progressive_cases import kv_pages, middles, plans_of, reference_payloads
+from test_splitzip_kernels import pages_of as kernel_pages
+
+from codec.base import Block, CodecError
+from codec.progressive import gpu, gpu_launch
+from codec.progressive.payload import HEADER_BYTES, parse_anchor, parse_rest
+from codec.progressive.plan import Cut
+from codec.splitzip.formats import WindowCode
+from codec.splitzip.payload import scale_bytes_of
+
+CASES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element type; cut; chunk
+    ((1, 1, 16, 1, 32, 16), "bfloat16", Cut(), 256),  # blocks without padding, two values a word
+    ((2, 3, 16, 1, 16, 16), "bfloat16", Cut(3, 1), 1024),
+    ((2, 1, 15, 3, 11, 12), "bfloat16", Cut(1, 3), 256),  # odd sizes, one value a word
+    ((1, 1, 63, 1, 33, 8), "bfloat16", Cut(), 4096),
+    ((1, 2, 16, 4, 12, 16), "float16", Cut(), 256),  # planes of eight and of one
+    ((1, 1, 64, 1, 20, 68), "float16", Cut(3, 2), 4096),  # a tile narrower than its block, pages with padding
+    ((2, 2, 16, 3, 11, 9), "float16", Cut(1, 3), 256),
+    ((1, 1, 16, 2, 32, 40), "float8_e5m2", Cut(), 256),  # four values a word, no second stage
+    ((1, 1, 16, 2, 40, 48), "float8_e4m3fn", Cut(), 256),
+    ((1, 1, 8, 1, 2112, 32), "bfloat16", Cut(2, 2), 256),  # more tiles than a group has: to be decoded
+]
+
+
+def pages_of(shape, dtype, chunk, seed, spread):
+    """Scattered pages: channels of unequal scale, some values tiny, a few zero."""
+    pages = kernel_pages(shape, dtype, WindowCode(3, True, chunk), seed, spread)
+    for tensor in (pages.pools.keys, pages.pools.values):
+        tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int16).view(-1)[:: 210 + seed] = 0
+    return pages
+
+
+def poisoned(plans, spec):
+    """Buffers of an encoding that hold what another one might have left."""
+    buffers = gpu_launch.StageBuffers.allocate(plans, scale_bytes_of(spec), torch.device("cpu"))
+    anchor = buffers.anchor
+    slots = [getattr(each, name) for each in anchor.slots for name in each.__dataclass_fields__]
+    for tensor in (buffers.rest, anchor.body, anchor.totals, *slots):
+        tensor.view(torch.uint8).fill_(0xA5)
+    return buffers
+
+
+def payloads_of(pages, plans, buffers, monkeypatch):
+    """Both payloads, made in `buffers`."""
+    monkeypatch.setattr(gpu.StageBuffers, "allocate", lambda *_: buffers)
+    encoding = gpu.encode(pages, plans)
+    return [bytes(stage) for stage in encoding.stages()], encoding.stats()
+
+
+@pytest.mark.parametrize(("shape", "dtype", "cut", "chunk"), CASES[:-1], ids=str)
+def test_both_stages_equal_the_reference_also_in_buffers_used_before(shape, dtype, cut, chunk, monkeypatch):
+    buffers = None
+    for seed, spread in ((1, 0.5), (2, 1.0)):
+        pages = pages_of(shape, dtype, chunk, seed, spread)
+        plans = plans_of(pages.spec, cut, chunk)
+        buffers = buffers or poisoned(plans, pages.spec)
+        payloads, _ = payloads_of(pages, plans, buffers, monkeypatch)
+        assert payloads == list(reference_payloads(pages, plans))
+
+
+@pytest.mark.parametrize(("shape", "dtype", "cut", "chunk"), CASES, ids=str)
+def test_stages_decode_into_the_pages_named_and_no_others(shape, dtype, cut, chunk):
+    pages, out = pages_of(shape, dtype, chunk, 1, 0.5), scattered(spec_of(shape, dtype), 2)
+    plans, wanted = plans_of(pages.spec, cut, chunk), copy_of(out)
+    first, second = (np.frombuffer(stage, dtype=np.uint8) for stage in reference_payloads(pages, plans))
+    anchor, rest = parse_anchor(first, pages.spec, plans), parse_rest(second, plans)
+    assert not anchor.keys.raw and not anchor.values.raw and anchor.keys.records
+    gpu.decode_anchor(first, anchor, out)
+    wanted.scatter(middles(pages.gather(), plans))
+    assert bits_of(out.pools) == bits_of(wanted.pools)
+    gpu.refine(second, rest, out)
+    wanted.scatter(pages.gather())
+    assert bits_of(out.pools) == bits_of(wanted.pools)
+
+
+def test_the_cases_have_escapes_with_and_without_extensions():
+    layouts = []
+    for shape, dtype, cut, chunk in CASES[:7]:
+        pages = pages_of(shape, dtype, chunk, 1, 0.5)
+        plans = plans_of(pages.spec, cut, chunk)
+        layouts.append(parse_anchor(np.frombuffer(reference_payloads(pages, plans)[0], np.uint8), pages.spec, plans))
+    parts = [part for layout in layouts for part in layout.parts]
+    assert any(part.extensions for part in parts) and any(part.records > part.extensions for part in parts)
+
+
+@pytest.mark.parametrize("raw", [("keys",), ("values",), ("keys", "values")], ids=str)
+def test_a_tensor_that_would_grow_travels_raw_in_the_first_stage(raw):
+    shape = (1, 4, 16, 1, 16, 16)
+    pages = kv_pages(spec_of(shape, "bfloat16"), 1, outliers=0)
+    noise = scattered(spec_of(shape, "bfloat16"), 1).pools
+    pages = dataclasses.replace(
+        pages, pools=dataclasses.replace(pages.pools, **{name: getattr(noise, name) for name in raw})
+    )
+    plans = plans_of(pages.spec, chunk=256)
+    encoding = gpu.encode(pages, plans)
+    first, second = (np.frombuffer(stage, dtype=np.uint8) for stage in encoding.stages())
+    assert (first.tobytes(), second.tobytes()) == reference_payloads(pages, plans)
+    assert encoding.stats().raw_tensors == len(raw)
+    assert second.size == HEADER_BYTES if len(raw) == 2 else second.size > HEADER_BYTES
+    out = scattered(pages.spec, 3)
+    wanted = copy_of(out)
+    wanted.scatter(pages.gather())
+    gpu.decode_anchor(first, parse_anchor(first, pages.spec, plans), out)
+    gpu.refine(second, parse_rest(second, plans), out)
+    assert bits_of(out.pools) == bits_of(wanted.pools)
+
+
+def test_pages_whose_rows_are_not_contiguous_are_refused():
+    pages = scattered(spec_of((1, 1, 4, 2, 8, 8), "bfloat16"), 1)
+    plans = plans_of(pages.spec)
+    stages = [np.frombuffer(stage, dtype=np.uint8) for stage in reference_payloads(pages, plans)]
+    pools = Block(pages.pools.keys.transpose(2, 3), pages.pools.values.transpose(2, 3))
+    turned = dataclasses.replace(pages, pools=pools)
+    with pytest.raises(CodecError, match="contiguous"):
+        gpu.encode(turned, plans)
+    with pytest.raises(CodecError, match="contiguous"):
+        gpu.decode_anchor(stages[0], parse_anchor(stages[0], pages.spec, plans), turned)
+    with pytest.raises(CodecError, match="contiguous"):
+        gpu.refine(stages[1], parse_rest(stages[1], plans), turned)
