@@ -186,6 +186,12 @@ class DecodeSettings(WorkerSettings):
         "",
         description="KV codec to ask prefill workers for; default: splitzip-channel, on CUDA and for float32 raw",
     )
+    allow_lossy: bool = Field(
+        False, description="let the codec and requests name KV codecs that do not restore every bit"
+    )
+    max_drafts: int = Field(
+        64, ge=0, description="tokens drafted while later stages of the KV are on their way; 0: none"
+    )
     local_prefill_tokens: int = Field(
         64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
     )

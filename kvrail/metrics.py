@@ -53,11 +53,16 @@ PART_SECONDS = (
     300.0,
 )
 """Buckets of parts of a request, which may be far shorter than a token."""
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+"""Buckets of a share."""
 TOKENS = tuple(float(1 << power) for power in range(0, 18))
 """Buckets of token counts: powers of two up to 131072."""
 
 DRAFTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 """Buckets of accepted drafts, up to the default most that a sequence makes."""
+
+COUNTED_TOKENS = (1, 2, 8, 32, 64)
+"""Tokens of a choice whose time is measured."""
 
 OUTCOMES = ("stop", "length", "cancelled", "invalid", "overloaded", "unavailable", "deadline", "error")
 """How a request can end at the router; the first two are successes."""
@@ -129,6 +134,16 @@ class RouterMetrics:
         self.time_to_first_token = make.histogram(
             "kvrail_time_to_first_token_seconds", "Time from request to first token.", FIRST_TOKEN_SECONDS
         )
+        times = Histogram(
+            "kvrail_time_to_token_seconds",
+            "Time from request to a choice's k-th token: verified, or shown to a client that asks for drafts.",
+            ["model_name", "k", "kind"],
+            registry=registry,
+            buckets=FIRST_TOKEN_SECONDS,
+        )
+        self.time_to_token = {
+            (k, kind): times.labels(model_name, k, kind) for k in COUNTED_TOKENS for kind in ("verified", "provisional")
+        }
         self.inter_token = make.histogram(
             "kvrail_inter_token_seconds", "Time between two tokens of one sequence.", TOKEN_SECONDS
         )
@@ -224,6 +239,14 @@ class TransferMetrics:
         }
         self.held_bytes = make.gauge(
             "kvrail_kv_held_bytes", "Bytes of later stages that wait in memory until first stages have left."
+        )
+        self.lossy_requests = make.counter(
+            "kvrail_lossy_requests", "Requests whose KV came through a codec that does not restore every bit."
+        )
+        self.hidden_share = make.histogram(
+            "kvrail_kv_wait_hidden_share",
+            "Of the time from a request's first token to its exact KV, the share during which drafts were made.",
+            SHARES,
         )
         self.fallbacks = make.counters(
             "kvrail_prefill_fallbacks",

@@ -100,6 +100,7 @@ def build_worker(
     codecs: Sequence[str],
     on_layer: LayerObserver | None = None,
     local_prefill_tokens: int = 0,
+    max_drafts: int = 0,
     detokenize: bool,
 ) -> Worker:
     """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors."""
@@ -117,6 +118,7 @@ def build_worker(
         EngineMetrics(registry, settings.model_name),
         events.deliver,
         on_layer,
+        max_drafts,
     )
     return Worker(
         settings=settings,

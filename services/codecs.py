@@ -22,16 +22,18 @@ WITHOUT_CODE = "raw"
 
 
 class CodecChoiceError(Exception):
-    """No codec has this name, or it does not take this worker's pages; the message names the remedy."""
+    """No codec has this name, it does not take this worker's pages, or it is lossy; the message names the remedy."""
 
 
 class Codecs:
     """The codecs that take a worker's pages, by name, with the codebook that its settings name or else the shipped one.
 
-    Raises ConfigError where the codebook cannot be read.
+    allow_lossy: whether codecs that do not restore every bit can be asked for too. Raises ConfigError where the
+    codebook cannot be read.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, *, allow_lossy: bool) -> None:
+        self._allow_lossy = allow_lossy
         self._dtype = settings.kv_dtype
         self._on_cuda = settings.device != "cpu"
         self._path = settings.codebook
@@ -41,7 +43,17 @@ class Codecs:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the codecs that can be asked for."""
-        return tuple(name for name, codec in self._all.items() if self._dtype in codec.dtypes)
+        return tuple(
+            name
+            for name, codec in self._all.items()
+            if self._dtype in codec.dtypes and (codec.exact or self._allow_lossy)
+        )
+
+    @property
+    def withheld(self) -> tuple[str, ...]:
+        """Names of those that take the pages and cannot be asked for because they are lossy."""
+        takers = (name for name, codec in self._all.items() if self._dtype in codec.dtypes)
+        return tuple(name for name in takers if name not in self.names)
 
     def get(self, name: str) -> Codec:
         """The codec called `name`; raises CodecChoiceError."""
@@ -52,6 +64,11 @@ class Codecs:
             raise CodecChoiceError(
                 f"codec {name!r} takes {', '.join(sorted(codec.dtypes))}, but the KV pages are {self._dtype}; choose"
                 f" one of {', '.join(self.names)}, or workers with another {flag_name('kv_dtype')}"
+            )
+        if name not in self.names:
+            raise CodecChoiceError(
+                f"codec {name!r} is lossy: it does not restore every bit of the KV; choose one of"
+                f" {', '.join(self.names)}, or start decode workers with {flag_name('allow_lossy')}"
             )
         return codec
 

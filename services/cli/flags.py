@@ -24,6 +24,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             "local_prefill_tokens",
             "codec",
+            "allow_lossy",
+            "max_drafts",
             "codebook",
             "transport",
             "max_frame_bytes",

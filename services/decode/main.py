@@ -13,10 +13,14 @@ def run(settings: DecodeSettings) -> int:
 
 
 async def _main(settings: DecodeSettings) -> None:
-    codecs = Codecs(settings)
+    codecs = Codecs(settings, allow_lossy=settings.allow_lossy)
     default = codecs.default(settings.codec)
     worker = build_worker(
-        settings, codecs=codecs.names, local_prefill_tokens=settings.local_prefill_tokens, detokenize=True
+        settings,
+        codecs=codecs.names,
+        local_prefill_tokens=settings.local_prefill_tokens,
+        max_drafts=settings.max_drafts,
+        detokenize=True,
     )
     codecs.check_codebook(worker.loaded)
     codecs.warm_up(default, worker.loaded)

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -12,7 +11,7 @@ import grpc.aio
 from codec.base import Codec
 from kvrail.config import DecodeSettings
 from kvrail.engine.aio import EventStream
-from kvrail.engine.events import Admitted, Finished, Output, PrefillStarted
+from kvrail.engine.events import Admitted
 from kvrail.engine.requests import EngineRequest
 from kvrail.errors import (
     InvalidRequestError,
@@ -21,29 +20,19 @@ from kvrail.errors import (
     TransferAbortedError,
     WorkerUnavailableError,
 )
-from kvrail.lifecycle import Stage, Timeline
 from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
-from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto, sampling_from_proto
+from kvrail.wire.convert import sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from kvrail.worker import Worker
 from services.codecs import CodecChoiceError, Codecs
-from services.decode.transfer import Fetch, PrefillCaller, Received
+from services.decode.progress import Progress
+from services.decode.transfer import Fetch, PrefillCaller
 
 logger = logging.getLogger("kvrail.decode")
 
 DECODER_THREADS = 2
 MAX_REQUEST_ID_CHARS = 64
-
-
-@dataclass(slots=True)
-class _Progress:
-    """What the summary at the end reports."""
-
-    timeline: Timeline
-    cached_tokens: int = 0
-    prefill_worker: str = ""
-    received: Received | None = None
 
 
 class PrefillWorkers(Protocol):
@@ -76,13 +65,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
-        return self._worker.status()
+        status = self._worker.status()
+        status.withheld_codecs.extend(self._codecs.withheld)
+        return status
 
     @maps_errors
     async def Generate(self, request: decode_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._worker.calls.track():
-            progress = _Progress(Timeline())
             codec = self._check(request)
             asked = EngineRequest(
                 request_id=request.request_id,
@@ -90,27 +80,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 params=sampling_from_proto(request.sampling),
                 remote=bool(request.prefill_workers),
                 resumed_ids=tuple(request.resumed_token_ids),
+                provisional=codec.num_stages > 1,  # whoever asks: when drafts are made is measured
             )
+            progress = Progress(asked, request.provisional)
             events = self._worker.events.open(self._worker.engine, asked)
             fetching: asyncio.Task[None] | None = None
             try:
                 async for event in events:
-                    match event:
-                        case Admitted():
-                            progress.timeline.mark(Stage.ADMITTED)
-                            progress.cached_tokens = event.cached_tokens
-                            if event.awaits_kv:
-                                fetching = asyncio.create_task(
-                                    self._fetch(request, asked, event, codec, events, progress, context)
-                                )
-                        case PrefillStarted():
-                            progress.timeline.mark(Stage.PREFILL_STARTED)
-                        case Output():
-                            self._mark_first_token(progress)
-                            await context.write(_reply(event))
-                        case Finished():
-                            progress.timeline.mark(Stage.FINISHED)
-                            await context.write(_last_reply(request, event, progress))
+                    reply = progress.take(event)
+                    if isinstance(event, Admitted) and event.awaits_kv:
+                        fetching = asyncio.create_task(
+                            self._fetch(request, asked, event, codec, events, progress, context)
+                        )
+                    if reply is not None:
+                        await context.write(reply)
+                if (share := progress.hidden_share()) is not None:
+                    self._worker.transfers.hidden_share.observe(share)
             finally:
                 events.close()
                 if fetching is not None:
@@ -130,14 +115,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
 
-    def _mark_first_token(self, progress: _Progress) -> None:
-        timeline = progress.timeline
-        if timeline.get(Stage.FIRST_TOKEN) is None:
-            timeline.mark(Stage.PREFILL_FINISHED)  # marked already where a prefill worker drew it
-            timeline.mark(Stage.FIRST_TOKEN)
-            if timeline.get(Stage.PREFILL_QUEUED) is None:
-                timeline.mark(Stage.KV_COMPLETE)
-
     async def _fetch(
         self,
         request: decode_pb2.GenerateRequest,
@@ -145,7 +122,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         admitted: Admitted,
         codec: Codec,
         events: EventStream,
-        progress: _Progress,
+        progress: Progress,
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Fill the prompt's pages from the first prefill worker that can; else let the engine compute them."""
@@ -164,10 +141,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     await fetch.fetch(self._prefill_workers.client(address), context.time_remaining())
                 except (WorkerUnavailableError, TransferAbortedError, OverloadedError) as error:
                     logger.warning("prefill worker %s failed: %s", address, error)
+                    if fetch.drafting:  # the next transfer writes the same pages
+                        engine.drop_drafts(asked.request_id)
                     continue
                 outcome = "committed"
                 progress.prefill_worker = address
                 progress.received = fetch.received
+                if not codec.exact:
+                    metrics.lossy_requests.inc()
                 engine.receive_kv(asked.request_id)
                 return
             metrics.fallbacks["local"].inc()
@@ -184,30 +165,3 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         finally:
             metrics.transfers["received", outcome].inc()
             await fetch.release()
-
-
-def _reply(event: Output) -> decode_pb2.GenerateReply:
-    return decode_pb2.GenerateReply(
-        index=event.index,
-        token_ids=event.token_ids,
-        text=event.text,
-        logprobs=[logprobs_to_proto(item) for item in event.logprobs],
-        finish_reason=finish_reason_to_proto(event.finish_reason),
-        stop_reason=event.stop_reason,
-    )
-
-
-def _last_reply(request: decode_pb2.GenerateRequest, event: Finished, progress: _Progress) -> decode_pb2.GenerateReply:
-    received = progress.received or Received()
-    return decode_pb2.GenerateReply(
-        summary=decode_pb2.GenerateSummary(
-            prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=event.completion_tokens,
-            cached_tokens=progress.cached_tokens,
-            marks=marks_to_proto(progress.timeline.marks()),
-            prefill_worker=progress.prefill_worker,
-            codec=received.codec if progress.prefill_worker else "",
-            kv_bytes=received.payload_bytes,
-            kv_raw_bytes=received.raw_bytes,
-        )
-    )

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol, TypeVar
 
@@ -21,6 +20,7 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
+from services.decode.progress import Received
 from services.frames import expectation, first_recent_page, max_payload_bytes
 from services.pages import paged_block
 
@@ -34,15 +34,6 @@ class PrefillCaller(Protocol):
 
     def prefill(self, request: prefill_pb2.PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
         """Begin a call; it opens at the event loop's next turn."""
-
-
-@dataclass(slots=True)
-class Received:
-    """What has come so far: for usage and metrics."""
-
-    codec: str = ""
-    payload_bytes: int = 0
-    raw_bytes: int = 0
 
 
 class Fetch:
@@ -68,7 +59,7 @@ class Fetch:
         self._timeline = timeline
         self._silence_s = silence_s
         self._ready = worker.side.mark()  # steps that still use these pages from before are enqueued ahead of this
-        self.received = Received(codec.name)
+        self.received = Received(codec.name, not codec.exact)
         self.drafting = False  # the engine was told that it may draft on what came in this attempt
 
     async def fetch(self, client: PrefillCaller, timeout_s: float | None) -> None:
@@ -78,6 +69,7 @@ class Fetch:
         IncompatibleError: something is wrong.
         """
         begin = perf_counter()
+        self.drafting = False
         async with client.prefill(self._prefill_request(), timeout_s=timeout_s) as call:
             num_stages, max_frame_bytes = self._codec.num_stages, self._worker.settings.max_frame_bytes
             call.reserve(expectation(self._request.request_id, self._spec(), num_stages, max_frame_bytes))
@@ -131,7 +123,7 @@ class Fetch:
                 f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION},"
                 f" codec {codec.name!r} and {spec.num_pages} pages from {self._held_pages}"
             )
-        self.received = Received(codec.name)
+        self.received = Received(codec.name, not codec.exact)
         recent_page = first_recent_page(len(self._request.prompt_ids), spec.page_size)
         return FrameGuard(
             Transfer(self._request.request_id, codec.name, codec.num_stages, spec, self._held_pages, recent_page)

@@ -25,6 +25,7 @@ from services.pages import fill_tail, paged_block
 from services.prefill.link import Link
 from services.prefill.pieces import Piece, cut
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 
@@ -128,7 +129,7 @@ class Shipment:
             pieces, closed = await self._next_pieces()
             for piece in cut(pieces, self._held_pages, self._frame_pages, self._recent_page):
                 async with self._link.turn(self._order):
-                    stages = await self._in_thread(lambda piece=piece: self._encode(piece))
+                    stages = await self._in_thread(self._encode, piece)
                     now = len(stages) if piece.first_page >= self._recent_page else 1
                     for stage in stages[:now]:
                         await self._send(sender, stage)
@@ -160,15 +161,15 @@ class Shipment:
     async def _send(self, sender: FrameSender, stage: _StagePayload) -> None:
         """Frame and queue one stage; one at a time, since frames are numbered in the order in which they leave."""
         async with self._sending:
-            frame = await self._in_thread(lambda: self._frame(stage))
+            frame = await self._in_thread(self._frame, stage)
             self._sequence += 1
             await sender.send(frame)
         raw_bytes = stage.spec.raw_bytes if stage.stage == 0 else 0
         self._worker.transfers.sent(self._codec.name, raw_bytes=raw_bytes, payload_bytes=stage.payload.nbytes)
 
-    async def _in_thread(self, function: Callable[[], T]) -> T:
+    async def _in_thread(self, function: Callable[[A], T], argument: A) -> T:
         """Run in a helper thread; a cancelled caller still waits: pages must not be given back while they are read."""
-        work = asyncio.get_running_loop().run_in_executor(self._executor, function)
+        work = asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:

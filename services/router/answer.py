@@ -94,7 +94,8 @@ class Answer(Response):
             await error_response(error)(scope, receive, send)
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = RequestRecord(self._metrics, self._job.timeline)
+        options = self._job.request.kvrail
+        record = RequestRecord(self._metrics, self._job.timeline, provisional=bool(options and options.provisional))
         outcome = "error"
         try:
             outcome = await self._run(record, send)
@@ -137,11 +138,12 @@ class Answer(Response):
 
     async def _whole(self, prepared: Prepared, record: RequestRecord, send: Send) -> str:
         outcome = "stop"
-        async with aclosing(prepared.generation.deltas()) as deltas:
-            async for delta in deltas:
-                record.delta(delta)
-                prepared.format.add(delta)
-                outcome = _outcome(outcome, delta)
+        async with aclosing(prepared.generation.updates()) as updates:
+            async for update in updates:
+                record.update(update)
+                if isinstance(update, Delta):  # drafts are for streams alone
+                    prepared.format.add(update)
+                    outcome = _outcome(outcome, update)
         body = prepared.format.whole()
         body["usage"] = final_usage(prepared.generation, record.completion_tokens, self._job.timeline)
         payload = encode_json(body)
@@ -154,16 +156,19 @@ class Answer(Response):
 
     async def _stream(self, prepared: Prepared, record: RequestRecord, send: Send) -> str:
         outcome = "stop"
-        async with aclosing(prepared.generation.deltas()) as deltas:
-            async for delta in deltas:
-                record.delta(delta)
-                outcome = _outcome(outcome, delta)
+        async with aclosing(prepared.generation.updates()) as updates:
+            async for update in updates:
+                record.update(update)
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
                     for chunk in prepared.format.opening():
                         await self._event(send, self._with_usage(chunk, prepared, 0))
-                shown = prepared.format.chunk(delta)
+                if isinstance(update, Delta):
+                    outcome = _outcome(outcome, update)
+                    shown = prepared.format.chunk(update)
+                else:
+                    shown = prepared.format.draft_chunk(update)
                 if shown is not None:
                     await self._event(send, self._with_usage(shown, prepared, record.completion_tokens))
         if self._job.request.include_usage:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvrail.text import Tokenizer
-from services.router.generation import Delta
+from services.router.generation import Delta, Drafted, Settled
 from services.router.logprobs import CompletionLogprobs, chat_logprobs
 
 Json = dict[str, Any]
@@ -60,6 +60,9 @@ class Format(Protocol):
     def chunk(self, delta: Delta) -> Json | None:
         """The chunk for new output; None where it has nothing to show."""
 
+    def draft_chunk(self, news: Drafted | Settled) -> Json:
+        """The chunk that tells of drafts: one without output, and the member `kvrail`."""
+
     def last(self) -> Json:
         """The chunk without choices that carries the usage."""
 
@@ -83,6 +86,19 @@ def _finish(delta: Delta) -> Json:
     """How a choice ended, if it did."""
     reason = None if delta.finish_reason is None else delta.finish_reason.value
     return {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+
+def _draft_member(news: Drafted | Settled) -> Json:
+    """The member `kvrail` of a chunk that tells of drafts (docs/provisional-streaming.md)."""
+    if isinstance(news, Drafted):
+        place = {"index": news.index, "position": news.position}
+        return {"provisional": {**place, "tokens": len(news.token_ids), "text": news.text}}
+    member: Json = {}
+    if news.accepted:
+        member["confirm"] = {"index": news.index, "position": news.position, "tokens": news.accepted}
+    if news.accepted < news.proposed:
+        member["retract"] = {"index": news.index, "position": news.position + news.accepted}
+    return member
 
 
 class ChatFormat:
@@ -115,6 +131,11 @@ class ChatFormat:
             return None
         content = {"content": delta.text} if delta.text else {}
         return self._chunk([{"index": delta.index, "delta": content, "logprobs": logprobs, **_finish(delta)}])
+
+    def draft_chunk(self, news: Drafted | Settled) -> Json:
+        """An empty delta, and the member `kvrail`."""
+        choice = {"index": news.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        return {**self._chunk([choice]), "kvrail": _draft_member(news)}
 
     def last(self) -> Json:
         """A chunk without choices."""
@@ -170,6 +191,11 @@ class CompletionFormat:
         if not delta.text and logprobs is None and delta.finish_reason is None:
             return None
         return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, **_finish(delta)}])
+
+    def draft_chunk(self, news: Drafted | Settled) -> Json:
+        """An empty text, and the member `kvrail`."""
+        choice = {"index": news.index, "text": "", "logprobs": None, "finish_reason": None}
+        return {**self._chunk([choice]), "kvrail": _draft_member(news)}
 
     def last(self) -> Json:
         """A chunk without choices."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrail.errors import (
     DeadlineError,
@@ -36,6 +36,30 @@ class Delta:
     logprobs: Sequence[TokenLogprobs]
     finish_reason: FinishReason | None
     stop_reason: str | int | None  # the stop string or the token id that ended the choice, if one did
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Tokens that a choice will perhaps have, from `position` of its output on; only where the plan asks for them."""
+
+    index: int
+    position: int
+    token_ids: Sequence[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of a choice's drafts, of which the first has `position`: the first `accepted` of them are right."""
+
+    index: int
+    position: int
+    proposed: int
+    accepted: int
+
+
+Update = Delta | Drafted | Settled
+"""What a generation tells; a Settled comes before the deltas that repeat what it accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +115,10 @@ class _PromptStream:
         self._call = call
         self._request = request
         self._first_index = first_index
+        self._drafts: dict[int, Settled] = {}  # of each choice that has any, as if all were wrong
         self.ended: Ended | None = None
 
-    async def deltas(self) -> AsyncGenerator[Delta]:
+    async def updates(self) -> AsyncGenerator[Update]:
         """Replies in order; raises from the error tree.
 
         Where a worker is lost, the next one continues what was said. Of n > 1 sequences only the whole can move, and
@@ -103,13 +128,14 @@ class _PromptStream:
         for position, worker in enumerate(workers):
             began = finished = False
             try:
-                async with aclosing(self._from(worker)) as deltas:
-                    async for delta in deltas:
-                        began = True
-                        if self._request.sampling.n == 1:
-                            finished = delta.finish_reason is not None
-                            self._request.resumed_token_ids.extend(delta.token_ids)
-                        yield delta
+                async with aclosing(self._from(worker)) as updates:
+                    async for update in updates:
+                        if isinstance(update, Delta):
+                            began = True
+                            if self._request.sampling.n == 1:
+                                finished = update.finish_reason is not None
+                                self._request.resumed_token_ids.extend(update.token_ids)
+                        yield update
                 return
             except (WorkerUnavailableError, OverloadedError) as error:
                 if isinstance(error, WorkerUnavailableError):
@@ -119,8 +145,11 @@ class _PromptStream:
                 if position == len(workers) - 1 or (began and self._request.sampling.n > 1):
                     raise
                 self._call.metrics.failovers.inc()
+                for lost in self._drafts.values():
+                    yield lost
+                self._drafts.clear()
 
-    async def _from(self, worker: DecodeWorker) -> AsyncGenerator[Delta]:
+    async def _from(self, worker: DecodeWorker) -> AsyncGenerator[Update]:
         """Replies of one worker."""
         prefill = self._call.pool.prefill_order()
         del self._request.prefill_workers[:]
@@ -135,6 +164,8 @@ class _PromptStream:
             async for reply in stream:
                 if reply.HasField("summary"):
                     self.ended = Ended(reply.summary, offset)
+                if reply.HasField("drafted") or reply.HasField("verified"):
+                    yield self._draft_news(reply)
                 if reply.token_ids or reply.text or reply.finish_reason:
                     delta = self._delta(reply)
                     if delta.finish_reason is not None:
@@ -143,16 +174,29 @@ class _PromptStream:
         if unfinished or self.ended is None:
             raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
 
-    def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
+    def _index(self, reply: decode_pb2.GenerateReply) -> int:
         n = self._request.sampling.n
         if reply.index >= n:
             raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {n}")
+        return self._first_index + reply.index
+
+    def _draft_news(self, reply: decode_pb2.GenerateReply) -> Drafted | Settled:
+        index, drafted, verified = self._index(reply), reply.drafted, reply.verified
+        if reply.HasField("verified"):
+            self._drafts.pop(index, None)
+            return Settled(index, verified.position, verified.proposed, verified.accepted)
+        before = self._drafts.get(index, Settled(index, drafted.position, 0, 0))
+        self._drafts[index] = replace(before, proposed=before.proposed + len(drafted.token_ids))
+        return Drafted(index, drafted.position, drafted.token_ids, drafted.text)
+
+    def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
+        index = self._index(reply)
         if self._request.sampling.HasField("logprobs") and len(reply.logprobs) != len(reply.token_ids):
             raise IncompatibleError(
                 f"the decode worker sent {len(reply.logprobs)} log probabilities with {len(reply.token_ids)} tokens"
             )
         return Delta(
-            self._first_index + reply.index,
+            index,
             reply.text,
             reply.token_ids,
             [logprobs_from_proto(entry) for entry in reply.logprobs],
@@ -166,7 +210,7 @@ class _PromptStream:
 
 
 class Generation:
-    """All output of one HTTP request, over all its prompts. Leaving `deltas` ends the calls that still run."""
+    """All output of one HTTP request, over all its prompts. Leaving `updates` ends the calls that still run."""
 
     def __init__(
         self,
@@ -190,11 +234,12 @@ class Generation:
                 prompt_token_ids=prompt,
                 sampling=sampling_to_proto(sampling),
                 codec=plan.codec,
+                provisional=plan.provisional,
             )
             self._streams.append(_PromptStream(self._call, request, i * plan.n))
 
     def cancel(self) -> None:
-        """End all calls; `deltas` then raises RequestCancelledError."""
+        """End all calls; `updates` then raises RequestCancelledError."""
         self._call.cancel()
 
     @property
@@ -202,27 +247,27 @@ class Generation:
         """What workers said at the end of each prompt's stream that has ended."""
         return [stream.ended.summary for stream in self._streams if stream.ended is not None]
 
-    async def deltas(self) -> AsyncGenerator[Delta]:
+    async def updates(self) -> AsyncGenerator[Update]:
         """Output of all choices as it comes; raises the first error of any. Close it to cancel."""
         try:
-            source = self._streams[0].deltas() if len(self._streams) == 1 else self._merged()
-            async with aclosing(source) as deltas:
-                async for delta in deltas:
-                    yield delta
+            source = self._streams[0].updates() if len(self._streams) == 1 else self._merged()
+            async with aclosing(source) as updates:
+                async for update in updates:
+                    yield update
         except RequestCancelledError:
             self._call.check()  # says so where it was this server that cancelled
             raise
         self._adopt_marks()
 
-    async def _merged(self) -> AsyncGenerator[Delta]:
-        """Deltas of all prompts through one bounded queue; None marks the end of one."""
-        queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MERGE_QUEUE)
+    async def _merged(self) -> AsyncGenerator[Update]:
+        """Updates of all prompts through one bounded queue; None marks the end of one."""
+        queue: asyncio.Queue[Update | Exception | None] = asyncio.Queue(MERGE_QUEUE)
 
         async def pump(stream: _PromptStream) -> None:
             try:
-                async with aclosing(stream.deltas()) as deltas:
-                    async for delta in deltas:
-                        await queue.put(delta)
+                async with aclosing(stream.updates()) as updates:
+                    async for update in updates:
+                        await queue.put(update)
                 await queue.put(None)
             except Exception as error:  # noqa: BLE001 - raised again where the queue is read
                 await queue.put(error)

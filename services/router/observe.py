@@ -4,28 +4,52 @@ import logging
 import time
 
 from kvrail.lifecycle import Stage, Timeline
-from kvrail.metrics import RouterMetrics
-from services.router.generation import Delta, Generation
+from kvrail.metrics import COUNTED_TOKENS, RouterMetrics
+from services.router.generation import Delta, Drafted, Generation, Update
 
 log = logging.getLogger("kvrail.router.observe")
 
 
 class RequestRecord:
-    """Gauges and counters of one admitted request. `close` must follow, whatever happens."""
+    """Gauges and counters of one admitted request. `close` must follow, whatever happens.
 
-    def __init__(self, metrics: RouterMetrics, timeline: Timeline) -> None:
+    provisional: whether the client sees drafts.
+    """
+
+    def __init__(self, metrics: RouterMetrics, timeline: Timeline, *, provisional: bool) -> None:
         self._metrics = metrics
         self._timeline = timeline
         self._last: dict[int, float] = {}
+        self._verified: dict[int, int] = {}  # tokens of each choice
+        self._shown: dict[int, int] | None = {} if provisional else None  # the same, drafts included
         self._first_token: float | None = None
         self.completion_tokens = 0
         metrics.waiting.inc()
 
-    def delta(self, delta: Delta) -> None:
-        """Take note of tokens that came."""
+    def update(self, update: Update) -> None:
+        """Take note of what came."""
+        if isinstance(update, Delta):
+            self._delta(update)
+        elif isinstance(update, Drafted):
+            self._reached("provisional", self._shown, update.index, update.position + len(update.token_ids))
+
+    def _reached(self, kind: str, counts: dict[int, int] | None, index: int, count: int) -> None:
+        """A choice has `count` tokens now; observe those numbers of tokens that it did not have before."""
+        if counts is None:
+            return
+        before = counts.get(index, 0)
+        counts[index] = max(before, count)
+        for k in COUNTED_TOKENS:
+            if before < k <= count:
+                self._metrics.time_to_token[k, kind].observe(self._timeline.elapsed())
+
+    def _delta(self, delta: Delta) -> None:
         count = len(delta.token_ids)
         if count == 0:
             return
+        total = self._verified.get(delta.index, 0) + count
+        self._reached("verified", self._verified, delta.index, total)
+        self._reached("provisional", self._shown, delta.index, total)
         now = time.perf_counter()
         if self._first_token is None:
             self._first_token = self._timeline.elapsed()

@@ -74,9 +74,14 @@ class StreamOptions(Wire):
 
 
 class KvrailOptions(Wire):
-    """Our own extension of a request; codec: how the KV crosses, one that the workers know."""
+    """Our own extension of a request.
+
+    codec: how the KV crosses, one that the workers know. provisional: whether a stream also shows tokens that are
+    drafted on a coarse KV, before they are verified (docs/provisional-streaming.md).
+    """
 
     codec: Annotated[str, Field(max_length=64)] = ""
+    provisional: bool = False
 
 
 class Request(Wire):

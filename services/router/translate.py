@@ -43,12 +43,14 @@ class Plan:
     """What to generate: one stream for each prompt.
 
     prompts: token ids. sampling: one for each prompt. prefixes: text that goes before each prompt's output (echo).
+    provisional: whether drafts are shown.
     """
 
     prompts: Sequence[Sequence[int]]
     sampling: Sequence[SamplingParams]
     prefixes: Sequence[str]
     codec: str
+    provisional: bool
 
     @property
     def n(self) -> int:
@@ -69,6 +71,8 @@ def refuse_unsupported(request: Request) -> None:
     """Raise InvalidRequestError for what would change the answer but is not supported; ignore other unknown fields."""
     if request.stream_options is not None and not request.stream:
         _refuse("stream_options", "only for streams; set stream to true or leave it out")
+    if request.kvrail is not None and request.kvrail.provisional and not request.stream:
+        _refuse("kvrail.provisional", "only for streams; set stream to true or leave it out")
     if request.response_format is not None and request.response_format.get("type") != "text":
         _refuse("response_format", 'this server only writes {"type": "text"}; leave it out')
     extras = request.model_extra or {}
@@ -161,6 +165,7 @@ class Limits:
     context: int
     vocabulary: int
     codecs: frozenset[str]
+    withheld_codecs: frozenset[str]  # lossy ones that the operator has not allowed
 
 
 class Planner:
@@ -200,10 +205,10 @@ class Planner:
         _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
         codec = request.kvrail.codec if request.kvrail else ""
         if codec and codec not in limits.codecs:
-            _refuse(
-                "kvrail.codec",
-                f"{codec!r} does not suit the workers' KV pages; choose one of {', '.join(sorted(limits.codecs))}",
-            )
+            why = "does not suit the workers' KV pages"
+            if codec in limits.withheld_codecs:
+                why = "is lossy, and this server's operator has not allowed such codecs (--allow-lossy)"
+            _refuse("kvrail.codec", f"{codec!r} {why}; choose one of {', '.join(sorted(limits.codecs))}")
         sampling = []
         for prompt in prompts:
             _check_ids(field, prompt, limits.vocabulary)
@@ -211,7 +216,7 @@ class Planner:
             if (request.min_tokens or 0) > budget:
                 _refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
             sampling.append(_sampling(request, budget, logprobs))
-        return Plan(prompts, sampling, prefixes, codec)
+        return Plan(prompts, sampling, prefixes, codec, bool(request.kvrail and request.kvrail.provisional))
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:

@@ -20,7 +20,8 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     """Counts at the end, with where the KV came from, its bytes on the wire and before encoding, and the time it took.
 
     Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
-    that finished last. prefill_worker: null where decode workers prefilled themselves.
+    that finished last. prefill_worker: null where decode workers prefilled themselves. lossy: whether a codec was used
+    that does not restore every bit.
     """
     summaries = generation.summaries
     usage = usage_so_far(generation, completion_tokens)
@@ -30,8 +31,11 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     usage["kvrail"] = {
         "prefill_worker": ",".join(prefill_workers) or None,
         "codec": ",".join(codecs) or None,
+        "lossy": any(summary.lossy for summary in summaries),
         "kv_bytes": sum(summary.kv_bytes for summary in summaries),
         "kv_raw_bytes": sum(summary.kv_raw_bytes for summary in summaries),
+        "drafts_proposed": sum(summary.drafts_proposed for summary in summaries),
+        "drafts_accepted": sum(summary.drafts_accepted for summary in summaries),
         "stage_seconds": {name: round(seconds, 6) for name, seconds in timeline.parts().items()},
     }
     return usage

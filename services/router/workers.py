@@ -217,6 +217,7 @@ class WorkerPool:
             context=min(answer.model.max_model_len for answer in answers),
             vocabulary=min(answer.model.vocab_size for answer in answers),
             codecs=frozenset[str].intersection(*(frozenset(answer.codecs) for answer in answers)),
+            withheld_codecs=frozenset[str]().union(*(answer.withheld_codecs for answer in answers)),
         )
 
     def lost(self, worker: Worker, reason: str) -> None:

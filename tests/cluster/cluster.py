@@ -30,6 +30,7 @@ class Answer:
     logprobs: dict[int, list] = field(default_factory=dict)
     finish: dict[int, int] = field(default_factory=dict)
     stop_reason: dict[int, str] = field(default_factory=dict)
+    news: list = field(default_factory=list)  # every reply with drafts or output, in order
     summary: decode_pb2.GenerateSummary | None = None
 
 
@@ -49,7 +50,17 @@ class Cluster:
         self._ids = itertools.count()
 
     async def ask(
-        self, prompt, *, local=False, workers=None, codec="", on_reply=None, request_id="", resumed=(), **params
+        self,
+        prompt,
+        *,
+        local=False,
+        workers=None,
+        codec="",
+        on_reply=None,
+        request_id="",
+        resumed=(),
+        provisional=False,
+        **params,
     ) -> Answer:
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}
         request = decode_pb2.GenerateRequest(
@@ -60,6 +71,7 @@ class Cluster:
             prefill_workers=[] if local else list(workers or self.prefills),
             codec=codec,
             resumed_token_ids=resumed,
+            provisional=provisional,
         )
         answer = Answer()
         async with self.client.generate(request, timeout_s=120) as replies:
@@ -68,6 +80,7 @@ class Cluster:
                 if reply.HasField("summary"):
                     answer.summary = reply.summary
                     continue
+                answer.news.append(reply)
                 answer.tokens.setdefault(index, []).extend(reply.token_ids)
                 answer.text[index] = answer.text.get(index, "") + reply.text
                 answer.logprobs.setdefault(index, []).extend(reply.logprobs)
@@ -112,7 +125,7 @@ async def cluster(
     for number in range(prefill_count):
         options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
         observer = PageObserver(loop)
-        codecs = Codecs(options)
+        codecs = Codecs(options, allow_lossy=True)
         worker = build_worker(options, codecs=codecs.names, on_layer=observer.layer_written, detokenize=False)
         codecs.check_codebook(worker.loaded)
         observer.attach(worker)
@@ -127,9 +140,13 @@ async def cluster(
         worker.engine.start()
         prefills[address], servicers[address] = worker, servicer
     options = settings(DecodeSettings, folder, **{**shared, **(decode or {})})
-    codecs = Codecs(options)
+    codecs = Codecs(options, allow_lossy=options.allow_lossy)
     worker = build_worker(
-        options, codecs=codecs.names, local_prefill_tokens=options.local_prefill_tokens, detokenize=True
+        options,
+        codecs=codecs.names,
+        local_prefill_tokens=options.local_prefill_tokens,
+        max_drafts=options.max_drafts,
+        detokenize=True,
     )
     codecs.check_codebook(worker.loaded)
     channels = GrpcPrefillWorkers(options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)

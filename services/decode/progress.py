@@ -1,0 +1,115 @@
+"""What one generation has come to: its moments, its output so far, and what the caller is told of each event."""
+
+from dataclasses import dataclass, field
+
+from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PrefillStarted, Verified
+from kvrail.engine.requests import EngineRequest
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto
+from kvrail.wire.v1 import decode_pb2
+from services.decode.drafts import DraftLog
+
+
+@dataclass(slots=True)
+class Received:
+    """What a transfer has brought so far: for usage and metrics."""
+
+    codec: str = ""
+    lossy: bool = False
+    payload_bytes: int = 0
+    raw_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """Follows one request's events in order. provisional: whether the caller is told of drafts."""
+
+    request: EngineRequest
+    provisional: bool
+    timeline: Timeline = field(default_factory=Timeline)
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    received: Received = field(default_factory=Received)
+    drafts: DraftLog = field(init=False)
+    _last_draft: float = 0.0  # seconds since the request came
+
+    def __post_init__(self) -> None:
+        self.drafts = DraftLog(self.request.params.n, len(self.request.resumed_ids))
+
+    def take(self, event: Event) -> decode_pb2.GenerateReply | None:
+        """Take note of an event; returns what the caller is told, if anything."""
+        match event:
+            case Admitted():
+                self.timeline.mark(Stage.ADMITTED)
+                self.cached_tokens = event.cached_tokens
+            case PrefillStarted():
+                self.timeline.mark(Stage.PREFILL_STARTED)
+            case Drafted() | Verified():
+                reply = self._take_drafts(event)
+                return reply if self.provisional else None
+            case Output():
+                self._mark_first_token()
+                self.drafts.output(event)
+                return _output_reply(event)
+            case Finished():
+                self.timeline.mark(Stage.FINISHED)
+                return self._last_reply(event)
+        return None
+
+    def hidden_share(self) -> float | None:
+        """Of the wait for the KV, from the first token on, the share during which drafts were made.
+
+        None where there was no wait: the KV came with the first token, or was computed here.
+        """
+        first, coarse, complete = (
+            self.timeline.get(stage) for stage in (Stage.FIRST_TOKEN, Stage.KV_COARSE, Stage.KV_COMPLETE)
+        )
+        if not self.prefill_worker or first is None or coarse is None or complete is None or complete <= first:
+            return None
+        return max(0.0, min(self._last_draft, complete) - max(first, coarse)) / (complete - first)
+
+    def _take_drafts(self, event: Drafted | Verified) -> decode_pb2.GenerateReply:
+        if isinstance(event, Drafted):
+            self._last_draft = self.timeline.elapsed()
+            return self.drafts.drafted(event)
+        if self.timeline.get(Stage.KV_COMPLETE) is not None:
+            self.timeline.mark(Stage.VERIFIED)
+        return self.drafts.verified(event)
+
+    def _mark_first_token(self) -> None:
+        timeline = self.timeline
+        if timeline.get(Stage.FIRST_TOKEN) is None:
+            timeline.mark(Stage.PREFILL_FINISHED)  # marked already where a prefill worker drew it
+            timeline.mark(Stage.FIRST_TOKEN)
+            if timeline.get(Stage.PREFILL_QUEUED) is None:
+                timeline.mark(Stage.KV_COARSE)
+                timeline.mark(Stage.KV_COMPLETE)
+
+    def _last_reply(self, event: Finished) -> decode_pb2.GenerateReply:
+        received = self.received
+        return decode_pb2.GenerateReply(
+            summary=decode_pb2.GenerateSummary(
+                prompt_tokens=len(self.request.prompt_ids),
+                completion_tokens=event.completion_tokens,
+                cached_tokens=self.cached_tokens,
+                marks=marks_to_proto(self.timeline.marks()),
+                prefill_worker=self.prefill_worker,
+                codec=received.codec,
+                lossy=received.lossy,
+                kv_bytes=received.payload_bytes,
+                kv_raw_bytes=received.raw_bytes,
+                drafts_proposed=self.drafts.proposed,
+                drafts_accepted=self.drafts.accepted,
+            )
+        )
+
+
+def _output_reply(event: Output) -> decode_pb2.GenerateReply:
+    return decode_pb2.GenerateReply(
+        index=event.index,
+        token_ids=event.token_ids,
+        text=event.text,
+        logprobs=[logprobs_to_proto(item) for item in event.logprobs],
+        finish_reason=finish_reason_to_proto(event.finish_reason),
+        stop_reason=event.stop_reason,
+    )

@@ -1,0 +1,379 @@
+"""Delivery in stages: what leaves when, what drafts come to, and that the output is that of the whole KV."""
+
+import asyncio
+import itertools
+import random
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from codec.frame import unpack
+from kvrail.engine.engine import Engine
+from kvrail.errors import InvalidRequestError, WorkerUnavailableError
+from kvrail.transport.replies import PrefillReplies
+from services.decode.transfer import Fetch
+from services.frames import first_recent_page
+from services.prefill.link import SLOTS, Link
+from tests.cluster.cluster import cluster
+from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
+from tests.cluster.test_equality import prompt_of
+from tests.models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("staged_codecs")
+PAGE = 16
+SHARED = {"kv_dtype": "bfloat16", "page_size": PAGE, "max_batch_tokens": 256, "max_frame_bytes": 1 << 13}
+LENGTHS = (1, 15, 16, 17, 200, 700)
+MAX_FRAME = 1 << 20
+
+
+@pytest.fixture
+def llama():
+    return tiny_model("llama")
+
+
+def hold_later_stages(monkeypatch, until):
+    """Later stages get no turn on the link before `until` has returned."""
+    turn = Link.turn
+
+    @asynccontextmanager
+    async def waiting(link, order, *, later=False):
+        if later:
+            await until()
+        async with turn(link, order, later=later):
+            yield
+
+    monkeypatch.setattr(Link, "turn", waiting)
+
+
+def note_frames(monkeypatch):
+    """Headers of all frames, in the order in which they leave."""
+    headers = []
+    send = PrefillReplies.send
+
+    async def noting(replies, frame):
+        headers.append(unpack(frame, MAX_FRAME)[0])
+        await send(replies, frame)
+
+    monkeypatch.setattr(PrefillReplies, "send", noting)
+    return headers
+
+
+async def drafted(worker, count):
+    """Wait until the decode worker has made that many drafts."""
+    while drafts_now(worker) < count:
+        await asyncio.sleep(0.002)
+
+
+async def until_drafted(worker, count, dying):
+    """Wait for drafts before the first death of a transfer."""
+    while drafts_now(worker) < count and not dying.sent:
+        await asyncio.sleep(0.002)
+
+
+def drafts_now(worker):
+    return sum(len(sequence.drafts) for sequence in worker.engine._scheduler._receiving)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("codec", ["halves", "noise"])
+async def test_tokens_equal_raws_whatever_is_drafted(llama, transport, codec):
+    async with cluster(llama, transport, prefix_cache=False, **SHARED) as c:
+        for length, asked in itertools.product(LENGTHS, ({}, {"temperature": 0.8, "seed": 5, "logprobs": 2})):
+            prompt = prompt_of(length)
+            raw = await c.ask(prompt, codec="raw", **asked, max_tokens=24)
+            staged = await c.ask(prompt, codec=codec, **asked, max_tokens=24)
+            assert staged.tokens == raw.tokens and staged.text == raw.text, length
+            assert staged.logprobs == raw.logprobs
+            assert staged.summary.codec == codec and not staged.summary.lossy
+            assert staged.summary.completion_tokens == 24
+        await c.settled()
+        assert not held_bytes(c)
+
+
+def held_bytes(c):
+    return sum(worker.transfers.held_bytes._value.get() for worker in c.prefills.values())
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_come(llama, monkeypatch, transport):
+    gate = asyncio.Event()
+    hold_later_stages(monkeypatch, gate.wait)
+    prompt = prompt_of(300)
+    async with cluster(llama, transport, prefix_cache=False, decode={"max_drafts": 12}, **SHARED) as c:
+        raw = await c.ask(prompt, codec="raw", max_tokens=40)
+        replies = []
+        asking = asyncio.create_task(c.ask(prompt, codec="halves", max_tokens=40, on_reply=replies.append))
+        await drafted(c.decode, 12)
+        assert sum(len(reply.token_ids) for reply in replies) == 1  # the first token alone is certain
+        gate.set()
+        answer = await asking
+        assert answer.tokens == raw.tokens
+        summary = answer.summary
+        assert summary.drafts_proposed == 12 and 0 < summary.drafts_accepted <= 12
+        marks = {mark.stage: mark.seconds for mark in summary.marks}
+        assert marks["first_token"] < marks["kv_coarse"] < marks["kv_complete"] < marks["verified"] < marks["finished"]
+        await c.settled()
+        share = c.decode.transfers.hidden_share
+        assert share._sum.get() > 0
+
+
+async def test_frames_of_one_request_come_first_stages_first_and_recent_pages_whole(llama, monkeypatch):
+    headers = note_frames(monkeypatch)
+    for length in (100, 304, 305, 700):
+        recent = first_recent_page(length, PAGE)
+        headers.clear()
+        async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+            await c.ask(prompt_of(length), codec="halves")
+            await c.settled()
+        assert [header.sequence for header in headers] == list(range(len(headers)))
+        whole = [header.first_page >= recent for header in headers]
+        assert all(
+            w or header.first_page + header.spec.num_pages <= recent for w, header in zip(whole, headers, strict=True)
+        )
+        late = [number for number, (w, header) in enumerate(zip(whole, headers, strict=True)) if header.stage and not w]
+        stage_0 = [number for number, header in enumerate(headers) if header.stage == 0]
+        assert len(late) == sum(not w for w in whole) / 2
+        for number, header in enumerate(headers):
+            if whole[number] and header.stage:
+                before = headers[number - 1]
+                if number - 1 in late:
+                    continue  # one of the link's two slots had a later stage under way
+                assert (before.stage, before.first_page) == (header.stage - 1, header.first_page)
+        assert late and stage_0
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+async def test_a_later_request_drafts_before_an_earlier_ones_later_stages_leave(llama, monkeypatch, transport):
+    headers = note_frames(monkeypatch)
+    gate = asyncio.Event()
+    hold_later_stages(monkeypatch, gate.wait)
+    prompts = {"early": prompt_of(700), "late": prompt_of(400)}
+    async with cluster(llama, transport, prefix_cache=False, decode={"max_drafts": 8}, **SHARED) as c:
+        early = asyncio.create_task(c.ask(prompts["early"], codec="halves", request_id="early"))
+        await drafted(c.decode, 8)
+        late = asyncio.create_task(c.ask(prompts["late"], codec="halves", request_id="late"))
+        await drafted(c.decode, 16)
+        waiting = {
+            name: not any(h.stage and h.first_page == 0 for h in headers if h.request_id == name) for name in prompts
+        }
+        assert waiting == {"early": True, "late": True} and held_bytes(c) > 0
+        gate.set()
+        for prompt, answer in zip(prompts.values(), await asyncio.gather(early, late), strict=True):
+            assert answer.tokens == (await c.ask(prompt, local=True)).tokens
+        await c.settled()
+        assert not held_bytes(c)
+
+
+async def test_held_payloads_stay_below_their_bound(llama, monkeypatch):
+    most, now = 0, []
+    hold = Link.hold
+
+    def noting(link, payload_bytes):
+        nonlocal most
+        hold(link, payload_bytes)
+        now.append(payload_bytes)
+        most = max(most, link.held_bytes)
+
+    monkeypatch.setattr(Link, "hold", noting)
+
+    async def bound_reached():
+        while most < bound:
+            await asyncio.sleep(0.002)
+
+    hold_later_stages(monkeypatch, bound_reached)
+    bound = 20_000
+    prompts = [prompt_of(900, seed) for seed in range(4)]
+    async with cluster(llama, "grpc", prefix_cache=False, prefill={"held_kv_gib": bound / (1 << 30)}, **SHARED) as c:
+        answers = await asyncio.gather(*(c.ask(prompt, codec="halves") for prompt in prompts))
+        await c.settled()
+        assert not held_bytes(c)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.tokens == (await c.ask(prompt, local=True)).tokens
+    assert sum(now) > 5 * bound
+    assert bound <= most < bound + SLOTS * max(now)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+async def test_leaving_between_stages_returns_every_page_and_payload(llama, monkeypatch, transport):
+    """Cancelled after each number of frames, before the later stages, while drafting and while verifying."""
+    rng = random.Random(3)
+    sent = 0
+    send = PrefillReplies.send
+
+    async def counting(replies, frame):
+        nonlocal sent
+        sent += 1
+        if sent == stop_after:
+            reached.set()
+        await send(replies, frame)
+
+    monkeypatch.setattr(PrefillReplies, "send", counting)
+    async with cluster(llama, transport, num_pages=120, **SHARED) as c:
+        for stop_after in range(1, 60, 3):
+            sent, reached = 0, asyncio.Event()
+            prompt = prompt_of(rng.randint(150, 500), seed=stop_after)
+            task = asyncio.create_task(c.ask(prompt, codec="halves", max_tokens=50))
+            await asyncio.wait([task, asyncio.create_task(reached.wait())], return_when=asyncio.FIRST_COMPLETED)
+            task.cancel()
+            await asyncio.wait([task])
+            await c.settled()
+            assert not held_bytes(c)
+        gate = asyncio.Event()
+        hold_later_stages(monkeypatch, gate.wait)
+        for count in (1, 5, 20):
+            prompt = prompt_of(300, seed=count)
+            task = asyncio.create_task(c.ask(prompt, codec="halves", max_tokens=90))
+            await drafted(c.decode, count)
+            if count == 20:
+                gate.set()  # verification begins
+            task.cancel()
+            await asyncio.wait([task])
+            await c.settled()
+            assert not held_bytes(c)
+
+
+class Dying:
+    """Prefill workers are lost after so many later stages of pages that are not recent: the first one, or each."""
+
+    def __init__(self, monkeypatch, after, prompt, once=True):
+        self.deaths, self.sent = 0, 0
+        recent = first_recent_page(len(prompt), PAGE)
+        send = PrefillReplies.send
+        dying = self
+
+        async def send_or_die(replies, frame):
+            header, _ = unpack(frame, MAX_FRAME)
+            if header.stage and header.first_page < recent and not (once and dying.deaths):
+                dying.sent += 1
+                if dying.sent > after:
+                    dying.deaths, dying.sent = dying.deaths + 1, 0
+                    replies.close(WorkerUnavailableError("the worker died"))
+            await send(replies, frame)
+
+        monkeypatch.setattr(PrefillReplies, "send", send_or_die)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("after", [0, 3])
+async def test_an_alternate_takes_over_between_stages(llama, monkeypatch, transport, after):
+    prompt = prompt_of(300)
+    async with cluster(llama, transport, prefill_count=2, prefix_cache=False, **SHARED) as c:
+        expected = await c.ask(prompt, local=True, temperature=0.7, seed=3, max_tokens=32)
+        dying = Dying(monkeypatch, after, prompt)
+        hold_later_stages(monkeypatch, lambda: until_drafted(c.decode, 4, dying))
+        answer = await c.ask(prompt, codec="halves", temperature=0.7, seed=3, max_tokens=32, provisional=True)
+        assert answer.tokens == expected.tokens and answer.text == expected.text
+        assert dying.deaths == 1 and c.decode.transfers.fallbacks["alternate"]._value.get() == 1
+        assert answer.summary.prefill_worker == list(c.prefills)[1]
+        withdrawn = [reply.verified for reply in answer.news if reply.HasField("verified")]
+        assert withdrawn[0].proposed >= 4 and withdrawn[0].accepted == 0
+        await c.settled()
+        assert not held_bytes(c)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+async def test_without_an_alternate_the_prompt_is_computed_here(llama, monkeypatch, transport):
+    prompt = prompt_of(300)
+    async with cluster(llama, transport, prefill_count=2, prefix_cache=False, **SHARED) as c:
+        expected = await c.ask(prompt, local=True, max_tokens=32)
+        dying = Dying(monkeypatch, 1, prompt, once=False)
+        hold_later_stages(monkeypatch, lambda: until_drafted(c.decode, 2, dying))
+        answer = await c.ask(prompt, codec="halves", max_tokens=32)
+        assert answer.tokens == expected.tokens and not answer.summary.prefill_worker
+        assert dying.deaths == 2 and c.decode.transfers.fallbacks["local"]._value.get() == 1
+        await c.settled()
+        assert not held_bytes(c)
+
+
+async def test_what_a_transfer_refined_serves_as_prefix(llama):
+    """Pages that were coarse for a while are exact when they are cached."""
+    prompt = prompt_of(400)
+    async with cluster(llama, "grpc", **SHARED) as c:
+        await c.ask(prompt, codec="halves")
+        longer = [*prompt, *prompt_of(50, seed=2)]
+        answer = await c.ask(longer, codec="raw")
+        assert answer.summary.cached_tokens == 400
+        await c.settled()
+    async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+        assert (await c.ask(longer, codec="raw")).tokens == answer.tokens
+
+
+async def test_recent_pages_are_never_written_after_drafting_began(llama, monkeypatch):
+    written = []
+    receive = Engine.receive_coarse_kv
+
+    def noting(engine, request_id):
+        written.append("coarse")
+        receive(engine, request_id)
+
+    monkeypatch.setattr(Engine, "receive_coarse_kv", noting)
+    land = Fetch._land
+
+    def landing(fetch, frame, guard):
+        header, _ = unpack(frame, MAX_FRAME)
+        written.append((header.stage, header.first_page, header.first_page + header.spec.num_pages))
+        land(fetch, frame, guard)
+
+    async def drafting_began():
+        while "coarse" not in written:
+            await asyncio.sleep(0.002)
+
+    monkeypatch.setattr(Fetch, "_land", landing)
+    hold_later_stages(monkeypatch, drafting_began)
+    for length in (300, 304, 310):
+        written.clear()
+        async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+            await c.ask(prompt_of(length), codec="halves")
+            await c.settled()
+        begun = written.index("coarse")
+        assert all(stage and end <= first_recent_page(length, PAGE) for stage, _, end in written[begun + 1 :])
+        assert len(written) > begun + 1
+
+
+async def test_a_lossy_codec_needs_the_operators_leave(llama):
+    prompt = prompt_of(300)
+    async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+        with pytest.raises(InvalidRequestError, match=r"'lossy-halves' is lossy: .*--allow-lossy") as refused:
+            await c.ask(prompt, codec="lossy-halves")
+        assert refused.value.param == "codec"
+        await c.settled()
+    async with cluster(llama, "grpc", prefix_cache=False, decode={"allow_lossy": True}, **SHARED) as c:
+        answer = await c.ask(prompt, codec="lossy-halves")
+        assert answer.summary.lossy and answer.summary.codec == "lossy-halves"
+        assert not (await c.ask(prompt, codec="halves")).summary.lossy
+        assert c.decode.transfers.lossy_requests._value.get() == 1
+        await c.settled()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+async def test_sixteen_requests_of_mixed_stages_with_random_cancellation(llama, transport):
+    rng = random.Random(11)
+    asked = [
+        (prompt_of(rng.randint(1, 700), seed), {"codec": codec, "temperature": 0.8 * (seed % 2), "seed": seed})
+        for seed, codec in zip(range(16), itertools.cycle(["halves", "raw", "noise", "splitzip-channel"]))
+    ]
+    async with cluster(llama, transport, num_pages=400, **SHARED) as c:
+        alone = [(await c.ask(prompt, **options, max_tokens=30)).tokens for prompt, options in asked]
+        for _ in range(3):
+            tasks = [asyncio.create_task(c.ask(prompt, **options, max_tokens=30)) for prompt, options in asked]
+            for task in tasks[::3]:
+                await asyncio.sleep(rng.random() * 0.05)
+                task.cancel()
+            together = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [t.tokens for n, t in enumerate(together) if n % 3] == [t for n, t in enumerate(alone) if n % 3]
+            await c.settled()
+            assert not held_bytes(c)
+
+
+async def test_pages_are_the_prefill_workers_bit_for_bit(llama):
+    from tests.cluster.test_codecs import content
+
+    async with cluster(llama, "grpc", **SHARED) as c:
+        (prefill,) = c.prefills.values()
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            await c.ask(prompt, codec="halves")
+            await c.settled()
+            for theirs, ours in zip(content(prefill, prompt), content(c.decode, prompt), strict=True):
+                assert torch.equal(theirs, ours)
