@@ -35,7 +35,7 @@ Events = list[tuple[str, Event]]
 @dataclass(slots=True)
 class _Request:
     spec: EngineRequest
-    unfinished: set[int]  # indices of sequences whose output has not ended
+    unfinished: int
     sequences: list[Seq] = field(default_factory=list)
     texts: list[SequenceText | None] = field(default_factory=list)
     deferred: list[Seq] = field(default_factory=list)  # begun, but not queued before the prompt's KV is here
@@ -90,7 +90,7 @@ class RequestBook:
         """Take in a request and queue its first sequence."""
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        state = self._requests[request.request_id] = _Request(request, set(range(request.params.n)))
+        state = self._requests[request.request_id] = _Request(request, unfinished=request.params.n)
         sequence = self._new_sequence(state)
         for token_id in request.resumed_ids:
             sequence.append(token_id)
@@ -323,9 +323,9 @@ class RequestBook:
             self._drawn.append((sequence, Verified(sequence.index, count, 0)))
 
     def _emit(self, sequence: Seq, drawn: Booked | Draft | Verified) -> Events:
-        """Tell what was drawn, unless a stop string in the text before it has ended the sequence."""
+        """Tell what was drawn, unless its request has ended: a stop string cuts off accepted drafts behind it."""
         state = self._requests.get(sequence.request_id)
-        if state is None or sequence.index not in state.unfinished:
+        if state is None:
             return []
         if isinstance(drawn, Booked):
             return self._emit_token(state, sequence, drawn)
@@ -351,7 +351,7 @@ class RequestBook:
             sequence.finish_reason = output.finish_reason
             self._finish(sequence)
             state.deferred = [s for s in state.deferred if s is not sequence]
-            state.unfinished.discard(sequence.index)
+            state.unfinished -= 1
         if not state.unfinished:
             del self._requests[sequence.request_id]
             events.append((sequence.request_id, Finished(state.completion_tokens)))

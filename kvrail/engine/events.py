@@ -75,8 +75,8 @@ class Drafted:
 class Verified:
     """What became of the drafts of sequence `index`; the next Output begins with the accepted ones.
 
-    proposed: drafts there were. accepted: how many of the first ones the exact KV confirmed; 0 also where the drafts
-    were dropped unverified.
+    proposed: drafts that were verified, or dropped unverified; where pages are short, fewer than were made. accepted:
+    how many of the first ones the exact KV confirmed; all others are withdrawn.
     """
 
     index: int

@@ -109,7 +109,9 @@ class Scheduler:
                 budget -= 1
         for sequence in self._running:
             if budget and not sequence.is_decoding() and not sequence.drafts:
-                count = min(budget, sequence.to_compute())
+                # A first token that came from elsewhere may lie behind the prompt's pages: it decodes after them.
+                in_pages = len(sequence.page_table) * self.pool.page_size - sequence.computed
+                count = min(budget, sequence.to_compute(), in_pages)
                 work.append(Work(sequence, sequence.computed, count))
                 budget -= count
         return work

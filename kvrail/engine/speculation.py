@@ -7,7 +7,8 @@
 
 The first draft that the draw does not repeat, and all behind it, are wrong. The draws up to there are the tokens of a
 run without drafts, whatever the temperature: they are what the exact logits of the true prefix give, and a draft is
-never more than a guess of them. The idea is Lynx's (progressive KV, Algorithm 2), the test by equality of draws ours.
+never more than a guess of them. Drafting on coarse KV is Lynx's (Han et al., sections 4.2 and 4.3), which keeps the
+distribution of the output; repeating the draw keeps the output.
 """
 
 from collections.abc import Sequence
@@ -82,7 +83,10 @@ class Drafting:
 
 
 class DraftText:
-    """Text of one sequence's drafts, as if they were output; stop strings are not looked for."""
+    """Text of one sequence's drafts, as if they were output; stop strings are not looked for.
+
+    It begins where the text of the tokens before ends, whether or not a stop string in the making holds that back.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, sequence: Seq) -> None:
         self._sequence = sequence

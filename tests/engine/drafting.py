@@ -125,8 +125,9 @@ class Transfer:
         self.missing = list(lease.pages[held:])
         self.pages, logits = prefill(site.model, prompt)
         self.pages = self.pages[0][:, held:], self.pages[1][:, held:]
-        row = SampleRow(params, 0, len(prompt), prompt, [], banned_first(site, params))
-        site.engine.receive_first_tokens(name, site.sampler.sample(logits, [row]))
+        banned = banned_first(site, params)
+        rows = [SampleRow(params, index, len(prompt), prompt, [], banned) for index in range(params.n)]
+        site.engine.receive_first_tokens(name, site.sampler.sample(logits.expand(len(rows), -1), rows))
 
     def write(self, form: Coarse) -> None:
         cache = self.site.runner.cache

@@ -112,9 +112,10 @@ def row(index):
     return SampleRow(SamplingParams(max_tokens=8, temperature=0.0), index, 0, [], [])
 
 
-def test_lost_transfer_is_computed_here():
+@pytest.mark.parametrize("length", [21, 24, 25])
+def test_lost_transfer_is_computed_here(length):
     bench = Bench(num_pages=64)
-    prompt = list(range(21))
+    prompt = list(range(length))
     bench.submit("r", prompt, remote=True)
     lease = bench.engine.claim_lease("r")
     bench.engine.receive_first_tokens("r", FirstIndexShift().sample(one_hot(prompt), [row(0)]))

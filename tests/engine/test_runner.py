@@ -38,11 +38,11 @@ def run_schedule(runner: ModelRunner, sequences: list[list[int]], chunks: list[l
         chosen = choice.sample(ready, choice.randint(1, len(ready)))
         slices, wanted = [], []
         for i in chosen:
-            count, wants = waiting[i].pop(0), int(choice.random() < 0.8)
+            count = waiting[i].pop(0)
+            wants = choice.choice([0, 1, 1, choice.randint(1, count), count])
             slices.append(SequenceSlice(sequences[i][done[i] : done[i] + count], done[i], tables[i], wants))
             done[i] += count
-            if wants:
-                wanted.append((i, done[i] - 1))
+            wanted += [(i, position) for position in range(done[i] - wants, done[i])]
         for place, row in zip(wanted, runner.execute(slices), strict=True):
             logits[place] = row.clone()
     return logits
@@ -119,10 +119,10 @@ def test_two_runners_share_a_model() -> None:
 def test_logits_rows_follow_the_slices() -> None:
     runner = poisoned_runner(tiny_models.load("llama"))
     a, b, c = tokens(20, 10), tokens(5, 11), tokens(1, 12)
-    slices = [SequenceSlice(a, 0, [0, 1], 1), SequenceSlice(b, 0, [2], 0), SequenceSlice(c, 0, [3], 1)]
+    slices = [SequenceSlice(a, 0, [0, 1], 3), SequenceSlice(b, 0, [2], 0), SequenceSlice(c, 0, [3], 1)]
     rows = runner.execute(slices)
-    assert rows.shape == (2, tiny_models.VOCAB) and rows.dtype == torch.float32
-    for row, ids in zip(rows, (a, c), strict=True):
+    assert rows.shape == (4, tiny_models.VOCAB) and rows.dtype == torch.float32
+    for row, ids in zip(rows, (a[:-2], a[:-1], a, c), strict=True):
         assert (row - tiny_models.dense_logits("llama", ids)[-1]).norm() <= TOLERANCE * row.norm()
     assert runner.execute([SequenceSlice(b, 0, [2], 0)]).shape == (0, tiny_models.VOCAB)
 

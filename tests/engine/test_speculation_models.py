@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,10 @@ def test_stop_strings_cut_accepted_drafts_off(include: bool, form: Coarse) -> No
     tokens, said, reason, stop_reason, count = site.answer("r")
     assert reason is FinishReason.STOP and stop_reason == stop and len(tokens) == count < 64
     assert said == text[: text.index(stop) + (3 if include else 0)]
+    case["min_tokens"] = count + 5  # the string comes too early to count
+    later, other = with_drafts({"r": case}, form), without_drafts({"r": case})
+    assert_same(later, other, "r")
+    assert later.answer("r")[-1] > count + 5
 
 
 @pytest.mark.parametrize("form", [exact, rounded, noise])
@@ -186,6 +191,25 @@ def test_a_lost_or_repeated_transfer_changes_nothing(at: int) -> None:
         site.run()
         assert_same(site, plain(), "logprobs")
         assert [v.accepted for v in site.of("logprobs", Verified)] == [0] * bool(at) + [64] * (not lost)
+
+
+def test_a_stop_string_in_the_first_token_leaves_the_other_sequences() -> None:
+    """The sequence that the transfer writes for ends by it; the other one's KV is computed here."""
+    site = DecodeSite()
+    letters = dict.fromkeys(range(64, 90), 30.0)
+    params = SamplingParams(max_tokens=8, temperature=3.0, n=2, seed=2, ignore_eos=True, logit_bias=letters)
+    transfer = site.begin("free", PROMPT, params)
+    transfer.send_exact()
+    site.run()
+    first, second = ([e for e in site.of("free", Output) if e.index == index] for index in range(2))
+    stop = first[0].text
+    assert stop and stop not in "".join(output.text for output in second)
+    transfer = site.begin("stopped", PROMPT, replace(params, stop=(stop,)))
+    transfer.send_exact()
+    site.run()
+    again = [token for e in site.of("stopped", Output) if e.index == 1 for token in e.token_ids]
+    assert again == [token for output in second for token in output.token_ids]
+    assert site.engine.status().pages.used == 0
 
 
 def test_sixteen_requests_of_mixed_stages() -> None:

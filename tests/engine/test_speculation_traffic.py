@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvrail.engine.events import Admitted, Finished, Verified
+from kvrail.engine.events import Admitted, Failed, Finished, Verified
 from tests.engine.bench import Bench, Transfer, prompts
 from tests.engine.page_machine import expected
 
@@ -88,7 +88,7 @@ def test_nothing_leaks_and_nobody_starves(seed: int, launches_async: bool) -> No
     bench.run()
     assert bench.engine.status().pages.used == 0
     ended = [name for name in traffic.prompts if bench.of(name, Finished)]
-    assert len(ended) > 30
+    assert len(ended) > 30 and not any(bench.of(name, Failed) for name in traffic.prompts)
     for name, prompt in traffic.prompts.items():
         tokens = bench.tokens(name)
         assert tokens == expected(prompt, len(tokens))
