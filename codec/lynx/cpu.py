@@ -139,7 +139,7 @@ def _encode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, anchors: Bytes
     code, geometry, (anchor, residual, _) = plan.code, geometry_of(plan), stages_of(plan)
 
     def encode_range(first: int, last: int) -> None:
-        tables = code.edges, code.middles, code.rates
+        tables = code.edges, code.rates
         encode_pages(pool, page_ids, first, last, geometry, anchor, residual, *tables, anchors, residuals)
 
     on_threads(encode_range, plan)

@@ -26,12 +26,17 @@ def _ordered(elements, mantissa_bits, keys):
 @njit(nogil=True)
 def _intervals(refined, reach, units, mantissa_bits, low, spans, widths):
     """Of each exact value, given the refined one: the least that it can be, how many more there are, bits of a code."""
-    size = refined.size
-    numbers, elements, high = np.empty(size, np.float32), np.empty(size, np.uint32), np.empty(size, np.int64)
+    size, half_ulp = refined.size, f32(2.0 ** -(mantissa_bits + 1))
+    exact, numbers, reaches = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    elements, high = np.empty(size, np.uint32), np.empty(size, np.int64)
+    widen(refined, mantissa_bits, exact.view(np.uint32))
+    for j in range(size):
+        reaches.view(np.uint32)[j] = exact.view(np.uint32)[j] & u32(0x7F800000)
+    for j in range(size):
+        reaches[j] = reach * units[j] + reaches[j] * half_ulp
     for side, keys in ((-1, low), (1, high)):
-        widen(refined, mantissa_bits, numbers.view(np.uint32))
         for j in range(size):
-            numbers[j] = numbers[j] + f32(side) * (reach * units[j])
+            numbers[j] = exact[j] + f32(side) * reaches[j]
         round_to(numbers, mantissa_bits, elements)
         _ordered(elements, mantissa_bits, keys)
         for j in range(size):

@@ -72,50 +72,77 @@ def _write_chunk(low, scales, first, last, lows, widths):
 
 
 @njit(nogil=True)
-def _cells(away, curved, edges, cells):
+def _cells(away, edges, cells):
     """Number of the cell on its side, by the distance from the centre in units; of NaN 0."""
+    e1, e2, e3, e4, e5, e6, e7 = edges[1], edges[2], edges[3], edges[4], edges[5], edges[6], edges[7]
+    for j in range(away.size):
+        a = abs(away[j])
+        low = i32(a >= e1) + i32(a >= e2) + i32(a >= e3) + i32(a >= e4)
+        cells[j] = low + i32(a >= e5) + i32(a >= e6) + i32(a >= e7)
+
+
+@njit(nogil=True)
+def _coarse(codes, curved, middles, centres, units, numbers):
+    """Middles of the cells that anchor codes name."""
     if curved:
-        e1, e2, e3, e4, e5, e6, e7 = edges[1], edges[2], edges[3], edges[4], edges[5], edges[6], edges[7]
-        for j in range(away.size):
-            a = abs(away[j])
-            low = i32(a >= e1) + i32(a >= e2) + i32(a >= e3) + i32(a >= e4)
-            cells[j] = low + i32(a >= e5) + i32(a >= e6) + i32(a >= e7)
+        for j in range(codes.size):
+            distance = middles[7 - codes[j] if codes[j] < u8(8) else codes[j] - 8] * units[j]
+            numbers[j] = centres[j] + (-distance if codes[j] < u8(8) else distance)
     else:
-        for j in range(away.size):
-            a = abs(away[j])
-            a = a if a < f32(127) else f32(127) if a >= f32(127) else f32(0)
-            cells[j] = i32(a) >> i32(4)
+        for j in range(codes.size):
+            numbers[j] = centres[j] + f32(i32(codes[j]) * i32(16) - i32(120)) * units[j]
 
 
 @njit(nogil=True)
-def _coarse(negative, cells, middles, centres, units, mantissa_bits, numbers, elements):
-    """Middles of cells as they are stored: bits in `elements`, float32 in `numbers`."""
-    for j in range(cells.size):
-        distance = middles[cells[j]] * units[j]
-        numbers[j] = centres[j] + (-distance if negative[j] else distance)
-    round_to(numbers, mantissa_bits, elements)
+def _refine(numbers, codes, curved, edges, steps, centres, units, slopes, away, cells):
+    """Put coarse values into the middles of their residual's steps."""
+    if curved:
+        for j in range(numbers.size):
+            away[j] = (numbers[j] - centres[j]) * slopes[j]
+        _cells(away, edges, cells)
+        for j in range(numbers.size):
+            numbers[j] = numbers[j] + (f32(codes[j]) - f32(7.5)) * (steps[cells[j]] * units[j])
+    else:
+        for j in range(numbers.size):
+            numbers[j] = numbers[j] + (f32(codes[j]) - f32(7.5)) * units[j]
 
 
 @njit(nogil=True)
-def _residual(numbers, coarse, rates, cells, cell_rates, codes):
-    """Residual codes of values, given what is stored of their anchors and the cells in which that lies."""
+def _straight_codes(numbers, centres, units, slopes, codes):
+    """Codes of eight bits of a linear map, in the order of the numbers. NaN: 0."""
     for j in range(numbers.size):
-        offset = (numbers[j] - coarse[j]) * rates[j] * cell_rates[cells[j]] + f32(8)
-        offset = offset if offset > f32(0) else f32(0)  # NaN: 0
-        codes[j] = u8(offset if offset < f32(15) else f32(15))
+        away = (numbers[j] - (centres[j] + f32(0.5) * units[j])) * slopes[j]
+        away = away if away > f32(-128) else f32(-128)
+        away = away if away < f32(127) else f32(127)
+        codes[j] = u8(i32(away + f32(12583040)) & i32(255))  # 1.5 * 2^23 + 128: the sum is rounded to an integer
 
 
 @njit(nogil=True)
-def _put_codes(codes, dense, start, geometry, row):
-    """Write a row's codes into its half of their bytes; `start`: where the page's codes of these columns begin."""
+def _curved_codes(numbers, centres, slopes, edges, rates, away, cells, codes):
+    """The same of a logarithmic map."""
+    for j in range(numbers.size):
+        away[j] = (numbers[j] - centres[j]) * slopes[j]
+    _cells(away, edges, cells)
+    for j in range(numbers.size):
+        within = (abs(away[j]) - edges[cells[j]]) * rates[cells[j]]
+        within = within if within > f32(0) else f32(0)
+        outward = (cells[j] << i32(4)) + i32(within if within < f32(15) else f32(15))
+        code = i32(127) - outward if away[j] < f32(0) else i32(128) + outward
+        codes[j] = u8(code) if away[j] == away[j] else u8(0)
+
+
+@njit(nogil=True)
+def _put_codes(codes, anchors, residuals, anchor_start, residual_start, geometry, row):
+    """Write a row's codes, the upper four bits and the lower, into its half of their bytes."""
+    line = row % geometry.half_rows * geometry.columns
+    high, low = anchors[anchor_start + line :][: codes.size], residuals[residual_start + line :][: codes.size]
     if row < geometry.half_rows:
-        target = dense[start + row * geometry.columns :][: codes.size]
         for j in range(codes.size):
-            target[j] = codes[j]
+            high[j], low[j] = codes[j] >> u8(4), codes[j] & u8(15)
     else:
-        target = dense[start + (row - geometry.half_rows) * geometry.columns :][: codes.size]
         for j in range(codes.size):
-            target[j] |= u8(codes[j] << u8(4))
+            high[j] |= codes[j] & u8(240)
+            low[j] |= u8(codes[j] << u8(4))
 
 
 @njit(nogil=True)
@@ -157,7 +184,7 @@ _PAYLOAD = types.Array(u8, 1, "C", readonly=True)
 _TABLE = types.Array(f32, 1, "C", readonly=True)
 _POOL = u8[:, :, ::1]
 _RANGE = (int64[::1], int64, int64, _GEOMETRY)
-_ENCODE = void(_POOL, *_RANGE, _STAGE, _STAGE, _TABLE, _TABLE, _TABLE, u8[::1], u8[::1])
+_ENCODE = void(_POOL, *_RANGE, _STAGE, _STAGE, _TABLE, _TABLE, u8[::1], u8[::1])
 _DECODE = void(_POOL, *_RANGE, _STAGE, int64, _TABLE, _TABLE, _TABLE, _PAYLOAD)
 
 
@@ -174,10 +201,10 @@ def _compiled(signature):
 
 
 @_compiled(_ENCODE)
-def encode_pages(pool, pages, first, last, geometry, anchor, residual, edges, middles, rates, anchors, residuals):
+def encode_pages(pool, pages, first, last, geometry, anchor, residual, edges, rates, anchors, residuals):
     """Write pages `first` to `last` into the fixed sections of ANCHOR, and the codes of RESIDUAL.
 
-    pool: [layers, pool pages, bytes of a page]; pages: [num_pages]; edges, middles and rates: LynxCode's tables.
+    pool: [layers, pool pages, bytes of a page]; pages: [num_pages]; edges and rates: LynxCode's tables.
     """
     rows, columns = geometry.rows, geometry.columns
     for number in range(first, last):
@@ -191,37 +218,25 @@ def encode_pages(pool, pages, first, last, geometry, anchor, residual, edges, mi
             _write_metadata(bits, width, number, left, geometry, anchors, anchor)
             centres, scales = np.empty(width, np.float32), np.empty(width, np.float32)
             units, slopes = np.empty(width, np.float32), np.empty(width, np.float32)
-            away, coarse = np.empty(width, np.float32), np.empty(width, np.float32)
-            cells, codes, negative = np.empty(width, np.int32), np.empty(width, np.uint8), np.empty(width, np.bool_)
+            away, cells, codes = np.empty(width, np.float32), np.empty(width, np.int32), np.empty(width, np.uint8)
             start = number * geometry.half_rows * columns + left
             for row in range(rows):
                 if row % geometry.chunk == 0:
                     read_chunk(anchors, anchor, geometry, number, row // geometry.chunk, left, centres, scales)
                     units_of(scales, units, slopes)
                 numbers = bits[row * width :][:width].view(np.float32)
-                for j in range(width):
-                    away[j] = numbers[j] - centres[j]
-                    negative[j] = away[j] < f32(0)
-                    away[j] = away[j] * slopes[j]
-                _cells(away, geometry.curved, edges, cells)
-                for j in range(width):
-                    codes[j] = u8(i32(7) - cells[j]) if negative[j] else u8(i32(8) + cells[j])
-                _put_codes(codes, anchors, anchor.codes + start, geometry, row)
-                _coarse(negative, cells, middles, centres, units, geometry.mantissa_bits, coarse, elements)
-                widen(elements, geometry.mantissa_bits, coarse.view(np.uint32))
                 if geometry.curved:
-                    for j in range(width):
-                        away[j] = (coarse[j] - centres[j]) * slopes[j]
-                    _cells(away, geometry.curved, edges, cells)
-                _residual(numbers, coarse, slopes, cells, rates, codes)
-                _put_codes(codes, residuals, residual.codes + start, geometry, row)
+                    _curved_codes(numbers, centres, slopes, edges, rates, away, cells, codes)
+                else:
+                    _straight_codes(numbers, centres, units, slopes, codes)
+                _put_codes(codes, anchors, residuals, anchor.codes + start, residual.codes + start, geometry, row)
 
 
 @_compiled(_DECODE)
 def decode_pages(pool, pages, first, last, geometry, stage, refines, edges, middles, steps, dense):
     """Write pages `first` to `last` from the codes of ANCHOR, or refine them by those of RESIDUAL.
 
-    pool, pages, edges, middles: as of encode_pages; steps: LynxCode's table; dense: the stage's fixed sections.
+    pool and pages: as of encode_pages; edges, middles and steps: LynxCode's tables; dense: the stage's fixed sections.
     """
     rows, columns = geometry.rows, geometry.columns
     for number in range(first, last):
@@ -231,8 +246,7 @@ def decode_pages(pool, pages, first, last, geometry, stage, refines, edges, midd
             centres, scales = np.empty(width, np.float32), np.empty(width, np.float32)
             units, slopes = np.empty(width, np.float32), np.empty(width, np.float32)
             away, numbers = np.empty(width, np.float32), np.empty(width, np.float32)
-            cells, codes, negative = np.zeros(width, np.int32), np.empty(width, np.uint8), np.empty(width, np.bool_)
-            elements = np.empty(width, np.uint32)
+            cells, codes, elements = np.empty(width, np.int32), np.empty(width, np.uint8), np.empty(width, np.uint32)
             start = stage.codes + number * geometry.half_rows * columns + left
             for row in range(rows):
                 if row % geometry.chunk == 0:
@@ -242,16 +256,8 @@ def decode_pages(pool, pages, first, last, geometry, stage, refines, edges, midd
                 if refines:
                     load(page, row * columns + left, geometry.mantissa_bits, elements)
                     widen(elements, geometry.mantissa_bits, numbers.view(np.uint32))
-                    if geometry.curved:
-                        for j in range(width):
-                            away[j] = (numbers[j] - centres[j]) * slopes[j]
-                        _cells(away, geometry.curved, edges, cells)
-                    for j in range(width):
-                        numbers[j] = numbers[j] + (f32(codes[j]) - f32(7.5)) * (steps[cells[j]] * units[j])
-                    round_to(numbers, geometry.mantissa_bits, elements)
+                    _refine(numbers, codes, geometry.curved, edges, steps, centres, units, slopes, away, cells)
                 else:
-                    for j in range(width):
-                        negative[j] = codes[j] < u8(8)
-                        cells[j] = i32(7) - i32(codes[j]) if negative[j] else i32(codes[j]) - i32(8)
-                    _coarse(negative, cells, middles, centres, units, geometry.mantissa_bits, numbers, elements)
+                    _coarse(codes, geometry.curved, middles, centres, units, numbers)
+                round_to(numbers, geometry.mantissa_bits, elements)
                 store(elements, page, row * columns + left, geometry.mantissa_bits)

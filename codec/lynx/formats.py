@@ -87,10 +87,7 @@ class LynxCode:
 
     @cached_property
     def reach(self) -> np.float32:
-        """How far a value may lie from where the residual put it, in the same unit.
-
-        Half the widest step, and a little for what is rounded on the way.
-        """
+        """How far a value lies at most from the middle of its step, in the same unit, and a little for rounding."""
         return np.float32(self.steps.max()) * np.float32(0.5 + 2.0**-9)
 
     @cached_property

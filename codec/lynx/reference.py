@@ -157,16 +157,23 @@ def _encode_page(matrix: Bits, number: int, plan: TensorPlan, anchors: Bytes, re
     _write_chunks(numbers, number, plan, anchors)
     for name in plan.sections[RESIDUAL].keys() - {"codes"}:
         section(residuals, plan, RESIDUAL, name)[:] = section(anchors, plan, ANCHOR, name)
-    chunks = _stored_chunks(anchors, ANCHOR, number, plan)
-    away = numbers - chunks.rows(chunks.centres, plan)
-    cells = _cells(away * chunks.rows(chunks.rates, plan), plan.code)
-    codes = np.where(away < 0, CELLS - 1 - cells, CELLS + cells)
-    _write_codes(codes, ANCHOR, number, plan, anchors)
-    coarse = rounded(_coarse(codes, chunks, plan), plan.format)
-    _, rates = _steps(coarse, chunks, plan)
-    offset = (numbers - coarse) * chunks.rows(chunks.rates, plan) * rates + _F(STEPS // 2)
-    offset = np.where(offset > 0, np.minimum(offset, _F(STEPS - 1)), 0)  # NaN: 0
-    _write_codes(offset.astype(np.int64), RESIDUAL, number, plan, residuals)
+    codes = _codes(numbers, _stored_chunks(anchors, ANCHOR, number, plan), plan)
+    _write_codes(codes // STEPS, ANCHOR, number, plan, anchors)
+    _write_codes(codes % STEPS, RESIDUAL, number, plan, residuals)
+
+
+def _codes(numbers: Floats, chunks: Chunks, plan: TensorPlan) -> Ints:
+    """Codes of eight bits, in the order of the numbers. NaN: 0."""
+    code, rates = plan.code, chunks.rows(chunks.rates, plan)
+    if not code.curved:
+        away = (numbers - chunks.rows(chunks.centres + _F(0.5) * chunks.units, plan)) * rates
+        return np.where(away > -128, np.rint(np.minimum(away, _F(127))), -128).astype(np.int64) + 128
+    away = (numbers - chunks.rows(chunks.centres, plan)) * rates
+    cells = _cells(away, code)
+    within = (np.abs(away) - code.edges[cells]) * code.rates[cells]
+    within = np.where(within > 0, np.minimum(within, _F(STEPS - 1)), 0).astype(np.int64)
+    outward = STEPS * cells + within
+    return np.where(np.isnan(away), 0, np.where(away < 0, 127 - outward, 128 + outward))
 
 
 def _write_chunks(numbers: Floats, number: int, plan: TensorPlan, anchors: Bytes) -> None:
@@ -226,26 +233,22 @@ def _coarse(codes: Ints, chunks: Chunks, plan: TensorPlan) -> Floats:
     return chunks.rows(chunks.centres, plan) + np.where(codes < CELLS, -distance, distance)
 
 
-def _steps(coarse: Floats, chunks: Chunks, plan: TensorPlan) -> tuple[Floats, Floats]:
-    """Residual step of the cell in which each coarse value lies, in units, and its inverse."""
+def _refined(coarse: Floats, codes: Ints, chunks: Chunks, plan: TensorPlan) -> Floats:
+    """Middles of the residual's steps around coarse values, whose cells tell how wide the steps are."""
     cells = np.zeros(coarse.shape, dtype=np.int64)
     if plan.code.curved:
         away = coarse - chunks.rows(chunks.centres, plan)
         cells = _cells(away * chunks.rows(chunks.rates, plan), plan.code)
-    return plan.code.steps[cells], plan.code.rates[cells]
-
-
-def _refined(coarse: Floats, codes: Ints, chunks: Chunks, plan: TensorPlan) -> Floats:
-    """Middles of the residual's steps around coarse values."""
-    steps, _ = _steps(coarse, chunks, plan)
-    return coarse + (codes.astype(np.float32) - _F(STEPS / 2 - 0.5)) * (steps * chunks.rows(chunks.units, plan))
+    steps = plan.code.steps[cells] * chunks.rows(chunks.units, plan)
+    return coarse + (codes.astype(np.float32) - _F(STEPS / 2 - 0.5)) * steps
 
 
 def _intervals(refined: Bits, dense: Bytes, number: int, plan: TensorPlan) -> tuple[Ints, Ints]:
     """Where each exact value of a page must lie, as ordered integers: the least, and how many more there are."""
     form, numbers = plan.format, to_float(refined, plan.format)
     chunks = _stored_chunks(dense, EXACT, number, plan)
-    reach = plan.code.reach * chunks.rows(chunks.units, plan)
+    octaves = (numbers.view(np.uint32) & 0x7F800000).view(np.float32)
+    reach = plan.code.reach * chunks.rows(chunks.units, plan) + octaves * _F(2.0 ** -(form.mantissa_bits + 1))
     below, above = to_bits(numbers - reach, form), to_bits(numbers + reach, form)
     octave = refined >> form.mantissa_bits
     low = ordered(below, form) - (below >> form.mantissa_bits != octave)

@@ -1,0 +1,91 @@
+"""Lynx's Triton kernels in Triton's interpreter against the slow reference; tests/gpu runs them compiled."""
+
+import numpy as np
+import pytest
+import torch
+from kv_blocks import bits_of, copy_of, scattered, spec_of
+from lynx_cases import kv_pages, matrices, reference_payloads
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the conformance suite covers these kernels on a GPU", allow_module_level=True)
+
+from codec.lynx import gpu, gpu_launch, reference
+from codec.lynx.formats import LynxCode
+from codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse, plans_of
+
+CASES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element type; code
+    ((1, 2, 16, 1, 32, 16), "bfloat16", LynxCode()),
+    ((2, 1, 64, 2, 40, 24), "bfloat16", LynxCode()),  # several programs a page, columns beyond the last
+    ((1, 2, 7, 3, 5, 9), "bfloat16", LynxCode()),  # odd sizes
+    ((1, 1, 33, 1, 9, 130), "float16", LynxCode()),
+    ((1, 2, 16, 1, 12, 8), "float32", LynxCode()),
+    ((1, 2, 16, 2, 16, 24), "bfloat16", LynxCode(chunk=8)),
+    ((1, 1, 43, 1, 17, 8), "bfloat16", LynxCode(chunk=8)),  # three chunks in either half, the last not full
+    ((2, 1, 63, 1, 20, 12), "float16", LynxCode(chunk=16)),
+    ((1, 1, 24, 1, 12, 20), "bfloat16", LynxCode(alpha=3.0)),
+    ((1, 1, 40, 1, 9, 16), "bfloat16", LynxCode(alpha=0.25, chunk=8)),
+    ((1, 1, 24, 1, 12, 20), "float32", LynxCode(alpha=60.0, chunk=8)),
+]
+
+
+def dense_of(payload, plans, stage):
+    """Fixed sections of keys and of values, as tensors of their own."""
+    first = HEADER_BYTES + plans[0].fixed_bytes[stage]
+    parts = payload[HEADER_BYTES:first], payload[first : first + plans[1].fixed_bytes[stage]]
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
+
+
+def page_table(pages):
+    return torch.tensor(pages.page_ids)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize(("shape", "dtype", "code"), CASES, ids=str)
+def test_kernels_equal_the_reference(shape, dtype, code, noise):
+    pages = kv_pages(spec_of(shape, dtype), 1, noise)
+    plans, before = plans_of(pages.spec, code), bits_of(pages.pools)
+    payloads = reference_payloads(pages, code, 2)
+    expected = [dense_of(payload, plans, stage) for stage, payload in enumerate(payloads)]
+    dense = [[torch.full_like(part, 0xA5) for part in parts] for parts in expected]
+    gpu_launch.launch_encode(gpu_launch.byte_pools(pages), page_table(pages), plans, dense)
+    for stage in (ANCHOR, RESIDUAL):
+        for plan, ours, theirs in zip(plans, dense[stage], expected[stage], strict=True):
+            for name, where in plan.sections[stage].items():
+                assert torch.equal(ours[where.offset : where.end], theirs[where.offset : where.end]), (stage, name)
+    assert bits_of(pages.pools) == before
+    out = scattered(pages.spec, 2)
+    wanted = copy_of(out)
+    for stage in (ANCHOR, RESIDUAL):
+        gpu_launch.launch_decode(gpu_launch.byte_pools(out), page_table(out), plans, expected[stage], stage)
+        for pool, plan, part in zip(wanted.layer_pools(), plans, expected[stage], strict=True):
+            reference.decode_tensor(part.numpy(), stage, np.array(out.page_ids), plan, matrices(pool))
+        assert bits_of(out.pools) == bits_of(wanted.pools)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize(("shape", "dtype", "code"), CASES, ids=str)
+def test_payloads_equal_the_references_and_restore_every_bit(shape, dtype, code, noise):
+    pages = kv_pages(spec_of(shape, dtype), 3, noise)
+    plans, out = plans_of(pages.spec, code), scattered(spec_of(shape, dtype), 4)
+    wanted = copy_of(out)
+    wanted.scatter(pages.gather())
+    encoding = gpu.encode(pages, plans, 3)
+    payloads = encoding.stages()
+    assert [bytes(each) for each in payloads] == reference_payloads(pages, code, 3)
+    assert encoding.stats().values == sum(plan.values for plan in plans)
+    for stage, payload in enumerate(payloads):
+        source = np.frombuffer(payload, dtype=np.uint8)
+        gpu.decode(source, parse(source, pages.spec, code, stage), out)
+    assert bits_of(out.pools) == bits_of(wanted.pools)
+
+
+def test_the_cases_have_streams_with_and_without_escapes_and_none():
+    found = set()
+    for shape, dtype, code in CASES:
+        for noise in (0.0, 0.02):
+            pages = kv_pages(spec_of(shape, dtype), 3, noise)
+            payload = reference_payloads(pages, code, 3)[EXACT]
+            layout = parse(np.frombuffer(payload, dtype=np.uint8), pages.spec, code, EXACT)
+            found |= {(part.raw, part.escapes > 0) for part in layout.parts}
+    assert found == {(False, False), (False, True), (True, False)}
