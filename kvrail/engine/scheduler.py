@@ -264,11 +264,11 @@ class Scheduler:
     def _shrink(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give back the pages behind those of `num_tokens` tokens; False where there are none."""
         kept = self._pages_for(num_tokens)
-        spare = sequence.page_table[kept:]
-        if spare:
-            self.pool.release(spare)
-            sequence.page_table = sequence.page_table[:kept]
-        return bool(spare)
+        if len(sequence.page_table) <= kept:
+            return False
+        self.pool.release(sequence.page_table[kept:])
+        sequence.page_table = sequence.page_table[:kept]
+        return True
 
     def _grow(self, sequence: Sequence) -> bool:
         """Make room for the sequence's next token, preempting younger ones; False where itself had to give way."""
