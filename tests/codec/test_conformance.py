@@ -79,15 +79,17 @@ def test_exact_codec_restores_any_shape(pick, shape, seed):
 def test_payload_that_does_not_fit_leaves_the_block_alone(name, dtype, device):
     codec, spec = registry.get(name), spec_of((2, 3, 4, 2, 5, 7), dtype)
     out = scattered(spec, 2, device)
-    before = bits_of(out.pools)
-    payload = bytes(codec.encode(scattered(spec, 1, device)).stages()[0])
-    for wrong in (b"", payload[:-1], payload[: len(payload) // 2], payload + b"\0"):
-        with pytest.raises(CodecError):
-            codec.decode(0, memoryview(wrong), out)
-    for stage in (-1, codec.num_stages):
-        with pytest.raises(CodecError):
-            codec.decode(stage, memoryview(payload), out)
-    assert bits_of(out.pools) == before
+    payloads = [bytes(payload) for payload in codec.encode(scattered(spec, 1, device)).stages()]
+    for stage, payload in enumerate(payloads):
+        before = bits_of(out.pools)
+        for wrong in (b"", payload[:-1], payload[: len(payload) // 2], payload + b"\0"):
+            with pytest.raises(CodecError):
+                codec.decode(stage, memoryview(wrong), out)
+        for no_stage in (-1, codec.num_stages):
+            with pytest.raises(CodecError):
+                codec.decode(no_stage, memoryview(payload), out)
+        assert bits_of(out.pools) == before
+        codec.decode(stage, memoryview(payload), out)
 
 
 @pytest.mark.parametrize("name", registry.names())
