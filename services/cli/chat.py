@@ -4,9 +4,10 @@ import argparse
 import os
 import sys
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from kvrail.errors import ConfigError, KvrailError
+from services.cli.drafts import DraftScreen, shows_drafts
 from services.cli.flags import Commands, add_command
 
 if TYPE_CHECKING:
@@ -88,24 +89,29 @@ class Conversation:
         self.messages.clear()
 
     def ask(self, message: str, out: TextIO) -> None:
-        """Write the answer to `message` as it comes, and remember both.
+        """Write the answer to `message` as it comes, and remember both. A terminal also shows drafts, dimmed.
 
         A Ctrl-C closes the request, keeps what was answered until then, and is raised on. After an error the message
         is forgotten, so that it can be said again.
         """
         user = {"role": "user", "content": message}
-        body = {"model": self.model, "messages": [*self._head, *self.messages, user], **self._options}
-        said = []
+        body: dict[str, Any] = {"model": self.model, "messages": [*self._head, *self.messages, user], **self._options}
+        if shows_drafts(out):
+            body["kvrail"] = {"provisional": True}
+        screen, said = DraftScreen(out), []
         try:
-            with closing(self._client.answer(body)) as texts:
-                for text in texts:
-                    said.append(text)
-                    out.write(text)
-                    out.flush()
+            with closing(self._client.answer(body)) as updates:
+                for update in updates:
+                    if isinstance(update, str):
+                        said.append(update)
+                        screen.write(update)
+                    else:
+                        screen.news(update)
         except KeyboardInterrupt:
             self.messages += [user, {"role": "assistant", "content": "".join(said)}]
             raise
         finally:
+            screen.close()
             out.write("\n")
         self.messages += [user, {"role": "assistant", "content": "".join(said)}]
 

@@ -17,6 +17,7 @@ from kvrail.errors import (
     WorkerUnavailableError,
 )
 
+Json = dict[str, Any]
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 300.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -62,19 +63,22 @@ class ChatClient:
         except (ValueError, KeyError, TypeError):
             raise WorkerUnavailableError(f"{self._url} does not speak OpenAI's API; check --url") from None
 
-    def answer(self, body: Mapping[str, Any]) -> Generator[str, None, None]:
-        """Stream the text that answers `body`, a chat completion request; closing the iterator cancels the request."""
+    def answer(self, body: Mapping[str, Any]) -> Generator[str | Json, None, None]:
+        """Stream the text that answers `body`, a chat completion request; closing the iterator cancels the request.
+
+        Where it asks for drafts, news of them come too: the member `kvrail` of a chunk.
+        """
         try:
             with self._http.stream("POST", "/chat/completions", json={**body, "stream": True}) as response:
                 if response.status_code != httpx.codes.OK:
                     response.read()
                 self._check(response)
-                yield from self._texts(response.iter_lines())
+                yield from self._updates(response.iter_lines())
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
 
-    def _texts(self, lines: Iterator[str]) -> Iterator[str]:
-        """The text in each server-sent event. Raises where the stream reports an error or ends too early."""
+    def _updates(self, lines: Iterator[str]) -> Iterator[str | Json]:
+        """What each server-sent event brings. Raises where the stream reports an error or ends too early."""
         for line in lines:
             if not line.startswith("data:"):
                 continue
@@ -84,6 +88,8 @@ class ChatClient:
             event = json.loads(data)
             if "error" in event:
                 raise WorkerUnavailableError(f"the answer broke off: {event['error'].get('message', event['error'])}")
+            if news := event.get("kvrail"):
+                yield news
             for choice in event.get("choices", ()):
                 if text := choice["delta"].get("content"):
                     yield text

@@ -54,9 +54,10 @@ class Server:
         words = body["messages"][-1]["content"].split()
         if words[0] == "refuse":
             return JSONResponse({"error": {"message": "temperature is -1; at least 0", "type": "x"}}, int(words[1]))
-        return StreamingResponse(self.events(words), media_type="text/event-stream")
+        drafts = "kvrail" in body and words[0] == "draft"
+        return StreamingResponse(self.events(words, drafts), media_type="text/event-stream")
 
-    async def events(self, words):
+    async def events(self, words, drafts):
         def event(**content):
             return f"data: {json.dumps(content)}\n\n"
 
@@ -65,6 +66,12 @@ class Server:
 
         yield ": a comment\n\n"
         yield chunk(role="assistant")
+        if drafts:  # the first word is right, the second is not
+            for position, text in enumerate((f"{words[0].upper()} ", "WRONG ")):
+                news = {"provisional": {"index": 0, "position": position, "tokens": 1, "text": text}}
+                yield event(choices=[{"index": 0, "delta": {}, "finish_reason": None}], kvrail=news)
+            news = {"confirm": {"index": 0, "position": 0, "tokens": 1}, "retract": {"index": 0, "position": 1}}
+            yield event(choices=[{"index": 0, "delta": {}, "finish_reason": None}], kvrail=news)
         for word in words:
             yield chunk(content=f"{word.upper()} ")
         if words[0] == "endless":
@@ -194,8 +201,9 @@ class Terminal:
     def __init__(self, url, *argv):
         self.master, slave = pty.openpty()
         command = [*KVRAIL, "chat", "--url", url, *argv]
+        environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm"}
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+            command, cwd=ROOT, env=environment, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
         )
         os.close(slave)
         self.seen = ""
@@ -272,3 +280,19 @@ def test_an_error_in_a_conversation_is_told_and_the_message_forgotten(server, te
     terminal.until("> ")
     os.write(terminal.master, b"\x04")
     assert terminal.process.wait(PATIENCE_S) == 0
+
+
+def test_a_terminal_shows_drafts_dimmed_then_solid_and_erases_wrong_ones(server, terminal):
+    terminal.until("> ")
+    terminal.type("draft twice")
+    shown = terminal.until("TWICE ")
+    assert "\x1b[2mDRAFT \x1b[0m" in shown and "\x1b[2mDRAFT WRONG \x1b[0m" in shown
+    assert shown.endswith("\r\x1b[JDRAFT ")  # erased, and written solid
+    assert server.asked[0]["kvrail"] == {"provisional": True}
+    terminal.until("> ")
+
+
+def test_what_is_no_terminal_asks_for_no_drafts(server):
+    done = chat(server, "draft", "twice")
+    assert done.stdout == "DRAFT TWICE \n"
+    assert "kvrail" not in server.asked[0]

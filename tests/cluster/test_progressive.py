@@ -46,13 +46,18 @@ def hold_later_stages(monkeypatch, until):
     monkeypatch.setattr(Link, "turn", waiting)
 
 
+def header_of(frame):
+    """Of a frame on its way out."""
+    return unpack(getattr(frame, "open", lambda: frame)(), MAX_FRAME)[0]
+
+
 def note_frames(monkeypatch):
     """Headers of all frames, in the order in which they leave."""
     headers = []
     send = PrefillReplies.send
 
     async def noting(replies, frame):
-        headers.append(unpack(frame, MAX_FRAME)[0])
+        headers.append(header_of(frame))
         await send(replies, frame)
 
     monkeypatch.setattr(PrefillReplies, "send", noting)
@@ -243,7 +248,7 @@ class Dying:
         dying = self
 
         async def send_or_die(replies, frame):
-            header, _ = unpack(frame, MAX_FRAME)
+            header = header_of(frame)
             if header.stage and header.first_page < recent and not (once and dying.deaths):
                 dying.sent += 1
                 if dying.sent > after:
@@ -284,6 +289,40 @@ async def test_without_an_alternate_the_prompt_is_computed_here(llama, monkeypat
         assert dying.deaths == 2 and c.decode.transfers.fallbacks["local"]._value.get() == 1
         await c.settled()
         assert not held_bytes(c)
+
+
+@pytest.mark.parametrize("codec", ["halves", "noise"])
+async def test_provisional_replies_add_up_to_the_output(llama, monkeypatch, codec):
+    """A caller that believes drafts until they are settled, and settles them, has what a default caller has."""
+    gate = asyncio.Event()
+    hold_later_stages(monkeypatch, gate.wait)
+    asked = {"codec": codec, "max_tokens": 40, "temperature": 0.6, "seed": 4}
+    async with cluster(llama, "grpc", prefix_cache=False, decode={"max_drafts": 10}, **SHARED) as c:
+        told = asyncio.create_task(c.ask(prompt_of(300), provisional=True, **asked))
+        await drafted(c.decode, 10)
+        gate.set()
+        told = await told
+        plain = await c.ask(prompt_of(300), **asked)
+        await c.settled()
+    assert not any(reply.HasField("drafted") or reply.HasField("verified") for reply in plain.news)
+    assert told.tokens == plain.tokens and told.text == plain.text
+    output, drafts, settled, confirmed = [], [], [], []
+    for reply in told.news:
+        if reply.HasField("drafted"):
+            assert reply.drafted.position == len(output) + len(drafts)
+            drafts += reply.drafted.token_ids
+        elif reply.HasField("verified"):
+            verified = reply.verified
+            assert (verified.position, verified.proposed) == (len(output), len(drafts))
+            confirmed, drafts = drafts[: verified.accepted], []
+            settled.append((verified.position, confirmed, verified.proposed))
+        else:
+            output += reply.token_ids
+    assert [output] == list(plain.tokens.values()) and not drafts and len(settled) == 1
+    for position, accepted, proposed in settled:
+        assert output[position : position + len(accepted)] == accepted and proposed == 10
+    assert (told.summary.drafts_proposed, told.summary.drafts_accepted) == (10, len(confirmed))
+    assert confirmed if codec == "halves" else len(confirmed) < 10
 
 
 async def test_what_a_transfer_refined_serves_as_prefix(llama):
