@@ -27,6 +27,7 @@ from kvrail.transport.base import Expectation
 from kvrail.transport.grpc import PrefillClient, serve_prefill
 from kvrail.transport.inproc import Handler, InprocPrefillClient
 from kvrail.transport.replies import PrefillReplies
+from kvrail.wire.replies import seal
 from kvrail.wire.v1 import prefill_pb2_grpc
 from kvrail.wire.v1.prefill_pb2 import Accepted, PrefillReply, PrefillRequest
 
@@ -46,7 +47,7 @@ def handler_for(size: int) -> Handler:
     async def handler(request: PrefillRequest, replies: PrefillReplies) -> None:
         replies.accept(Accepted())
         for _ in request.prompt_token_ids:
-            await replies.send(frame)
+            await replies.send(seal(frame))
         await replies.commit()
 
     return handler

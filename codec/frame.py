@@ -119,6 +119,14 @@ def pack(header: FrameHeader, payload: memoryview) -> bytes:
 
     Raises FrameFormatError where a value does not fit its field.
     """
+    return b"".join((head_of(header, payload), payload))
+
+
+def head_of(header: FrameHeader, payload: memoryview) -> bytes:
+    """What stands before `payload` (contiguous) in its frame, the checksum over both included.
+
+    Raises FrameFormatError where a value does not fit its field.
+    """
     payload = payload.cast("B")
     try:
         head = bytearray(_header_bytes(header, payload.nbytes))
@@ -127,7 +135,7 @@ def pack(header: FrameHeader, payload: memoryview) -> bytes:
     checksum = xxhash.xxh3_64(head)
     checksum.update(payload)
     head[_CHECKSUM] = checksum.intdigest().to_bytes(8, "little")
-    return b"".join((head, payload))
+    return bytes(head)
 
 
 def _check_lengths(view: memoryview, max_payload_bytes: int) -> int:

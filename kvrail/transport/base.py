@@ -16,7 +16,7 @@ A transfer belongs to one call of a prefill worker, whose control replies travel
     call.reserve(expectation)
     await call.accepted() ◀────────── replies.accept(accepted)
     await call.first_token() ◀─────── replies.first_token(first_token)
-    await call.receive() ◀─────────── await replies.send(frame)
+    await call.receive() ◀─────────── await replies.send(seal(frame))
 
 `PrefillReplies` (kvrail.transport.replies) is the sender and `PrefillCall` (kvrail.transport.call) the receiver; a
 transport connects the two.
@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrail.wire.replies import Reply
+from kvrail.wire.replies import Reply, SealedFrame
 
 Deliver = Callable[[Reply], Awaitable[None]]
 """Takes the next reply; waits while whoever takes it is behind."""
@@ -58,7 +58,7 @@ class Summary:
 class FrameSender(Protocol):
     """The prefill worker's end of one transfer."""
 
-    async def send(self, frame: bytes) -> None:
+    async def send(self, frame: SealedFrame) -> None:
         """Queue one frame; waits while the receiver is behind. Raises TransferAbortedError once either end gave up."""
 
     async def drained(self) -> None:
@@ -77,7 +77,7 @@ class FrameReceiver(Protocol):
     def reserve(self, expectation: Expectation) -> None:
         """Admit one transfer; before this, a frame that arrives is refused."""
 
-    async def receive(self) -> bytes | memoryview | None:
+    async def receive(self) -> memoryview | None:
         """Take the next frame in order, or None after a commit whose summary matches what came.
 
         Raises FrameError where a frame breaks the expectation or the summary does not match, TransferAbortedError where

@@ -9,7 +9,7 @@ from typing import Any
 from kvrail.errors import FrameError, KvrailError, RequestCancelledError, TransferAbortedError
 from kvrail.transport.base import DEFAULT_QUEUED_BYTES, Deliver, Expectation
 from kvrail.transport.signal import Signal
-from kvrail.wire.replies import Reply
+from kvrail.wire.replies import Reply, SealedFrame
 from kvrail.wire.v1.common_pb2 import Mark
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, TransferDone
 
@@ -32,7 +32,7 @@ class PrefillCall:
         self._expectation: Expectation | None = None
         self._accepted: Accepted | None = None
         self._first_token: FirstToken | None = None
-        self._frames: deque[bytes | memoryview] = deque()
+        self._frames: deque[memoryview] = deque()
         self._queued_bytes = 0
         self._frame_count = 0
         self._frame_bytes = 0
@@ -60,7 +60,7 @@ class PrefillCall:
             await self._wait()
         return self._first_token
 
-    async def receive(self) -> bytes | memoryview | None:
+    async def receive(self) -> memoryview | None:
         """Take the next frame in order, or None after a commit whose summary matches what came.
 
         Raises FrameError where nothing is reserved, a frame breaks the expectation or the summary does not match;
@@ -152,10 +152,10 @@ class PrefillCall:
             self._check_summary(reply)
             self._done = reply
         else:
-            await self._queue(reply)
+            await self._queue(reply.open() if isinstance(reply, SealedFrame) else reply)
         self._changed.wake()
 
-    async def _queue(self, frame: bytes | memoryview) -> None:
+    async def _queue(self, frame: memoryview) -> None:
         size, expected = len(frame), self._expectation
         if expected is None:
             raise FrameError(f"a frame of {size} bytes came before reserve")

@@ -9,7 +9,7 @@ from typing import Any
 from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transport.base import DEFAULT_QUEUED_BYTES, Deliver, Summary
 from kvrail.transport.signal import Signal
-from kvrail.wire.replies import Reply
+from kvrail.wire.replies import Reply, SealedFrame
 from kvrail.wire.v1.common_pb2 import Mark
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, TransferDone
 
@@ -25,7 +25,7 @@ class PrefillReplies:
     def __init__(self, max_queued_bytes: int = DEFAULT_QUEUED_BYTES) -> None:
         self._max_queued_bytes = max_queued_bytes
         self._control: deque[Reply] = deque()
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[SealedFrame] = deque()
         self._queued_bytes = 0
         self._sent = Summary(0, 0)
         self._taken = self._left = 0  # frames that `take` gave out; those of them that were delivered
@@ -42,7 +42,7 @@ class PrefillReplies:
         """Send the first token ahead of every frame that is still queued."""
         self._put_control(first_token)
 
-    async def send(self, frame: bytes) -> None:
+    async def send(self, frame: SealedFrame) -> None:
         """Queue one frame; waits while the receiver is behind. Raises TransferAbortedError once either end gave up."""
         self._check_open()
         while self._frames and self._queued_bytes + len(frame) > self._max_queued_bytes:

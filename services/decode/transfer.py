@@ -167,7 +167,7 @@ class Fetch:
                 self.drafting = True
                 self._worker.engine.receive_coarse_kv(self._request.request_id)
 
-    def _land(self, frame: bytes | memoryview, guard: FrameGuard) -> None:
+    def _land(self, frame: memoryview, guard: FrameGuard) -> None:
         """Check a frame and decode it into the pages. Raises FrameError; then no page was touched."""
         worker = self._worker
         try:

@@ -16,9 +16,10 @@ from time import perf_counter
 from typing import TypeVar
 
 from codec.base import BlockSpec, Codec
-from codec.frame import FrameHeader, pack
+from codec.frame import FrameHeader, head_of
 from kvrail.engine.events import PageLease
 from kvrail.transport.base import FrameSender
+from kvrail.wire.replies import SealedFrame, seal
 from kvrail.worker import Worker
 from services.frames import first_recent_page, pages_per_frame
 from services.pages import fill_tail, paged_block
@@ -199,7 +200,7 @@ class Shipment:
         )
         return [_StagePayload(piece, pages.spec, stage, payload) for stage, payload in enumerate(payloads)]
 
-    def _frame(self, stage: _StagePayload) -> bytes:
+    def _frame(self, stage: _StagePayload) -> SealedFrame:
         header = FrameHeader(
             request_id=self._request_id,
             codec=self._codec.name,
@@ -210,4 +211,9 @@ class Shipment:
             first_page=stage.piece.first_page,
             sequence=self._sequence,
         )
-        return pack(header, stage.payload)
+        return sealed(header, stage.payload)
+
+
+def sealed(header: FrameHeader, payload: memoryview) -> SealedFrame:
+    """The frame of a payload, ready to leave: the one copy that the sender makes."""
+    return seal(head_of(header, payload), payload)

@@ -94,7 +94,8 @@ def check_metrics(decode, prefill, name, dtype):
     if name == "raw":
         assert (payload, escapes, raw_tensors) == (raw, 0, 2 * blocks)
     elif dtype == "bfloat16":
-        assert payload < 0.85 * raw and raw_tensors < blocks
+        most = 0.85 if name.startswith("splitzip") else 1.0  # the KV of random weights is no more regular for lynx
+        assert payload < most * raw and raw_tensors < blocks
 
 
 @pytest.mark.parametrize("fault", ["cut", "header"])
@@ -103,16 +104,16 @@ async def test_a_payload_that_is_wrong_in_itself_touches_no_page(monkeypatch, na
     """The frame's checksum holds: the sender framed what its codec never made."""
     if (name, fault) == ("raw", "header"):
         pytest.skip("raw payloads have no header")
-    pack = services.prefill.shipment.pack
+    sealed = services.prefill.shipment.sealed
 
     def faulty(header, payload):
         wrong = bytearray(payload)
         wrong[0] ^= fault == "header"
-        return pack(header, memoryview(wrong)[: len(wrong) - (fault == "cut")])
+        return sealed(header, memoryview(wrong)[: len(wrong) - (fault == "cut")])
 
     async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **SHARED) as c:
         before = [c.decode.cache.keys.clone(), c.decode.cache.values.clone()]
-        monkeypatch.setattr(services.prefill.shipment, "pack", faulty)
+        monkeypatch.setattr(services.prefill.shipment, "sealed", faulty)
         with pytest.raises(FrameError, match=r"request r\d+: .*payload"):
             await c.ask(PROMPTS[1], codec=name)
         await c.settled()
@@ -222,13 +223,13 @@ def test_a_codebook_that_cannot_be_read_is_an_error_at_start(tmp_path):
 async def test_frames_carry_nothing_of_other_requests(monkeypatch, name):
     """Slots behind the prompt's end keep what was there before; it does not leave the worker."""
     payloads = []
-    pack = services.prefill.shipment.pack
+    sealed = services.prefill.shipment.sealed
 
     def keeping(header, payload):
         payloads.append(bytes(payload))
-        return pack(header, payload)
+        return sealed(header, payload)
 
-    monkeypatch.setattr(services.prefill.shipment, "pack", keeping)
+    monkeypatch.setattr(services.prefill.shipment, "sealed", keeping)
     one_page = {**SHARED, "max_frame_bytes": 2 * PAGE * 2 * 16 * 2}  # so that frames do not depend on time
     prompts = (prompt_of(250), prompt_of(300), prompt_of(250))  # of 20 pages, 16, 19 and 16 are used
     async with cluster(

@@ -26,13 +26,14 @@ WORKER = """
 import asyncio
 from kvrail.rpc.server import build_server
 from kvrail.transport.grpc import serve_prefill
+from kvrail.wire.replies import seal
 from kvrail.wire.v1 import prefill_pb2, prefill_pb2_grpc
 
 class Servicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(self, request, context):
         async def story(replies):
             replies.accept(prefill_pb2.Accepted())
-            await replies.send(b"frame")
+            await replies.send(seal(b"frame"))
             await asyncio.Event().wait()
         await serve_prefill(context, story)
 

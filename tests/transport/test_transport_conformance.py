@@ -16,6 +16,7 @@ from kvrail.errors import (
     WorkerUnavailableError,
 )
 from kvrail.transport.base import Expectation, Summary
+from kvrail.wire.replies import SealedFrame, seal
 from kvrail.wire.v1.common_pb2 import Mark
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillRequest
 
@@ -58,10 +59,10 @@ async def test_a_whole_call(transport):
         seen.append(request)
         replies.accept(Accepted(codec="raw", first_page=3, page_count=4))
         for frame in sent[:5]:
-            await replies.send(frame)
+            await replies.send(seal(frame))
         replies.first_token(FirstToken(token_ids=[7]))
         for frame in sent[5:]:
-            await replies.send(frame)
+            await replies.send(seal(frame))
         await replies.commit(marks)
 
     async with transport.connect(story) as client, begin(client) as call:
@@ -83,7 +84,7 @@ async def test_control_overtakes_queued_frames_and_send_waits_for_the_receiver(t
         replies.accept(Accepted())
         replies.first_token(FirstToken(token_ids=[1]))
         for index in range(total):
-            await replies.send(bytes(100_000))
+            await replies.send(seal(bytes(100_000)))
             progress.append(index)
         first_token_sent.set()
         await replies.commit()
@@ -101,7 +102,7 @@ async def test_first_token_goes_before_frames_that_were_queued_earlier(transport
 
     async def story(request, replies):
         replies.accept(Accepted())
-        await replies.send(b"frame")
+        await replies.send(seal(b"frame"))
         replies.first_token(FirstToken(token_ids=[1]))
         await replies.commit()
 
@@ -109,7 +110,7 @@ async def test_first_token_goes_before_frames_that_were_queued_earlier(transport
         deliver = call._deliver
 
         async def spy(reply):
-            order.append("frame" if isinstance(reply, bytes | memoryview) else type(reply).__name__)
+            order.append("frame" if isinstance(reply, SealedFrame | memoryview) else type(reply).__name__)
             await deliver(reply)
 
         call._deliver = spy
@@ -132,7 +133,7 @@ async def test_empty_transfer(transport):
 async def test_summary_that_does_not_match(transport, lie):
     async def story(request, replies):
         replies.accept(Accepted())
-        await replies.send(bytes(10))
+        await replies.send(seal(bytes(10)))
         replies._sent = lie
         await replies.commit()
 
@@ -144,7 +145,7 @@ async def test_summary_that_does_not_match(transport, lie):
 async def test_sender_aborts(transport):
     async def story(request, replies):
         replies.accept(Accepted())
-        await replies.send(b"frame")
+        await replies.send(seal(b"frame"))
         await replies.abort("out of pages")
         await asyncio.Event().wait()
 
@@ -164,7 +165,7 @@ async def test_receiver_gives_up(transport, leave):
 
         async def send_forever():
             while True:
-                await replies.send(bytes(100_000))
+                await replies.send(seal(bytes(100_000)))
 
         sending = asyncio.create_task(send_forever(), name="prefill sending")
         try:
@@ -174,7 +175,7 @@ async def test_receiver_gives_up(transport, leave):
             with pytest.raises(TransferAbortedError):
                 await sending
             with pytest.raises(TransferAbortedError):
-                await replies.send(b"more")
+                await replies.send(seal(b"more"))
             ends.append("refused")
             raise
         finally:
@@ -256,7 +257,7 @@ async def test_oversize_is_refused(transport, expectation, message):
     async def story(request, replies):
         replies.accept(Accepted())
         for _ in range(3):
-            await replies.send(bytes(1000))
+            await replies.send(seal(bytes(1000)))
         await replies.commit()
 
     async with transport.connect(story) as client, begin(client, expectation) as call:
@@ -268,7 +269,7 @@ async def test_limits_are_inclusive(transport):
     async def story(request, replies):
         replies.accept(Accepted())
         for _ in range(3):
-            await replies.send(bytes(1000))
+            await replies.send(seal(bytes(1000)))
         await replies.commit()
 
     async with transport.connect(story) as client, begin(client, Expectation("r", 1000, 3000)) as call:
@@ -279,7 +280,7 @@ async def test_nothing_reserved(transport):
     async def story(request, replies):
         replies.accept(Accepted())
         replies.first_token(FirstToken(token_ids=[1]))
-        await replies.send(b"frame")
+        await replies.send(seal(b"frame"))
         await replies.commit()
 
     async with transport.connect(story) as client, begin(client, None) as call:
@@ -297,9 +298,9 @@ async def test_nothing_reserved(transport):
 async def test_sender_is_lost(transport, when):
     async def story(request, replies):
         replies.accept(Accepted())
-        await replies.send(b"frame")
+        await replies.send(seal(b"frame"))
         while when == "sending":
-            await replies.send(bytes(100_000))
+            await replies.send(seal(bytes(100_000)))
         await asyncio.Event().wait()
 
     async with transport.connect(story) as client, begin(client) as call:
@@ -321,7 +322,7 @@ async def test_error_of_the_story_reaches_everyone_who_waits(transport, error, a
     async def story(request, replies):
         if accepts:
             replies.accept(Accepted())
-            await replies.send(b"frame")
+            await replies.send(seal(b"frame"))
         raise error
 
     async with transport.connect(story) as client, begin(client) as call:
@@ -343,7 +344,7 @@ async def test_unexpected_error_of_the_story_is_logged_and_hidden(transport, cap
 async def test_story_that_ends_without_commit(transport):
     async def story(request, replies):
         replies.accept(Accepted())
-        await replies.send(b"frame")
+        await replies.send(seal(b"frame"))
 
     async with transport.connect(story) as client, begin(client) as call:
         with pytest.raises(KvrailError, match="without a commit"):
@@ -379,9 +380,9 @@ async def test_nothing_follows_the_commit_and_the_story_may_tidy_up(transport):
 
     async def story(request, replies):
         replies.accept(Accepted())
-        await replies.send(b"frame")
+        await replies.send(seal(b"frame"))
         await replies.commit()
-        for late in (replies.send(b"late"), replies.commit()):
+        for late in (replies.send(seal(b"late")), replies.commit()):
             try:
                 await late
             except FrameError as error:
@@ -400,7 +401,7 @@ async def test_calls_side_by_side(transport):
     async def story(request, replies):
         replies.accept(Accepted())
         for index in range(50):
-            await replies.send(f"{request.request_id}-{index}".encode() * 100)
+            await replies.send(seal(f"{request.request_id}-{index}".encode() * 100))
         await replies.commit()
 
     async def one(client, name):
@@ -420,7 +421,7 @@ async def test_drained_waits_until_what_was_queued_has_left(transport):
     async def story(request, replies):
         replies.accept(Accepted())
         for number in range(3):
-            await replies.send(bytes(300_000))
+            await replies.send(seal(bytes(300_000)))
             await replies.drained()
             drained.append((number, replies._queued_bytes, len(replies._frames)))
         await replies.drained()  # nothing is queued: at once
@@ -439,7 +440,7 @@ async def test_drained_ends_when_the_receiver_gives_up(transport):
         replies.accept(Accepted())
         try:
             for _ in range(400):  # more than any buffer between the two takes
-                await replies.send(bytes(1 << 20))
+                await replies.send(seal(bytes(1 << 20)))
                 waiting.set()
                 await replies.drained()
         finally:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrail.errors import FrameError
-from kvrail.wire.replies import decode_reply, encode_reply
+from kvrail.wire.replies import decode_reply, encode_reply, seal
 from kvrail.wire.v1.common_pb2 import Mark
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillReply, TransferDone
 
@@ -27,7 +27,7 @@ def test_control_is_what_protobuf_writes_and_reads(field, reply):
 def test_frame_is_what_protobuf_writes_and_reads(size):
     frame = bytes(range(256)) * (size // 256) + bytes(size % 256)
     wire = encode_reply(frame)
-    assert wire == encode_reply(memoryview(frame)) == PrefillReply(frame=frame).SerializeToString()
+    assert wire == encode_reply(seal(frame[:3], memoryview(frame)[3:])) == PrefillReply(frame=frame).SerializeToString()
     decoded = decode_reply(wire)
     assert decoded == frame and decoded.obj is wire
 
