@@ -210,24 +210,30 @@ def _pack_rest(values, rests, geometry, tile, rest):
 
 
 @njit(nogil=True)
-def _unpack_rest(lows, rests, geometry, tile, rest):
-    """The low mantissa bits of a tile's values, uint16 [8 * J]; `rests` is scratch."""
-    if geometry.rest_bits >= 8:
-        copy(rest[geometry.rest8 + tile * lows.size :][: lows.size], lows)
-        if geometry.rest_bits == 9:
-            rests[:] = u8(0)
-            _unpack_bit_0(rests, rest[geometry.rest1 + tile * (lows.size // 8) :][: lows.size // 8])
-            for j in range(lows.size):
-                lows[j] |= u16(u16(rests[j]) << u16(8))
-    else:
-        _unpack(rests, geometry.rest_bits, tile, rest, geometry.rest4, geometry.rest2, geometry.rest1)
-        copy(rests, lows)
+def _replace_low(values, lows, mask):
+    for j in range(values.size):
+        values[j] = u16(values[j] & mask) | u16(lows[j])
 
 
 @njit(nogil=True)
-def _refine(values, lows, mask):
+def _replace_ninth(values, ninths):
     for j in range(values.size):
-        values[j] = u16(values[j] & mask) | lows[j]
+        values[j] = u16(values[j] & u16(0xFEFF)) | u16(u16(ninths[j]) << u16(8))
+
+
+@njit(nogil=True)
+def _refine_tile(values, geometry, tile, rest, rests):
+    """Replace the low mantissa bits of a staged tile; `rests` is scratch."""
+    bits, size = geometry.rest_bits, values.size
+    if bits < 8:
+        _unpack(rests, bits, tile, rest, geometry.rest4, geometry.rest2, geometry.rest1)
+        _replace_low(values, rests, u16(~((1 << bits) - 1)))
+        return
+    _replace_low(values, rest[geometry.rest8 + tile * size :][:size], u16(0xFF00))
+    if bits == 9:
+        rests[:] = u8(0)
+        _unpack_bit_0(rests, rest[geometry.rest1 + tile * (size // 8) :][: size // 8])
+        _replace_ninth(values, rests)
 
 
 _GEOMETRY = types.NamedUniTuple(int64, len(CutGeometry._fields), CutGeometry)
@@ -287,13 +293,11 @@ def _entry_points(version):
 
     @compiled(_REFINE)
     def refine_tiles(pool, pages, first, last, geometry, rest):
-        segment = geometry.segment_rows * geometry.tile_width
-        values, lows = np.empty(8 * segment, np.uint16), np.empty(8 * segment, np.uint16)
-        rests, mask = np.empty(8 * segment, np.uint8), ~u16((1 << geometry.rest_bits) - 1) | u16(0 & version)
-        for tile in range(first, last):
+        size = 8 * geometry.segment_rows * geometry.tile_width
+        values, rests = np.empty(size, np.uint16), np.empty(size, np.uint8)
+        for tile in range(first, last + (0 & version)):
             load_tile(pool, pages, geometry, tile, values)
-            _unpack_rest(lows, rests, geometry, tile, rest)
-            _refine(values, lows, u16(mask))
+            _refine_tile(values, geometry, tile, rest, rests)
             store_tile(pool, pages, geometry, tile, values)
 
     return encode_tiles, decode_tiles, refine_tiles
