@@ -38,8 +38,8 @@ from codec.splitzip.plan import aligned
 class GpuEncoding:
     """An encoding under way on the current stream.
 
-    What has a fixed size comes to the host at once, EXACT when `stages` knows how long it is. The host's memory is pinned
-    and torch's: it is used again only once this object and every view of its payloads are gone.
+    What has a fixed size comes to the host at once, EXACT when `stages` knows how long it is. The host's memory is
+    pinned and torch's: it is used again only once this object and every view of its payloads are gone.
     """
 
     def __init__(self, pages: PagedBlock, plans: Plans, num_stages: int) -> None:
