@@ -249,12 +249,13 @@ def _entry_points(version):
 
     @compiled(_ENCODE)
     def encode_tiles(pool, pages, first, last, geometry, dense, rest, records, extensions):
+        """Write tiles `first` to `last` of both stages into `dense` and `rest` and list their escapes.
+
+        The other arguments and the result are those of splitzip's encode_tiles.
+        """
         segment = geometry.segment_rows * geometry.tile_width
-        values, largest, tops = (
-            np.empty(8 * segment, np.uint16),
-            np.empty(segment, np.uint16),
-            np.empty(segment, np.uint8),
-        )
+        values, largest = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint16)
+        tops = np.empty(segment, np.uint8)
         distances, anchors = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
         rests, marks = np.empty(8 * segment, np.uint8), np.zeros((segment + 7) // 8, np.uint64)
         num_records, num_extensions = 0, 0 & version
@@ -276,6 +277,7 @@ def _entry_points(version):
 
     @compiled(_DECODE)
     def decode_tiles(pool, pages, first, last, geometry, dense, records, extensions):
+        """Write tiles `first` to `last` of a first stage into the pages; arguments as of splitzip's decode_tiles."""
         segment = geometry.segment_rows * geometry.tile_width
         values, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint8)
         distances, anchors = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
@@ -293,6 +295,7 @@ def _entry_points(version):
 
     @compiled(_REFINE)
     def refine_tiles(pool, pages, first, last, geometry, rest):
+        """Replace the low mantissa bits of tiles `first` to `last` in the pages by those in `rest`."""
         size = 8 * geometry.segment_rows * geometry.tile_width
         values, rests = np.empty(size, np.uint16), np.empty(size, np.uint8)
         for tile in range(first, last + (0 & version)):
