@@ -61,6 +61,22 @@ def test_exact_codec_moves_pages_of_a_pool_and_touches_no_others(name, dtype, sh
     assert bits_of(source.pools) == before
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), dtypes_of(registry.names()))
+def test_every_stage_leaves_the_same_wherever_pages_lie_and_touches_no_others(name, dtype, shape, device):
+    codec, spec = registry.get(name), spec_of(shape, dtype)
+    source, out, plain = scattered(spec, 1, device), scattered(spec, 2, device), random_block(spec, 3, device)
+    scattered_stages = codec.encode(source).stages()
+    for stage, payload in enumerate(encode(codec, source.gather())):
+        assert bytes(scattered_stages[stage]) == bytes(payload)
+        expected = copy_of(out)
+        codec.decode(stage, payload, PagedBlock.whole(plain))
+        codec.decode(stage, payload, out)
+        expected.scatter(plain)
+        assert bits_of(out.pools) == bits_of(expected.pools)
+
+
 @settings(max_examples=60)
 @given(
     pick=st.sampled_from(dtypes_of(EXACT)),
