@@ -1,19 +1,22 @@
-"""Lynx's Triton kernels in Triton's interpreter against the slow reference; tests/gpu runs them compiled."""
+"""Lynx's Triton kernels against the slow reference: in Triton's interpreter, or compiled where there is a GPU."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from kv_blocks import bits_of, copy_of, scattered, spec_of
+from kv_blocks import bits_of, scattered, spec_of
 from lynx_cases import kv_pages, matrices, reference_payloads
 
 pytest.importorskip("triton")
-if torch.cuda.is_available():
-    pytest.skip("the conformance suite covers these kernels on a GPU", allow_module_level=True)
 
+from codec.base import Block
 from codec.lynx import gpu, gpu_launch, reference
 from codec.lynx.formats import LynxCode
 from codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse, plans_of
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 CASES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element type; code
     ((1, 2, 16, 1, 32, 16), "bfloat16", LynxCode()),
     ((2, 1, 64, 2, 40, 24), "bfloat16", LynxCode()),  # several programs a page, columns beyond the last
@@ -36,28 +39,31 @@ def dense_of(payload, plans, stage):
     return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
 
 
-def page_table(pages):
-    return torch.tensor(pages.page_ids)
+def on_device(pages):
+    """The same pages of a copy of the pool where the kernels run."""
+    return replace(pages, pools=Block(*(tensor.to(DEVICE, copy=True) for tensor in pages.pools.tensors())))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 1.0])
 @pytest.mark.parametrize(("shape", "dtype", "code"), CASES, ids=str)
 def test_kernels_equal_the_reference(shape, dtype, code, noise):
     pages = kv_pages(spec_of(shape, dtype), 1, noise)
-    plans, before = plans_of(pages.spec, code), bits_of(pages.pools)
+    plans, source = plans_of(pages.spec, code), on_device(pages)
     payloads = reference_payloads(pages, code, 2)
     expected = [dense_of(payload, plans, stage) for stage, payload in enumerate(payloads)]
-    dense = [[torch.full_like(part, 0xA5) for part in parts] for parts in expected]
-    gpu_launch.launch_encode(gpu_launch.byte_pools(pages), page_table(pages), plans, dense)
+    dense = [[torch.full_like(part, 0xA5, device=DEVICE) for part in parts] for parts in expected]
+    gpu_launch.launch_encode(gpu_launch.byte_pools(source), source.page_index(), plans, dense)
     for stage in (ANCHOR, RESIDUAL):
         for plan, ours, theirs in zip(plans, dense[stage], expected[stage], strict=True):
             for name, where in plan.sections[stage].items():
-                assert torch.equal(ours[where.offset : where.end], theirs[where.offset : where.end]), (stage, name)
-    assert bits_of(pages.pools) == before
-    out = scattered(pages.spec, 2)
-    wanted = copy_of(out)
+                found = ours[where.offset : where.end].cpu()
+                assert torch.equal(found, theirs[where.offset : where.end]), (stage, name)
+    assert bits_of(source.pools) == bits_of(pages.pools)
+    wanted = scattered(pages.spec, 2)
+    out = on_device(wanted)
     for stage in (ANCHOR, RESIDUAL):
-        gpu_launch.launch_decode(gpu_launch.byte_pools(out), page_table(out), plans, expected[stage], stage)
+        inputs = [part.to(DEVICE) for part in expected[stage]]
+        gpu_launch.launch_decode(gpu_launch.byte_pools(out), out.page_index(), plans, inputs, stage)
         for pool, plan, part in zip(wanted.layer_pools(), plans, expected[stage], strict=True):
             reference.decode_tensor(part.numpy(), stage, np.array(out.page_ids), plan, matrices(pool))
         assert bits_of(out.pools) == bits_of(wanted.pools)
@@ -67,10 +73,10 @@ def test_kernels_equal_the_reference(shape, dtype, code, noise):
 @pytest.mark.parametrize(("shape", "dtype", "code"), CASES, ids=str)
 def test_payloads_equal_the_references_and_restore_every_bit(shape, dtype, code, noise):
     pages = kv_pages(spec_of(shape, dtype), 3, noise)
-    plans, out = plans_of(pages.spec, code), scattered(spec_of(shape, dtype), 4)
-    wanted = copy_of(out)
+    plans, wanted = plans_of(pages.spec, code), scattered(pages.spec, 4)
+    out = on_device(wanted)
     wanted.scatter(pages.gather())
-    encoding = gpu.encode(pages, plans, 3)
+    encoding = gpu.encode(on_device(pages), plans, 3)
     payloads = encoding.stages()
     assert [bytes(each) for each in payloads] == reference_payloads(pages, code, 3)
     assert encoding.stats().values == sum(plan.values for plan in plans)
