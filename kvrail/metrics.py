@@ -254,6 +254,18 @@ class TransferMetrics:
             "reason",
             ("alternate", "local"),
         )
+        self._choices = Counter(
+            "kvrail_kv_codec_choices",
+            "Transfers whose codec was left to the decode worker, by what it took and why.",
+            ["model_name", "codec", "reason"],
+            registry=registry,
+        )
+        self._links = Gauge(
+            "kvrail_kv_link_bytes_per_second",
+            "Running mean of what the link from a prefill worker carries.",
+            ["model_name", "prefill_worker"],
+            registry=registry,
+        )
         for codec in codecs:
             for way in DIRECTIONS:
                 self._count(way, codec, 0, 0, 0)
@@ -265,6 +277,14 @@ class TransferMetrics:
     def received(self, codec: str, *, raw_bytes: int, payload_bytes: int, frames: int = 1) -> None:
         """Count frames that came, with their KV's size after decoding."""
         self._count("received", codec, raw_bytes, payload_bytes, frames)
+
+    def codec_chosen(self, codec: str, reason: str) -> None:
+        """Count a transfer whose codec was left to the decode worker."""
+        self._choices.labels(self._model, codec, reason).inc()
+
+    def link_measured(self, prefill_worker: str, bytes_per_second: float) -> None:
+        """Record what the link from `prefill_worker` carries."""
+        self._links.labels(self._model, prefill_worker).set(bytes_per_second)
 
     def _count(self, way: str, codec: str, raw_bytes: int, payload_bytes: int, frames: int) -> None:
         self._raw.labels(self._model, way, codec).inc(raw_bytes)

@@ -1,12 +1,13 @@
 """The codecs of one worker: made once, at start."""
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 
 from codec import registry
-from codec.base import Codec
+from codec.base import Codec, PagedBlock
 from codec.splitzip.codebook import Codebook, CodebookError
 from kvrail.config import WorkerSettings, flag_name
 from kvrail.engine.cache import PagedCache
@@ -19,6 +20,24 @@ logger = logging.getLogger("kvrail.codecs")
 DEFAULT_CODEC = "splitzip-channel"
 WITHOUT_CODE = "raw"
 """Asked for by default where the default codec does not take the pages, or its kernels are unproven there."""
+
+
+AUTO = "auto"
+"""In place of a codec's name: the decode worker chooses (services/decode/choice.py)."""
+MEASURED_BYTES = 1 << 20
+"""KV on which a codec's cost is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecCost:
+    """What a codec takes for each byte of uncompressed KV.
+
+    encode_s, decode_s: seconds, over all stages. stages: payload bytes of each.
+    """
+
+    encode_s: float
+    decode_s: float
+    stages: tuple[float, ...]
 
 
 class CodecChoiceError(Exception):
@@ -73,10 +92,12 @@ class Codecs:
         return codec
 
     def default(self, setting: str = "") -> str:
-        """Name of the codec to ask for: `setting`, or where it is empty the default, which suits the pages.
+        """Name of the codec to ask for: `setting` (or AUTO), or where it is empty the default, which suits the pages.
 
         Raises ConfigError where `setting` names a codec that cannot be used.
         """
+        if setting == AUTO:
+            return AUTO
         if setting:
             try:
                 return self.get(setting).name
@@ -109,12 +130,41 @@ class Codecs:
 
     def warm_up(self, name: str, loaded: LoadedModel) -> None:
         """Encode and decode a page with codec `name`, so that no request waits for kernels to be compiled."""
-        cache = PagedCache(replace(loaded.layout, num_layers=1), 1, loaded.device)
-        for pool in (cache.keys, cache.values):
-            pool.copy_(torch.randn(pool.shape))
-        page = paged_block(cache, range(1), [0])
-        for stage, payload in enumerate(self.get(name).encode(page).stages()):
-            self.get(name).decode(stage, payload, page)
+        _run(self.get(name), _random_pages(loaded, 1))
+
+    def measure(self, loaded: LoadedModel) -> dict[str, CodecCost]:
+        """The cost here of each exact codec that can be asked for, on normally distributed KV, with warm kernels."""
+        layer_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
+        pages = _random_pages(loaded, max(1, MEASURED_BYTES // layer_bytes))
+        costs = {}
+        for name in self.names:
+            codec = self.get(name)
+            if codec.exact:
+                _run(codec, pages)
+                costs[name] = _run(codec, pages)
+        return costs
+
+
+def _random_pages(loaded: LoadedModel, count: int) -> PagedBlock:
+    """Pages of one layer, outside the worker's pool."""
+    cache = PagedCache(replace(loaded.layout, num_layers=1), count, loaded.device)
+    for pool in (cache.keys, cache.values):
+        pool.copy_(torch.randn(pool.shape))
+    return paged_block(cache, range(1), range(count))
+
+
+def _run(codec: Codec, pages: PagedBlock) -> CodecCost:
+    """Encode and decode once."""
+    begin = perf_counter()
+    payloads = codec.encode(pages).stages()
+    encoded = perf_counter()
+    for stage, payload in enumerate(payloads):
+        codec.decode(stage, payload, pages)
+    if pages.device.type == "cuda":
+        torch.cuda.current_stream(pages.device).synchronize()
+    raw_bytes = pages.spec.raw_bytes
+    stages = tuple(payload.nbytes / raw_bytes for payload in payloads)
+    return CodecCost((encoded - begin) / raw_bytes, (perf_counter() - encoded) / raw_bytes, stages)
 
 
 def _load(path: str) -> Codebook:

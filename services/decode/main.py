@@ -2,7 +2,7 @@
 
 from kvrail.config import DecodeSettings
 from kvrail.worker import PROTOCOL_OVERHEAD_BYTES, build_worker, run_worker, serve
-from services.codecs import Codecs
+from services.codecs import AUTO, Codecs
 from services.decode.prefill_workers import GrpcPrefillWorkers
 from services.decode.servicer import DecodeServicer
 
@@ -23,9 +23,11 @@ async def _main(settings: DecodeSettings) -> None:
         detokenize=True,
     )
     codecs.check_codebook(worker.loaded)
-    codecs.warm_up(default, worker.loaded)
+    costs = codecs.measure(worker.loaded) if default == AUTO else {}
+    if default != AUTO:
+        codecs.warm_up(default, worker.loaded)
     prefill_workers = GrpcPrefillWorkers(settings.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
-    servicer = DecodeServicer(worker, settings, codecs, default, prefill_workers)
+    servicer = DecodeServicer(worker, settings, codecs, default, prefill_workers, costs)
     try:
         await serve(worker, settings.port, lambda rpc: rpc.add_decode(servicer))
     finally:

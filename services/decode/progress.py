@@ -29,9 +29,11 @@ class Progress:
     timeline: Timeline = field(default_factory=Timeline)
     cached_tokens: int = 0
     prefill_worker: str = ""
+    codec_reason: str = ""
     received: Received = field(default_factory=Received)
     drafts: DraftLog = field(init=False)
     _last_draft: float = 0.0  # seconds since the request came
+    _completion_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.drafts = DraftLog(self.request.params.n, len(self.request.resumed_ids))
@@ -53,6 +55,7 @@ class Progress:
                 return _output_reply(event)
             case Finished():
                 self.timeline.mark(Stage.FINISHED)
+                self._completion_tokens = event.completion_tokens
                 return self._last_reply(event)
         return None
 
@@ -67,6 +70,15 @@ class Progress:
         if not self.prefill_worker or first is None or coarse is None or complete is None or complete <= first:
             return None
         return max(0.0, min(self._last_draft, complete) - max(first, coarse)) / (complete - first)
+
+    def steps_after(self) -> tuple[float, int]:
+        """Seconds and number of the decode steps after the KV was exact, each of which gave one token."""
+        begin = self.timeline.get(Stage.VERIFIED) or self.timeline.get(Stage.KV_COMPLETE)
+        if self.request.params.n > 1 or begin is None:
+            return 0.0, 0
+        verified = self.drafts.accepted + 1 if self.drafts.proposed else 0
+        steps = self._completion_tokens - 1 - verified
+        return self.timeline.elapsed() - begin, steps
 
     def _take_drafts(self, event: Drafted | Verified) -> decode_pb2.GenerateReply:
         if isinstance(event, Drafted):
@@ -100,6 +112,7 @@ class Progress:
                 kv_raw_bytes=received.raw_bytes,
                 drafts_proposed=self.drafts.proposed,
                 drafts_accepted=self.drafts.accepted,
+                codec_reason=self.codec_reason,
             )
         )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -25,7 +26,8 @@ from kvrail.rpc.errors import maps_errors
 from kvrail.wire.convert import sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from kvrail.worker import Worker
-from services.codecs import CodecChoiceError, Codecs
+from services.codecs import AUTO, CodecChoiceError, CodecCost, Codecs
+from services.decode.choice import Chooser
 from services.decode.progress import Progress
 from services.decode.transfer import Fetch, PrefillCaller
 
@@ -52,13 +54,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         codecs: Codecs,
         default_codec: str,
         prefill_workers: PrefillWorkers,
+        costs: Mapping[str, CodecCost],
     ) -> None:
+        """default_codec: a codec's name, or AUTO. costs: of codecs; measured when they are first needed where empty."""
         self._worker = worker
         self._settings = settings
         self._codecs = codecs
         self._default_codec = default_codec
         self._decoders = ThreadPoolExecutor(DECODER_THREADS, thread_name_prefix="decode")
         self._prefill_workers = prefill_workers
+        fallback = codecs.default() if default_codec == AUTO else default_codec
+        self._chooser = Chooser(worker.transfers, settings.max_drafts, fallback, costs)
+        self._measuring = asyncio.Lock()
 
     @maps_errors
     async def GetStatus(
@@ -66,6 +73,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
         status = self._worker.status()
+        status.codecs.append(AUTO)
         status.withheld_codecs.extend(self._codecs.withheld)
         return status
 
@@ -80,7 +88,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 params=sampling_from_proto(request.sampling),
                 remote=bool(request.prefill_workers),
                 resumed_ids=tuple(request.resumed_token_ids),
-                provisional=codec.num_stages > 1,  # whoever asks: when drafts are made is measured
+                provisional=True,  # whoever asks: when drafts are made is measured
             )
             progress = Progress(asked, request.provisional)
             events = self._worker.events.open(self._worker.engine, asked)
@@ -94,16 +102,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                         )
                     if reply is not None:
                         await context.write(reply)
-                if (share := progress.hidden_share()) is not None:
-                    self._worker.transfers.hidden_share.observe(share)
+                self._learn(progress)
             finally:
                 events.close()
                 if fetching is not None:
                     fetching.cancel()
                     await asyncio.wait([fetching])
 
-    def _check(self, request: decode_pb2.GenerateRequest) -> Codec:
-        """Refuse what can never work; returns the codec to ask for."""
+    def _learn(self, progress: Progress) -> None:
+        """Measure a request that has come to its end."""
+        if (share := progress.hidden_share()) is not None:
+            self._worker.transfers.hidden_share.observe(share)
+        self._chooser.observe_steps(*progress.steps_after())
+        self._chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
+
+    def _check(self, request: decode_pb2.GenerateRequest) -> str:
+        """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""
         self._worker.check_model(request.model)
         if not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
@@ -111,22 +125,47 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 param="request_id",
             )
         try:
-            return self._codecs.get(request.codec or self._default_codec)
+            name = request.codec or self._default_codec
+            return AUTO if name == AUTO else self._codecs.get(name).name
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
+
+    async def _choose(
+        self, name: str, workers: Sequence[str], asked: EngineRequest, admitted: Admitted, progress: Progress
+    ) -> Codec:
+        """The codec called `name`; for AUTO the one that suits what is missing here and the link."""
+        if name != AUTO:
+            return self._codecs.get(name)
+        async with self._measuring:
+            if not self._chooser.costs:
+                measuring = asyncio.get_running_loop().run_in_executor(
+                    self._decoders, self._codecs.measure, self._worker.loaded
+                )
+                self._chooser.costs = await measuring
+        layout = self._worker.loaded.layout
+        pages = layout.pages_for(len(asked.prompt_ids)) - admitted.cached_tokens // layout.page_size
+        choice = self._chooser.choose(workers, pages * layout.page_bytes)
+        progress.codec_reason = choice.sentence
+        return self._codecs.get(choice.codec)
 
     async def _fetch(
         self,
         request: decode_pb2.GenerateRequest,
         asked: EngineRequest,
         admitted: Admitted,
-        codec: Codec,
+        codec_name: str,
         events: EventStream,
         progress: Progress,
         context: grpc.aio.ServicerContext,
     ) -> None:
         """Fill the prompt's pages from the first prefill worker that can; else let the engine compute them."""
         engine, metrics = self._worker.engine, self._worker.transfers
+        try:
+            codec = await self._choose(codec_name, request.prefill_workers, asked, admitted, progress)
+        except Exception:
+            logger.exception("measuring the codecs failed")
+            events.fail(KvrailError("the decode worker failed to choose a codec; its log has the cause"))
+            return
         lease = engine.claim_lease(asked.request_id)
         if lease is None:
             return  # dropped meanwhile: the stream ends by itself
@@ -147,6 +186,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 outcome = "committed"
                 progress.prefill_worker = address
                 progress.received = fetch.received
+                self._chooser.observe_link(address, codec.name, fetch.watch.sample())
                 if not codec.exact:
                     metrics.lossy_requests.inc()
                 engine.receive_kv(asked.request_id)

@@ -20,6 +20,7 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
+from services.decode.choice import LinkWatch
 from services.decode.progress import Received
 from services.frames import expectation, first_recent_page, max_payload_bytes
 from services.pages import paged_block
@@ -61,6 +62,7 @@ class Fetch:
         self._ready = worker.side.mark()  # steps that still use these pages from before are enqueued ahead of this
         self.received = Received(codec.name, not codec.exact)
         self.drafting = False  # the engine was told that it may draft on what came in this attempt
+        self.watch = LinkWatch()
 
     async def fetch(self, client: PrefillCaller, timeout_s: float | None) -> None:
         """Receive everything, or raise.
@@ -69,7 +71,7 @@ class Fetch:
         IncompatibleError: something is wrong.
         """
         begin = perf_counter()
-        self.drafting = False
+        self.drafting, self.watch = False, LinkWatch()
         async with client.prefill(self._prefill_request(), timeout_s=timeout_s) as call:
             num_stages, max_frame_bytes = self._codec.num_stages, self._worker.settings.max_frame_bytes
             call.reserve(expectation(self._request.request_id, self._spec(), num_stages, max_frame_bytes))
@@ -159,7 +161,13 @@ class Fetch:
         self._worker.engine.receive_first_tokens(self._request.request_id, tokens)
 
     async def _take_frames(self, call: PrefillCall, guard: FrameGuard) -> None:
-        while (frame := await self._within_silence(call.receive())) is not None:
+        while True:
+            asked = perf_counter()
+            frame = await self._within_silence(call.receive())
+            if frame is None:
+                return
+            if self._timeline.get(Stage.PREFILL_FINISHED) is not None:
+                self.watch.frame(len(frame), asked, perf_counter())
             await self._in_thread(self._land, frame, guard)
             if guard.coarse_complete() and not guard.complete() and not self.drafting:
                 await self._in_thread(self._worker.side.synchronize)

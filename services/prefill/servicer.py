@@ -127,7 +127,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 self._observer.forget(request.request_id)
                 events.close()
                 shipping.cancel()
-                await asyncio.wait([shipping])
+                await asyncio.gather(shipping, return_exceptions=True)
                 await shipment.release()
 
     def _link(self, receiver: str) -> Link:

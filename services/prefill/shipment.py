@@ -103,7 +103,7 @@ class Shipment:
         finally:
             for task in stages:
                 task.cancel()
-            await asyncio.wait(stages)
+            await asyncio.gather(*stages, return_exceptions=True)
             while not self._later.empty():
                 self._release(self._later.get_nowait())
         self._worker.transfers.seconds["sent"].observe(perf_counter() - begin)

@@ -21,7 +21,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
 
     Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
     that finished last. prefill_worker: null where decode workers prefilled themselves. lossy: whether a codec was used
-    that does not restore every bit.
+    that does not restore every bit. codec_reason: why this codec, where the choice was left to the decode worker.
     """
     summaries = generation.summaries
     usage = usage_so_far(generation, completion_tokens)
@@ -31,6 +31,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     usage["kvrail"] = {
         "prefill_worker": ",".join(prefill_workers) or None,
         "codec": ",".join(codecs) or None,
+        "codec_reason": next((summary.codec_reason for summary in summaries if summary.codec_reason), None),
         "lossy": any(summary.lossy for summary in summaries),
         "kv_bytes": sum(summary.kv_bytes for summary in summaries),
         "kv_raw_bytes": sum(summary.kv_raw_bytes for summary in summaries),

@@ -151,7 +151,7 @@ async def cluster(
     codecs.check_codebook(worker.loaded)
     channels = GrpcPrefillWorkers(options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
     reach = channels if transport == "grpc" else InprocWorkers(servicers)
-    servicer = DecodeServicer(worker, options, codecs, codecs.default(options.codec), reach)
+    servicer = DecodeServicer(worker, options, codecs, codecs.default(options.codec), reach, {})
     rpc = await build_server(max_message_bytes=options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
     rpc.add_decode(servicer)
     channel = open_channel(f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}")

@@ -3,81 +3,29 @@
 import asyncio
 import itertools
 import random
-from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
 from codec.frame import unpack
 from kvrail.engine.engine import Engine
-from kvrail.errors import InvalidRequestError, WorkerUnavailableError
 from kvrail.transport.replies import PrefillReplies
 from services.decode.transfer import Fetch
 from services.frames import first_recent_page
 from services.prefill.link import SLOTS, Link
 from tests.cluster.cluster import cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
+from tests.cluster.staged import MAX_FRAME, PAGE, SHARED, drafted, held_bytes, hold_later_stages, note_frames
 from tests.cluster.test_equality import prompt_of
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("staged_codecs")
-PAGE = 16
-SHARED = {"kv_dtype": "bfloat16", "page_size": PAGE, "max_batch_tokens": 256, "max_frame_bytes": 1 << 13}
 LENGTHS = (1, 15, 16, 17, 200, 700)
-MAX_FRAME = 1 << 20
 
 
 @pytest.fixture
 def llama():
     return tiny_model("llama")
-
-
-def hold_later_stages(monkeypatch, until):
-    """Later stages get no turn on the link before `until` has returned."""
-    turn = Link.turn
-
-    @asynccontextmanager
-    async def waiting(link, order, *, later=False):
-        if later:
-            await until()
-        async with turn(link, order, later=later):
-            yield
-
-    monkeypatch.setattr(Link, "turn", waiting)
-
-
-def header_of(frame):
-    """Of a frame on its way out."""
-    return unpack(getattr(frame, "open", lambda: frame)(), MAX_FRAME)[0]
-
-
-def note_frames(monkeypatch):
-    """Headers of all frames, in the order in which they leave."""
-    headers = []
-    send = PrefillReplies.send
-
-    async def noting(replies, frame):
-        headers.append(header_of(frame))
-        await send(replies, frame)
-
-    monkeypatch.setattr(PrefillReplies, "send", noting)
-    return headers
-
-
-async def drafted(worker, count):
-    """Wait until the decode worker has made that many drafts."""
-    while drafts_now(worker) < count:
-        await asyncio.sleep(0.002)
-
-
-async def until_drafted(worker, count, dying):
-    """Wait for drafts before the first death of a transfer."""
-    while drafts_now(worker) < count and not dying.sent:
-        await asyncio.sleep(0.002)
-
-
-def drafts_now(worker):
-    return sum(len(sequence.drafts) for sequence in worker.engine._scheduler._receiving)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])
@@ -94,10 +42,6 @@ async def test_tokens_equal_raws_whatever_is_drafted(llama, transport, codec):
             assert staged.summary.completion_tokens == 24
         await c.settled()
         assert not held_bytes(c)
-
-
-def held_bytes(c):
-    return sum(worker.transfers.held_bytes._value.get() for worker in c.prefills.values())
 
 
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])
@@ -238,93 +182,6 @@ async def test_leaving_between_stages_returns_every_page_and_payload(llama, monk
             assert not held_bytes(c)
 
 
-class Dying:
-    """Prefill workers are lost after so many later stages of pages that are not recent: the first one, or each."""
-
-    def __init__(self, monkeypatch, after, prompt, once=True):
-        self.deaths, self.sent = 0, 0
-        recent = first_recent_page(len(prompt), PAGE)
-        send = PrefillReplies.send
-        dying = self
-
-        async def send_or_die(replies, frame):
-            header = header_of(frame)
-            if header.stage and header.first_page < recent and not (once and dying.deaths):
-                dying.sent += 1
-                if dying.sent > after:
-                    dying.deaths, dying.sent = dying.deaths + 1, 0
-                    replies.close(WorkerUnavailableError("the worker died"))
-            await send(replies, frame)
-
-        monkeypatch.setattr(PrefillReplies, "send", send_or_die)
-
-
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
-@pytest.mark.parametrize("after", [0, 3])
-async def test_an_alternate_takes_over_between_stages(llama, monkeypatch, transport, after):
-    prompt = prompt_of(300)
-    async with cluster(llama, transport, prefill_count=2, prefix_cache=False, **SHARED) as c:
-        expected = await c.ask(prompt, local=True, temperature=0.7, seed=3, max_tokens=32)
-        dying = Dying(monkeypatch, after, prompt)
-        hold_later_stages(monkeypatch, lambda: until_drafted(c.decode, 4, dying))
-        answer = await c.ask(prompt, codec="halves", temperature=0.7, seed=3, max_tokens=32, provisional=True)
-        assert answer.tokens == expected.tokens and answer.text == expected.text
-        assert dying.deaths == 1 and c.decode.transfers.fallbacks["alternate"]._value.get() == 1
-        assert answer.summary.prefill_worker == list(c.prefills)[1]
-        withdrawn = [reply.verified for reply in answer.news if reply.HasField("verified")]
-        assert withdrawn[0].proposed >= 4 and withdrawn[0].accepted == 0
-        await c.settled()
-        assert not held_bytes(c)
-
-
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
-async def test_without_an_alternate_the_prompt_is_computed_here(llama, monkeypatch, transport):
-    prompt = prompt_of(300)
-    async with cluster(llama, transport, prefill_count=2, prefix_cache=False, **SHARED) as c:
-        expected = await c.ask(prompt, local=True, max_tokens=32)
-        dying = Dying(monkeypatch, 1, prompt, once=False)
-        hold_later_stages(monkeypatch, lambda: until_drafted(c.decode, 2, dying))
-        answer = await c.ask(prompt, codec="halves", max_tokens=32)
-        assert answer.tokens == expected.tokens and not answer.summary.prefill_worker
-        assert dying.deaths == 2 and c.decode.transfers.fallbacks["local"]._value.get() == 1
-        await c.settled()
-        assert not held_bytes(c)
-
-
-@pytest.mark.parametrize("codec", ["halves", "noise"])
-async def test_provisional_replies_add_up_to_the_output(llama, monkeypatch, codec):
-    """A caller that believes drafts until they are settled, and settles them, has what a default caller has."""
-    gate = asyncio.Event()
-    hold_later_stages(monkeypatch, gate.wait)
-    asked = {"codec": codec, "max_tokens": 40, "temperature": 0.6, "seed": 4}
-    async with cluster(llama, "grpc", prefix_cache=False, decode={"max_drafts": 10}, **SHARED) as c:
-        told = asyncio.create_task(c.ask(prompt_of(300), provisional=True, **asked))
-        await drafted(c.decode, 10)
-        gate.set()
-        told = await told
-        plain = await c.ask(prompt_of(300), **asked)
-        await c.settled()
-    assert not any(reply.HasField("drafted") or reply.HasField("verified") for reply in plain.news)
-    assert told.tokens == plain.tokens and told.text == plain.text
-    output, drafts, settled, confirmed = [], [], [], []
-    for reply in told.news:
-        if reply.HasField("drafted"):
-            assert reply.drafted.position == len(output) + len(drafts)
-            drafts += reply.drafted.token_ids
-        elif reply.HasField("verified"):
-            verified = reply.verified
-            assert (verified.position, verified.proposed) == (len(output), len(drafts))
-            confirmed, drafts = drafts[: verified.accepted], []
-            settled.append((verified.position, confirmed, verified.proposed))
-        else:
-            output += reply.token_ids
-    assert [output] == list(plain.tokens.values()) and not drafts and len(settled) == 1
-    for position, accepted, proposed in settled:
-        assert output[position : position + len(accepted)] == accepted and proposed == 10
-    assert (told.summary.drafts_proposed, told.summary.drafts_accepted) == (10, len(confirmed))
-    assert confirmed if codec == "halves" else len(confirmed) < 10
-
-
 async def test_what_a_transfer_refined_serves_as_prefix(llama):
     """Pages that were coarse for a while are exact when they are cached."""
     prompt = prompt_of(400)
@@ -368,21 +225,6 @@ async def test_recent_pages_are_never_written_after_drafting_began(llama, monkey
         begun = written.index("coarse")
         assert all(stage and end <= first_recent_page(length, PAGE) for stage, _, end in written[begun + 1 :])
         assert len(written) > begun + 1
-
-
-async def test_a_lossy_codec_needs_the_operators_leave(llama):
-    prompt = prompt_of(300)
-    async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
-        with pytest.raises(InvalidRequestError, match=r"'lossy-halves' is lossy: .*--allow-lossy") as refused:
-            await c.ask(prompt, codec="lossy-halves")
-        assert refused.value.param == "codec"
-        await c.settled()
-    async with cluster(llama, "grpc", prefix_cache=False, decode={"allow_lossy": True}, **SHARED) as c:
-        answer = await c.ask(prompt, codec="lossy-halves")
-        assert answer.summary.lossy and answer.summary.codec == "lossy-halves"
-        assert not (await c.ask(prompt, codec="halves")).summary.lossy
-        assert c.decode.transfers.lossy_requests._value.get() == 1
-        await c.settled()
 
 
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])

@@ -1,0 +1,122 @@
+"""What a request may ask of a transfer in stages, and what it is spared: lost workers, loss, a choice of codec."""
+
+import asyncio
+
+import pytest
+
+import services.decode.choice
+from codec import registry
+from kvrail.errors import InvalidRequestError
+from tests.cluster.cluster import cluster
+from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
+from tests.cluster.staged import SHARED, Dying, drafted, held_bytes, hold_later_stages, until_drafted
+from tests.cluster.test_equality import prompt_of
+from tests.models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("staged_codecs")
+
+
+@pytest.fixture
+def llama():
+    return tiny_model("llama")
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("after", [0, 3])
+async def test_an_alternate_takes_over_between_stages(llama, monkeypatch, transport, after):
+    prompt = prompt_of(300)
+    async with cluster(llama, transport, prefill_count=2, prefix_cache=False, **SHARED) as c:
+        expected = await c.ask(prompt, local=True, temperature=0.7, seed=3, max_tokens=32)
+        dying = Dying(monkeypatch, after, prompt)
+        hold_later_stages(monkeypatch, lambda: until_drafted(c.decode, 4, dying))
+        answer = await c.ask(prompt, codec="halves", temperature=0.7, seed=3, max_tokens=32, provisional=True)
+        assert answer.tokens == expected.tokens and answer.text == expected.text
+        assert dying.deaths == 1 and c.decode.transfers.fallbacks["alternate"]._value.get() == 1
+        assert answer.summary.prefill_worker == list(c.prefills)[1]
+        withdrawn = [reply.verified for reply in answer.news if reply.HasField("verified")]
+        assert withdrawn[0].proposed >= 4 and withdrawn[0].accepted == 0
+        await c.settled()
+        assert not held_bytes(c)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+async def test_without_an_alternate_the_prompt_is_computed_here(llama, monkeypatch, transport):
+    prompt = prompt_of(300)
+    async with cluster(llama, transport, prefill_count=2, prefix_cache=False, **SHARED) as c:
+        expected = await c.ask(prompt, local=True, max_tokens=32)
+        dying = Dying(monkeypatch, 1, prompt, once=False)
+        hold_later_stages(monkeypatch, lambda: until_drafted(c.decode, 2, dying))
+        answer = await c.ask(prompt, codec="halves", max_tokens=32)
+        assert answer.tokens == expected.tokens and not answer.summary.prefill_worker
+        assert dying.deaths == 2 and c.decode.transfers.fallbacks["local"]._value.get() == 1
+        await c.settled()
+        assert not held_bytes(c)
+
+
+@pytest.mark.parametrize("codec", ["halves", "noise"])
+async def test_provisional_replies_add_up_to_the_output(llama, monkeypatch, codec):
+    """A caller that believes drafts until they are settled, and settles them, has what a default caller has."""
+    gate = asyncio.Event()
+    hold_later_stages(monkeypatch, gate.wait)
+    asked = {"codec": codec, "max_tokens": 40, "temperature": 0.6, "seed": 4}
+    async with cluster(llama, "grpc", prefix_cache=False, decode={"max_drafts": 10}, **SHARED) as c:
+        told = asyncio.create_task(c.ask(prompt_of(300), provisional=True, **asked))
+        await drafted(c.decode, 10)
+        gate.set()
+        told = await told
+        plain = await c.ask(prompt_of(300), **asked)
+        await c.settled()
+    assert not any(reply.HasField("drafted") or reply.HasField("verified") for reply in plain.news)
+    assert told.tokens == plain.tokens and told.text == plain.text
+    output, drafts, settled, confirmed = [], [], [], []
+    for reply in told.news:
+        if reply.HasField("drafted"):
+            assert reply.drafted.position == len(output) + len(drafts)
+            drafts += reply.drafted.token_ids
+        elif reply.HasField("verified"):
+            verified = reply.verified
+            assert (verified.position, verified.proposed) == (len(output), len(drafts))
+            confirmed, drafts = drafts[: verified.accepted], []
+            settled.append((verified.position, confirmed, verified.proposed))
+        else:
+            output += reply.token_ids
+    assert [output] == list(plain.tokens.values()) and not drafts and len(settled) == 1
+    for position, accepted, proposed in settled:
+        assert output[position : position + len(accepted)] == accepted and proposed == 10
+    assert (told.summary.drafts_proposed, told.summary.drafts_accepted) == (10, len(confirmed))
+    assert confirmed if codec == "halves" else len(confirmed) < 10
+
+
+async def test_a_lossy_codec_needs_the_operators_leave(llama):
+    prompt = prompt_of(300)
+    async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+        with pytest.raises(InvalidRequestError, match=r"'lossy-halves' is lossy: .*--allow-lossy") as refused:
+            await c.ask(prompt, codec="lossy-halves")
+        assert refused.value.param == "codec"
+        await c.settled()
+    async with cluster(llama, "grpc", prefix_cache=False, decode={"allow_lossy": True}, **SHARED) as c:
+        answer = await c.ask(prompt, codec="lossy-halves")
+        assert answer.summary.lossy and answer.summary.codec == "lossy-halves"
+        assert not (await c.ask(prompt, codec="halves")).summary.lossy
+        assert c.decode.transfers.lossy_requests._value.get() == 1
+        await c.settled()
+
+
+async def test_auto_chooses_by_what_it_measured_and_says_why(llama, monkeypatch):
+    offered = ("raw", "splitzip-channel", "halves")
+    monkeypatch.setattr(registry, "names", lambda: offered)
+    monkeypatch.setattr(services.decode.choice, "LEAST_SAMPLE_BYTES", 1000)
+    prompt = prompt_of(700)
+    async with cluster(llama, "grpc", prefix_cache=False, decode={"codec": "auto"}, **SHARED) as c:
+        expected = await c.ask(prompt, local=True)
+        first = await c.ask(prompt)
+        with monkeypatch.context() as only_now:
+            hold_later_stages(only_now, lambda: drafted(c.decode, 1))  # so that frames come behind the first token
+            staged = await c.ask(prompt, codec="halves")
+        second = await c.ask(prompt, codec="auto")
+        assert first.tokens == second.tokens == expected.tokens
+        assert first.summary.codec == "splitzip-channel" and "not been measured" in first.summary.codec_reason
+        assert second.summary.codec in offered and "MB/s" in second.summary.codec_reason
+        assert staged.tokens == expected.tokens and not staged.summary.codec_reason
+        assert "auto" in (await c.client.get_status(timeout_s=5)).codecs
+        await c.settled()
