@@ -82,7 +82,7 @@ def encode_tensor(pool: Bits, pages: Ints, plan: TensorPlan, anchors: Bytes, res
     anchors[:], residuals[:] = 0, 0
     for number in range(plan.pages):
         layer, page = divmod(number, plan.num_pages)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             _encode_page(pool[layer, pages[page]], number, plan, anchors, residuals)
 
 
@@ -152,7 +152,7 @@ def decode_exact(dense: Bytes, stream: Bytes, part: Part, pages: Ints, pool: Bit
 
 
 def _encode_page(matrix: Bits, number: int, plan: TensorPlan, anchors: Bytes, residuals: Bytes) -> None:
-    """Write metadata and codes of a page [rows, columns]. Infinities make NaN and infinities on the way."""
+    """Write metadata and codes of a page [rows, columns]. Infinities make NaN on the way, wide ranges infinities."""
     numbers = to_float(matrix, plan.format)
     _write_chunks(numbers, number, plan, anchors)
     for name in plan.sections[RESIDUAL].keys() - {"codes"}:
