@@ -76,8 +76,8 @@ class StreamOptions(Wire):
 class KvrailOptions(Wire):
     """Our own extension of a request.
 
-    codec: how the KV crosses, one that the workers know, or auto. provisional: whether a stream also shows tokens that are
-    drafted on a coarse KV, before they are verified (docs/provisional-streaming.md).
+    codec: how the KV crosses, one that the workers know, or auto. provisional: whether a stream also shows tokens
+    that are drafted on a coarse KV, before they are verified (docs/provisional-streaming.md).
     """
 
     codec: Annotated[str, Field(max_length=64)] = ""
