@@ -26,7 +26,7 @@ from services.prefill.link import Link
 from services.prefill.pieces import Piece
 from services.prefill.shipment import Shipment
 
-ENCODER_THREADS = 3
+ENCODER_THREADS = 2
 
 
 class PageObserver:
