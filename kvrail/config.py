@@ -184,7 +184,7 @@ class DecodeSettings(WorkerSettings):
     port: Port = Field(7002, description="gRPC port")
     codec: str = Field(
         "",
-        description="KV codec to ask for, or auto; default: splitzip-channel, on CUDA and for float32 raw",
+        description="KV codec to ask for, or auto; default: splitzip-channel, for float32 raw",
     )
     allow_lossy: bool = Field(
         False, description="let the codec and requests name KV codecs that do not restore every bit"

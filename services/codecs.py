@@ -19,7 +19,7 @@ logger = logging.getLogger("kvrail.codecs")
 
 DEFAULT_CODEC = "splitzip-channel"
 WITHOUT_CODE = "raw"
-"""Asked for by default where the default codec does not take the pages, or its kernels are unproven there."""
+"""Asked for by default where the default codec does not take the pages."""
 
 
 AUTO = "auto"
@@ -54,7 +54,6 @@ class Codecs:
     def __init__(self, settings: WorkerSettings, *, allow_lossy: bool) -> None:
         self._allow_lossy = allow_lossy
         self._dtype = settings.kv_dtype
-        self._on_cuda = settings.device != "cpu"
         self._path = settings.codebook
         self._codebook = _load(settings.codebook) if settings.codebook else None
         self._all = {name: registry.get(name, self._codebook) for name in registry.names()}
@@ -103,13 +102,9 @@ class Codecs:
                 return self.get(setting).name
             except CodecChoiceError as error:
                 raise ConfigError(f"{flag_name('codec')}: {error}") from None
-        if DEFAULT_CODEC not in self.names:
-            why = f"{DEFAULT_CODEC} takes no {self._dtype} pages"
-        elif self._on_cuda:
-            why = f"the CUDA kernels of {DEFAULT_CODEC} have not been measured; {flag_name('codec')} chooses it"
-        else:
+        if DEFAULT_CODEC in self.names:
             return DEFAULT_CODEC
-        logger.info("KV crosses with codec %s: %s", WITHOUT_CODE, why)
+        logger.info("KV crosses with codec %s: %s takes no %s pages", WITHOUT_CODE, DEFAULT_CODEC, self._dtype)
         return WITHOUT_CODE
 
     def check_codebook(self, loaded: LoadedModel) -> None:

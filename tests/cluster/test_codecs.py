@@ -161,10 +161,10 @@ def test_a_setting_that_cannot_work_is_an_error_at_start(setting, dtype, words):
     [
         ("bfloat16", "cpu", ""),
         ("float32", "cpu", "splitzip-channel takes no float32 pages"),
-        ("bfloat16", "cuda", "the CUDA kernels of splitzip-channel have not been measured; --codec chooses it"),
+        ("bfloat16", "cuda", ""),
     ],
 )
-def test_the_default_follows_the_pages_and_their_device(caplog, dtype, device, why):
+def test_the_default_follows_the_pages(caplog, dtype, device, why):
     caplog.set_level("INFO", "kvrail.codecs")
     codecs = Codecs(settings(DecodeSettings, "unread", kv_dtype=dtype, device=device), allow_lossy=False)
     assert codecs.default() == ("raw" if why else "splitzip-channel")
