@@ -13,7 +13,7 @@ GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 .PHONY: help up test lint format protos gpu-test compose-test clean \
-	bench-engine bench-transport bench-serving bench-codec bench-link bench-anchors
+	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -73,6 +73,9 @@ bench-serving: $(VENV)/.dev  ## latency and throughput of a whole cluster, as a 
 
 bench-codec: $(VENV)/.bench  ## ratio and speed of the KV codecs, beside their peers
 	$(BIN)/python -m benchmarks.codec $(ARGS)
+
+bench-codec-kernels: $(VENV)/.bench  ## the codecs' GPU kernels beside the memory's limit
+	$(BIN)/python -m benchmarks.codec_kernels $(ARGS)
 
 bench-link: $(VENV)/.bench  ## the KV codecs over a slow link between two network namespaces; needs root
 	$(BIN)/python -m benchmarks.link $(ARGS)
