@@ -83,13 +83,24 @@ async def test_frames_of_one_request_come_first_stages_first_and_recent_pages_wh
         late = [number for number, (w, header) in enumerate(zip(whole, headers, strict=True)) if header.stage and not w]
         stage_0 = [number for number, header in enumerate(headers) if header.stage == 0]
         assert len(late) == sum(not w for w in whole) / 2
-        for number, header in enumerate(headers):
-            if whole[number] and header.stage:
-                before = headers[number - 1]
-                if number - 1 in late:
-                    continue  # one of the link's two slots had a later stage under way
-                assert (before.stage, before.first_page) == (header.stage - 1, header.first_page)
+        places = {(header.stage, header.first_layer, header.first_page): n for n, header in enumerate(headers)}
+        for (stage, layer, page), number in places.items():
+            if stage and page >= recent:  # but for frames that had a slot of the link already
+                assert 0 < number - places[0, layer, page] <= SLOTS
         assert late and stage_0
+
+
+async def test_first_stages_of_a_cached_prompt_all_leave_before_its_later_ones(llama, monkeypatch):
+    headers = note_frames(monkeypatch)
+    options = {**SHARED, "decode": {"prefix_cache": False}}
+    async with cluster(llama, "grpc", **options) as c:
+        await c.ask(prompt_of(700), codec="halves")
+        headers.clear()
+        answer = await c.ask(prompt_of(700), codec="halves")
+        await c.settled()
+    assert answer.summary.cached_tokens == 0
+    cached = [h.stage for h in headers if h.first_page + h.spec.num_pages <= first_recent_page(700, PAGE)]
+    assert cached == sorted(cached) and len(cached) > 20 and set(cached) == {0, 1}
 
 
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])
