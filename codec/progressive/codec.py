@@ -38,8 +38,9 @@ class ProgressiveCodec:
     def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
         """Check all of a payload, then write it into `out`, on its device's current stream.
 
-        Stage 0 gives every value sign, exponent and first mantissa bits exactly and puts it in the middle of its
-        interval; stage 1 needs what stage 0 wrote and replaces the low mantissa bits, so `out` may be read meanwhile.
+        Stage 0 gives every value sign, exponent and first mantissa bits exactly, but for the exponents of escapes, and
+        puts it in the middle of its interval. Stage 1 needs what stage 0 wrote, replaces the low mantissa bits and
+        lowers the escapes' exponents; `out` may be read meanwhile.
         Raises CodecError, with `out` untouched, where the payload is not this stage of this codec, cut and spec.
         """
         source, plans = np.frombuffer(payload, dtype=np.uint8), self._plans(out)

@@ -1,83 +1,114 @@
 """The two stages on a CPU: straight from pages into payloads and back, one pass over the pages each way."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from codec.base import PagedBlock
 from codec.progressive.cpu_geometry import geometry_of
 from codec.progressive.cpu_kernels import decode_tiles, encode_tiles, refine_tiles
-from codec.progressive.payload import HEADER_BYTES, AnchorPayload, RestPayload, anchor_payload
+from codec.progressive.payload import HEADER_BYTES, AnchorPayload, RestPayload, layouts_of
 from codec.progressive.plan import AnchorPlan, Plans
 from codec.splitzip import buffers
 from codec.splitzip.cpu import (
     CpuEncoding,
-    TileDecoder,
-    TileEncoder,
+    Escapes,
+    _append,
+    _decode_tiles,
+    _encode_tiles,
+    _gather,
+    _scatter,
     byte_pools,
-    decode_body,
-    encode_body,
     on_threads,
 )
-from codec.splitzip.payload import Bytes, Ints, Part, pad_sections, scale_bytes_of, stats_of
+from codec.splitzip.payload import Bytes, Ints, Part, pad, pad_sections, scale_bytes_of, stats_of, travels_raw
+from codec.splitzip.plan import aligned
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     """Encode keys and values by their plans. Raises CodecError where a pool's tensor is not contiguous."""
-    rest = buffers.take(HEADER_BYTES + sum(plan.later_bytes for plan in plans))
-
-    def encoder(pool: Bytes, page_ids: Ints, parts: Sequence[Part], dense: Bytes) -> TileEncoder:
-        plan = plans[len(parts)]
-        geometry = geometry_of(plan)
-        before = sum(part.plan.later_bytes for part in parts if not part.raw)
-        target = rest[HEADER_BYTES + before :][: plan.later_bytes]
-
-        def encode_range(first: int, last: int, records: npt.NDArray[np.uint16], extensions: Bytes) -> tuple[int, int]:
-            found: tuple[int, int] = encode_tiles(
-                pool, page_ids, first, last, geometry, dense, target, records, extensions
-            )
-            return found
-
-        return encode_range
-
-    anchor, parts = encode_body(pages, plans, encoder)
-    first = anchor_payload(plans, parts, scale_bytes_of(pages.spec))
-    second = RestPayload(plans, (first.keys.raw, first.values.raw))
-    for memory, layout in ((anchor, first), (rest, second)):
+    pools, page_ids = byte_pools(pages), np.array(pages.page_ids, dtype=np.int64)
+    scale_bytes = scale_bytes_of(pages.spec)
+    coded = [plan.fits and not travels_raw(plan, 0, 0) for plan in plans]
+    first = buffers.take(HEADER_BYTES + sum(aligned(plan.raw_bytes) for plan in plans) + aligned(scale_bytes))
+    rooms = [plan.raw_bytes - plan.fixed_bytes if codes else 0 for plan, codes in zip(plans, coded, strict=True)]
+    second = buffers.take(HEADER_BYTES + sum(rooms))
+    parts: list[Part] = []
+    escapes: list[list[Escapes]] = []
+    offset, rest_offset = HEADER_BYTES, HEADER_BYTES
+    for pool, plan, codes in zip(pools, plans, coded, strict=False):  # the pools of scales come after
+        dense, rest = first[offset:], second[rest_offset:]
+        found = _encode_tensor(pool, page_ids, plan, dense, rest) if codes else None
+        if found is None:
+            pad(dense, _gather(pool, page_ids, dense, 0))
+        records = sum(each.records.size // 2 for each in found or ())
+        extensions = sum(each.extensions.size for each in found or ())
+        parts.append(Part(plan, found is None, records, extensions))
+        escapes.append(found or [])
+        offset += parts[-1].dense_bytes
+        rest_offset += 0 if found is None else plan.rest.fixed_bytes
+    for pool in pools[2:]:
+        offset = _gather(pool, page_ids, first, offset)
+    pad(first, offset)
+    for found in escapes:
+        rest_offset = pad(second, _append(second, rest_offset, [each.records for each in found]))
+        rest_offset = pad(second, _append(second, rest_offset, [each.extensions for each in found]))
+    payloads = []
+    for memory, layout in zip((first, second), layouts_of(plans, parts, scale_bytes), strict=True):
         memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-    for plan, raw, offset in zip(second.rests, second.raw, second.offsets, strict=True):
-        if not raw:
-            pad_sections(plan, rest[offset:])
-    return CpuEncoding([anchor.data[: first.size], rest.data[: second.size]], stats_of(parts))
+        payloads.append(memory.data[: layout.size])
+    return CpuEncoding(payloads, stats_of(parts))
+
+
+def _encode_tensor(pool: Bytes, page_ids: Ints, plan: AnchorPlan, dense: Bytes, rest: Bytes) -> list[Escapes] | None:
+    """Fill the beginning of `dense` and `rest`, gaps and all; None where the code does not make the tensor smaller."""
+    geometry = geometry_of(plan)
+
+    def encode_range(first: int, last: int, records: npt.NDArray[np.uint16], extensions: Bytes) -> tuple[int, int]:
+        found: tuple[int, int] = encode_tiles(pool, page_ids, first, last, geometry, dense, rest, records, extensions)
+        return found
+
+    escapes = _encode_tiles(plan.rest, rest, encode_range)
+    if escapes is not None:
+        pad_sections(plan, dense)
+    return escapes
 
 
 def decode_anchor(payload: Bytes, layout: AnchorPayload, out: PagedBlock) -> None:
     """Write a first stage into `out`. Raises CodecError, with `out` untouched, where a pool is not contiguous."""
+    pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
+    for pool, plan, part, start in zip(pools, layout.plans, layout.parts, layout.dense_offsets, strict=False):
+        if part.raw:
+            _scatter(pool, page_ids, payload[start : start + plan.raw_bytes])
+        else:
+            _decode_tensor(payload[start:], plan, pool, page_ids)
+    offset, size = layout.scale_offset, layout.scale_bytes // 2
+    for pool in pools[2:]:
+        _scatter(pool, page_ids, payload[offset : offset + size])
+        offset += size
 
-    def decoder(pool: Bytes, page_ids: Ints, number: int, dense: Bytes) -> TileDecoder:
-        geometry = geometry_of(layout.plans[number])
 
-        def decode_range(first: int, last: int, records: Bytes, extensions: Bytes) -> None:
-            decode_tiles(pool, page_ids, first, last, geometry, dense, records, extensions)
+def _decode_tensor(dense: Bytes, plan: AnchorPlan, pool: Bytes, page_ids: Ints) -> None:
+    geometry = geometry_of(plan)
 
-        return decode_range
+    def decode_range(first: int, last: int) -> None:
+        decode_tiles(pool, page_ids, first, last, geometry, dense)
 
-    decode_body(payload, layout, out, decoder)
+    on_threads(decode_range, plan)
 
 
 def refine(payload: Bytes, layout: RestPayload, out: PagedBlock) -> None:
     """Write a second stage into `out`, which holds the first. Raises CodecError where a pool is not contiguous."""
     pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
-    for pool, plan, raw, offset in zip(pools, layout.plans, layout.raw, layout.offsets, strict=False):
-        if not raw and plan.rest.rest_bits:
-            _refine(pool, page_ids, plan, payload[offset:])
+    for number, part in enumerate(layout.parts):
+        if not part.raw:
+            rest, escapes = payload[layout.dense_offsets[number] :], payload[layout.escape_offsets[number] :]
+            _refine(pools[number], page_ids, layout.plans[number], part, rest, escapes)
 
 
-def _refine(pool: Bytes, page_ids: Ints, plan: AnchorPlan, rest: Bytes) -> None:
+def _refine(pool: Bytes, page_ids: Ints, plan: AnchorPlan, part: Part, rest: Bytes, escapes: Bytes) -> None:
     geometry = geometry_of(plan)
 
-    def refine_range(first: int, last: int) -> None:
-        refine_tiles(pool, page_ids, first, last, geometry, rest)
+    def refine_range(first: int, last: int, records: Bytes, extensions: Bytes) -> None:
+        refine_tiles(pool, page_ids, first, last, geometry, rest, records, extensions)
 
-    on_threads(refine_range, plan)
+    _decode_tiles(part, rest, escapes, refine_range)

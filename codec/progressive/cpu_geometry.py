@@ -66,5 +66,5 @@ def geometry_of(plan: AnchorPlan) -> CutGeometry:
         **{name: starts.get(name, 0) for name in CutGeometry._fields if name[:-1] in ("anchor", "rest")},
         tops=plan.sections["tops"].offset,
         drops=plan.sections["drops"].offset,
-        counts=plan.sections["counts"].offset,
+        counts=plan.rest.sections["counts"].offset,
     )

@@ -21,7 +21,6 @@ from codec.splitzip.cpu_kernels import (
     BFLOAT16,
     E5M2,
     FLOAT16,
-    apply_escapes,
     choose_tops,
     copy,
     list_escapes,
@@ -57,17 +56,17 @@ def _format_kernels(exponent_bits, mantissa_bits, kept_bits):
             for j in range(size):
                 far = u8(tops[j] - u8(bits[j] >> shift)) & mask
                 distance[j] = far
-                field = (far & code) | u8(u8(u8(bits[j] >> cut) & kept) << code_bits)
+                field = min(far, code) | u8(u8(u8(bits[j] >> cut) & kept) << code_bits)
                 anchor[j] = field | (u8(bits[j] >> sign_shift) & sign)
                 rest[j] = u8(bits[j] >> base) & rest_mask
 
     @njit(nogil=True)
-    def join(values, tops, anchors, distances):
+    def join(values, tops, anchors):
         size = tops.size
         for s in range(8):
-            bits, anchor, distance = values[s * size :][:size], anchors[s * size :][:size], distances[s * size :][:size]
+            bits, anchor = values[s * size :][:size], anchors[s * size :][:size]
             for j in range(size):
-                exponent = u16(u16(u8(tops[j] - distance[j]) & mask) << shift)
+                exponent = u16(u16(u8(tops[j] - (anchor[j] & code)) & mask) << shift)
                 mantissa = u16(u16(u8(anchor[j] >> code_bits) & kept) << cut) | middle
                 bits[j] = exponent | mantissa | u16(u16(anchor[j] & sign) << sign_shift)
 
@@ -108,26 +107,26 @@ def _split(values, tops, geometry, anchors, rests, distances):
 
 
 @njit(nogil=True)
-def _join(values, tops, geometry, anchors, distances):
+def _join(values, tops, geometry, anchors):
     """Put values together from what the first stage has of them."""
     if geometry.mantissa_bits == BFLOAT16:
         if geometry.kept_bits == 1:
-            _join_bfloat16_1(values, tops, anchors, distances)
+            _join_bfloat16_1(values, tops, anchors)
         elif geometry.kept_bits == 2:
-            _join_bfloat16_2(values, tops, anchors, distances)
+            _join_bfloat16_2(values, tops, anchors)
         else:
-            _join_bfloat16_3(values, tops, anchors, distances)
+            _join_bfloat16_3(values, tops, anchors)
     elif geometry.mantissa_bits == FLOAT16:
         if geometry.kept_bits == 1:
-            _join_float16_1(values, tops, anchors, distances)
+            _join_float16_1(values, tops, anchors)
         elif geometry.kept_bits == 2:
-            _join_float16_2(values, tops, anchors, distances)
+            _join_float16_2(values, tops, anchors)
         else:
-            _join_float16_3(values, tops, anchors, distances)
+            _join_float16_3(values, tops, anchors)
     elif geometry.mantissa_bits == E5M2:
-        _join_e5m2(values, tops, anchors, distances)
+        _join_e5m2(values, tops, anchors)
     else:
-        _join_e4m3(values, tops, anchors, distances)
+        _join_e4m3(values, tops, anchors)
 
 
 def _bit_kernels(position):
@@ -222,7 +221,7 @@ def _replace_ninth(values, ninths):
 
 
 @njit(nogil=True)
-def _refine_tile(values, geometry, tile, rest, rests):
+def _replace_low_bits(values, geometry, tile, rest, rests):
     """Replace the low mantissa bits of a staged tile; `rests` is scratch."""
     bits, size = geometry.rest_bits, values.size
     if bits < 8:
@@ -236,12 +235,41 @@ def _refine_tile(values, geometry, tile, rest, rests):
         _replace_ninth(values, rests)
 
 
+@njit(nogil=True)
+def _lower_escapes(values, geometry, count, wide, records, extensions):
+    """Take the exponents of a staged tile's `count` escapes from the lower end of the window to where they lie."""
+    size, shift = values.size // 8, geometry.mantissa_bits
+    exponents = geometry.exponent_mask << shift
+    for index in range(count):
+        record = int64(records[2 * index]) | int64(records[2 * index + 1]) << 8
+        position, far = record & (1 << geometry.position_bits) - 1, record >> geometry.position_bits
+        if wide:
+            far += int64(extensions[index]) << 16 - geometry.position_bits
+        place = (position & 7) * size + (position >> 3)
+        bits = int64(values[place])
+        values[place] = u16(bits & ~exponents | bits - (far + 1 << shift) & exponents)
+
+
+@njit(nogil=True)
+def _refine_tile(pool, pages, geometry, tile, rest, records, extensions, values, rests):
+    """Complete a tile in its page; how many records and extensions it has. `values` and `rests` are scratch."""
+    tally = rest[geometry.counts + 2 * tile :]
+    count, wide = int64(tally[0]) | int64(tally[1] & u8(127)) << 8, tally[1] >= u8(128)
+    if count or geometry.rest_bits:
+        load_tile(pool, pages, geometry, tile, values)
+        if geometry.rest_bits:
+            _replace_low_bits(values, geometry, tile, rest, rests)
+        _lower_escapes(values, geometry, count, wide, records, extensions)
+        store_tile(pool, pages, geometry, tile, values)
+    return count, count if wide else 0
+
+
 _GEOMETRY = types.NamedUniTuple(int64, len(CutGeometry._fields), CutGeometry)
 _PAYLOAD = types.Array(u8, 1, "C", readonly=True)
 _TILES = (u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY)
 _ENCODE = types.UniTuple(int64, 2)(*_TILES, u8[::1], u8[::1], u16[::1], u8[::1])
-_DECODE = void(*_TILES, _PAYLOAD, _PAYLOAD, _PAYLOAD)
-_REFINE = void(*_TILES, _PAYLOAD)
+_DECODE = void(*_TILES, _PAYLOAD)
+_REFINE = void(*_TILES, _PAYLOAD, _PAYLOAD, _PAYLOAD)
 
 
 def _entry_points(version):
@@ -271,37 +299,35 @@ def _entry_points(version):
             _pack(anchors, geometry.anchor_bits, tile, dense, geometry.anchor4, geometry.anchor2, geometry.anchor1)
             _pack_rest(values, rests, geometry, tile, rest)
             left = records[num_records:], extensions[num_extensions:]
-            count, extended = list_escapes(distances, geometry, tile, dense, marks, *left)
+            count, extended = list_escapes(distances, geometry, tile, rest, marks, *left)
             num_records, num_extensions = num_records + count, num_extensions + extended
         return num_records, num_extensions
 
     @compiled(_DECODE)
-    def decode_tiles(pool, pages, first, last, geometry, dense, records, extensions):
-        """Write tiles `first` to `last` of a first stage into the pages; arguments as of splitzip's decode_tiles."""
+    def decode_tiles(pool, pages, first, last, geometry, dense):
+        """Write tiles `first` to `last` of a first stage into the pages."""
         segment = geometry.segment_rows * geometry.tile_width
         values, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint8)
-        distances, anchors = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
-        next_record, next_extension = 0, 0 & version
-        for tile in range(first, last):
+        anchors = np.empty(8 * segment, np.uint8)
+        for tile in range(first, last + (0 & version)):
             read_tops(geometry, tile, dense, tops)
             _unpack(anchors, geometry.anchor_bits, tile, dense, geometry.anchor4, geometry.anchor2, geometry.anchor1)
-            for j in range(anchors.size):
-                distances[j] = anchors[j] & u8(7)
-            left = records[2 * next_record :], extensions[next_extension:]
-            count, extended = apply_escapes(distances, geometry, tile, dense, *left)
-            next_record, next_extension = next_record + count, next_extension + extended
-            _join(values, tops, geometry, anchors, distances)
+            _join(values, tops, geometry, anchors)
             store_tile(pool, pages, geometry, tile, values)
 
     @compiled(_REFINE)
-    def refine_tiles(pool, pages, first, last, geometry, rest):
-        """Replace the low mantissa bits of tiles `first` to `last` in the pages by those in `rest`."""
+    def refine_tiles(pool, pages, first, last, geometry, rest, records, extensions):
+        """Complete tiles `first` to `last` in the pages by a second stage.
+
+        Records, as bytes, and extensions begin with those of tile `first`; none may be stray.
+        """
         size = 8 * geometry.segment_rows * geometry.tile_width
         values, rests = np.empty(size, np.uint16), np.empty(size, np.uint8)
-        for tile in range(first, last + (0 & version)):
-            load_tile(pool, pages, geometry, tile, values)
-            _refine_tile(values, geometry, tile, rest, rests)
-            store_tile(pool, pages, geometry, tile, values)
+        next_record, next_extension = 0, 0 & version
+        for tile in range(first, last):
+            left = records[2 * next_record :], extensions[next_extension:]
+            count, extended = _refine_tile(pool, pages, geometry, tile, rest, *left, values, rests)
+            next_record, next_extension = next_record + count, next_extension + extended
 
     return encode_tiles, decode_tiles, refine_tiles
 

@@ -1,7 +1,7 @@
 """Triton kernel: a first stage to pages, keys and values in one launch.
 
-One program restores one tile, as in codec/splitzip/gpu_decode_kernel.py, whose parts it is made of: first all values as
-if none were an escape, then, behind a barrier, those for which there is a record.
+One program restores one tile, as in codec/splitzip/gpu_decode_kernel.py, whose parts it is made of. All that it reads
+has a fixed place.
 """
 
 # Tuples that grow in unrolled loops have no type that mypy can follow.
@@ -10,25 +10,8 @@ if none were an escape, then, behind a barrier, those for which there is a recor
 import triton
 import triton.language as tl
 
-from codec.splitzip.gpu_decode_kernel import (
-    _RECORDS_AT_ONCE,
-    _field,
-    _load_planes,
-    _load_records,
-    _records_of,
-    _significands_at,
-)
-from codec.splitzip.gpu_word_kernels import (
-    aligned,
-    column_tops,
-    page_of,
-    pointer_to,
-    replicated,
-    sections_after,
-    spread,
-    values_at,
-    words_of,
-)
+from codec.splitzip.gpu_decode_kernel import _field, _load_planes
+from codec.splitzip.gpu_word_kernels import page_of, pointer_to, replicated, sections_after, spread, words_of
 
 
 @triton.jit
@@ -52,38 +35,6 @@ def _joined(
 
 
 @triton.jit
-def _escaped_values(
-    record,
-    beyond,
-    live,
-    dense,
-    tops,
-    drops,
-    tile,
-    tiles,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-):
-    """Offsets in the page and bits, uint32, of the values that records stand for."""
-    far = (record >> POSITION_BITS) + (beyond << (16 - POSITION_BITS))
-    j8 = record & ((1 << POSITION_BITS) - 1)
-    j, segment = j8 >> 3, j8 & 7
-    offset, column = values_at(j, 0, segment, tile % PER_PAGE, SEGMENT_ROWS, COLUMNS, WIDTH, 2, 1)
-    ANCHOR_BITS: tl.constexpr = CODE_BITS + KEPT_BITS + 1
-    field = _significands_at(dense, tile, tiles, j, segment, live, ANCHOR_BITS, SEGMENT_ROWS * WIDTH)
-    exponent = column_tops(tops, drops, tile, column, live, WIDTH) - (1 << CODE_BITS) - far
-    exponent = (exponent & ((1 << EXPONENT_BITS) - 1)).to(tl.uint32)
-    return offset, _joined(field.to(tl.uint32), exponent, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, KEPT_BITS, 1)
-
-
-@triton.jit
 def _decode_tile(
     tile,
     tiles,
@@ -93,13 +44,10 @@ def _decode_tile(
     pages,
     num_pages,
     dense,
-    records,
-    extensions,
     ITEM_BYTES: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     CODE_BITS: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -124,12 +72,7 @@ def _decode_tile(
         tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, 2, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
     )
     anchors, _ = _load_planes(dense, tile, tiles, index, inside, ANCHOR_BITS, SEGMENT, PADDED, LANES)
-    tops, drops, counts = sections_after(dense, tiles, ANCHOR_BITS, SEGMENT, WIDTH, 2)
-    groups = (counts + aligned(tiles.to(tl.int64) * 2)).to(tl.pointer_type(tl.uint32))
-    count, wide, records, extensions = _records_of(
-        tile, counts.to(tl.pointer_type(tl.uint16)), groups, records, extensions
-    )
-    record, beyond, live = _load_records(0, count, wide, records, extensions)  # on their way while the rest is written
+    tops, drops, _ = sections_after(dense, tiles, ANCHOR_BITS, SEGMENT, WIDTH, 2)
     within = tl.arange(0, HALF_PADDED)[None, None, :]
     both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, LANES) + within
     drop = spread(tl.load(both, mask=within * LANES < HALF_VALUES, other=0), LANES)
@@ -146,17 +89,6 @@ def _decode_tile(
             tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
         else:
             tl.store(where, word.to(words.dtype.element_ty))
-    if count > 0:
-        tl.debug_barrier()  # other threads of the program wrote what the next overwrite
-        values = pointer_to(page, ITEM_BYTES)
-        for begin in range(0, count, _RECORDS_AT_ONCE):
-            if begin > 0:
-                record, beyond, live = _load_records(begin, count, wide, records, extensions)
-            offset, value = _escaped_values(
-                record, beyond, live, dense, tops, drops, tile, tiles, EXPONENT_BITS, MANTISSA_BITS,
-                CODE_BITS, POSITION_BITS, KEPT_BITS, SEGMENT_ROWS, COLUMNS, WIDTH, PER_PAGE,
-            )  # fmt: skip
-            tl.store(values + offset, value.to(values.dtype.element_ty), mask=live)
 
 
 @triton.jit(
@@ -183,15 +115,10 @@ def decode_anchor_kernel(
     value_tiles,
     key_dense,
     value_dense,
-    key_records,
-    value_records,
-    key_extensions,
-    value_extensions,
     ITEM_BYTES: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     CODE_BITS: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -212,23 +139,22 @@ def decode_anchor_kernel(
 ):
     """Grid: key tiles, then value tiles.
 
-    keys, values: uint8, the pools; strides: bytes; pages: int64 [num_pages], page ids; dense: uint8, dense parts;
-    records uint16, extensions uint8: of a tensor's tiles, in order. Every record must lie on a value.
+    keys, values: uint8, the pools; strides: bytes; pages: int64 [num_pages], page ids; dense: uint8, dense parts.
     """
     tile = tl.program_id(0)
     if tile < key_tiles:
         _decode_tile(
             tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages,
-            key_dense, key_records, key_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, ROWS,
+            key_dense,
+            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, LANES, ALIGNMENT, ROWS,
             SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
             KEY_KEPT_BITS,
         )  # fmt: skip
     else:
         _decode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, pages, num_pages,
-            value_dense, value_records, value_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, ROWS,
+            value_dense,
+            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, LANES, ALIGNMENT, ROWS,
             SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
             VALUE_PADDED, VALUE_KEPT_BITS,
         )  # fmt: skip

@@ -69,6 +69,7 @@ def _encode_tile(
     PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
     EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
     BEYOND: tl.constexpr = (1 << EXPONENT_BITS) - (1 << CODE_BITS)
+    WINDOW_END: tl.constexpr = (1 << CODE_BITS) - 1
     REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
     ANCHOR_BITS: tl.constexpr = CODE_BITS + KEPT_BITS + 1
     ROW: tl.constexpr = min(8 // LANES, HALF_PADDED)
@@ -85,28 +86,30 @@ def _encode_tile(
         fields += (x[s] & replicated((1 << REST_BITS) - 1, LANES),)
         exponents += ((x[s] >> MANTISSA_BITS) & replicated(EXPONENTS, LANES),)
     _store_planes(fields, rest, tile, tiles, index, inside, REST_BITS, SEGMENT, PADDED, LANES)
-    tops, drops, counts = sections_after(dense, tiles, ANCHOR_BITS, SEGMENT, WIDTH, 2)
+    tops, drops, _ = sections_after(dense, tiles, ANCHOR_BITS, SEGMENT, WIDTH, 2)
     top = _channel_tops(exponents, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, LANES)
-    top += replicated(1 << EXPONENT_BITS, LANES)
+    highest = (top + replicated(1 << EXPONENT_BITS, LANES)) << MANTISSA_BITS
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        # The top's bit above the exponents is set, so that no lane borrows.
-        distance = (top - exponents[s]) & replicated(EXPONENTS, LANES)
+        # Distances stand where exponents do. The bit above is set in the highest, so that no lane borrows.
+        distance = (highest - (x[s] & replicated(EXPONENTS << MANTISSA_BITS, LANES))) >> MANTISSA_BITS
+        distance &= replicated(EXPONENTS, LANES)
         if PADDED:
             distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
-        shown = _shown(x[s], EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, KEPT_BITS, LANES)
-        fields += (shown | (distance & replicated((1 << CODE_BITS) - 1, LANES)),)
         # Beyond the window the sum carries into the bit above the exponents.
         carry = (distance & replicated(BEYOND, LANES)) + replicated(BEYOND, LANES)
-        carry &= replicated(1 << EXPONENT_BITS, LANES)
-        escaped |= (carry >> (EXPONENT_BITS - s)) if s <= EXPONENT_BITS else (carry << (s - EXPONENT_BITS))
+        outside = (carry >> EXPONENT_BITS) & replicated(1, LANES)
+        escaped |= outside << s
+        code = (distance | outside * WINDOW_END) & replicated(WINDOW_END, LANES)
+        fields += (_shown(x[s], EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, KEPT_BITS, LANES) | code,)
     _store_planes(fields, dense, tile, tiles, index, inside, ANCHOR_BITS, SEGMENT, PADDED, LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = _store_escapes(
         escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
         CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
     )  # fmt: skip
+    _, _, counts = sections_after(rest, tiles, REST_BITS, SEGMENT, WIDTH, 1)
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
 
@@ -166,7 +169,7 @@ def encode_stages_kernel(
     """Grid: key tiles, then value tiles.
 
     keys, values: uint8, the pools; strides: bytes; pages: int64 [num_pages], page ids; dense: uint8, dense parts of the
-    first stage, all but the group offsets; rest: uint8, parts of the second. Slots, one a tile: records uint16 and
+    first stage; rest: uint8, those of the second, all but the group offsets. Slots, one a tile: records uint16 and
     extensions uint8, as many as a tile has values.
     """
     tile = tl.program_id(0)

@@ -1,7 +1,7 @@
 """Launches of the Triton kernels of both stages, on the current stream, and the device memory that they need.
 
 Encoding is two launches: gpu_encode_kernel.py reads the pages once and writes both stages but for the escapes, which
-splitzip's gpu_pack_kernel.py brings together. Each stage is decoded in one.
+splitzip's gpu_pack_kernel.py brings together for the second. Each stage is decoded in one.
 """
 
 import math
@@ -25,7 +25,8 @@ from codec.splitzip.plan import aligned
 class StageBuffers:
     """Device memory of an encoding; it may be used again for blocks of the same plans, also by a captured graph.
 
-    anchor: of the first stage; rest: uint8, the second stage's parts of keys and values, where tensors are coded.
+    anchor: of the first stage, and the escapes' slots; rest: uint8, the second stage's parts of keys and values but for
+    the escapes, where tensors are coded.
     """
 
     anchor: EncodeBuffers
@@ -41,7 +42,10 @@ class StageBuffers:
 
 
 def later_bytes(plans: Plans) -> tuple[int, int]:
-    """Bytes of the second stage's parts of keys and of values; 0 for what travels raw whatever it holds."""
+    """Bytes of the second stage's parts of keys and of values but for the escapes.
+
+    0 for what travels raw whatever it holds.
+    """
     keys, values = (plan.later_bytes if tiles_of(plan) else 0 for plan in plans)
     return keys, values
 
@@ -62,7 +66,7 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
             (part, rest, slot.records, slot.extensions) for part, rest, slot in zip(dense, rests, slots, strict=True)
         ]
         _launch_tiles(encode_stages_kernel, TUNING.encode_words, pages, plans, tiles, table, outputs)
-        _launch_pack(plans, tiles, dense, buffers.anchor)
+        _launch_pack((plans[0].rest, plans[1].rest), tiles, rests, buffers.anchor)
     else:
         buffers.anchor.totals.zero_()
     scales = buffers.anchor.scales(plans)
@@ -72,15 +76,11 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
 
 
 def launch_decode_anchor(payload: torch.Tensor, layout: AnchorPayload, table: torch.Tensor, out: PagedBlock) -> None:
-    """Launch the decoding of a first stage, uint8 on the pool's device, into `out`. Records must lie on values."""
+    """Launch the decoding of a first stage, uint8 on the pool's device, into `out`."""
     pools, index = byte_pools(out), table[: len(out.page_ids)]
     tiles = [0 if part.raw else part.plan.tiles for part in layout.parts]
-    inputs = []
-    for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
-        records = payload[escapes : escapes + 2 * part.records].view(torch.uint16)
-        extensions = payload[escapes + part.escape_bytes - aligned(part.extensions) :]
-        inputs.append((payload[dense:], records, extensions))
     if sum(tiles):
+        inputs = [(payload[dense:],) for dense in layout.dense_offsets]
         _launch_tiles(decode_anchor_kernel, TUNING.decode_words, out, layout.plans, tiles, table, inputs)
     starts = [(dense, part.plan.raw_bytes) for dense, part in zip(layout.dense_offsets, layout.parts, strict=True)]
     half = layout.scale_bytes // 2
@@ -91,13 +91,19 @@ def launch_decode_anchor(payload: torch.Tensor, layout: AnchorPayload, table: to
 
 
 def launch_refine(payload: torch.Tensor, layout: RestPayload, table: torch.Tensor, out: PagedBlock) -> None:
-    """Launch the decoding of a second stage, uint8 on the pool's device, into `out`, which holds the first."""
-    tiles = [
-        plan.tiles if plan.rest.rest_bits and not raw else 0 for plan, raw in zip(layout.plans, layout.raw, strict=True)
-    ]
-    if sum(tiles):
-        inputs = [(payload[offset:],) for offset in layout.offsets]
-        _launch_tiles(refine_kernel, TUNING.decode_words, out, layout.plans, tiles, table, inputs)
+    """Launch the decoding of a second stage, uint8 on the pool's device, into `out`, which holds the first.
+
+    Records must lie on values.
+    """
+    tiles = [0 if part.raw else part.plan.tiles for part in layout.parts]
+    if not sum(tiles):
+        return
+    inputs = []
+    for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+        records = payload[escapes : escapes + 2 * part.records].view(torch.uint16)
+        extensions = payload[escapes + part.escape_bytes - aligned(part.extensions) :]
+        inputs.append((payload[dense:], records, extensions))
+    _launch_tiles(refine_kernel, TUNING.decode_words, out, layout.plans, tiles, table, inputs)
 
 
 def _launch_tiles(

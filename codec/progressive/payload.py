@@ -1,11 +1,11 @@
 """The payloads of the two stages: what README.md says of their headers, and where tensors lie in them."""
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from codec.base import BlockSpec, CodecError
-from codec.progressive.plan import Plans, RestPlan
+from codec.progressive.plan import Plans
 from codec.splitzip.payload import Bytes, Part, Payload, check_body, checked_part, scale_bytes_of
 
 MAGIC = b"SPLP"
@@ -21,79 +21,77 @@ def _kind(stage: int, plans: Plans) -> tuple[int, ...]:
     return (code.code_bits, code.position_bits, stage, mantissa_bits, keys.kept_bits, values.kept_bits)
 
 
-def _header(stage: int, plans: Plans, flags: int, counts: tuple[int, int, int, int]) -> bytes:
-    return _HEADER.pack(MAGIC, VERSION, flags, *_kind(stage, plans), b"", *counts, b"")
-
-
 @dataclass(frozen=True)
 class AnchorPayload(Payload):
-    """The layout of a first stage."""
+    """The layout of a first stage: its parts have no records."""
 
     plans: Plans = field(kw_only=True)
 
     def header(self) -> bytes:
         """The first HEADER_BYTES bytes."""
-        counts = (self.keys.records, self.keys.extensions, self.values.records, self.values.extensions)
-        return _header(0, self.plans, self.keys.raw | self.values.raw << 1, counts)
+        return _header(0, self)
 
 
-def anchor_payload(plans: Plans, parts: list[Part], scale_bytes: int) -> AnchorPayload:
-    """The layout of a first stage; parts: of keys and values."""
-    return AnchorPayload(parts[0], parts[1], scale_bytes, codebook_id=0, plans=plans)
+class RestPart(Part):
+    """Where one tensor lies in a second stage: nowhere, if it travels raw, for the first has it whole."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense part, padding included."""
+        return 0 if self.raw else self.plan.fixed_bytes
 
 
 @dataclass(frozen=True)
-class RestPayload:
-    """The layout of a second stage.
+class RestPayload(Payload):
+    """The layout of a second stage; its parts are RestParts."""
 
-    raw: of keys and values, whether all of it has travelled in the first.
-    """
-
-    plans: Plans
-    raw: tuple[bool, bool]
-
-    @cached_property
-    def rests(self) -> tuple[RestPlan, RestPlan]:
-        """Plans of keys and values."""
-        return self.plans[0].rest, self.plans[1].rest
-
-    @cached_property
-    def offsets(self) -> tuple[int, int]:
-        """Of the keys' and the values' parts."""
-        return HEADER_BYTES, HEADER_BYTES + (0 if self.raw[0] else self.rests[0].fixed_bytes)
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes in all."""
-        return self.offsets[1] + (0 if self.raw[1] else self.rests[1].fixed_bytes)
+    plans: Plans = field(kw_only=True)
 
     def header(self) -> bytes:
         """The first HEADER_BYTES bytes."""
-        return _header(1, self.plans, self.raw[0] | self.raw[1] << 1, (0, 0, 0, 0))
+        return _header(1, self)
+
+
+def _header(stage: int, layout: AnchorPayload | RestPayload) -> bytes:
+    keys, values = layout.parts
+    counts = (keys.records, keys.extensions, values.records, values.extensions)
+    flags = keys.raw | values.raw << 1
+    return _HEADER.pack(MAGIC, VERSION, flags, *_kind(stage, layout.plans), b"", *counts, b"")
+
+
+def layouts_of(plans: Plans, parts: Sequence[Part], scale_bytes: int) -> tuple[AnchorPayload, RestPayload]:
+    """The layouts of both stages; parts: what became of keys and values."""
+    first = [Part(plan, part.raw, 0, 0) for plan, part in zip(plans, parts, strict=True)]
+    second = [
+        RestPart(plan.rest, part.raw, part.records, part.extensions) for plan, part in zip(plans, parts, strict=True)
+    ]
+    return (
+        AnchorPayload(first[0], first[1], scale_bytes, codebook_id=0, plans=plans),
+        RestPayload(second[0], second[1], 0, codebook_id=0, plans=plans),
+    )
 
 
 def parse_anchor(payload: Bytes, spec: BlockSpec, plans: Plans) -> AnchorPayload:
     """The layout of a first stage that came, all of it checked; raises CodecError, naming what is wrong."""
     flags, counts = _parse_header(payload, 0, plans)
-    parts = [
-        checked_part(plan, bool(flags >> number & 1), *counts[2 * number : 2 * number + 2])
-        for number, plan in enumerate(plans)
-    ]
-    layout = anchor_payload(plans, parts, scale_bytes_of(spec))
-    check_body(payload, layout)
+    if any(counts):
+        raise CodecError(f"a first stage says that it has escapes: {counts}")
+    parts = [checked_part(plan, bool(flags >> number & 1), 0, 0) for number, plan in enumerate(plans)]
+    layout, _ = layouts_of(plans, parts, scale_bytes_of(spec))
+    if payload.size != layout.size:
+        raise CodecError(f"a first stage has {payload.size} bytes; by its header it has {layout.size}")
     return layout
 
 
 def parse_rest(payload: Bytes, plans: Plans) -> RestPayload:
     """The layout of a second stage that came, all of it checked; raises CodecError, naming what is wrong."""
     flags, counts = _parse_header(payload, 1, plans)
-    if any(counts):
-        raise CodecError(f"a second stage says that it has escapes: {counts}")
-    layout = RestPayload(plans, (bool(flags & 1), bool(flags >> 1)))
-    for plan, raw in zip(plans, layout.raw, strict=True):
-        checked_part(plan, raw, 0, 0)
-    if payload.size != layout.size:
-        raise CodecError(f"a second stage has {payload.size} bytes; by its header it has {layout.size}")
+    parts = [
+        checked_part(plan, bool(flags >> number & 1), *counts[2 * number : 2 * number + 2])
+        for number, plan in enumerate(plans)
+    ]
+    _, layout = layouts_of(plans, parts, 0)
+    check_body(payload, layout)
     return layout
 
 

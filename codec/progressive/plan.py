@@ -31,23 +31,6 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class RestPlan(TensorPlan):
-    """One tensor's part of the second stage: the `rest_bits` low mantissa bits of every value."""
-
-    rest_bits: int
-
-    @cached_property
-    def planes(self) -> dict[str, tuple[int, ...]]:
-        """The one field."""
-        return {"rest": planes_of(self.rest_bits)}
-
-    @cached_property
-    def sections(self) -> dict[str, Section]:
-        """Its planes, and nothing else."""
-        return sections_of(self.plane_sizes(self.planes))
-
-
-@dataclass(frozen=True)
 class AnchorPlan(TensorPlan):
     """One tensor's part of the first stage, with `kept_bits` mantissa bits of every value."""
 
@@ -59,14 +42,48 @@ class AnchorPlan(TensorPlan):
         return {"anchor": planes_of(self.code.code_bits + self.kept_bits + 1)}
 
     @cached_property
-    def rest(self) -> RestPlan:
+    def sections(self) -> dict[str, Section]:
+        """Its planes, and the tops of the channels."""
+        tops = {"tops": self.tiles, "drops": self.tiles * self.drop_bytes}
+        return sections_of(self.plane_sizes(self.planes) | tops)
+
+    @cached_property
+    def rest(self) -> "RestPlan":
         """The tensor's part of the second stage."""
-        return RestPlan(**_shape(self), rest_bits=self.format.mantissa_bits - self.kept_bits)
+        return RestPlan(**_shape(self), kept_bits=self.kept_bits)
 
     @property
     def later_bytes(self) -> int:
-        """Bytes of the tensor's part of the second stage; 0 where the code cannot tile it."""
-        return self.rest.fixed_bytes if self.fits else 0
+        """Bytes of the tensor's part of the second stage that has a fixed place."""
+        return self.rest.fixed_bytes
+
+
+@dataclass(frozen=True)
+class RestPlan(TensorPlan):
+    """One tensor's part of the second stage: the mantissa bits after the first `kept_bits`, and the escapes."""
+
+    kept_bits: int
+
+    @cached_property
+    def rest_bits(self) -> int:
+        """Low mantissa bits of a value."""
+        return self.format.mantissa_bits - self.kept_bits
+
+    @cached_property
+    def planes(self) -> dict[str, tuple[int, ...]]:
+        """The one field."""
+        return {"rest": planes_of(self.rest_bits)}
+
+    @cached_property
+    def sections(self) -> dict[str, Section]:
+        """Its planes, and how many escapes tiles have."""
+        escapes = {"counts": 2 * self.tiles, "groups": 8 * self.groups}
+        return sections_of(self.plane_sizes(self.planes) | escapes)
+
+    @property
+    def later_bytes(self) -> int:
+        """Bytes of the tensor's part of the first stage: what pays off is told by both stages together."""
+        return AnchorPlan(**_shape(self), kept_bits=self.kept_bits).fixed_bytes
 
 
 Plans = tuple[AnchorPlan, AnchorPlan]

@@ -4,50 +4,49 @@ Follows README.md, which builds on that of `splitzip`: tiles, tops, drops, count
 reference, whose significands and codes are cut anew here. Slow: about a megabyte a second.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
-from codec.progressive.plan import AnchorPlan, one_stage
+from codec.progressive.plan import AnchorPlan, RestPlan, one_stage
 from codec.splitzip import reference
-from codec.splitzip.payload import Bytes, section
+from codec.splitzip.formats import SEGMENTS
+from codec.splitzip.payload import WIDE, Bytes, check_records, section
+from codec.splitzip.plan import TensorPlan
 from codec.splitzip.reference import Bits, Ints
 
-_SHARED = ("tops", "drops", "counts", "groups")
-"""Sections that are those of the code in one stage."""
+Records = npt.NDArray[np.uint16]
 
 
-def encode_tensor(
-    pool: Bits, pages: Ints, plan: AnchorPlan, dense: Bytes, rest: Bytes
-) -> tuple[npt.NDArray[np.uint16], Bytes]:
+def encode_tensor(pool: Bits, pages: Ints, plan: AnchorPlan, dense: Bytes, rest: Bytes) -> tuple[Records, Bytes]:
     """Fill `dense` (plan.fixed_bytes) and `rest` (plan.rest.fixed_bytes) and give records and extensions.
 
     pool: elements' bits, [layers, pool pages, rows, columns]; pages: which pages of it.
     """
-    whole = one_stage(plan)
+    whole, rest_bits = one_stage(plan), plan.rest.rest_bits
     joined = np.zeros(whole.fixed_bytes, dtype=np.uint8)
     records, extensions = reference.encode_tensor(pool, pages, whole, None, joined)
     dense[:] = 0
     rest[:] = 0
-    rest_bits = plan.rest.rest_bits
-    for tile in range(plan.tiles):
+    for tile, escapes in enumerate(_escapes(joined, records, extensions, whole)):
         significands = reference.read_planes(whole, "significand", whole.significand_planes, joined, tile)
         codes = reference.read_planes(whole, "code", whole.code_planes, joined, tile)
+        for segment, j, _ in escapes:
+            codes[segment, j] = plan.code.window - 1
         anchors = codes | significands >> rest_bits << plan.code.code_bits
         reference.write_planes(anchors, plan, "anchor", plan.planes["anchor"], dense, tile)
         low = significands & (1 << rest_bits) - 1
         reference.write_planes(low, plan.rest, "rest", plan.rest.planes["rest"], rest, tile)
-    for name in _SHARED:
-        section(dense, plan, name)[:] = section(joined, whole, name)
+    _copy_sections(("tops", "drops"), joined, whole, dense, plan)
+    _copy_sections(("counts", "groups"), joined, whole, rest, plan.rest)
     return records, extensions
 
 
-def decode_anchor(
-    dense: Bytes, records: npt.NDArray[np.uint16], extensions: Bytes, pages: Ints, plan: AnchorPlan, pool: Bits
-) -> None:
-    """Write the middle of each value's interval into `pool`. Raises CodecError where a record lies nowhere."""
-    whole = one_stage(plan)
+def decode_anchor(dense: Bytes, pages: Ints, plan: AnchorPlan, pool: Bits) -> None:
+    """Write the middle of each value's interval into `pool`."""
+    whole, rest_bits = one_stage(plan), plan.rest.rest_bits
     joined = np.zeros(whole.fixed_bytes, dtype=np.uint8)
-    rest_bits = plan.rest.rest_bits
     middle = 1 << rest_bits - 1 if rest_bits else 0
     for tile in range(plan.tiles):
         anchors = reference.read_planes(plan, "anchor", plan.planes["anchor"], dense, tile)
@@ -55,14 +54,47 @@ def decode_anchor(
         reference.write_planes(codes, whole, "code", whole.code_planes, joined, tile)
         significands = kept << rest_bits | middle
         reference.write_planes(significands, whole, "significand", whole.significand_planes, joined, tile)
-    for name in _SHARED:
-        section(joined, whole, name)[:] = section(dense, plan, name)
-    reference.decode_tensor(joined, records, extensions, pages, whole, None, pool)
+    _copy_sections(("tops", "drops"), dense, plan, joined, whole)
+    nothing = np.zeros(0, dtype=np.uint8)
+    reference.decode_tensor(joined, nothing.view(np.uint16), nothing, pages, whole, None, pool)
 
 
-def refine(rest: Bytes, pages: Ints, plan: AnchorPlan, pool: Bits) -> None:
-    """Write the low mantissa bits into `pool`, which holds what `decode_anchor` wrote."""
-    mask = (1 << plan.rest.rest_bits) - 1
+def refine(rest: Bytes, records: Records, extensions: Bytes, pages: Ints, plan: RestPlan, pool: Bits) -> None:
+    """Write the low mantissa bits and the escapes' exponents into `pool`, which holds what `decode_anchor` wrote.
+
+    Raises CodecError where a record lies nowhere.
+    """
+    check_records(rest, records, plan)
+    mantissa_bits, exponents = plan.format.mantissa_bits, plan.format.exponents
+    escapes = _escapes(rest, records, extensions, plan)
     for tile, _, bits, real in reference.tiles(pool, pages, plan):
-        low = reference.read_planes(plan.rest, "rest", plan.rest.planes["rest"], rest, tile)
-        reference.store(pool, pages, plan, tile, bits & ~mask | low, real)
+        low = reference.read_planes(plan, "rest", plan.planes["rest"], rest, tile)
+        values = bits & ~((1 << plan.rest_bits) - 1) | low
+        for segment, j, far in next(escapes):
+            value = int(values[segment, j])
+            exponent = value >> mantissa_bits & exponents - 1
+            restored = (exponent - 1 - far) % exponents
+            values[segment, j] = value + (restored - exponent << mantissa_bits)
+        reference.store(pool, pages, plan, tile, values, real)
+
+
+def _escapes(
+    dense: Bytes, records: Records, extensions: Bytes, plan: TensorPlan
+) -> Iterator[list[tuple[int, int, int]]]:
+    """Of each tile its escapes: segment, number in it, and how far outside the window; dense: with the counts."""
+    next_record, next_extension = 0, 0
+    for count in section(dense, plan, "counts").view("<u2").tolist():
+        escapes = []
+        for record in records[next_record : next_record + (count & WIDE - 1)].tolist():
+            position, far = record % plan.code.chunk, record // plan.code.chunk
+            if count & WIDE:
+                far += int(extensions[next_extension]) << plan.code.distance_bits
+                next_extension += 1
+            escapes.append((position % SEGMENTS, position // SEGMENTS, far))
+        next_record += len(escapes)
+        yield escapes
+
+
+def _copy_sections(names: tuple[str, ...], source: Bytes, of: TensorPlan, target: Bytes, plan: TensorPlan) -> None:
+    for name in names:
+        section(target, plan, name)[:] = section(source, of, name)

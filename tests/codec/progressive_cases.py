@@ -9,7 +9,7 @@ from splitzip_cases import int_type, kv_block
 
 from codec.base import Block, BlockSpec
 from codec.progressive import reference
-from codec.progressive.payload import RestPayload, anchor_payload
+from codec.progressive.payload import layouts_of, parse_rest
 from codec.progressive.plan import Cut, anchor_plans
 from codec.splitzip.formats import FORMATS, WindowCode
 from codec.splitzip.payload import Part, scale_bytes_of, travels_raw
@@ -24,6 +24,11 @@ def kv_pages(spec, seed=0, outliers=0.01):
 
 def plans_of(spec, cut=None, chunk=4096):
     return anchor_plans(spec, WindowCode(3, True, chunk), cut or Cut())
+
+
+def raw_of(second, plans):
+    """Whether keys and values travel raw, by a second stage."""
+    return tuple(part.raw for part in parse_rest(np.frombuffer(second, dtype=np.uint8), plans).parts)
 
 
 def matrices(pool):
@@ -54,24 +59,48 @@ def reference_payloads(pages, plans):
             rests.append(rest.tobytes())
             escapes += [records.tobytes(), extensions.tobytes()]
     scales = b"".join(pool[:, page_ids].tobytes() for pool in pools[2:])
-    header = anchor_payload(plans, parts, scale_bytes_of(pages.spec)).header()
-    pieces = (header, *dense_parts, scales, *escapes)
-    first = b"".join(piece.ljust(aligned(len(piece)), b"\0") for piece in pieces)
-    return first, RestPayload(plans, (parts[0].raw, parts[1].raw)).header() + b"".join(rests)
+    first, second = (layout.header() for layout in layouts_of(plans, parts, scale_bytes_of(pages.spec)))
+    return tuple(
+        b"".join(piece.ljust(aligned(len(piece)), b"\0") for piece in pieces)
+        for pieces in ((first, *dense_parts, scales), (second, *rests, *escapes))
+    )
 
 
 def middles(block, plans, raw=(False, False)):
-    """What a first stage gives: kept bits, then 1, then zeros; tensors that travel raw, and scales, as they are."""
+    """What a first stage gives: kept bits, then 1, then zeros, an escape at the lower end of its channel's window.
+
+    Tensors that travel raw, and scales, are as they are.
+    """
     tensors = []
     for tensor, plan, whole in zip((block.keys, block.values), plans, raw, strict=True):
-        low = plan.format.mantissa_bits - plan.kept_bits
+        form, low = plan.format, plan.format.mantissa_bits - plan.kept_bits
         kept = tensor.clone()
-        if low and not whole:
+        if not whole and kept.numel():
             bits = kept.view(int_type(kept))
-            bits &= -1 << low
-            bits |= 1 << low - 1
+            if low:
+                bits &= -1 << low
+                bits |= 1 << low - 1
+            exponents = exponents_of(tensor, plan)
+            lowest = (channel_tops(exponents, plan) - 7).clamp(min=0)
+            bits += (torch.maximum(exponents, lowest) - exponents << form.mantissa_bits).to(bits.dtype)
         tensors.append(kept)
     return Block(*tensors, block.key_scales, block.value_scales)
+
+
+def exponents_of(tensor, plan):
+    """The exponents of a tensor's elements, int32, as they are stored."""
+    return tensor.view(int_type(tensor)).int() >> plan.format.mantissa_bits & plan.format.exponents - 1
+
+
+def channel_tops(exponents, plan):
+    """Of each value the exponent from which its channel's window goes down; exponents: [layers, pages, tokens, ...].
+
+    That is the channel's largest in the page, or 15 below the largest of the channels that share its tile.
+    """
+    largest = exponents.flatten(3).amax(2, keepdim=True)
+    tiles = [part.amax(3, keepdim=True).expand_as(part) for part in largest.split(plan.tile_width, 3)]
+    tops = torch.maximum(largest, torch.cat(tiles, 3) - 15)
+    return tops.expand(*exponents.shape[:3], -1).reshape(exponents.shape)
 
 
 def every_pattern(dtype):

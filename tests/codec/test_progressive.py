@@ -10,13 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
-from progressive_cases import every_pattern, kv_pages, matrices, middles, plans_of, reference_payloads
+from progressive_cases import (
+    channel_tops,
+    every_pattern,
+    exponents_of,
+    kv_pages,
+    matrices,
+    middles,
+    plans_of,
+    raw_of,
+    reference_payloads,
+)
 from test_splitzip import SHAPES, golden_pages
 
 from codec.base import Block, CodecError, PagedBlock
 from codec.progressive import reference
 from codec.progressive.codec import ProgressiveCodec
-from codec.progressive.payload import HEADER_BYTES, parse_anchor, parse_rest
+from codec.progressive.payload import HEADER_BYTES, parse_rest
 from codec.progressive.plan import Cut
 from codec.splitzip import cpu
 from codec.splitzip.codec import splitzip_channel
@@ -37,7 +47,7 @@ def assert_equals_reference(pages, cut=None, chunk=4096):
     assert bits_of(pages.pools) == bits_of(before.pools)
     out = scattered(pages.spec, 99)  # poisoned: random bits everywhere
     expected = copy_of(out)
-    raw = parse_rest(np.frombuffer(second, dtype=np.uint8), plans).raw
+    raw = raw_of(second, plans)
     for stage, payload, wanted in ((0, first, middles(pages.gather(), plans, raw)), (1, second, pages.gather())):
         codec.decode(stage, payload, out)
         expected.scatter(wanted)
@@ -54,9 +64,13 @@ def test_equals_the_reference(dtype, cut, shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])
-def test_eight_bits_travel_in_the_first_stage(dtype, shape):
-    _, (_, second) = assert_equals_reference(kv_pages(spec_of(shape, dtype), 1))
-    assert second.nbytes == HEADER_BYTES
+def test_of_eight_bits_only_escapes_travel_in_the_second_stage(dtype, shape):
+    pages = kv_pages(spec_of(shape, dtype), 1)
+    stats, (_, second) = assert_equals_reference(pages)
+    parts = parse_rest(np.frombuffer(second, dtype=np.uint8), plans_of(pages.spec)).parts
+    beside = sum(0 if part.raw else 2 * part.plan.tiles + 8 * part.plan.groups for part in parts)
+    padding = second.nbytes - HEADER_BYTES - beside - 2 * stats.escapes - sum(part.extensions for part in parts)
+    assert 0 <= padding < 2 * 4 * 16
 
 
 @pytest.mark.parametrize("chunk", [256, 1024, 16384])
@@ -96,19 +110,49 @@ def test_every_bit_pattern_survives(dtype, cut):
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_first_stage_is_within_half_an_interval_and_keeps_the_class_of_a_value(dtype):
+def test_first_stage_is_within_half_an_interval_of_what_the_window_covers(dtype):
     block, cut = every_pattern(dtype), Cut()
-    out = random_block(block.spec, 4)
+    for tensor in (block.keys, block.values):
+        tensor.view(-1)[::50] = 0  # escapes, but for the lowest channels
+    out, plans = random_block(block.spec, 4), plans_of(block.spec, cut)
     codec = ProgressiveCodec(cut)
     codec.decode(0, codec.encode(PagedBlock.whole(block)).stages()[0], PagedBlock.whole(out))
-    for exact, coarse, kept in ((block.keys, out.keys, cut.keys), (block.values, out.values, cut.values)):
-        finite, normal = exact.isfinite(), exact.abs() >= torch.finfo(exact.dtype).smallest_normal
-        assert torch.equal(coarse.isfinite(), finite)
+    tensors = ((block.keys, out.keys, plans[0]), (block.values, out.values, plans[1]))
+    for exact, coarse, plan in tensors:
+        exponents, coarse_exponents = exponents_of(exact, plan), exponents_of(coarse, plan)
+        lowest = channel_tops(exponents, plan) - 7
+        covered = exponents >= lowest
+        assert torch.equal(coarse_exponents[covered], exponents[covered])
+        assert not covered.all() and torch.equal(coarse_exponents[~covered], lowest[~covered])
         assert torch.equal(coarse.signbit(), exact.signbit())
+        assert coarse.isfinite()[exact.isfinite()].all()
         error = (coarse.double() - exact.double()).abs()
+        normal = covered & exact.isfinite() & (exponents > 0)
         octave = 2.0 ** exact.double().abs().log2().floor()
-        assert (error <= octave * 2.0 ** -(kept + 1))[finite & normal].all()
-        assert (coarse.abs() < torch.finfo(exact.dtype).smallest_normal)[finite & ~normal].all()
+        assert (error <= octave * 2.0 ** -(plan.kept_bits + 1))[normal].all()
+        assert (coarse.abs() < torch.finfo(exact.dtype).smallest_normal)[covered & (exponents == 0)].all()
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("loud", [float("inf"), float("nan"), 1.0])
+def test_silent_channel_is_made_of_escapes(dtype, loud):
+    """Its drop is cut at 15, so that its window ends above its values; infinities and NaNs are loudest of all."""
+    spec = spec_of((1, 1, 64, 1, 64, 64), dtype)
+    keys = torch.rand((1, 1, 64, 1, 64), generator=torch.Generator().manual_seed(1)) + 0.5
+    keys *= torch.finfo(getattr(torch, dtype)).max / 16
+    keys[..., 0] *= loud
+    keys[..., 1] = -(2.0**-14)
+    keys[..., 2] = 0
+    keys = keys.to(getattr(torch, dtype))
+    block, out, plan = Block(keys, keys.clone()), random_block(spec, 4), plans_of(spec)[0]
+    encoding = ProgressiveCodec().encode(PagedBlock.whole(block))
+    first, second = encoding.stages()
+    assert encoding.stats().raw_tensors == 0 and encoding.stats().escapes == 2 * 2 * 64
+    ProgressiveCodec().decode(0, first, PagedBlock.whole(out))
+    assert (exponents_of(out.keys, plan)[..., 1:3] == exponents_of(keys, plan).max() - 15 - 7).all()
+    assert torch.equal(out.keys.isfinite(), keys.isfinite()) and torch.equal(out.keys.signbit(), keys.signbit())
+    ProgressiveCodec().decode(1, second, PagedBlock.whole(out))
+    assert bits_of(out) == bits_of(block)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -120,19 +164,21 @@ def test_all_bits_come_to_no_more_than_in_one_stage(dtype):
 
 
 def test_bits_of_the_stages():
-    """Planes of code, sign and kept bits, then of the rest; beside them only what splitzip-channel has too."""
+    """Planes of code, sign, kept bits and tops; planes of the rest and all that there is of escapes."""
     pages = kv_pages(spec_of((1, 4, 64, 2, 64, 64), "bfloat16"), 3, outliers=0)
     values = 2 * 4 * 64 * 2 * 64
     codec = ProgressiveCodec()
     first, second = codec.encode(pages).stages()
-    assert second.nbytes == HEADER_BYTES + values // 2 * 5 // 8 + values // 2 * 6 // 8
     plans = plans_of(pages.spec)
     assert [sum(plan.planes["anchor"]) for plan in plans] == [3 + 1 + 2, 3 + 1 + 1]
-    layout = parse_anchor(np.frombuffer(first, dtype=np.uint8), pages.spec, plans)
     planes = values // 2 * 6 // 8 + values // 2 * 5 // 8
-    beside = sum(plan.tiles * (1 + 2 + plan.tile_width // 2) + 8 * plan.groups for plan in plans)
-    escapes = sum(part.escape_bytes for part in layout.parts)
-    assert 0 <= first.nbytes - (HEADER_BYTES + planes + beside + escapes) < 2 * 4 * 16
+    tops = sum(plan.tiles * (1 + plan.tile_width // 2) for plan in plans)
+    assert 0 <= first.nbytes - (HEADER_BYTES + planes + tops) < 2 * 2 * 16
+    parts = parse_rest(np.frombuffer(second, dtype=np.uint8), plans).parts
+    assert parts[0].records and parts[1].records
+    planes = values // 2 * 5 // 8 + values // 2 * 6 // 8
+    escapes = sum(2 * plan.tiles + 8 * plan.groups for plan in plans) + sum(part.escape_bytes for part in parts)
+    assert 0 <= second.nbytes - (HEADER_BYTES + planes + escapes) < 2 * 2 * 16
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -175,8 +221,8 @@ def test_reference_decodes_what_it_encodes(dtype, cut):
     for plan, source, target in tensors:
         dense, rest = np.zeros(plan.fixed_bytes, np.uint8), np.zeros(plan.rest.fixed_bytes, np.uint8)
         escapes = reference.encode_tensor(matrices(source), page_ids, plan, dense, rest)
-        reference.decode_anchor(dense, *escapes, page_ids, plan, matrices(target))
-        reference.refine(rest, page_ids, plan, matrices(target))
+        reference.decode_anchor(dense, page_ids, plan, matrices(target))
+        reference.refine(rest, *escapes, page_ids, plan.rest, matrices(target))
         assert np.array_equal(matrices(target)[:, page_ids], matrices(source)[:, page_ids])
 
 
