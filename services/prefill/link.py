@@ -10,7 +10,7 @@ SLOTS = 2
 at 10 Gb/s took no less time and varied more."""
 
 PATIENCE = 8
-"""Turns of first stages that a later stage lets pass at most while it waits."""
+"""Turns of other requests' first stages that a later stage lets pass at most while it waits."""
 
 _Waiting = list[tuple[int, int, asyncio.Future[None]]]
 
@@ -21,9 +21,10 @@ class Link:
     Sharing a full link equally would let all transfers end late; in order, the first ends after its own bytes and none
     ends later than it would have. First stages come first because a request can draft once it has them.
 
-    Two bounds keep later stages moving. One that waits is passed by `patience` first stages at most. And at
-    `max_held_bytes` of later stages in memory (`hold`, `release`) no first stage gets a turn, since it would add to
-    them: at most what `slots` turns bring comes on top. Belongs to one event loop.
+    Two bounds keep later stages moving. One that waits is passed by `patience` first stages of other requests at most;
+    its own request's may all go before. And at `max_held_bytes` of later stages in memory (`hold`, `release`) no first
+    stage gets a turn, since it would add to them: at most what `slots` turns bring comes on top. Belongs to one event
+    loop.
     """
 
     def __init__(self, max_held_bytes: int, *, slots: int = SLOTS, patience: int = PATIENCE) -> None:
@@ -33,7 +34,7 @@ class Link:
         self._first: _Waiting = []
         self._later: _Waiting = []
         self._count = 0
-        self._passed = 0  # first stages that went while a later one waited
+        self._passed = 0  # first stages of other requests that went while a later one waited
         self._held_bytes = 0
 
     @property
@@ -86,5 +87,8 @@ class Link:
             return self._later
         if not self._first or full:
             return None
-        self._passed = self._passed + 1 if self._later else 0
+        if not self._later:
+            self._passed = 0
+        elif self._first[0][0] != self._later[0][0]:
+            self._passed += 1
         return self._first

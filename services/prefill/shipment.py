@@ -23,7 +23,7 @@ from kvrail.wire.replies import SealedFrame, seal
 from kvrail.worker import Worker
 from services.frames import first_recent_page, pages_per_frame
 from services.pages import fill_tail, paged_block
-from services.prefill.link import Link
+from services.prefill.link import SLOTS, Link
 from services.prefill.pieces import Piece, cut
 
 A = TypeVar("A")
@@ -71,6 +71,7 @@ class Shipment:
         self._later: asyncio.Queue[_StagePayload | None] = asyncio.Queue()
         self._lease: PageLease | None = None
         self._begun = asyncio.Event()
+        self._asking = asyncio.Semaphore(SLOTS + 1)
         self._sending = asyncio.Lock()
         self._sequence = 0
 
@@ -124,20 +125,34 @@ class Shipment:
         return [piece for piece in taken if piece is not None], taken[-1] is None
 
     async def _send_pieces(self, sender: FrameSender) -> None:
-        """Encode and send the first stage of everything, and all stages of recent pages."""
+        """Send every piece, several at a time: while the link's slots are taken, another asks for the next turn."""
         closed = False
-        while not closed:
-            pieces, closed = await self._next_pieces()
-            for piece in cut(pieces, self._held_pages, self._frame_pages, self._recent_page):
-                async with self._link.turn(self._order):
-                    stages = await self._in_thread(self._encode, piece)
-                    now = len(stages) if piece.first_page >= self._recent_page else 1
-                    for stage in stages[:now]:
-                        await self._send(sender, stage)
-                    for stage in stages[now:]:
-                        self._hold(stage)
-                    await sender.drained()
+        try:
+            async with asyncio.TaskGroup() as sending:
+                while not closed:
+                    await self._asking.acquire()  # what comes meanwhile is joined
+                    self._asking.release()
+                    pieces, closed = await self._next_pieces()
+                    for piece in cut(pieces, self._held_pages, self._frame_pages, self._recent_page):
+                        await self._asking.acquire()
+                        sending.create_task(self._send_piece(sender, piece))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         self._later.put_nowait(None)
+
+    async def _send_piece(self, sender: FrameSender, piece: Piece) -> None:
+        """Encode and send the first stage of a piece, or all stages of recent pages."""
+        try:
+            async with self._link.turn(self._order):
+                stages = await self._in_thread(self._encode, piece)
+                now = len(stages) if piece.first_page >= self._recent_page else 1
+                for stage in stages[:now]:
+                    await self._send(sender, stage)
+                for stage in stages[now:]:
+                    self._hold(stage)
+                await sender.drained()
+        finally:
+            self._asking.release()
 
     async def _send_later(self, sender: FrameSender) -> None:
         """Send the later stages that were held back."""
