@@ -104,7 +104,7 @@ def _refine_tile(
     if REST_BITS > 0:
         for s in tl.static_range(8):
             low = _field(planes, s, REST_BITS, LANES)
-            word = (x[s] & ~replicated((1 << REST_BITS) - 1, LANES)) | low
+            word = x[s] ^ ((x[s] ^ low) & replicated((1 << REST_BITS) - 1, LANES))
             where = words + first + s * STEP
             if PADDED:
                 tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
