@@ -13,11 +13,12 @@ GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 .PHONY: help up test lint format protos gpu-test compose-test clean \
-	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors
+	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
+	bench-attention-error bench-progressive
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -82,6 +83,12 @@ bench-link: $(VENV)/.bench  ## the KV codecs over a slow link between two networ
 
 bench-anchors: $(VENV)/.dev  ## drafts that coarse forms of KV get accepted, for their size
 	$(BIN)/python -m benchmarks.anchors $(ARGS)
+
+bench-attention-error: $(VENV)/.dev  ## error of attention's outputs after each stage of a codec
+	$(BIN)/python -m benchmarks.attention_error $(ARGS)
+
+bench-progressive: $(VENV)/.dev  ## when a client has the k-th token behind a slow link, drafted and verified; needs root
+	$(BIN)/python -m benchmarks.progressive $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)

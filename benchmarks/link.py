@@ -49,6 +49,12 @@ BURST = "256kb"
 """Of the token bucket: less cannot keep a fast link busy, more lets a transfer through unhindered."""
 
 
+DEVICE = "kvrail"
+"""Name of the link's device in either namespace."""
+UNLIMITED = "unlimited"
+"""In place of a rate: as fast as the machine is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What one request came to; seconds: from the call of the prefill worker to the last page in place."""
@@ -64,7 +70,7 @@ class Cluster:
 
     namespace: network namespace of the prefill worker, None: that of this process; the others run in this one's.
     ports: of the router, the prefill worker, the decode worker and its metrics. shape: of random weights, "" for the
-    demo model; device: cpu or cuda.
+    demo model; device: cpu or cuda. prefill_flags, decode_flags: more flags of the workers.
     """
 
     def __init__(
@@ -76,9 +82,11 @@ class Cluster:
         ports: Sequence[int],
         shape: str = "",
         device: str = "cpu",
+        prefill_flags: Sequence[str] = (),
+        decode_flags: Sequence[str] = (),
     ) -> None:
         self._folder = folder
-        self._model = shape or DEMO.name
+        self.model = shape or DEMO.name
         model = ["--model", str(write_shape(shape, folder / "model")), "--served-model-name", shape] if shape else []
         weights = ["--load-format", "dummy"] if shape else []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -87,9 +95,9 @@ class Cluster:
         prefill, decode = f"{prefill_host}:{ports[1]}", f"{decode_host}:{ports[2]}"
         try:
             ends = devices(device)
-            flags = [*model, *weights, *ends[0]]
+            flags = [*model, *weights, *ends[0], *prefill_flags]
             self._start("prefill", prefill, "--metrics-port", "0", *flags, namespace=namespace)
-            flags = [*model, *weights, *ends[1]]
+            flags = [*model, *weights, *ends[1], *decode_flags]
             self._start("decode", decode, "--metrics-port", str(ports[3]), "--no-prefix-cache", *flags)
             workers = ["--prefill-workers", prefill, "--decode-workers", decode]
             self._start("router", f"{decode_host}:{ports[0]}", *workers, *model)
@@ -102,7 +110,7 @@ class Cluster:
         """One greedy completion whose KV crosses with `codec`. Raises RuntimeError where it does not."""
         before = self._transfer_seconds()
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": list(prompt),
             "max_tokens": OUTPUT_TOKENS,
             "temperature": 0,
@@ -162,7 +170,10 @@ class Cluster:
 
 @contextmanager
 def linked(rate: str) -> Iterator[tuple[str, str]]:
-    """Two namespaces with a link of `rate` between them: their names. Raises CalledProcessError where that fails."""
+    """Two namespaces with a link of `rate` between them: their names. Raises CalledProcessError where that fails.
+
+    `limit` changes the rate.
+    """
     spaces = [f"kvrail-{role}-{os.getpid()}" for role in ("prefill", "decode")]
     devices = [f"kvr{side}{os.getpid()}" for side in "pd"]
     try:
@@ -170,17 +181,23 @@ def linked(rate: str) -> Iterator[tuple[str, str]]:
             _ip("netns", "add", space)
         _ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
         for space, device, host in zip(spaces, devices, (PREFILL_HOST, DECODE_HOST), strict=True):
-            _ip("link", "set", device, "netns", space)
-            _ip("-n", space, "addr", "add", f"{host}/24", "dev", device)
-            for name in (device, "lo"):
+            _ip("link", "set", device, "netns", space, "name", DEVICE)
+            _ip("-n", space, "addr", "add", f"{host}/24", "dev", DEVICE)
+            for name in (DEVICE, "lo"):
                 _ip("-n", space, "link", "set", name, "up")
-            bucket = ["tbf", "rate", rate, "burst", BURST, "latency", "50ms"]
-            _run("tc", "-n", space, "qdisc", "add", "dev", device, "root", *bucket)
+        limit(spaces, rate)
         yield spaces[0], spaces[1]
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
         subprocess.run(["ip", "link", "del", devices[0]], capture_output=True)
+
+
+def limit(spaces: Sequence[str], rate: str) -> None:
+    """Hold the link between two namespaces of `linked` to `rate`, as tc has it, both ways; UNLIMITED: not at all."""
+    bucket = ["pfifo"] if rate == UNLIMITED else ["tbf", "rate", rate, "burst", BURST, "latency", "50ms"]
+    for space in spaces:
+        _run("tc", "-n", space, "qdisc", "replace", "dev", DEVICE, "root", *bucket)
 
 
 def _ip(*arguments: str) -> None:
@@ -274,12 +291,12 @@ def run_inside(options: argparse.Namespace) -> None:
                 tables.append(table(length, options.rate, answers))
         finally:
             cluster.stop()
-    text = codec_report.markdown(facts, "KV over a slow link", GATE, tables)
     machine = "cpu"
     if options.device == "cuda":
         count, name = min(2, torch.cuda.device_count()), torch.cuda.get_device_name()
         facts["hardware"] = f"{count} {name} of one host"
         machine = f"{count}x{name.split()[-1].lower()}"
+    text = codec_report.markdown(facts, "KV over a slow link", GATE, tables)
     codec_report.write(options.out, f"codec-link-{facts['date']}-{machine}", facts, text, tables)
     print(text)
 

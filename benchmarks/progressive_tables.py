@@ -1,0 +1,87 @@
+"""The tables of benchmarks/progressive.py."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.anchor_drafts import DEMO
+from benchmarks.codec_tables import Table
+from benchmarks.progressive_client import Trace
+from kvrail.text import load_tokenizer
+
+COUNTED = (2, 8, 32, 64)
+"""Tokens of an answer whose time is told, beside the first."""
+ONE_STAGE = "splitzip"
+"""The codec of one stage to compare with, beside the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """accepted: drafts of each context; bits: a value of KV, over all stages, as they travelled."""
+
+    accepted: list[int]
+    bits: float
+
+
+def median(traces: Sequence[Trace], moment: Callable[[Trace], float]) -> float:
+    """Of a time, over prompts."""
+    return statistics.median(moment(trace) for trace in traces)
+
+
+def first_difference(text: str, other: str) -> int:
+    """Number, from 1, of the first token in which two different texts differ."""
+    tokenizer = load_tokenizer(str(DEMO))
+    ids, others = (tokenizer.encode(each, add_special_tokens=False) for each in (text, other))
+    same = [left == right for left, right in zip(ids, others, strict=False)]
+    return 1 + (same.index(False) if False in same else len(same))
+
+
+def times_table(length: int, rate: str, answers: dict[str, list[Trace]]) -> Table:
+    """Medians of one length and rate."""
+    base = next(iter(answers.values()))
+    rows = []
+    for codec, traces in answers.items():
+        verified = [f"{median(traces, lambda t, k=k: t.verified_at(k)):.3f}" for k in (1, *COUNTED)]
+        drafts = any(trace.usage["drafts_proposed"] for trace in traces)
+        shown = [f"{median(traces, lambda t, k=k: t.shown_at(k)):.3f}" if drafts else "" for k in COUNTED]
+        proposed, accepted = (
+            statistics.mean(trace.usage[f"drafts_{kind}"] for trace in traces) for kind in ("proposed", "accepted")
+        )
+        equal = [trace.text == truth.text for trace, truth in zip(traces, base, strict=True)]
+        apart = [first_difference(t.text, b.text) for t, b in zip(traces, base, strict=True) if t.text != b.text]
+        taken = ", ".join(dict.fromkeys(trace.usage["codec"] for trace in traces))
+        name = codec if taken == codec else f"{codec}: {taken}"
+        counts = [f"{proposed:.1f}", f"{accepted:.1f}"] if drafts else ["", ""]
+        different = f"{statistics.median(apart):g}" if apart else ""
+        rows.append([name, *verified, *shown, *counts, f"{sum(equal)} of {len(equal)}", different])
+    header = (
+        "codec",
+        "first token",
+        *(f"{k} verified" for k in COUNTED),
+        *(f"{k} shown" for k in COUNTED),
+        "drafts",
+        "accepted",
+        "same text",
+        "first different token",
+    )
+    notes = f"{len(base)} prompts, codecs in turn; drafts and accepted are means."
+    return Table(f"{length:,} tokens at {rate}", header, rows, notes)
+
+
+def ratio_table(length: int, rate: str, answers: dict[str, list[Trace]]) -> Table:
+    """The same times over those of the first codec, and over those of ONE_STAGE."""
+    base = next(iter(answers))
+    peers = [name for name in dict.fromkeys((base, ONE_STAGE)) if name in answers]
+    moments: dict[str, Callable[[Trace], float]] = {"2nd shown": lambda trace: trace.shown_at(2)}
+    for k in COUNTED[1:]:
+        moments[f"{k}th verified"] = lambda trace, k=k: trace.verified_at(k)
+    rows = []
+    for codec, traces in answers.items():
+        cells = [
+            f"{median(traces, moment) / median(answers[peer], moment):.2f}"
+            for peer in peers
+            for moment in moments.values()
+        ]
+        rows.append([codec, *cells])
+    header = ("codec", *(f"{name}, over {peer}" for peer in peers for name in moments))
+    return Table(f"{length:,} tokens at {rate}, times over others'", header, rows, "Medians over medians.")
