@@ -1,6 +1,8 @@
 """The codecs of one worker: made once, at start."""
 
 import logging
+import threading
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -12,6 +14,7 @@ from codec.splitzip.codebook import Codebook, CodebookError
 from kvrail.config import WorkerSettings, flag_name
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.loader import LoadedModel
+from kvrail.engine.streams import SideStream
 from kvrail.errors import ConfigError
 from services.pages import paged_block
 
@@ -127,6 +130,16 @@ class Codecs:
         """Encode and decode a page with codec `name`, so that no request waits for kernels to be compiled."""
         _run(self.get(name), _random_pages(loaded, 1))
 
+    def warm_up_others(self, ready: Collection[str], loaded: LoadedModel) -> None:
+        """The same for all codecs but those `ready`, in a thread beside the serving of requests."""
+
+        def warm_up() -> None:
+            for name in self.names:
+                if name not in ready:
+                    self.warm_up(name, loaded)
+
+        threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+
     def measure(self, loaded: LoadedModel) -> dict[str, CodecCost]:
         """The cost here of each exact codec that can be asked for, on normally distributed KV, with warm kernels."""
         layer_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
@@ -150,13 +163,14 @@ def _random_pages(loaded: LoadedModel, count: int) -> PagedBlock:
 
 def _run(codec: Codec, pages: PagedBlock) -> CodecCost:
     """Encode and decode once."""
+    side = SideStream(pages.device)
     begin = perf_counter()
-    payloads = codec.encode(pages).stages()
-    encoded = perf_counter()
-    for stage, payload in enumerate(payloads):
-        codec.decode(stage, payload, pages)
-    if pages.device.type == "cuda":
-        torch.cuda.current_stream(pages.device).synchronize()
+    with side.after(side.mark()):  # as transfers do it, also on a GPU that is not this thread's current one
+        payloads = codec.encode(pages).stages()
+        encoded = perf_counter()
+        for stage, payload in enumerate(payloads):
+            codec.decode(stage, payload, pages)
+    side.synchronize()
     raw_bytes = pages.spec.raw_bytes
     stages = tuple(payload.nbytes / raw_bytes for payload in payloads)
     return CodecCost((encoded - begin) / raw_bytes, (perf_counter() - encoded) / raw_bytes, stages)

@@ -26,6 +26,7 @@ async def _main(settings: DecodeSettings) -> None:
     costs = codecs.measure(worker.loaded) if default == AUTO else {}
     if default != AUTO:
         codecs.warm_up(default, worker.loaded)
+    codecs.warm_up_others([*costs, default], worker.loaded)
     prefill_workers = GrpcPrefillWorkers(settings.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
     servicer = DecodeServicer(worker, settings, codecs, default, prefill_workers, costs)
     try:
