@@ -247,7 +247,7 @@ def _lower_escapes(values, geometry, count, wide, records, extensions):
             far += int64(extensions[index]) << 16 - geometry.position_bits
         place = (position & 7) * size + (position >> 3)
         bits = int64(values[place])
-        values[place] = u16(bits & ~exponents | bits - (far + 1 << shift) & exponents)
+        values[place] = u16(bits & ~exponents | max((bits & exponents) - (far + 1 << shift), 0))
 
 
 @njit(nogil=True)

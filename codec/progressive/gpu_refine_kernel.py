@@ -49,7 +49,7 @@ def _lower_escapes(
     j8 = record & ((1 << POSITION_BITS) - 1)
     offset, _ = values_at(j8 >> 3, 0, j8 & 7, tile % PER_PAGE, SEGMENT_ROWS, COLUMNS, WIDTH, 2, 1)
     value = tl.load(values + offset, mask=live, other=0).to(tl.int32)
-    lowered = (value - ((far + 1) << MANTISSA_BITS)) & EXPONENTS
+    lowered = tl.maximum((value & EXPONENTS) - ((far + 1) << MANTISSA_BITS), 0)
     tl.store(values + offset, (value & ~EXPONENTS | lowered).to(values.dtype.element_ty), mask=live)
 
 

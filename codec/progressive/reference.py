@@ -73,7 +73,7 @@ def refine(rest: Bytes, records: Records, extensions: Bytes, pages: Ints, plan: 
         for segment, j, far in next(escapes):
             value = int(values[segment, j])
             exponent = value >> mantissa_bits & exponents - 1
-            restored = (exponent - 1 - far) % exponents
+            restored = max(exponent - 1 - far, 0)
             values[segment, j] = value + (restored - exponent << mantissa_bits)
         reference.store(pool, pages, plan, tile, values, real)
 

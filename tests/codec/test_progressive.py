@@ -21,6 +21,7 @@ from progressive_cases import (
     raw_of,
     reference_payloads,
 )
+from splitzip_cases import int_type, kv_block
 from test_splitzip import SHAPES, golden_pages
 
 from codec.base import Block, CodecError, PagedBlock
@@ -153,6 +154,23 @@ def test_silent_channel_is_made_of_escapes(dtype, loud):
     assert torch.equal(out.keys.isfinite(), keys.isfinite()) and torch.equal(out.keys.signbit(), keys.signbit())
     ProgressiveCodec().decode(1, second, PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2"])
+def test_second_stage_leaves_finite_what_was_written_over_the_first(dtype):
+    """A draft's KV may lie where the sender's page has zeros: escapes that are further down than its exponents."""
+    spec = spec_of((1, 1, 64, 2, 64, 64), dtype)
+    block, out = kv_block(spec, 1, outliers=0), random_block(spec, 4)
+    for tensor in (block.keys, block.values):
+        tensor.view(int_type(tensor))[:, :, 63] = 0
+    stages = ProgressiveCodec().encode(PagedBlock.whole(block)).stages()
+    ProgressiveCodec().decode(0, stages[0], PagedBlock.whole(out))
+    for tensor in (out.keys, out.values):
+        tensor.view(int_type(tensor))[:, :, 63] = 3
+    ProgressiveCodec().decode(1, stages[1], PagedBlock.whole(out))
+    for tensor, exact in ((out.keys, block.keys), (out.values, block.values)):
+        assert tensor[:, :, 63].float().isfinite().all()
+        assert torch.equal(tensor[:, :, :63].view(int_type(tensor)), exact[:, :, :63].view(int_type(exact)))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
