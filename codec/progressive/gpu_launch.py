@@ -4,10 +4,8 @@ Encoding is two launches: gpu_encode_kernel.py reads the pages once and writes b
 splitzip's gpu_pack_kernel.py brings together for the second. Each stage is decoded in one.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -17,7 +15,16 @@ from codec.progressive.gpu_encode_kernel import encode_stages_kernel
 from codec.progressive.gpu_refine_kernel import refine_kernel
 from codec.progressive.payload import AnchorPayload, RestPayload
 from codec.progressive.plan import Plans
-from codec.splitzip.gpu_launch import TUNING, EncodeBuffers, _constants, _launch_pack, byte_pools, tiles_of
+from codec.splitzip.gpu_launch import (
+    TUNING,
+    EncodeBuffers,
+    byte_pools,
+    gather_scales,
+    launch_pack,
+    launch_tiles,
+    place_whole,
+    tiles_of,
+)
 from codec.splitzip.plan import aligned
 
 
@@ -65,14 +72,12 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
         outputs = [
             (part, rest, slot.records, slot.extensions) for part, rest, slot in zip(dense, rests, slots, strict=True)
         ]
-        _launch_tiles(encode_stages_kernel, TUNING.encode_words, pages, plans, tiles, table, outputs)
-        _launch_pack((plans[0].rest, plans[1].rest), tiles, rests, buffers.anchor)
+        words, more = TUNING.encode_words, _kept_bits(plans)
+        launch_tiles(encode_stages_kernel, words, pages, pools, plans, tiles, table, outputs, more)
+        launch_pack((plans[0].rest, plans[1].rest), tiles, rests, buffers.anchor)
     else:
         buffers.anchor.totals.zero_()
-    scales = buffers.anchor.scales(plans)
-    for number, scale in enumerate(pools[2:]):
-        half = scales[number * (scales.numel() // 2) :][: scales.numel() // 2].view(scale.shape[0], -1, scale.shape[2])
-        torch.index_select(scale, 1, table[: half.shape[1]], out=half)
+    gather_scales(pools, table, buffers.anchor.scales(plans))
 
 
 def launch_decode_anchor(payload: torch.Tensor, layout: AnchorPayload, table: torch.Tensor, out: PagedBlock) -> None:
@@ -81,13 +86,9 @@ def launch_decode_anchor(payload: torch.Tensor, layout: AnchorPayload, table: to
     tiles = [0 if part.raw else part.plan.tiles for part in layout.parts]
     if sum(tiles):
         inputs = [(payload[dense:],) for dense in layout.dense_offsets]
-        _launch_tiles(decode_anchor_kernel, TUNING.decode_words, out, layout.plans, tiles, table, inputs)
-    starts = [(dense, part.plan.raw_bytes) for dense, part in zip(layout.dense_offsets, layout.parts, strict=True)]
-    half = layout.scale_bytes // 2
-    starts += [(layout.scale_offset, half), (layout.scale_offset + half, half)]
-    for number, (pool, (start, size)) in enumerate(zip(pools, starts, strict=False)):
-        if number >= 2 or layout.parts[number].raw:
-            pool.index_copy_(1, index, payload[start : start + size].view(pool.shape[0], -1, pool.shape[2]))
+        words, more = TUNING.decode_words, _kept_bits(layout.plans)
+        launch_tiles(decode_anchor_kernel, words, out, pools, layout.plans, tiles, table, inputs, more)
+    place_whole(payload, layout, pools, index)
 
 
 def launch_refine(payload: torch.Tensor, layout: RestPayload, table: torch.Tensor, out: PagedBlock) -> None:
@@ -103,30 +104,10 @@ def launch_refine(payload: torch.Tensor, layout: RestPayload, table: torch.Tenso
         records = payload[escapes : escapes + 2 * part.records].view(torch.uint16)
         extensions = payload[escapes + part.escape_bytes - aligned(part.extensions) :]
         inputs.append((payload[dense:], records, extensions))
-    _launch_tiles(refine_kernel, TUNING.decode_words, out, layout.plans, tiles, table, inputs)
+    words, more = TUNING.decode_words, _kept_bits(layout.plans)
+    launch_tiles(refine_kernel, words, out, byte_pools(out), layout.plans, tiles, table, inputs, more)
 
 
-def _launch_tiles(
-    kernel: Any,
-    words_a_thread: int,
-    pages: PagedBlock,
-    plans: Plans,
-    tiles: Sequence[int],
-    table: torch.Tensor,
-    tensors: Sequence[tuple[torch.Tensor, ...]],
-) -> None:
-    """Launch one of the kernels; tensors: what it takes of keys and of values beside the pools."""
-    keys, values = byte_pools(pages)[:2]
-    alignment = math.gcd(16, *(number for pool in (keys, values) for number in (pool.data_ptr(), *pool.stride()[:2])))
-    plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
-    shapes = (plan.columns, other.columns if all(tiles) else plan.columns)
-    shapes = shapes if tiles[0] else shapes[::-1]
-    constants, words = _constants(plan.format, plan.code, plan.rows, *shapes, alignment)
-    cut = {"KEY_KEPT_BITS": plans[0].kept_bits, "VALUE_KEPT_BITS": plans[1].kept_bits}
-    kernel[(sum(tiles),)](
-        keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
-        table, len(pages.page_ids), *tiles,
-        *(tensor for pair in zip(*tensors, strict=True) for tensor in pair),
-        **{name: value for name, value in (constants | cut).items() if name in kernel.arg_names},
-        num_warps=TUNING.warps_for(words, words_a_thread),
-    )  # fmt: skip
+def _kept_bits(plans: Plans) -> dict[str, int]:
+    """What the kernels are compiled for besides splitzip's constants."""
+    return {"KEY_KEPT_BITS": plans[0].kept_bits, "VALUE_KEPT_BITS": plans[1].kept_bits}

@@ -153,14 +153,11 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
     if sum(tiles):
         slots = [(slot.records, slot.extensions) for slot in buffers.slots]
         outputs = [(part, *slot) for part, slot in zip(dense, slots, strict=True)]
-        _launch_tiles(encode_kernel, TUNING.encode_words, pages, pools, plans, tiles, table, outputs)
-        _launch_pack(plans, tiles, dense, buffers)
+        launch_tiles(encode_kernel, TUNING.encode_words, pages, pools, plans, tiles, table, outputs)
+        launch_pack(plans, tiles, dense, buffers)
     else:
         buffers.totals.zero_()
-    scales = buffers.scales(plans)
-    for number, scale in enumerate(pools[2:]):
-        half = scales[number * (scales.numel() // 2) :][: scales.numel() // 2].view(scale.shape[0], -1, scale.shape[2])
-        torch.index_select(scale, 1, table[: half.shape[1]], out=half)
+    gather_scales(pools, table, buffers.scales(plans))
 
 
 def launch_decode(payload: torch.Tensor, layout: Payload, table: torch.Tensor, out: PagedBlock) -> None:
@@ -174,7 +171,19 @@ def launch_decode(payload: torch.Tensor, layout: Payload, table: torch.Tensor, o
         extensions = payload[escapes + part.escape_bytes - aligned(part.extensions) :]
         inputs.append((payload[dense:], records, extensions))
     if sum(tiles):
-        _launch_tiles(decode_kernel, TUNING.decode_words, out, pools, plans, tiles, table, inputs)
+        launch_tiles(decode_kernel, TUNING.decode_words, out, pools, plans, tiles, table, inputs)
+    place_whole(payload, layout, pools, index)
+
+
+def gather_scales(pools: list[torch.Tensor], table: torch.Tensor, scales: torch.Tensor) -> None:
+    """Copy the scales of the pages in `table`, where pools have them, to `scales`: those of keys, then of values."""
+    for number, scale in enumerate(pools[2:]):
+        half = scales[number * (scales.numel() // 2) :][: scales.numel() // 2].view(scale.shape[0], -1, scale.shape[2])
+        torch.index_select(scale, 1, table[: half.shape[1]], out=half)
+
+
+def place_whole(payload: torch.Tensor, layout: Payload, pools: list[torch.Tensor], index: torch.Tensor) -> None:
+    """Copy what a payload brings as it is into the pages `index`: scales, and keys or values that travel raw."""
     starts = [(dense, part.plan.raw_bytes) for dense, part in zip(layout.dense_offsets, layout.parts, strict=True)]
     half = layout.scale_bytes // 2
     starts += [(layout.scale_offset, half), (layout.scale_offset + half, half)]
@@ -187,7 +196,7 @@ def _dense_bytes(plan: TensorPlan) -> int:
     return plan.fixed_bytes if tiles_of(plan) else 0
 
 
-def _launch_tiles(
+def launch_tiles(
     kernel: Any,
     words_a_thread: int,
     pages: PagedBlock,
@@ -196,8 +205,13 @@ def _launch_tiles(
     tiles: Sequence[int],
     table: torch.Tensor,
     tensors: Sequence[tuple[torch.Tensor, ...]],
+    more: dict[str, int] | None = None,
 ) -> None:
-    """Launch the encode or the decode kernel; tensors: what it takes of keys and of values beside the pools."""
+    """Launch a kernel of one program a tile.
+
+    tensors: what it takes of keys and of values beside the pools; more: constants of its own. Of the constants it gets
+    those that it names, and the number of layers where it names that.
+    """
     keys, values = pools[:2]
     alignment = math.gcd(16, *(number for pool in (keys, values) for number in (pool.data_ptr(), *pool.stride()[:2])))
     plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
@@ -206,13 +220,14 @@ def _launch_tiles(
     constants, words = _constants(plan.format, plan.code, plan.rows, *shapes, alignment)
     kernel[(sum(tiles),)](
         keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
-        table, len(pages.page_ids), len(pages.layers), *tiles,
+        table, len(pages.page_ids), *([len(pages.layers)] if "num_layers" in kernel.arg_names else []), *tiles,
         *(tensor for pair in zip(*tensors, strict=True) for tensor in pair),
-        **constants, num_warps=TUNING.warps_for(words, words_a_thread),
+        **{name: value for name, value in (constants | (more or {})).items() if name in kernel.arg_names},
+        num_warps=TUNING.warps_for(words, words_a_thread),
     )  # fmt: skip
 
 
-def _launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: EncodeBuffers) -> None:
+def launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: EncodeBuffers) -> None:
     """Launch the kernel that brings the escapes of both tensors together."""
     runs = [TUNING.pack_tiles * max(1, -(-each // (TUNING.pack_tiles * TUNING.pack_programs))) for each in tiles]
     programs = [max(1, -(-each // run)) for each, run in zip(tiles, runs, strict=True)]
