@@ -12,7 +12,7 @@ SOURCES := pyproject.toml constraints-cpu.txt
 GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
-.PHONY: help up test lint format protos gpu-test compose-test clean \
+.PHONY: help up test test-progressive lint format protos gpu-test compose-test clean \
 	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive
 .DEFAULT_GOAL := help
@@ -42,6 +42,10 @@ up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http:/
 
 test: lint  ## everything that CI checks, but for the compose cluster
 	$(BIN)/python -m pytest $(ARGS)
+
+test-progressive: $(VENV)/.dev  ## with every exact codec 200 prompts get raw's output, whatever is drafted; takes half an hour
+	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \
+		--log-cli-level=INFO $(ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
 	$(BIN)/ruff check .

@@ -1,0 +1,47 @@
+"""Codecs whose last stage is exact and whose first one is broken."""
+
+import numpy as np
+import pytest
+
+from codec import registry
+from tests.cluster.halves import Halves, HalvesEncoding, _bits, _write
+
+
+class AllNoise(Halves):
+    """The first stage is random bits, infinities and NaN among them; the second brings everything."""
+
+    name = "all-noise"
+
+    def encode(self, pages):
+        bits = _bits(pages.gather())
+        return HalvesEncoding([self.anchor(bits), bits])
+
+    def anchor(self, bits):
+        return np.random.default_rng(0).integers(-(1 << 15), 1 << 15, bits.shape, np.int16)
+
+    def decode(self, stage, payload, out):
+        block = out.gather()
+        _write(block, np.frombuffer(payload, np.int16))
+        out.scatter(block)
+
+
+class HalfRight(AllNoise):
+    """The first stage has two bits of each mantissa, so that about half of the drafts are wrong."""
+
+    name = "half-right"
+
+    def anchor(self, bits):
+        return bits & ~0x001F
+
+
+BROKEN = (AllNoise, HalfRight)
+
+
+@pytest.fixture
+def broken_anchors(monkeypatch):
+    """The codecs of this module can be asked for by name."""
+    for made in BROKEN:
+        monkeypatch.setitem(registry._CODECS, made.name, (__name__, made.__name__, False))
+    registry.names.cache_clear()
+    yield
+    registry.names.cache_clear()

@@ -1,0 +1,117 @@
+"""Every exact codec's output is raw's, token for token, however many drafts were made on the way.
+
+The demo model reads real text; KV pages are bfloat16. KVRAIL_EQUALITY_PROMPTS says how many prompts;
+`make test-progressive` takes 200.
+"""
+
+import asyncio
+import logging
+import os
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from benchmarks.codec_data import DEMO, corpus
+from codec import registry
+from kvrail.text import load_tokenizer
+from tests.cluster.cluster import cluster
+from tests.cluster.staged import held_bytes
+from tests.progressive.gates import Gates
+
+logger = logging.getLogger("tests.progressive")
+
+PROMPTS = int(os.environ.get("KVRAIL_EQUALITY_PROMPTS", "2"))
+SHORTEST, LONGEST = 500, 4000
+OUTPUT = 48
+MAX_DRAFTS = 64
+EXACT = ("splitzip", "splitzip-channel", "splitzip-zstd", "splitzip-progressive", "lynx-exact")
+SHARED = {"kv_dtype": "bfloat16", "num_pages": 500, "max_batch_tokens": 1024, "max_frame_bytes": 1 << 20}
+DECODE = {"prefix_cache": False, "transfer_timeout_s": 3600}
+"""Every request fetches its whole prompt, and waits for drafts however slow the machine is."""
+
+
+@dataclass
+class Tally:
+    """What the requests came to: drafts of those with several stages, and answers that are not raw's."""
+
+    requests: int = 0
+    staged: int = 0
+    drafted: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, name, answer, raw, drafts, what):
+        """Take note of an answer; drafts: how many its later stages waited for."""
+        summary = answer.summary
+        assert summary.codec == name and summary.prefill_worker and not summary.lossy
+        assert summary.completion_tokens == OUTPUT and summary.kv_raw_bytes == raw.summary.kv_raw_bytes > 0
+        self.requests += 1
+        if registry.get(name).num_stages > 1:
+            assert summary.drafts_proposed >= drafts, what
+            self.staged += 1
+            self.drafted += summary.drafts_proposed > 0
+            self.proposed += summary.drafts_proposed
+            self.accepted += summary.drafts_accepted
+        pairs = zip(answer.tokens[0], raw.tokens[0], strict=True)
+        first = next((place for place, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if first is not None:
+            self.differences.append(f"{name}, {what}: token {first} of {answer.tokens[0]} against {raw.tokens[0]}")
+            logger.warning("%s", self.differences[-1])
+        assert first is not None or answer.text == raw.text
+
+
+def prompts(count):
+    """Windows of the held-out text and the repository's documents, as token ids."""
+    ids = load_tokenizer(str(DEMO)).encode(corpus(), add_special_tokens=False)
+    rng = random.Random(137)
+    for _ in range(count):
+        length = round(SHORTEST * (LONGEST / SHORTEST) ** rng.random())
+        begin = rng.randint(0, len(ids) - length)
+        yield ids[begin : begin + length]
+
+
+async def compare(c, gates, prompt, codecs, tally, rng):
+    """Ask greedily and at temperature 0.8, raw and every codec at once."""
+    await c.ask(prompt, codec="raw", max_tokens=1)  # from here on the prefill worker's prefix cache has the prompt
+    for options in ({}, {"temperature": 0.8, "seed": rng.randrange(1 << 31)}):
+
+        async def ask(name, drafts, options=options):
+            request = f"{name}-{rng.randrange(1 << 62)}"
+            gates.close(request, drafts)
+            return await c.ask(prompt, codec=name, request_id=request, max_tokens=OUTPUT, **options)
+
+        wanted = {name: min(rng.randint(0, MAX_DRAFTS), OUTPUT - 1) for name in codecs}
+        raw, *answers = await asyncio.gather(ask("raw", 0), *(ask(name, wanted[name]) for name in codecs))
+        for (name, drafts), answer in zip(wanted.items(), answers, strict=True):
+            what = f"{len(prompt)} tokens, {options or 'greedy'}, {drafts} drafts or more"
+            tally.add(name, answer, raw, drafts, what)
+
+
+async def compare_all(monkeypatch, codecs, count):
+    tally, rng = Tally(), random.Random(1)
+    gates = Gates(monkeypatch)
+    async with cluster(DEMO, "grpc", decode=DECODE, **SHARED) as c:
+        for number, prompt in enumerate(prompts(count), 1):
+            await compare(c, gates, prompt, codecs, tally, rng)
+            logger.info(
+                "%d of %d prompts, the last of %d tokens: %d requests, drafts made in %d of %d, %d proposed,"
+                " %d accepted, %d differences",
+                *(number, count, len(prompt), tally.requests, tally.drafted, tally.staged),
+                *(tally.proposed, tally.accepted, len(tally.differences)),
+            )
+        await c.settled()
+        assert not held_bytes(c)
+    return tally
+
+
+@pytest.mark.usefixtures("in_double_precision")
+async def test_every_exact_codec_says_what_raw_says(monkeypatch):
+    made = {name for name in registry.names() if registry.get(name).exact} - {"raw"}
+    assert made >= set(EXACT)
+    tally = await compare_all(monkeypatch, sorted(made), PROMPTS)
+    assert not tally.differences, "\n".join(tally.differences)
+    assert tally.requests == 2 * PROMPTS * len(made)
+    assert tally.drafted > 0.9 * tally.staged > 0
+    assert 0.4 * tally.proposed < tally.accepted < tally.proposed
