@@ -43,7 +43,7 @@ up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http:/
 test: lint  ## everything that CI checks, but for the compose cluster
 	$(BIN)/python -m pytest $(ARGS)
 
-test-progressive: $(VENV)/.dev  ## with every exact codec 200 prompts get raw's output, whatever is drafted; takes half an hour
+test-progressive: $(VENV)/.dev  ## with every exact codec 200 prompts get raw's output, whatever is drafted; takes hours
 	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \
 		--log-cli-level=INFO $(ARGS)
 

@@ -197,7 +197,8 @@ class Fetch:
 
     async def _within_silence(self, awaitable: Awaitable[T]) -> T:
         try:
-            return await asyncio.wait_for(awaitable, self._silence_s)
+            async with asyncio.timeout(self._silence_s):  # unlike wait_for, Python 3.11's too, it loses no cancellation
+                return await awaitable
         except TimeoutError:
             raise WorkerUnavailableError(f"the prefill worker was silent for {self._silence_s:g} s") from None
 

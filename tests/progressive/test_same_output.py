@@ -21,7 +21,7 @@ from tests.progressive.gates import Gates
 
 logger = logging.getLogger("tests.progressive")
 
-PROMPTS = int(os.environ.get("KVRAIL_EQUALITY_PROMPTS", "2"))
+PROMPTS = int(os.environ.get("KVRAIL_EQUALITY_PROMPTS", "1"))
 SHORTEST, LONGEST = 500, 4000
 OUTPUT = 48
 MAX_DRAFTS = 64

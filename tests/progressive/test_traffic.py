@@ -20,6 +20,7 @@ from tests.cluster.cluster import cluster
 from tests.cluster.staged import header_of, held_bytes
 from tests.progressive.anchors import broken_anchors  # noqa: F401  a fixture
 from tests.progressive.gates import Gates
+from tests.progressive.test_same_output import PROMPTS
 
 AT_ONCE = 16
 PAGE = 16
@@ -28,6 +29,8 @@ STAGED = CODECS[:4]
 SHARED = {"kv_dtype": "bfloat16", "page_size": PAGE, "max_batch_tokens": 256, "max_frame_bytes": 1 << 17}
 AMPLE = 900
 """Pages for all at once."""
+TRAFFIC = [(1, "grpc", AMPLE), (0, "inproc", AMPLE), (2, "grpc", 180)]
+"""Seeds, transports and numbers of pages; one of them where tests shall be quick."""
 RESERVE = 40
 """Pages for the drafts of ten requests; with fewer left, no later stage waits for drafts that nobody may make."""
 
@@ -132,7 +135,7 @@ class Traffic:
             self.tasks[name].cancel()
 
 
-@pytest.mark.parametrize(("seed", "transport", "pages"), [(0, "inproc", AMPLE), (1, "grpc", AMPLE), (2, "grpc", 180)])
+@pytest.mark.parametrize(("seed", "transport", "pages"), TRAFFIC[: None if PROMPTS > 1 else 1])
 @pytest.mark.usefixtures("broken_anchors", "in_double_precision")
 async def test_nothing_leaks_nobody_starves_and_answers_are_those_of_one_alone(monkeypatch, seed, transport, pages):
     asked = list(requests(seed))
