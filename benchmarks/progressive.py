@@ -37,6 +37,7 @@ GATE = (
     "KV from a prefill worker in one network namespace to a decode worker in another; times in seconds, from the\n"
     "request to the client's k-th token. With every exact codec every answer was the same text."
 )
+TRIALS = 4
 COMPILE_SECONDS = "300"
 """A codec's kernels are compiled when it is first asked for."""
 
@@ -75,15 +76,19 @@ class Bench:
         limit(self._spaces, rate)
         accepted, coded, raw = [], 0, 0
         for prompt in prompts:
-            usage = self._ask(prompt, codec).usage
-            if usage["drafts_proposed"] != DRAFTS:
-                made = usage["drafts_proposed"]
-                raise SystemExit(
-                    f"{codec}: {made} of {DRAFTS} drafts were made; take a slower --drafts-rate than {rate}"
-                )
+            usage = self._fully_drafted(rate, prompt, codec)
             accepted.append(usage["drafts_accepted"])
             coded, raw = coded + usage["kv_bytes"], raw + usage["kv_raw_bytes"]
         return Drafted(accepted, 16 * coded / raw)
+
+    def _fully_drafted(self, rate: str, prompt: Sequence[int], codec: str) -> dict[str, Any]:
+        """Usage of an answer for which all drafts were made; a machine that others use too may need a few trials."""
+        for _ in range(TRIALS):
+            usage = self._ask(prompt, codec, DRAFTS + FEWEST_TOKENS).usage
+            if usage["drafts_proposed"] == DRAFTS:
+                return usage
+        made = usage["drafts_proposed"]
+        raise SystemExit(f"{codec}: {made} of {DRAFTS} drafts were made; take a slower --drafts-rate than {rate}")
 
     def _ask(self, prompt: Sequence[int], codec: str, tokens: int = OUTPUT_TOKENS) -> Trace:
         return ask(self._cluster.url, self._cluster.model, prompt, tokens, codec, provisional=True)
@@ -146,8 +151,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="prompts of each length, 11 at most")
     parser.add_argument("--codecs", default=CODECS, help="with commas; the first is the baseline")
     parser.add_argument("--cold", action="store_true", help="no prefix cache on the prefill worker")
-    parser.add_argument("--drafts-tokens", default="2000,2400,4000", help="contexts for accepted drafts; '' for none")
-    parser.add_argument("--drafts-rate", default="40mbit", help="of the link while these are made")
+    parser.add_argument("--drafts-tokens", default="2000,2400", help="contexts for accepted drafts; '' for none")
+    parser.add_argument("--drafts-rate", default="15mbit", help="of the link while these are made")
     parser.add_argument("--port", type=int, default=18710, help="first of four ports")
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
     parser.add_argument("--namespaces", help=argparse.SUPPRESS)  # set where this command starts itself anew

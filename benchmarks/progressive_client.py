@@ -37,10 +37,10 @@ class Trace:
             raise RuntimeError(chunk["error"]["message"])
         usage = chunk["usage"] or {}
         self.usage = usage.get("kvrail", self.usage)
-        draft = chunk.get("kvrail", {}).get("provisional")
-        if draft:
+        news = chunk.get("kvrail", {})
+        if draft := news.get("provisional"):
             self.shown.append((seconds, draft["position"] + draft["tokens"]))
-        elif usage.get("completion_tokens"):
+        elif not news and usage.get("completion_tokens"):
             self.verified.append((seconds, usage["completion_tokens"]))
             self.shown.append((seconds, usage["completion_tokens"]))
         for choice in chunk["choices"]:

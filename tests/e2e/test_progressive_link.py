@@ -1,0 +1,67 @@
+"""Between two network namespaces: behind a slow link decode starts on coarse KV, and ends with raw's text."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.link import DECODE_HOST, PREFILL_HOST, ROOT, UNLIMITED, Cluster, limit, linked, prompt_of
+from benchmarks.progressive_client import ask
+
+TOKENS, OUTPUT_TOKENS = 1000, 40
+RATE = "10mbit"
+"""The second stage of so many tokens takes two seconds: there is time to draft on any machine."""
+PORTS = range(18720, 18724)
+CODEC = "splitzip-progressive"
+
+
+def in_namespace(spaces, folder):
+    """What a client of the cluster gets with raw on an open link and with CODEC on a slow one."""
+    small = ["--max-frame-bytes", "524288"]  # a later stage's frame that left early holds up little
+    flags = [*small, "--transfer-timeout-s", "200"]
+    cluster = Cluster(folder, PREFILL_HOST, DECODE_HOST, spaces[0], PORTS, prefill_flags=small, decode_flags=flags)
+    try:
+        raw = ask(cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS, "raw", provisional=True)
+        limit(spaces, RATE)
+        slow = ask(cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS, CODEC, provisional=True)
+        quiet = ask(cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS, CODEC, provisional=False)
+    finally:
+        cluster.stop()
+    return [(trace.text, trace.verified, trace.shown, trace.usage) for trace in (raw, slow, quiet)]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    try:
+        with linked(UNLIMITED) as spaces:
+            inside = [sys.executable, "-m", "tests.e2e.test_progressive_link", *spaces, tmp_path_factory.mktemp("link")]
+            command = ["ip", "netns", "exec", spaces[1], *inside]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces need root and iproute2: {error}")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_drafts_are_made_and_the_text_is_raws(answers):
+    raw, slow, quiet = answers
+    assert slow[0] == quiet[0] == raw[0] != ""
+    for _, _, _, usage in (slow, quiet):
+        assert (usage["codec"], usage["lossy"]) == (CODEC, False)
+        assert 0 < usage["drafts_accepted"] <= usage["drafts_proposed"]
+    assert raw[3]["drafts_proposed"] == 0
+
+
+def test_drafts_are_shown_before_they_are_verified_to_those_who_ask(answers):
+    raw, slow, quiet = answers
+    drafted = [each for each in slow[2] if each not in slow[1]]
+    assert [count for _, count in drafted] == list(range(2, slow[3]["drafts_proposed"] + 2))
+    assert [count for _, count in slow[1]][:2] == [1, 2]
+    assert drafted[-1][0] < slow[1][1][0]  # the last draft came before the second verified token
+    assert (quiet[1], raw[1]) == (quiet[2], raw[2])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(in_namespace(sys.argv[1:3], Path(sys.argv[3]))))
