@@ -72,9 +72,9 @@ def ratio_table(length: int, rate: str, answers: dict[str, list[Trace]]) -> Tabl
     """The same times over those of the first codec, and over those of ONE_STAGE."""
     base = next(iter(answers))
     peers = [name for name in dict.fromkeys((base, ONE_STAGE)) if name in answers]
-    moments: dict[str, Callable[[Trace], float]] = {"2nd shown": lambda trace: trace.shown_at(2)}
+    moments: dict[str, Callable[[Trace], float]] = {"2 shown": lambda trace: trace.shown_at(2)}
     for k in COUNTED[1:]:
-        moments[f"{k}th verified"] = lambda trace, k=k: trace.verified_at(k)
+        moments[f"{k} verified"] = lambda trace, k=k: trace.verified_at(k)
     rows = []
     for codec, traces in answers.items():
         cells = [
