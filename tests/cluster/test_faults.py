@@ -9,6 +9,7 @@ from codec.base import Block, PagedBlock
 from codec.raw.codec import RawCodec
 from kvrail.errors import FrameError, IncompatibleError, KvrailError, WorkerUnavailableError
 from kvrail.transport.replies import PrefillReplies
+from kvrail.wire.replies import seal
 from tests.cluster.cluster import cluster
 from tests.cluster.test_equality import prompt_of
 from tests.models import generate, tiny_model
@@ -67,7 +68,9 @@ async def test_a_corrupt_frame_fails_the_request_and_touches_no_page(llama, monk
     send = PrefillReplies.send
 
     async def flipping(self, frame):
-        await send(self, frame[:-1] + bytes([frame[-1] ^ 1]))
+        wrong = bytearray(frame.open())
+        wrong[-1] ^= 1
+        await send(self, seal(bytes(wrong)))
 
     async with cluster(llama) as c:
         before = c.decode.cache.keys.clone()
