@@ -114,4 +114,4 @@ async def test_every_exact_codec_says_what_raw_says(monkeypatch):
     assert not tally.differences, "\n".join(tally.differences)
     assert tally.requests == 2 * PROMPTS * len(made)
     assert tally.drafted > 0.9 * tally.staged > 0
-    assert 0.2 * tally.proposed < tally.accepted < tally.proposed
+    assert 0.1 * tally.proposed < tally.accepted < tally.proposed  # how many depends on the text
