@@ -3,8 +3,9 @@
 import json
 import os
 import platform
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,7 +54,7 @@ def _arguments() -> str:
     while "--out" in words:
         at = words.index("--out")
         del words[at : at + 2]
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def markdown(facts: dict[str, str], title: str, gate: str, tables: Sequence[Table]) -> str:
@@ -80,7 +81,7 @@ def _rows(table: Table) -> list[str]:
     return ["| " + " | ".join(str(row[n]) for n in used) + " |" for row in body]
 
 
-def write(folder: Path, name: str, facts: dict[str, str], text: str, tables: Sequence[Table]) -> None:
+def write(folder: Path, name: str, facts: Mapping[str, object], text: str, tables: Sequence[Table]) -> None:
     """NAME.md, which is `text`, and NAME.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text(text)

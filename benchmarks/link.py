@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import codec_report
 from benchmarks.codec_data import DEMO, SMALL_VOCABULARY, corpus
 from benchmarks.codec_tables import Table
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import SHAPES, weight_bytes, write_shape
 from codec import registry
 from kvrail.text import load_tokenizer
 
@@ -43,7 +43,7 @@ GATE = (
 )
 HALF_A_GPU_GIB = 40
 """KV memory of each worker where two share a GPU."""
-START_SECONDS = 300
+START_SECONDS = 420
 OUTPUT_TOKENS = 16
 BURST = "256kb"
 """Of the token bucket: less cannot keep a fast link busy, more lets a transfer through unhindered."""
@@ -51,6 +51,8 @@ BURST = "256kb"
 
 DEVICE = "kvrail"
 """Name of the link's device in either namespace."""
+MODULE = "services.cli.main"
+"""The command `kvrail`."""
 UNLIMITED = "unlimited"
 """In place of a rate: as fast as the machine is."""
 
@@ -70,7 +72,8 @@ class Cluster:
 
     namespace: network namespace of the prefill worker, None: that of this process; the others run in this one's.
     ports: of the router, the prefill worker, the decode worker and its metrics. shape: of random weights, "" for the
-    demo model; device: cpu or cuda. prefill_flags, decode_flags: more flags of the workers.
+    demo model; device: cpu or cuda. prefill_flags, decode_flags: more flags of the workers. decode_module: what is run
+    as the decode worker. Raises SystemExit where the shape does not fit the device, RuntimeError where a start fails.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Cluster:
         device: str = "cpu",
         prefill_flags: Sequence[str] = (),
         decode_flags: Sequence[str] = (),
+        decode_module: str = MODULE,
     ) -> None:
         self._folder = folder
         self.model = shape or DEMO.name
@@ -94,11 +98,13 @@ class Cluster:
         self._metrics = f"http://{decode_host}:{ports[3]}/metrics"
         prefill, decode = f"{prefill_host}:{ports[1]}", f"{decode_host}:{ports[2]}"
         try:
-            ends = devices(device)
+            ends = devices(device, shape)
             flags = [*model, *weights, *ends[0], *prefill_flags]
             self._start("prefill", prefill, "--metrics-port", "0", *flags, namespace=namespace)
             flags = [*model, *weights, *ends[1], *decode_flags]
-            self._start("decode", decode, "--metrics-port", str(ports[3]), "--no-prefix-cache", *flags)
+            self._start(
+                "decode", decode, "--metrics-port", str(ports[3]), "--no-prefix-cache", *flags, module=decode_module
+            )
             workers = ["--prefill-workers", prefill, "--decode-workers", decode]
             self._start("router", f"{decode_host}:{ports[0]}", *workers, *model)
             self._wait()
@@ -127,6 +133,11 @@ class Cluster:
         seconds = self._transfer_seconds() - before
         return Answer(answer["choices"][0]["text"], usage["kv_raw_bytes"], usage["kv_bytes"], seconds)
 
+    def logs(self) -> str:
+        """The end of what each process has logged."""
+        files = (path for path in sorted(self._folder.iterdir()) if path.is_file())
+        return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in files)
+
     def stop(self) -> None:
         """End the processes."""
         for process in self._processes:
@@ -137,10 +148,10 @@ class Cluster:
             process.kill()
             process.wait()
 
-    def _start(self, role: str, address: str, *flags: str, namespace: str | None = None) -> None:
+    def _start(self, role: str, address: str, *flags: str, namespace: str | None = None, module: str = MODULE) -> None:
         host, _, port = address.rpartition(":")
         command = ["ip", "netns", "exec", namespace] if namespace else []
-        command += [sys.executable, "-m", "services.cli.main", role, "--host", host, "--port", port, *flags]
+        command += [sys.executable, "-m", module, role, "--host", host, "--port", port, *flags]
         with (self._folder / role).open("wb") as log:
             self._processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
 
@@ -153,10 +164,7 @@ class Cluster:
                 if all(worker["state"] == "healthy" for worker in workers.values()):
                     return
             time.sleep(0.2)
-        logs = "\n".join(
-            f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self._folder.iterdir()) if path.is_file()
-        )
-        raise RuntimeError(f"the cluster did not become healthy:\n{logs}")
+        raise RuntimeError(f"the cluster did not become healthy:\n{self.logs()}")
 
     def _transfer_seconds(self) -> float:
         families = text_string_to_metric_families(httpx.get(self._metrics, timeout=30).text)
@@ -208,20 +216,40 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-def devices(device: str) -> tuple[list[str], list[str]]:
-    """Flags that give the prefill and the decode worker their devices."""
+def devices(device: str, shape: str = "") -> tuple[list[str], list[str]]:
+    """Flags that give the prefill and the decode worker their devices.
+
+    Raises SystemExit where a GPU has too little memory for the weights of `shape`.
+    """
     if device == "cpu":
         return [], []
-    if torch.cuda.device_count() > 1:
+    alone = torch.cuda.device_count() > 1
+    weights, memory = weight_bytes(shape) if shape else 0, torch.cuda.get_device_properties(0).total_memory
+    if weights * (1 if alone else 2) > 0.8 * memory:
+        many = "" if alone else " twice"
+        raise SystemExit(
+            f"{shape} has {weights / 1e9:.0f} GB of weights, too many{many} on a GPU of {memory / 1e9:.0f} GB;"
+            " take two GPUs or a smaller --shape"
+        )
+    if alone:
         return ["--device", "cuda:0"], ["--device", "cuda:1"]
     shared = ["--device", "cuda:0", "--kv-memory-gib", str(HALF_A_GPU_GIB)]
     return shared, shared
 
 
-def prompt_of(length: int, shape: str = "") -> list[int]:
-    """The first tokens of real text; of a model of random weights, random ones."""
+def machine(device: str, facts: dict[str, str]) -> str:
+    """A word for the machine, for names of results; where there are two GPUs, `facts` are told of them."""
+    if device == "cpu":
+        return device
+    count, name = min(2, torch.cuda.device_count()), torch.cuda.get_device_name()
+    facts["hardware"] = f"{count} {name} of one host"
+    return f"{count}x{name.split()[-1].lower()}"
+
+
+def prompt_of(length: int, shape: str = "", number: int = 0) -> list[int]:
+    """The first tokens of real text; of a model of random weights, random ones, other ones for each `number`."""
     if shape:
-        draws = random.Random(length)
+        draws = random.Random(length << 16 | number)
         return [draws.randrange(SMALL_VOCABULARY) for _ in range(length)]
     tokens = load_tokenizer(str(DEMO)).encode(corpus(), add_special_tokens=True)
     if len(tokens) < length:
@@ -291,13 +319,9 @@ def run_inside(options: argparse.Namespace) -> None:
                 tables.append(table(length, options.rate, answers))
         finally:
             cluster.stop()
-    machine = "cpu"
-    if options.device == "cuda":
-        count, name = min(2, torch.cuda.device_count()), torch.cuda.get_device_name()
-        facts["hardware"] = f"{count} {name} of one host"
-        machine = f"{count}x{name.split()[-1].lower()}"
+    name = f"codec-link-{facts['date']}-{machine(options.device, facts)}"
     text = codec_report.markdown(facts, "KV over a slow link", GATE, tables)
-    codec_report.write(options.out, f"codec-link-{facts['date']}-{machine}", facts, text, tables)
+    codec_report.write(options.out, name, facts, text, tables)
     print(text)
 
 

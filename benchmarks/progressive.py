@@ -1,6 +1,8 @@
 """Progressive delivery over a slow link, as a client sees it: when the k-th token is there, drafted and verified.
 
     sudo python -m benchmarks.progressive [--rates 200mbit,1gbit] [--tokens 4096] [--rounds 9] [--cold]
+    sudo python -m benchmarks.progressive --shape qwen3-32b --device cuda --rates 10gbit --tokens 8192,32768 \\
+        --codecs raw,splitzip,splitzip-progressive --acceptance benchmarks/results/progressive-drafts-DATE-cpu.json
 
 The cluster of benchmarks/link.py: a prefill worker in one network namespace, a decode worker and the router in another,
 a link of so many bits a second between them. The demo model reads text that it has not seen; every round is another
@@ -8,35 +10,55 @@ prompt, the codecs take turns, and the figures are medians over prompts. The pre
 so that the transfer is what a client waits for; with --cold it computes the prompt. Every request asks for drafts, and
 counts what it sees of them (docs/provisional-streaming.md). Correctness first: with every exact codec the client must
 get the same text. Where namespaces are not permitted, it says so and ends.
+
+With --shape a model of random weights reads random tokens. Its drafts say nothing of a real model's, so --acceptance
+imposes how many are accepted (benchmarks/imposed_decode.py); texts with imposed drafts are not compared.
 """
 
 import argparse
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import codec_report, progressive_drafts
+from benchmarks import codec_report, imposed_decode, progressive_drafts
+from benchmarks.acceptance import Imposed, impose
 from benchmarks.anchor_drafts import DRAFTS
 from benchmarks.codec_tables import Table
-from benchmarks.link import DECODE_HOST, PREFILL_HOST, UNLIMITED, Cluster, limit, linked
+from benchmarks.link import (
+    DECODE_HOST,
+    MODULE,
+    PREFILL_HOST,
+    UNLIMITED,
+    Cluster,
+    limit,
+    linked,
+    machine,
+    prompt_of,
+)
 from benchmarks.progressive_client import Trace, ask
 from benchmarks.progressive_tables import Drafted, ratio_table, times_table
+from benchmarks.shapes import SHAPES
 from codec import registry
 
 CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive,lynx,lynx-exact,auto"
+DRAFTS_TOKENS = "2000,2400"
 OUTPUT_TOKENS = 80
 """More than the most drafts, and than the last token whose time is told."""
 FEWEST_TOKENS = 2
 """KV does not cross for the first one."""
+WARM_UP_TOKENS, WARM_UP_RATE = 512, "1gbit"
+"""Every codec is tried on a prompt so short, on a link so slow that a large model makes drafts and verifies them."""
 GATE = (
     "KV from a prefill worker in one network namespace to a decode worker in another; times in seconds, from the\n"
-    "request to the client's k-th token. With every exact codec every answer was the same text."
+    "request to the client's k-th token. "
 )
+SAME_TEXT = "With every exact codec{} every answer was the same text."
 TRIALS = 4
 COMPILE_SECONDS = "300"
 """A codec's kernels are compiled when it is first asked for."""
@@ -45,30 +67,42 @@ COMPILE_SECONDS = "300"
 class Bench:
     """A cluster, the namespaces around it, and what is asked of it."""
 
-    def __init__(self, cluster: Cluster, spaces: Sequence[str], codecs: Sequence[str]) -> None:
+    def __init__(self, cluster: Cluster, spaces: Sequence[str], codecs: Sequence[str], imposed: Imposed) -> None:
         self._cluster = cluster
         self._spaces = spaces
         self._codecs = codecs
+        self._imposed = imposed
+        self._begin = time.monotonic()
 
-    def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Every prompt once, and every codec once, with nothing in the way."""
-        limit(self._spaces, UNLIMITED)
-        for prompt in prompts:
-            self._ask(prompt, self._codecs[0], FEWEST_TOKENS)
+    def say(self, what: str) -> None:
+        """A line about how far this is, with the seconds since the cluster was up."""
+        print(f"{time.monotonic() - self._begin:7.1f} s  {what}", flush=True)
+
+    def try_codecs(self, prompt: Sequence[int]) -> None:
+        """Every codec once."""
+        limit(self._spaces, WARM_UP_RATE)
         for codec in self._codecs:
-            self._ask(prompts[0], codec)
+            self._ask(prompt, codec, seed=DRAFTS)
+            self.say(f"{codec} is warm")
+
+    def compute(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Every prompt once, with nothing in the way: the prefill worker has its KV from here on."""
+        limit(self._spaces, UNLIMITED)
+        for number, prompt in enumerate(prompts):
+            self._ask(prompt, self._codecs[0], FEWEST_TOKENS)
+            self.say(f"{len(prompt)} tokens, prompt {number}, are computed")
 
     def times(self, rate: str, prompts: Sequence[Sequence[int]]) -> dict[str, list[Trace]]:
         """Answers to `prompts` by codec, in turn. Raises SystemExit where an exact codec gives another text."""
         limit(self._spaces, rate)
         found: dict[str, list[Trace]] = {codec: [] for codec in self._codecs}
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             for codec in self._codecs:
-                trace = self._ask(prompt, codec)
-                first = found[self._codecs[0]][-1] if codec != self._codecs[0] else trace
-                if not trace.usage["lossy"] and trace.text != first.text:
-                    raise SystemExit(f"{codec} gave {trace.text!r}; {self._codecs[0]} gave {first.text!r}")
+                trace = self._ask(prompt, codec, seed=self._imposed.count(codec, number))
+                self._check(codec, number, trace, found[self._codecs[0]])
                 found[codec].append(trace)
+                seconds = f"{trace.verified[0][0]:.2f} and {trace.verified[-1][0]:.2f} s"
+                self.say(f"{len(prompt)} tokens at {rate}, prompt {number}, {codec}: first and last token at {seconds}")
         return found
 
     def drafts(self, rate: str, prompts: Sequence[Sequence[int]], codec: str) -> Drafted:
@@ -79,7 +113,17 @@ class Bench:
             usage = self._fully_drafted(rate, prompt, codec)
             accepted.append(usage["drafts_accepted"])
             coded, raw = coded + usage["kv_bytes"], raw + usage["kv_raw_bytes"]
+        self.say(f"{codec}: drafts of {len(prompts)} prompts are verified")
         return Drafted(accepted, 16 * coded / raw)
+
+    def _check(self, codec: str, number: int, trace: Trace, base: Sequence[Trace]) -> None:
+        """Raise SystemExit unless an exact text is that of `base`, or imposed drafts were accepted as imposed."""
+        if codec in self._imposed.accepted:
+            due = min(self._imposed.count(codec, number), trace.usage["drafts_proposed"])
+            if trace.usage["drafts_accepted"] != due:
+                raise SystemExit(f"{codec}: {due} drafts should have been accepted; the usage is {trace.usage}")
+        elif not trace.usage["lossy"] and base[number:] and trace.text != base[number].text:
+            raise SystemExit(f"{codec} gave {trace.text!r}; {self._codecs[0]} gave {base[number].text!r}")
 
     def _fully_drafted(self, rate: str, prompt: Sequence[int], codec: str) -> dict[str, Any]:
         """Usage of an answer for which all drafts were made; a machine that others use too may need a few trials."""
@@ -90,56 +134,96 @@ class Bench:
         made = usage["drafts_proposed"]
         raise SystemExit(f"{codec}: {made} of {DRAFTS} drafts were made; take a slower --drafts-rate than {rate}")
 
-    def _ask(self, prompt: Sequence[int], codec: str, tokens: int = OUTPUT_TOKENS) -> Trace:
-        return ask(self._cluster.url, self._cluster.model, prompt, tokens, codec, provisional=True)
+    def _ask(self, prompt: Sequence[int], codec: str, tokens: int = OUTPUT_TOKENS, seed: int = 0) -> Trace:
+        return ask(self._cluster.url, self._cluster.model, prompt, tokens, codec, provisional=True, seed=seed)
 
 
-def measure_drafts(bench: Bench, options: argparse.Namespace) -> Table:
+class Report:
+    """What is written of a run, anew with each table: what stops a run late does not take all of it."""
+
+    def __init__(self, options: argparse.Namespace, imposed: Imposed) -> None:
+        facts = codec_report.head(torch.device(options.device), "benchmarks.progressive")
+        facts["command"] = facts["command"].split(" --namespaces")[0]
+        kind = "-cold" if options.cold else "" if options.rates else "-drafts"
+        shape = f"-{options.shape}" if options.shape else ""
+        self._name = f"progressive{kind}{shape}-{facts['date']}-{machine(options.device, facts)}"
+        model = f"random weights of {options.shape}" if options.shape else "demo model"
+        cache = f"prefix cache of the prefill worker {'cold' if options.cold else 'warm'}"
+        self._title = f"Progressive delivery, {model}, {cache}"
+        self._gate = GATE + SAME_TEXT.format(" whose drafts were not imposed" if imposed.accepted else "")
+        self._facts, self._folder = facts, options.out
+        self._tables: list[Table] = []
+
+    def add(self, *tables: Table, **more: object) -> str:
+        """Write `tables` too, and `more` facts into the JSON; gives the whole text."""
+        self._tables += tables
+        text = codec_report.markdown(self._facts, self._title, self._gate, self._tables)
+        codec_report.write(self._folder, self._name, {**self._facts, **more}, text, self._tables)
+        return text
+
+
+def measure_times(bench: Bench, report: Report, options: argparse.Namespace, imposed: Imposed) -> None:
+    """The tables of when which token is there, for each length and rate."""
+    bench.try_codecs(prompt_of(WARM_UP_TOKENS, options.shape))
+    for length in map(int, options.tokens.split(",")):
+        if options.shape:
+            prompts = [prompt_of(length, options.shape, number) for number in range(options.rounds)]
+        else:
+            prompts = progressive_drafts.contexts([length])[: options.rounds]
+        if not options.cold:
+            bench.compute(prompts)
+        for rate in options.rates.split(","):
+            answers = bench.times(rate, prompts)
+            unlike = imposed.accepted.keys()
+            table = times_table(length, rate, answers, unlike=unlike, words=not options.shape, notes=imposed.notes())
+            report.add(table, ratio_table(length, rate, answers))
+
+
+def measure_drafts(bench: Bench, report: Report, options: argparse.Namespace) -> None:
     """The table of accepted drafts, over the codecs of several stages."""
     lengths = [int(length) for length in options.drafts_tokens.split(",")]
     prompts = progressive_drafts.contexts(lengths)
     codecs = [name for name in options.codecs.split(",") if name != "auto" and registry.get(name).num_stages > 1]
-    bench.warm_up(prompts)
+    bench.compute(prompts)
     found = {codec: bench.drafts(options.drafts_rate, prompts, codec) for codec in codecs}
-    print("drafts done", flush=True)
     held = progressive_drafts.sizes(prompts, codecs)
     accepted = {codec: each.accepted for codec, each in found.items()}
     bits = {codec: each.bits for codec, each in found.items()}
-    return progressive_drafts.table(lengths, options.drafts_rate, accepted, bits, held)
+    report.add(progressive_drafts.table(lengths, options.drafts_rate, accepted, bits, held), accepted=accepted)
 
 
 def run_inside(options: argparse.Namespace) -> None:
     """In the decode worker's namespace: start the cluster, measure, write."""
-    facts = codec_report.head(torch.device("cpu"), "benchmarks.progressive")
-    facts["command"] = facts["command"].split(" --namespaces")[0]
     codecs, spaces = options.codecs.split(","), options.namespaces.split(",")
-    cold = ["--no-prefix-cache"] if options.cold else []
-    flags = ["--allow-lossy", "--transfer-timeout-s", COMPILE_SECONDS]
-    tables = []
+    imposed = impose(options.acceptance, codecs, options.rounds) if options.acceptance else Imposed()
+    report = Report(options, imposed)
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        ports = range(options.port, options.port + 4)
-        hosts = PREFILL_HOST, DECODE_HOST
-        cluster = Cluster(Path(folder), *hosts, spaces[0], ports, prefill_flags=cold, decode_flags=flags)
-        bench = Bench(cluster, spaces, codecs)
+        cluster = Cluster(
+            Path(folder),
+            PREFILL_HOST,
+            DECODE_HOST,
+            spaces[0],
+            range(options.port, options.port + 4),
+            options.shape,
+            options.device,
+            prefill_flags=["--no-prefix-cache"] if options.cold else [],
+            decode_flags=["--allow-lossy", "--transfer-timeout-s", COMPILE_SECONDS],
+            decode_module=imposed_decode.__name__ if options.acceptance else MODULE,
+        )
         try:
-            for length in map(int, options.tokens.split(",")) if options.rates else ():
-                prompts = progressive_drafts.contexts([length])[: options.rounds]
-                bench.warm_up(prompts)
-                for rate in options.rates.split(","):
-                    answers = bench.times(rate, prompts)
-                    print(f"{length} tokens at {rate} done", flush=True)
-                    tables.append(times_table(length, rate, answers))
-                    tables.append(ratio_table(length, rate, answers))
+            bench = Bench(cluster, spaces, codecs, imposed)
+            bench.say(f"the cluster is up, after {time.monotonic() - begin:.1f} s")
+            if options.rates:
+                measure_times(bench, report, options, imposed)
             if options.drafts_tokens:
-                tables.append(measure_drafts(bench, options))
+                measure_drafts(bench, report, options)
+        except Exception:
+            print(cluster.logs(), flush=True)
+            raise
         finally:
             cluster.stop()
-    title = f"Progressive delivery, prefix cache of the prefill worker {'cold' if options.cold else 'warm'}"
-    text = codec_report.markdown(facts, title, GATE, tables)
-    kind = "-cold" if options.cold else "" if options.rates else "-drafts"
-    name = f"progressive{kind}-{facts['date']}-cpu"
-    codec_report.write(options.out, name, facts, text, tables)
-    print(text)
+    print(report.add())
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -148,15 +232,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--rates", default="200mbit,1gbit,10gbit", help=f"of the link, as tc has them, or {UNLIMITED}; '' for none"
     )
     parser.add_argument("--tokens", default="4096", help="lengths of prompts, with commas")
-    parser.add_argument("--rounds", type=int, default=9, help="prompts of each length, 11 at most")
+    parser.add_argument("--rounds", type=int, default=9, help="prompts of each length, 11 at most of real text")
     parser.add_argument("--codecs", default=CODECS, help="with commas; the first is the baseline")
     parser.add_argument("--cold", action="store_true", help="no prefix cache on the prefill worker")
-    parser.add_argument("--drafts-tokens", default="2000,2400", help="contexts for accepted drafts; '' for none")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="", help="random weights of this shape")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the workers run")
+    parser.add_argument(
+        "--acceptance", default="", help="accepted drafts to impose: the JSON of a run with --drafts-tokens, or counts"
+    )
+    parser.add_argument(
+        "--drafts-tokens",
+        help=f"contexts for accepted drafts, '' for none; default: {DRAFTS_TOKENS}, with --shape or --acceptance none",
+    )
     parser.add_argument("--drafts-rate", default="15mbit", help="of the link while these are made")
     parser.add_argument("--port", type=int, default=18710, help="first of four ports")
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
     parser.add_argument("--namespaces", help=argparse.SUPPRESS)  # set where this command starts itself anew
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    own = not (options.shape or options.acceptance)
+    if options.drafts_tokens is None:
+        options.drafts_tokens = DRAFTS_TOKENS if own else ""
+    if options.drafts_tokens and not own:
+        parser.error("--drafts-tokens measures the demo model's own drafts; leave out --shape and --acceptance")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,16 +54,20 @@ def _reached(counts: Sequence[tuple[float, int]], k: int) -> float:
     raise ValueError(f"the answer never came to {k} tokens; ask for more output tokens")
 
 
-def ask(url: str, model: str, prompt: Sequence[int], tokens: int, codec: str, *, provisional: bool) -> Trace:
+def ask(
+    url: str, model: str, prompt: Sequence[int], tokens: int, codec: str, *, provisional: bool, seed: int = 0
+) -> Trace:
     """Stream one greedy completion of `tokens` tokens whose KV crosses with `codec`.
 
-    codec: a codec's name, or auto. Raises RuntimeError where it fails or the KV did not cross as asked.
+    codec: a codec's name, or auto. seed: draws nothing, but see benchmarks/imposed_decode.py. Raises RuntimeError where
+    it fails, has not so many tokens, or the KV did not cross as asked.
     """
     body = {
         "model": model,
         "prompt": list(prompt),
         "max_tokens": tokens,
         "temperature": 0,
+        "seed": seed,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -79,4 +83,6 @@ def ask(url: str, model: str, prompt: Sequence[int], tokens: int, codec: str, *,
                 trace.take(json.loads(line.removeprefix("data: ")), time.perf_counter() - begin)
     if not trace.usage.get("kv_bytes") or codec not in ("auto", trace.usage["codec"]):
         raise RuntimeError(f"KV should have crossed with {codec}; the usage is {trace.usage}")
+    if trace.verified[-1][1] != tokens:
+        raise RuntimeError(f"{tokens} tokens were asked for with {codec}, but {trace.verified[-1][1]} came")
     return trace

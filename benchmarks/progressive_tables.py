@@ -1,7 +1,7 @@
 """The tables of benchmarks/progressive.py."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from benchmarks.anchor_drafts import DEMO
@@ -36,8 +36,20 @@ def first_difference(text: str, other: str) -> int:
     return 1 + (same.index(False) if False in same else len(same))
 
 
-def times_table(length: int, rate: str, answers: dict[str, list[Trace]]) -> Table:
-    """Medians of one length and rate."""
+def times_table(
+    length: int,
+    rate: str,
+    answers: dict[str, list[Trace]],
+    *,
+    unlike: Collection[str] = (),
+    words: bool = True,
+    notes: str = "",
+) -> Table:
+    """Medians of one length and rate.
+
+    unlike: codecs whose texts are not compared. words: whether texts are the demo model's, and differ at some token.
+    notes: said below, too.
+    """
     base = next(iter(answers.values()))
     rows = []
     for codec, traces in answers.items():
@@ -48,12 +60,14 @@ def times_table(length: int, rate: str, answers: dict[str, list[Trace]]) -> Tabl
             statistics.mean(trace.usage[f"drafts_{kind}"] for trace in traces) for kind in ("proposed", "accepted")
         )
         equal = [trace.text == truth.text for trace, truth in zip(traces, base, strict=True)]
-        apart = [first_difference(t.text, b.text) for t, b in zip(traces, base, strict=True) if t.text != b.text]
+        pairs = [(t.text, b.text) for t, b in zip(traces, base, strict=True) if words and t.text != b.text]
+        apart = [] if codec in unlike else [first_difference(*pair) for pair in pairs]
         taken = ", ".join(dict.fromkeys(trace.usage["codec"] for trace in traces))
         name = codec if taken == codec else f"{codec}: {taken}"
         counts = [f"{proposed:.1f}", f"{accepted:.1f}"] if drafts else ["", ""]
         different = f"{statistics.median(apart):g}" if apart else ""
-        rows.append([name, *verified, *shown, *counts, f"{sum(equal)} of {len(equal)}", different])
+        same = "" if codec in unlike else f"{sum(equal)} of {len(equal)}"
+        rows.append([name, *verified, *shown, *counts, same, different])
     header = (
         "codec",
         "first token",
@@ -64,8 +78,8 @@ def times_table(length: int, rate: str, answers: dict[str, list[Trace]]) -> Tabl
         "same text",
         "first different token",
     )
-    notes = f"{len(base)} prompts, codecs in turn; drafts and accepted are means."
-    return Table(f"{length:,} tokens at {rate}", header, rows, notes)
+    measured = f"{len(base)} prompts, codecs in turn; drafts and accepted are means."
+    return Table(f"{length:,} tokens at {rate}", header, rows, f"{measured} {notes}".strip())
 
 
 def ratio_table(length: int, rate: str, answers: dict[str, list[Trace]]) -> Table:

@@ -28,6 +28,25 @@ SHAPES: dict[str, dict[str, object]] = {
         "eos_token_id": 151645,
         "torch_dtype": "bfloat16",
     },
+    "qwen3-32b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-06,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "eos_token_id": 151645,
+        "torch_dtype": "bfloat16",
+    },
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -48,6 +67,23 @@ SHAPES: dict[str, dict[str, object]] = {
         "torch_dtype": "bfloat16",
     },
 }
+
+
+def weight_bytes(name: str) -> int:
+    """Of the matrices of shape `name` in bfloat16."""
+    layers, hidden, inner, heads, kv_heads, dim, vocabulary = (
+        int(str(SHAPES[name][key]))
+        for key in (
+            "num_hidden_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        )
+    )
+    return 2 * hidden * (layers * (2 * dim * (heads + kv_heads) + 3 * inner) + 2 * vocabulary)
 
 
 def write_shape(name: str, folder: Path) -> Path:
