@@ -114,7 +114,8 @@ def table(
     )
     notes = (
         f"Greedy; contexts of {', '.join(f'{length:,}' for length in lengths)} tokens of held-out text at {rate}, where"
-        f" all {DRAFTS} drafts are made before the last stage is here. ±: standard error over contexts. Bits in all: as"
-        " the workers counted them. Bits before drafts: the first stage, and recent pages whole, of the same pages."
+        f" all {DRAFTS} drafts, or a wrong one, are made before the last stage is here. ±: standard error over"
+        " contexts. Bits in all: as the workers counted them. Bits before drafts: the first stage, and recent pages"
+        " whole, of the same pages."
     )
     return Table("Drafts accepted", header, rows, notes)
