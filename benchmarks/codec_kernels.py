@@ -1,42 +1,55 @@
-"""SplitZip's kernels on a GPU beside the limit that the memory sets.
+"""The codecs' kernels on a GPU beside the limit that the memory sets.
 
-    python -m benchmarks.codec_kernels [--mib 512] [--runs 20] [--out FOLDER]
+    python -m benchmarks.codec_kernels [--mib 512] [--runs 20] [--codecs LIST] [--kv LIST] [--tables LIST]
 
-Every row is checked bit for bit first. The limit is the time to read the tensors once and to write their payload once,
-or the reverse, at the rate of a copy in the same run. Times hold all launches and every byte of metadata. The KV of a
-prefill chunk is encoded in one launch, all layers, keys and values, and timed as a captured graph too.
+Every row is checked bit for bit first. The limit is the time to move the least bytes that the work can, at the rate of
+a copy in the same run. Codecs of one stage read the tensors once and write their payload once, or the reverse. Of
+those with stages, encoding reads the tensors and writes all payloads, the first stage is read and the tensors are
+written, and each later one is read while the tensors are read and written. Times hold all launches and every byte of
+metadata. The KV of a prefill chunk is encoded in one launch, all layers, keys and values, and timed as a captured graph
+too. Lists have commas; without one, there is everything.
 """
 
 import argparse
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import codec_data, codec_report
+from benchmarks import codec_data, codec_report, codec_stage_kernels
 from benchmarks.codec_data import Source
 from benchmarks.codec_gpu import captured, kernel_trial
+from benchmarks.codec_stage_kernels import StepFigures
 from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures, Trial, measure
 from codec.base import Block
 from codec.splitzip.formats import WindowCode
 
 FIXED, CHANNEL = WindowCode(4, False), WindowCode(3, True)
+ONE_STAGE = ("splitzip", "splitzip-channel")
+CODECS = (*ONE_STAGE, *codec_stage_kernels.CODECS)
+TABLES = ("kernels", "chunk")
+SOURCES: dict[str, Callable[[float], Source]] = {
+    "synthetic-0.04%": functools.partial(codec_data.synthetic, escapes=0.0004),
+    "synthetic-0.16%": functools.partial(codec_data.synthetic, escapes=0.0016),
+    "real": functools.partial(codec_data.real, "bfloat16"),
+    "e5m2-0.04%": lambda mib: codec_data.synthetic(mib / 2, 0.0004, torch.float8_e5m2),
+    "e5m2-0.16%": lambda mib: codec_data.synthetic(mib / 2, 0.0016, torch.float8_e5m2),
+}
+"""KV by name, given the MiB of bfloat16; of eight bits there are as many values."""
 CHUNK_LAYERS, CHUNK_TOKENS, CHUNK_HEADS, CHUNK_DIM = 36, 2048, 8, 128
 """KV that an 8B-class model makes of one prefill chunk."""
 HEADER = ("KV", "codec", "MiB", "ratio", "escapes", "encode GB/s", "of limit", "decode GB/s", "of limit")
+STEPS = ("KV", "codec", "step", "bytes moved a value", "GB/s", "of limit", *(f"of {name}" for name in ONE_STAGE))
+STEP_NOTES = (
+    "anchor: the first stage into pages. refine: the second into pages that hold the first. encode the third, restore:"
+    " what leads from there to the exact values, its escapes left to the host. The last columns are of the rate at"
+    " which codecs of one stage encode or decode the same KV."
+)
 HOST_CALLS = 50
-
-
-def sources(mib: float) -> Iterator[Source]:
-    """KV on the GPU: `mib` MiB of bfloat16, and as many eight-bit values."""
-    for escapes in (0.0004, 0.0016):
-        yield on_gpu(codec_data.synthetic(mib, escapes))
-    yield on_gpu(codec_data.real("bfloat16", mib))
-    for escapes in (0.0004, 0.0016):
-        yield on_gpu(codec_data.synthetic(mib / 2, escapes, torch.float8_e5m2))
 
 
 def on_gpu(source: Source) -> Source:
@@ -53,10 +66,12 @@ def prefill_chunk(source: Source) -> Source:
     return Source(f"{source.name}, prefill chunk", source.note, Block(*tensors))
 
 
-def trials(block: Block) -> Iterator[Trial]:
-    """Both codecs, `splitzip` with the windows that fit the block."""
-    yield kernel_trial("splitzip", block, FIXED, codec_data.Windows(block, FIXED.window, shared=False))
-    yield kernel_trial("splitzip-channel", block, CHANNEL, None)
+def trials(block: Block, codecs: Collection[str]) -> Iterator[Trial]:
+    """Those of ONE_STAGE that are in `codecs`, `splitzip` with the windows that fit the block."""
+    if "splitzip" in codecs:
+        yield kernel_trial("splitzip", block, FIXED, codec_data.Windows(block, FIXED.window, shared=False))
+    if "splitzip-channel" in codecs:
+        yield kernel_trial("splitzip-channel", block, CHANNEL, None)
 
 
 def row(source: str, found: Figures) -> list[str]:
@@ -76,24 +91,52 @@ def row(source: str, found: Figures) -> list[str]:
     ]
 
 
-def large(mib: float, runs: int) -> Table:
-    """Both codecs on all sources."""
-    rows, figures = [], []
-    for source in sources(mib):
-        for trial in trials(source.block):
-            figures.append(measure(trial, runs))
-            rows.append(row(source.name, figures[-1]))
+def step_row(source: str, found: StepFigures, beside: Collection[Figures]) -> list[str]:
+    """The cells of one step; beside: of the codecs of one stage, on the same KV."""
+    encodes = found.step.startswith("encode")
+    rates = {each.name: each.encode_rate if encodes else each.decode_rate for each in beside}
+    return [
+        source,
+        found.codec,
+        found.step,
+        f"{found.moved_bytes / (found.raw_bytes // 2):.2f}",
+        f"{found.rate:,.0f}",
+        f"{found.rate / found.limit:.3f}",
+        *(f"{found.rate / rates[name]:.2f}" if name in rates else "" for name in ONE_STAGE),
+    ]
+
+
+def large(mib: float, runs: int, codecs: Collection[str], names: Collection[str]) -> list[Table]:
+    """All codecs on the KV in `names`; those with stages on what has 16 bits."""
+    rows, figures, step_rows = [], [], []
+    for name in names:
+        source = on_gpu(SOURCES[name](mib))
+        beside = []
+        for trial in trials(source.block, codecs):
+            beside.append(measure(trial, runs))
+            rows.append(row(source.name, beside[-1]))
             print(" | ".join(rows[-1]), flush=True)
-    copies = sorted(2 * each.copy_rate for each in figures)
-    notes = f"Copies moved {copies[0]:,.0f} to {copies[-1]:,.0f} GB/s, read and written."
-    return Table("Kernels", HEADER, rows, notes, figures)
+        figures += beside
+        for codec in codec_stage_kernels.CODECS if source.block.keys.itemsize == 2 else ():
+            for step in codec_stage_kernels.measure(codec, source.block, runs) if codec in codecs else ():
+                step_rows.append(step_row(source.name, step, beside))
+                print(" | ".join(step_rows[-1]), flush=True)
+    notes = ""
+    if figures:
+        copies = sorted(2 * each.copy_rate for each in figures)
+        notes = f"Copies moved {copies[0]:,.0f} to {copies[-1]:,.0f} GB/s, read and written."
+    tables = [
+        Table("Kernels", HEADER, rows, notes, figures),
+        Table("Kernels of the codecs with stages", STEPS, step_rows, STEP_NOTES),
+    ]
+    return [table for table in tables if table.rows]
 
 
-def chunk(runs: int) -> Table:
+def chunk(runs: int, codecs: Collection[str]) -> Table:
     """One prefill chunk: time on the device, its limit, and what the host needs to launch it."""
     source = prefill_chunk(on_gpu(codec_data.synthetic(64, 0.0016)))
     rows, figures = [], []
-    for trial in trials(source.block):
+    for trial in trials(source.block, codecs):
         host = [host_seconds(call) for call in (trial.encode, lambda trial=trial: trial.decode(None))]
         for each in (trial, captured(trial)):
             found = measure(each, runs)
@@ -122,19 +165,36 @@ def host_seconds(call: Callable[[], Any]) -> float:
     return seconds
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure, print, write."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Options; ends with a message that lists the names there are, where one is unknown."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.codec_kernels", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--mib", type=float, default=512, help="size of the bfloat16 KV")
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each")
+    for option, known in (("codecs", CODECS), ("kv", tuple(SOURCES)), ("tables", TABLES)):
+        parser.add_argument(f"--{option}", default=",".join(known), help=f"of {', '.join(known)}".replace("%", "%%"))
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
     options = parser.parse_args(argv)
+    for option, known in (("codecs", CODECS), ("kv", tuple(SOURCES)), ("tables", TABLES)):
+        chosen = getattr(options, option).split(",")
+        if unknown := [name for name in chosen if name not in known]:
+            parser.error(f"--{option} has {', '.join(unknown)}; choose of {', '.join(known)}")
+        setattr(options, option, chosen)
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = parse(argv)
     device = torch.device("cuda")
     facts = codec_report.head(device, "benchmarks.codec_kernels")
+    tables = []
     with torch.cuda.stream(torch.cuda.Stream()):
-        tables = [large(options.mib, options.runs), chunk(options.runs)]
+        if "kernels" in options.tables:
+            tables += large(options.mib, options.runs, options.codecs, options.kv)
+        if "chunk" in options.tables and set(ONE_STAGE) & set(options.codecs):
+            tables.append(chunk(options.runs, options.codecs))
     kind = torch.cuda.get_device_name(device).split()[-1].lower()
-    text = codec_report.markdown(facts, "Kernels of the window code", "Every row gave every bit back first.", tables)
+    text = codec_report.markdown(facts, "Kernels of the codecs", "Every row was checked bit for bit first.", tables)
     codec_report.write(options.out, f"codec-kernels-{facts['date']}-{kind}", facts, text, tables)
     print(text)
 

@@ -7,7 +7,7 @@ the same device, so that a rate stands beside the copy rate of the same minute. 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -127,14 +127,18 @@ def check(trial: Trial) -> int:
 
 def measure(trial: Trial, runs: int) -> Figures:
     """The gate, then so many timed runs of encode, decode and copy in turn; raises GateError."""
-    size = check(trial)
-    clock = _CudaClock() if trial.block.keys.is_cuda else _Clock()
-    copy_all, payload = _copier(trial.block), trial.encode()
-    calls = (trial.encode, lambda: trial.decode(payload), copy_all)
-    readings = [[clock.time(call) for call in calls] for _ in range(runs + 2)]
+    size, payload = check(trial), trial.encode()
+    seconds = timed(trial.block, (trial.encode, lambda: trial.decode(payload)), runs)
+    return Figures(trial.name, trial.block.spec.raw_bytes, size, *seconds, escapes=trial.escapes())
+
+
+def timed(block: Block, calls: Sequence[Callable[[], Any]], runs: int) -> list[float]:
+    """Seconds of each call and, last, of a copy of the block: medians of so many runs, all of them in turn."""
+    clock = _CudaClock() if block.keys.is_cuda else _Clock()
+    in_turn = (*calls, _copier(block))
+    readings = [[clock.time(call) for call in in_turn] for _ in range(runs + 2)]
     seconds = [[reading() for reading in row] for row in readings[2:]]
-    medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
-    return Figures(trial.name, trial.block.spec.raw_bytes, size, *medians, escapes=trial.escapes())
+    return [statistics.median(column) for column in zip(*seconds, strict=True)]
 
 
 def _copier(block: Block) -> Callable[[], Any]:
