@@ -17,6 +17,8 @@ _CODECS = {
     "splitzip-progressive": ("codec.progressive.codec", "ProgressiveCodec", False),
     "splitzip-zstd": ("codec.splitzip.entropy", "splitzip_zstd", False),
     "splitzip-ans": ("codec.splitzip.entropy", "splitzip_ans", False),
+    "int8": ("codec.integer.codec", "int8", False),
+    "int4": ("codec.integer.codec", "int4", False),
     "lynx": ("codec.lynx.codec", "lynx", False),
     "lynx-exact": ("codec.lynx.codec", "lynx_exact", False),
 }

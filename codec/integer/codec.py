@@ -1,0 +1,160 @@
+"""The codecs `int8` and `int4`: uniform quantisation in one lossy stage."""
+
+import numpy as np
+import torch
+
+from codec.base import Block, CodecError, Encoding, EncodingStats, PagedBlock
+from codec.integer.payload import HEADER_BYTES, Bytes, Part, Payload, parse, plans_of, raw_pages_of
+from codec.integer.plan import INT4, INT8, IntegerCode, TensorPlan
+from codec.integer.quantise import dequantise, quantise
+from codec.lynx.formats import FORMATS
+
+
+class IntegerEncoding:
+    """An encoding under way on the current stream.
+
+    All sections come to the host at once; raw pages, which finite KV does not have, when `stages` has seen their flags.
+    """
+
+    def __init__(self, pages: PagedBlock, plans: tuple[TensorPlan, TensorPlan]) -> None:
+        gathered = pages.gather()
+        self._tensors = [gathered.keys, gathered.values]
+        self._layout = Payload((Part(plans[0], plans[0].travels_raw(0)), Part(plans[1], plans[1].travels_raw(0))))
+        self._host = _host_memory(self._layout, pages.device)
+        for part, tensor, start in zip(self._layout.parts, self._tensors, self._layout.offsets, strict=True):
+            if part.raw:
+                _fill(self._host[start:], tensor)
+                continue
+            for name, section in quantise(tensor, part.plan).items():
+                _fill(self._host[start + part.plan.sections[name].offset :], section)
+        self._event: torch.cuda.Event | None = None
+        if pages.device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(pages.device))
+
+    def stages(self) -> list[memoryview]:
+        """Wait for the work and give the one payload."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        if self._tensors:
+            self._add_raw_pages()
+            self._tensors = []
+        return [self._host.numpy().data]
+
+    def stats(self) -> EncodingStats:
+        """What it came to, after `stages`; escapes: values of raw pages."""
+        parts = self._layout.parts
+        return EncodingStats(
+            sum(part.plan.pages * part.plan.page_values for part in parts),
+            sum(part.raw_pages * part.plan.page_values for part in parts),
+            sum(part.raw for part in parts),
+        )
+
+    def _add_raw_pages(self) -> None:
+        """Put pages that are not finite behind the sections, or their tensor in place of these."""
+        before, sections = self._layout, self._host
+        parts, found = [], []
+        for part, start in zip(before.parts, before.offsets, strict=True):
+            numbers = raw_pages_of(sections.numpy()[start:], part.plan)
+            raw = part.raw or part.plan.travels_raw(numbers.size)
+            parts.append(Part(part.plan, raw, 0 if raw else numbers.size))
+            found.append(torch.from_numpy(numbers))
+        self._layout = Payload((parts[0], parts[1]))
+        if self._layout != before:
+            self._host = _host_memory(self._layout, torch.device("cpu"))
+            for number, (part, start) in enumerate(zip(parts, before.offsets, strict=True)):
+                tensor, target = self._tensors[number], self._host[self._layout.offsets[number] :]
+                _fill(target, tensor if part.raw else sections[start : start + part.fixed_bytes])
+                if part.raw_pages:
+                    pages = tensor.flatten(0, 1).index_select(0, found[number].to(tensor.device))
+                    _fill(self._host[self._layout.tails[number] :], pages)
+        self._host.numpy()[:HEADER_BYTES] = np.frombuffer(self._layout.header(), dtype=np.uint8)
+
+
+class IntegerCodec:
+    """Codes of eight or four bits, with a minimum and a scale a group; on CPU and CUDA."""
+
+    def __init__(self, name: str, code: IntegerCode) -> None:
+        self.name = name
+        self.num_stages = 1
+        self.exact = False
+        self.dtypes = frozenset(FORMATS)
+        self.parameters_id = 0
+        self._code = code
+
+    def encode(self, pages: PagedBlock) -> Encoding:
+        """Launch the encoding on the pages' device, on CUDA on its current stream.
+
+        Raises CodecError where the element type is none of `dtypes`.
+        """
+        self._check_dtype(pages)
+        return IntegerEncoding(pages, plans_of(pages.spec, self._code))
+
+    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
+        """Check all of a payload, then write it into `out`, on its device's current stream.
+
+        Raises CodecError, with `out` untouched, where the payload is not one of this codec, spec and stage.
+        """
+        if stage != 0:
+            raise CodecError(f"{self.name} has stage 0 alone, not {stage}")
+        self._check_dtype(out)
+        source = np.frombuffer(payload, dtype=np.uint8)
+        layout = parse(source, out.spec, self._code)
+        uploaded = _uploaded(source, out.device)
+        starts = zip(layout.parts, layout.offsets, layout.tails, strict=True)
+        out.scatter(Block(*(_restored(source, uploaded, *each) for each in starts)))
+
+    def _check_dtype(self, pages: PagedBlock) -> None:
+        dtype = pages.spec.dtype
+        if dtype not in self.dtypes:
+            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
+
+
+def int8() -> IntegerCodec:
+    """Eight bits a value, minimum and scale a token and head."""
+    return IntegerCodec("int8", INT8)
+
+
+def int4() -> IntegerCodec:
+    """Four bits a value, minimum and scale a channel of a page for keys, a token and head for values."""
+    return IntegerCodec("int4", INT4)
+
+
+def _restored(source: Bytes, uploaded: torch.Tensor, part: Part, start: int, tail: int) -> torch.Tensor:
+    """Keys or values, on the device; source: the payload on the host, uploaded: the same on the device."""
+    plan, fixed = part.plan, uploaded[start:]
+    if part.raw:
+        return fixed[: plan.pages * plan.page_bytes].view(plan.dtype).view(plan.shape)
+    minima, scales, codes = (
+        fixed[plan.sections[name].offset : plan.sections[name].end] for name in ("minima", "scales", "codes")
+    )
+    tensor = dequantise(
+        minima.view(plan.dtype).view(plan.group_shape),
+        scales.view(plan.scale_dtype).view(plan.group_shape),
+        codes.view(plan.pages, plan.code_bytes),
+        plan,
+    )
+    if part.raw_pages:
+        numbers = _uploaded(raw_pages_of(source[start:], plan).view(np.uint8), tensor.device).view(torch.int64)
+        pages = uploaded[tail : tail + part.raw_pages * plan.page_bytes].view(plan.dtype)
+        tensor.view(plan.pages, -1).index_copy_(0, numbers, pages.view(part.raw_pages, -1))
+    return tensor
+
+
+def _host_memory(layout: Payload, device: torch.device) -> torch.Tensor:
+    """Zeros for a payload, uint8 [size], pinned where `device` copies into it."""
+    return torch.zeros(layout.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Start to copy a tensor's bytes to the beginning of `target`, on the current stream."""
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    target[: flat.numel()].copy_(flat, non_blocking=True)
+
+
+def _uploaded(source: Bytes, device: torch.device) -> torch.Tensor:
+    """A copy on the device, by way of pinned memory, on the current stream."""
+    host = torch.empty(source.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    host.numpy()[:] = source
+    return host.to(device, non_blocking=True)
