@@ -24,6 +24,7 @@ from benchmarks import anchor_drafts, codec_report
 from benchmarks.anchor_drafts import Group, Model
 from benchmarks.anchors import attention_outputs, exact_outputs
 from codec.base import Block, Codec, PagedBlock
+from codec.integer.codec import int4, int8
 from codec.lynx.codec import lynx, lynx_exact
 from codec.lynx.formats import LynxCode
 
@@ -56,8 +57,9 @@ class Result:
 
 
 def candidates() -> list[Candidate]:
-    """The codecs as they are, then other parameters."""
+    """The codecs as they are, their lossy peers, then other parameters."""
     found = [Candidate("lynx", lynx(), default=True), Candidate("lynx-exact", lynx_exact(), default=True)]
+    found += [Candidate("int8", int8()), Candidate("int4", int4())]
     for page_size, chunk, alphas in (
         (64, 64, (0.5, 1.0, 3.0, 15.0)),
         (64, 32, (0.0, 1.0)),
