@@ -46,10 +46,10 @@ def on(block: Block, device: str) -> Block:
 
 
 def registered(block: Block) -> Iterator[Trial]:
-    """Every codec that workers can use for such KV, with the codebook that ships."""
+    """Every exact codec of one stage that workers can use for such KV, with the codebook that ships."""
     for name in registry.names():
         codec = registry.get(name)
-        if block.spec.dtype in codec.dtypes:
+        if codec.exact and codec.num_stages == 1 and block.spec.dtype in codec.dtypes:
             yield ours(name, codec, block)
 
 

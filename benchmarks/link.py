@@ -294,7 +294,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", default="1gbit", help="rate of the link, as tc has it")
     parser.add_argument("--tokens", default="4096,7168", help="lengths of prompts, with commas")
     parser.add_argument("--rounds", type=int, default=7, help="transfers of each codec and length")
-    parser.add_argument("--codecs", default=",".join(registry.names()), help="with commas; the first is the baseline")
+    exact = [name for name in registry.names() if registry.get(name).exact]
+    parser.add_argument("--codecs", default=",".join(exact), help="with commas; the first is the baseline")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="", help="random weights of this shape")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the workers run")
     parser.add_argument("--port", type=int, default=18700, help="first of four ports")
