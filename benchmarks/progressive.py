@@ -155,15 +155,18 @@ class Report:
         model = f"random weights of {options.shape}" if options.shape else "demo model"
         cache = f"prefix cache of the prefill worker {'cold' if options.cold else 'warm'}"
         self._title = f"Progressive delivery, {model}, {cache}"
-        self._gate = GATE + SAME_TEXT.format(" whose drafts were not imposed" if imposed.accepted else "")
+        same = SAME_TEXT.format(" whose drafts were not imposed" if imposed.accepted else "")
+        self._gate = (GATE + (same if options.rates else "")).strip()
         self._facts, self._folder = facts, options.out
         self._tables: list[Table] = []
+        self._more: dict[str, object] = {}
 
     def add(self, *tables: Table, **more: object) -> str:
         """Write `tables` too, and `more` facts into the JSON; gives the whole text."""
         self._tables += tables
+        self._more |= more
         text = codec_report.markdown(self._facts, self._title, self._gate, self._tables)
-        codec_report.write(self._folder, self._name, {**self._facts, **more}, text, self._tables)
+        codec_report.write(self._folder, self._name, {**self._facts, **self._more}, text, self._tables)
         return text
 
 
@@ -190,11 +193,13 @@ def measure_drafts(bench: Bench, report: Report, options: argparse.Namespace) ->
     prompts = progressive_drafts.contexts(lengths)
     codecs = [name for name in options.codecs.split(",") if name != "auto" and registry.get(name).num_stages > 1]
     bench.compute(prompts)
-    found = {codec: bench.drafts(options.drafts_rate, prompts, codec) for codec in codecs}
+    accepted, bits = {}, {}
+    for codec in codecs:
+        found = bench.drafts(options.drafts_rate, prompts, codec)
+        accepted[codec], bits[codec] = found.accepted, found.bits
+        report.add(accepted=accepted)
     held = progressive_drafts.sizes(prompts, codecs)
-    accepted = {codec: each.accepted for codec, each in found.items()}
-    bits = {codec: each.bits for codec, each in found.items()}
-    report.add(progressive_drafts.table(lengths, options.drafts_rate, accepted, bits, held), accepted=accepted)
+    report.add(progressive_drafts.table(lengths, options.drafts_rate, accepted, bits, held))
 
 
 def run_inside(options: argparse.Namespace) -> None:
