@@ -152,7 +152,7 @@ class Report:
         facts = codec_report.head(torch.device(options.device), "benchmarks.progressive")
         facts["command"] = facts["command"].split(" --namespaces")[0]
         kind = "-cold" if options.cold else "" if options.rates else "-drafts"
-        shape = f"-{options.shape}" if options.shape else ""
+        shape = f"-{options.shape}-{options.rates.replace(',', '-')}" if options.shape else ""
         self._name = f"progressive{kind}{shape}-{facts['date']}-{machine(options.device, facts)}"
         model = f"random weights of {options.shape}" if options.shape else "demo model"
         cache = f"prefix cache of the prefill worker {'cold' if options.cold else 'warm'}"
@@ -266,6 +266,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.drafts_tokens = DRAFTS_TOKENS if own else ""
     if options.drafts_tokens and not own:
         parser.error("--drafts-tokens measures the demo model's own drafts; leave out --shape and --acceptance")
+    if not (options.rates or options.drafts_tokens):
+        parser.error("--rates and --drafts-tokens are both empty: there is nothing to measure")
     return options
 
 
