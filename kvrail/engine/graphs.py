@@ -92,7 +92,7 @@ class DecodeGraphs:
         step = PagedStep(
             cache.keys, cache.values, cache.key_scales, cache.value_scales, place.data, torch.from_numpy(plan)
         )
-        inputs = StepInputs(place.token_ids, place.positions, 0, step)
+        inputs = StepInputs(place.token_ids, place.positions, 0, size, step)
         graph = torch.cuda.CUDAGraph()
         try:
             for _ in range(2):

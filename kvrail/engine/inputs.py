@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrail.engine.attention.cpu import QUERY_ROWS
 from kvrail.engine.attention.meta import StepMeta, encode
 from kvrail.engine.attention.step import PagedStep
 from kvrail.engine.cache import PagedCache
@@ -17,21 +18,25 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """What one forward pass takes. token_ids, positions: int64 [tokens].
+    """What one forward pass takes. token_ids, positions: int64 [tokens], padding behind the step's own.
 
-    logit_rows: int64 [rows], the tokens whose logits are wanted, or 0: all.
+    logit_rows: int64, the tokens whose logits are wanted, padding behind the first `num_rows`, or 0: all.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor | int
+    num_rows: int
     step: PagedStep
 
 
 def step_inputs(
     cache: PagedCache, packed: PackedStep, dtype: torch.dtype, on_layer: Callable[[int], None] | None = None
 ) -> StepInputs:
-    """Inputs of `packed` over the pages of `cache`, for a model that computes in `dtype`."""
+    """Inputs of `packed` over the pages of `cache`, for a model that computes in `dtype`.
+
+    On a CPU padded to a multiple of QUERY_ROWS: there a token's float32 results do not depend on what else is computed.
+    """
     prefills = packed.plan[packed.decodes :]
     new_is_all = cache.keys.dtype == dtype and bool((prefills[:, 0] == prefills[:, 1]).all())
     data, plan = encode(
@@ -46,9 +51,9 @@ def step_inputs(
             counters=np.zeros(packed.decodes * cache.layout.num_kv_heads, np.int64),
         )
     )
-    ids, positions, rows, on_device = upload(
-        [packed.token_ids, packed.positions, packed.logit_rows, data], cache.device
-    )
+    multiple = 1 if cache.device.type == "cuda" else QUERY_ROWS
+    arrays = [_padded(array, multiple) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
+    ids, positions, rows, on_device = upload([*arrays, data], cache.device)
     step = PagedStep(
         cache.keys,
         cache.values,
@@ -58,7 +63,7 @@ def step_inputs(
         torch.from_numpy(plan),
         on_layer,
     )
-    return StepInputs(ids, positions, rows, step)
+    return StepInputs(ids, positions, rows, len(packed.logit_rows), step)
 
 
 def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
@@ -80,6 +85,11 @@ def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> l
         on_device[begin : begin + a.nbytes].view(getattr(torch, a.dtype.name)).view(a.shape)
         for a, begin in zip(arrays, offsets, strict=False)
     ]
+
+
+def _padded(array: Ints, multiple: int) -> Ints:
+    """Zeros behind `array`, up to a multiple."""
+    return np.pad(array, (0, -len(array) % multiple))
 
 
 def _running_sum(lengths: Ints) -> Ints:

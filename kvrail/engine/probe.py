@@ -143,7 +143,7 @@ def verify(model: Any, layout: KVLayout) -> None:
 
 def forward(model: Any, inputs: StepInputs) -> torch.Tensor:
     """One packed forward pass: float32 logits [rows, vocab] on the device."""
-    return _call(model, inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.step)
+    return _call(model, inputs.token_ids, inputs.positions, inputs.logit_rows, inputs.step)[: inputs.num_rows]
 
 
 def _call(

@@ -1,12 +1,22 @@
-"""Paged attention on a CPU: torch's own attention over gathered pages."""
+"""Paged attention on a CPU: torch's own attention over gathered pages.
+
+What a token gets depends on its own sequence alone, bit for bit in float32, whatever is computed beside it and however
+many tokens of its sequence come at once: drafts are verified many at a time, and the outcome must be that of one at a
+time. torch's attention does that where queries come in multiples of QUERY_ROWS and keys in multiples of KEY_ROWS,
+counted from the sequence's beginning and masked beyond its end: so every sum has the same terms in the same order.
+"""
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvrail.engine.attention import reference
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.cache import LayerPages
+
+QUERY_ROWS = 4
+"""Matrix products give a row the same bits beside any others where their number is a multiple of this."""
+KEY_ROWS = 64
 
 _BUCKET_ELEMENTS = 1 << 19
 """Key elements of sequences that are attended together: 2 MiB in float32, about a core's cache. Larger groups were
@@ -26,8 +36,10 @@ def paged_attention(
     query, key, value: [tokens, heads, dim], sequences one after the other, those with one new token first; the
     rest as in reference.paged_attention. Returns [tokens, heads, value_dim].
     """
-    reference.write_pages(layer, key, value, meta.slots.long())
+    tokens = len(meta.slots)
+    reference.write_pages(layer, key[:tokens], value[:tokens], meta.slots.long())
     out = query.new_empty(*query.shape[:2], value.shape[-1])
+    out[tokens:] = 0
     plan, page_tables, decodes = meta.plan, meta.page_tables, meta.decodes
     plain = options.softcap == 0 and options.sinks is None
     if plain and decodes:
@@ -36,14 +48,19 @@ def paged_attention(
     begin = decodes if plain else 0
     for row in range(begin, len(plan)):
         num_new, num_tokens = plan[row]
-        k, v = _read(layer, page_tables[row], num_new, num_tokens, options.window, query.dtype)
         q = query[begin : begin + num_new]
         if plain:
-            out[begin : begin + num_new] = _prefill(q, k, v, options)
+            out[begin : begin + num_new] = _prefill(q, layer, page_tables[row], num_tokens, options)
         else:
+            k, v = _read(layer, page_tables[row], num_new, num_tokens, options.window, query.dtype)
             out[begin : begin + num_new] = reference.attend_eager(q, k, v, options)
         begin += num_new
     return out
+
+
+def padded(count: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `count`."""
+    return -(-count // multiple) * multiple
 
 
 def _read(
@@ -58,30 +75,42 @@ def _read(
     return k[skip : skip + num_tokens - first], v[skip : skip + num_tokens - first]
 
 
-def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: ScoreOptions) -> torch.Tensor:
-    """One sequence's last tokens. query: [queries, heads, dim]; key, value: [tokens, kv_heads, dim]."""
-    queries, tokens = query.shape[0], key.shape[0]
-    causal = queries == tokens and not options.window
-    mask = None if causal else reference.causal_mask(queries, tokens, options.window)
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+def _prefill(
+    query: torch.Tensor, layer: LayerPages, table: torch.Tensor, num_tokens: int, options: ScoreOptions
+) -> torch.Tensor:
+    """One sequence's last tokens. query: [queries, heads, dim]; returns [queries, heads, value_dim]."""
+    queries = len(query)
+    first = _first_read(num_tokens - queries + 1, layer, options)
+    k, v = _gather(layer, table[None], [first], [num_tokens - first], query.dtype)
+    causal = queries == num_tokens and not options.window
+    rows = k.shape[2] if causal else padded(queries, QUERY_ROWS)
+    q = pad(query.transpose(0, 1), (0, 0, 0, rows - queries))[None]
+    mask = None
+    if not causal:
+        seen = reference.causal_mask(queries, num_tokens, options.window)[:, first:]
+        mask = pad(seen, (0, k.shape[2] - seen.shape[1], 0, rows - queries))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=options.scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    return out[0, :, :queries].transpose(0, 1)
 
 
 def _decode(
     query: torch.Tensor, layer: LayerPages, tables: torch.Tensor, lengths: list[int], options: ScoreOptions
 ) -> torch.Tensor:
     """One new token a sequence, sequences of similar length together. query: [sequences, heads, dim]."""
-    page_size = layer.keys.shape[1]
-    skipped = [max(0, n - options.window) // page_size if options.window else 0 for n in lengths]
-    kept = [n - first * page_size for n, first in zip(lengths, skipped, strict=True)]
+    skipped = [_first_read(length, layer, options) for length in lengths]
+    kept = [length - first for length, first in zip(lengths, skipped, strict=True)]
     out = query.new_empty(*query.shape[:2], layer.values.shape[-1])
     for rows in _buckets(kept, limit=_BUCKET_ELEMENTS // (layer.keys.shape[2] * layer.keys.shape[3])):
-        count = -(-kept[rows[-1]] // page_size)
-        column = torch.tensor([skipped[r] for r in rows])[:, None] + torch.arange(count)
-        pages = tables[rows].gather(1, column.clamp_(max=tables.shape[1] - 1))
-        out[rows] = _decode_bucket(query[rows], layer, pages, [kept[r] for r in rows], options)
+        begins, counts = [skipped[row] for row in rows], [kept[row] for row in rows]
+        k, v = _gather(layer, tables[rows], begins, counts, query.dtype)
+        out[rows] = _decode_bucket(query[rows], k, v, counts, options)
     return out
+
+
+def _first_read(length: int, layer: LayerPages, options: ScoreOptions) -> int:
+    """The first token to read for a query that is its sequence's token number `length`: a whole page and KEY_ROWS."""
+    unit = max(KEY_ROWS, layer.keys.shape[1])
+    return max(0, length - options.window) // unit * unit if options.window else 0
 
 
 def _buckets(lengths: list[int], limit: int) -> list[list[int]]:
@@ -98,35 +127,54 @@ def _buckets(lengths: list[int], limit: int) -> list[list[int]]:
 
 
 def _decode_bucket(
-    query: torch.Tensor, layer: LayerPages, pages: torch.Tensor, lengths: list[int], options: ScoreOptions
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: list[int], options: ScoreOptions
 ) -> torch.Tensor:
-    """query: [rows, heads, dim]; pages: [rows, n]; lengths: tokens of each row in them."""
+    """query: [rows, heads, dim]; key, value: of `_gather`; counts: tokens of each row in them."""
     rows, heads, _ = query.shape
-    kv_heads, longest = layer.keys.shape[2], max(lengths)
-    k = _heads_first(layer.keys, layer.key_scales, pages, query.dtype)[:, :, :longest]
-    v = _heads_first(layer.values, layer.value_scales, pages, query.dtype)[:, :, :longest]
-    mask = None
-    if options.window or min(lengths) < longest:
-        for row, length in enumerate(lengths):  # what lies behind a row's end may be NaN, which no mask takes away
-            k[row, :, length:] = 0
-            v[row, :, length:] = 0
-        ends = torch.tensor(lengths)[:, None]
-        token = torch.arange(longest)[None]
-        seen = (token < ends) & (token >= ends - options.window) if options.window else token < ends
-        mask = seen[:, None, None]
+    kv_heads, most = key.shape[1:3]
+    ends, token = torch.tensor(counts)[:, None], torch.arange(most)[None]
+    seen = (token < ends) & (token >= ends - options.window) if options.window else token < ends
     q = query.view(rows, kv_heads, heads // kv_heads, -1)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options.scale).reshape(rows, heads, -1)
+    group = q.shape[2]
+    q = pad(q, (0, 0, 0, padded(group, QUERY_ROWS) - group))
+    out = scaled_dot_product_attention(q, key, value, attn_mask=seen[:, None, None], scale=options.scale)
+    return out[:, :, :group].reshape(rows, heads, -1)
 
 
-def _heads_first(
-    pool: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The tokens of `pages` [rows, n]: [rows, kv_heads, n * page_size, dim], contiguous: attention is faster so."""
-    rows, kv_heads, dim = len(pages), *pool.shape[2:]
+def _gather(
+    layer: LayerPages, tables: torch.Tensor, begins: list[int], counts: list[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of tokens begins[i] to begins[i] + counts[i] of each row, zeros behind them.
+
+    tables: [rows, width]; begins: where pages begin. Returns two of [rows, kv_heads, tokens, dim], contiguous:
+    attention is faster so; tokens is a multiple of KEY_ROWS.
+    """
+    page_size, most = layer.keys.shape[1], padded(max(counts), KEY_ROWS)
+    column = torch.tensor(begins)[:, None] // page_size + torch.arange(-(-max(counts) // page_size))
+    pages = tables.gather(1, column.clamp_(max=tables.shape[1] - 1)).long()
+    found = []
+    for pool, scales in ((layer.keys, layer.key_scales), (layer.values, layer.value_scales)):
+        taken = _pages_of(pool.view(torch.uint8) if scales is not None else pool, pages).view(pool.dtype)
+        rows = taken.view(len(pages), -1, *pool.shape[2:]).transpose(1, 2)[:, :, :most]
+        read = rows.shape[2]
+        out = torch.empty(*rows.shape[:2], most, pool.shape[3], dtype=dtype)
+        out[:, :, :read] = rows
+        if scales is not None:
+            scale = _pages_of(scales, pages).view(len(pages), -1, pool.shape[2]).transpose(1, 2)[:, :, :most]
+            out[:, :, :read] *= scale[..., None]
+        for row, count in zip(out, counts, strict=True):  # what lies there may be NaN, which no mask takes away
+            row[:, count:] = 0
+        found.append(out)
+    return found[0], found[1]
+
+
+def _pages_of(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Pages [rows, n] of a pool, one behind the other; a view where they lie so, for a copy costs as much as attention.
+
+    Returns [rows * n, ...].
+    """
     flat = pages.flatten()
-    raw = pool.view(torch.uint8) if scales is not None else pool
-    found = raw.index_select(0, flat).view(pool.dtype).view(rows, -1, kv_heads, dim).transpose(1, 2)
-    out = torch.empty(found.shape, dtype=dtype).copy_(found)
-    if scales is not None:
-        out *= scales.index_select(0, flat).view(rows, -1, kv_heads).transpose(1, 2)[..., None]
-    return out
+    first, last = int(flat[0]), int(flat[-1])
+    if last - first == len(flat) - 1 and torch.equal(flat, torch.arange(first, last + 1)):
+        return pool[first : last + 1]
+    return pool.index_select(0, flat)

@@ -1,0 +1,60 @@
+"""On a CPU in float32 a token's logits and KV do not depend on what is computed beside it, bit for bit."""
+
+import pytest
+import torch
+
+from kvrail.engine.batch import SequenceSlice
+from kvrail.engine.loader import LoadedModel, load_model
+from kvrail.engine.runner import ModelRunner
+from tests.engine import tiny_models
+from tests.engine.test_runner import poisoned_runner, run_schedule, tokens
+
+# Not: mixtures of experts (tokens meet in the products of an expert), softcap and sinks (no kernel of torch has them).
+DENSE = ("llama", "qwen3", "mistral", "gemma3_text", "cohere2", "gpt2")
+DEMO = "models/kvrail-demo"
+
+
+def demo(kv_dtype: str) -> LoadedModel:
+    return load_model(DEMO, device="cpu", dtype="float32", kv_dtype=kv_dtype, page_size=16, load_format="safetensors")
+
+
+def one_by_one(runner: ModelRunner, ids: list[int], table: range) -> torch.Tensor:
+    """Logits of every token of a sequence that is computed token by token, alone."""
+    rows = [runner.execute([SequenceSlice([token], at, table, 1)]) for at, token in enumerate(ids)]
+    return torch.cat([row.clone() for row in rows])
+
+
+def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_chunks_and_company_change_nothing(name: str) -> None:
+    loaded = tiny_models.load(name)
+    sequences = [tokens(90, 1), tokens(11, 2), tokens(70, 3)]
+    chunks = [[47, 27, 13, 1, 1, 1], [7, 1, 1, 2], [1, 1, 65, 3]]
+    logits = run_schedule(poisoned_runner(loaded), sequences, chunks, seed=4)
+    size = loaded.layout.page_size
+    for number, ids in enumerate(sequences):
+        alone = one_by_one(poisoned_runner(loaded), ids, range(-(-len(ids) // size)))
+        for (sequence, position), row in logits.items():
+            if sequence == number:
+                assert_same_bits(row, alone[position])
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "float8_e5m2"])
+def test_verifying_many_tokens_leaves_the_kv_of_one_at_a_time(kv_dtype: str) -> None:
+    loaded, ids = demo(kv_dtype), tokens(640, 5)
+    begin, table = 600, range(40)
+    pools, logits = [], []
+    for sizes in ([1] * 40, [33, 1, 6], [3, 37]):
+        runner, at, rows = poisoned_runner(loaded, max_batch_tokens=600), begin, []
+        runner.execute([SequenceSlice(ids[:begin], 0, table, 0)])
+        for size in sizes:
+            rows.append(runner.execute([SequenceSlice(ids[at : at + size], at, table, size)]).clone())
+            at += size
+        logits.append(torch.cat(rows))
+        pools.append(torch.cat([runner.cache.keys[:, :40].flatten(), runner.cache.values[:, :40].flatten()]))
+    for pool, rows in zip(pools[1:], logits[1:], strict=True):
+        assert_same_bits(rows, logits[0])
+        assert torch.equal(pool.view(torch.uint8), pools[0].view(torch.uint8))
