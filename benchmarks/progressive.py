@@ -42,7 +42,7 @@ from benchmarks.link import (
     prompt_of,
 )
 from benchmarks.progressive_client import Trace, ask
-from benchmarks.progressive_tables import Drafted, ratio_table, times_table
+from benchmarks.progressive_tables import Drafted, lynx_table, ratio_table, times_table
 from benchmarks.shapes import SHAPES
 from codec import registry
 
@@ -186,7 +186,8 @@ def measure_times(bench: Bench, report: Report, options: argparse.Namespace, imp
             answers = bench.times(rate, prompts)
             unlike = imposed.accepted.keys()
             table = times_table(length, rate, answers, unlike=unlike, words=not options.shape, notes=imposed.notes())
-            report.add(table, ratio_table(length, rate, answers))
+            lynx = lynx_table(length, rate, answers, options.shape)
+            report.add(table, ratio_table(length, rate, answers), lynx)
 
 
 def measure_drafts(bench: Bench, report: Report, options: argparse.Namespace) -> None:

@@ -31,6 +31,14 @@ class Trace:
         """Seconds until the client first saw a k-th token, draft or not; raises ValueError where it never did."""
         return _reached(self.shown, k)
 
+    def kept_at(self, k: int) -> float:
+        """Seconds until the client first saw the k-th token of the answer, drafted or verified.
+
+        Raises ValueError where it never did.
+        """
+        drafted = 1 < k <= 1 + self.usage["drafts_accepted"]
+        return self.shown_at(k) if drafted else self.verified_at(k)
+
     def take(self, chunk: dict[str, Any], seconds: float) -> None:
         """Add a chunk that arrived after so many seconds. Raises RuntimeError where it is an error."""
         if "error" in chunk:
