@@ -1,0 +1,29 @@
+"""The benchmark of progressive delivery, with imposed acceptance, from its command line to its files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMPOSED = 3
+FLAGS = ("--rates", "10mbit", "--tokens", "2000", "--rounds", "1", "--codecs", "raw,splitzip-progressive")
+
+
+def test_a_run_imposes_what_it_says(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.progressive", *FLAGS, "--acceptance", str(IMPOSED), "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.stdout.startswith("skipped"):
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.glob("progressive-*-cpu.json")
+    found = json.loads(path.read_text())
+    assert found["command"] == f"python -m benchmarks.progressive {' '.join(FLAGS)} --acceptance {IMPOSED}"
+    times, _, _ = found["tables"]
+    raw, staged = (dict(zip(times["header"], row, strict=True)) for row in times["rows"])
+    assert (raw["same text"], staged["same text"]) == ("1 of 1", "")
+    assert 0 < float(staged["accepted"]) == min(IMPOSED, float(staged["drafts"]))
+    assert f"splitzip-progressive: {IMPOSED}" in times["notes"]
+    assert times["notes"] in path.with_suffix(".md").read_text()
