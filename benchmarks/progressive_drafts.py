@@ -14,7 +14,7 @@ from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.loader import load_model
 from kvrail.engine.runner import ModelRunner
 from kvrail.text import load_tokenizer
-from services.frames import first_recent_page, pages_per_frame
+from services.frames import USUAL_FRAME_BYTES, first_recent_page, pages_per_frame
 from services.pages import fill_tail, paged_block
 from services.prefill.pieces import Piece, cut
 
@@ -72,7 +72,7 @@ def sizes(prompts: Iterable[Sequence[int]], codecs: Sequence[str]) -> dict[str, 
             fill_tail(runner.cache, layers, pages[-1], used)
         recent = first_recent_page(len(prompt), page_size)
         whole = Piece(0, layout.num_layers, 0, len(pages), None)
-        pieces = list(cut([whole], 0, pages_per_frame(layout, settings.max_frame_bytes), recent))
+        pieces = list(cut([whole], 0, pages_per_frame(layout, USUAL_FRAME_BYTES), recent))
         values = layout.page_bytes * len(pages) * 8 / PAGE_BITS
         for name in codecs:
             coarse = total = 0

@@ -9,14 +9,27 @@ MAX_GROWTH_BYTES = 1024
 """A payload has at most this many bytes more than its KV: codecs send as it is what they cannot make smaller, with a
 header and padding."""
 
+FRAME_S = 0.015
+"""The link is to take about this long for a frame's KV. Whatever is more urgent waits for frames on their way; but each
+frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left a fifth of the link unused (benchmarks/link.py)."""
+LEAST_FRAME_BYTES = 256 << 10
+USUAL_FRAME_BYTES = 4 << 20
+"""Of a frame's KV where nothing is known of the link."""
+
 RECENT_TOKENS = 16
 """Of a prompt's end: the pages that hold them travel with all their stages at once, so that drafts see them exactly
 (docs/decisions/0006-anchor.md), and no later stage is written into a page that drafts write."""
 
 
-def pages_per_frame(layout: KVLayout, max_frame_bytes: int) -> int:
-    """Pages of one layer whose KV fits into one frame; at least 1 where a page of a layer fits (checked at start)."""
-    return max_frame_bytes * layout.num_layers // layout.page_bytes
+def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int) -> int:
+    """KV of a frame, uncompressed, for a link of that rate; 0: it is not known."""
+    wanted = max(LEAST_FRAME_BYTES, int(FRAME_S * link_bytes_per_s)) if link_bytes_per_s else USUAL_FRAME_BYTES
+    return min(wanted, max_frame_bytes)
+
+
+def pages_per_frame(layout: KVLayout, frame_bytes: int) -> int:
+    """Pages of one layer whose KV fits into so many bytes, and at least 1."""
+    return max(1, frame_bytes * layout.num_layers // layout.page_bytes)
 
 
 def first_recent_page(num_tokens: int, page_size: int) -> int:

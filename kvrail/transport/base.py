@@ -31,7 +31,7 @@ from kvrail.wire.replies import Reply, SealedFrame
 Deliver = Callable[[Reply], Awaitable[None]]
 """Takes the next reply; waits while whoever takes it is behind."""
 
-DEFAULT_QUEUED_BYTES = 16 << 20
+DEFAULT_QUEUED_BYTES = 48 << 20
 """Frames that one end of a transfer queues before it waits; a single larger frame is let through alone."""
 
 

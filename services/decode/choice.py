@@ -134,6 +134,10 @@ class Chooser:
         self._metrics.codec_chosen(choice.codec, choice.reason)
         return choice
 
+    def link_bytes_per_s(self, worker: str) -> int:
+        """Rate of the link from a prefill worker; 0 where it has not been measured yet."""
+        return int(self._links.get(worker, 0))
+
     def observe_link(self, worker: str, codec: str, sample: LinkSample) -> None:
         """Learn from a transfer. One that its ends held up, not the wire, can only raise the estimate."""
         if sample.payload_bytes < LEAST_SAMPLE_BYTES or sample.seconds <= 0:

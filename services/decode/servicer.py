@@ -177,7 +177,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 if number:
                     metrics.fallbacks["alternate"].inc()
                 try:
-                    await fetch.fetch(self._prefill_workers.client(address), context.time_remaining())
+                    client, link = self._prefill_workers.client(address), self._chooser.link_bytes_per_s(address)
+                    await fetch.fetch(client, context.time_remaining(), link)
                 except (WorkerUnavailableError, TransferAbortedError, OverloadedError) as error:
                     logger.warning("prefill worker %s failed: %s", address, error)
                     if fetch.drafting:  # the next transfer writes the same pages

@@ -64,15 +64,15 @@ class Fetch:
         self.drafting = False  # the engine was told that it may draft on what came in this attempt
         self.watch = LinkWatch()
 
-    async def fetch(self, client: PrefillCaller, timeout_s: float | None) -> None:
-        """Receive everything, or raise.
+    async def fetch(self, client: PrefillCaller, timeout_s: float | None, link_bytes_per_s: int) -> None:
+        """Receive everything, or raise. link_bytes_per_s: of the link from there, 0 where it is not known.
 
         WorkerUnavailableError, TransferAbortedError or OverloadedError: another worker may succeed. FrameError or
         IncompatibleError: something is wrong.
         """
         begin = perf_counter()
         self.drafting, self.watch = False, LinkWatch()
-        async with client.prefill(self._prefill_request(), timeout_s=timeout_s) as call:
+        async with client.prefill(self._prefill_request(link_bytes_per_s), timeout_s=timeout_s) as call:
             num_stages, max_frame_bytes = self._codec.num_stages, self._worker.settings.max_frame_bytes
             call.reserve(expectation(self._request.request_id, self._spec(), num_stages, max_frame_bytes))
             guard = await self._agree(call)
@@ -97,7 +97,7 @@ class Fetch:
         finally:
             self._worker.engine.release_lease(self._lease)
 
-    def _prefill_request(self) -> prefill_pb2.PrefillRequest:
+    def _prefill_request(self, link_bytes_per_s: int) -> prefill_pb2.PrefillRequest:
         loaded = self._worker.loaded
         return prefill_pb2.PrefillRequest(
             request_id=self._request.request_id,
@@ -110,6 +110,7 @@ class Fetch:
                 codecs=[prefill_pb2.OfferedCodec(name=self._codec.name, parameters_id=self._codec.parameters_id)],
                 transports=[self._worker.settings.transport],
                 held_pages=self._held_pages,
+                link_bytes_per_s=link_bytes_per_s,
             ),
         )
 

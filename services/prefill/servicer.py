@@ -106,6 +106,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 request.request_id,
                 len(request.prompt_token_ids),
                 held_pages,
+                request.handshake.link_bytes_per_s,
             )
             events = self._open(request, shipment)
             replies.accept(accepted)

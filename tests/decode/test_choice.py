@@ -115,7 +115,9 @@ def test_what_its_ends_held_up_only_raises_the_estimate():
     def estimate():
         return registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate)
 
+    assert chooser.link_bytes_per_s("p") == 0
     chooser.observe_link("p", "raw", LinkSample(10_000_000, 0.1, 0.09))
+    assert chooser.link_bytes_per_s("p") == 100_000_000
     chooser.observe_link("p", "raw", LinkSample(10_000_000, 1.0, 0.1))  # the receiver was busy
     assert estimate() == pytest.approx(1e8)
     chooser.observe_link("p", "lynx-exact", LinkSample(28_000_000, 0.1, 0.1))  # what its encoder gives

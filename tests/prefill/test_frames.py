@@ -7,7 +7,17 @@ from codec import registry
 from codec.base import Block, BlockSpec, PagedBlock
 from codec.frame import MAX_HEADER_BYTES, FrameHeader, pack
 from kvrail.layout import KVLayout
-from services.frames import RECENT_TOKENS, expectation, first_recent_page, max_payload_bytes, pages_per_frame
+from services.frames import (
+    FRAME_S,
+    LEAST_FRAME_BYTES,
+    RECENT_TOKENS,
+    USUAL_FRAME_BYTES,
+    expectation,
+    first_recent_page,
+    frame_bytes,
+    max_payload_bytes,
+    pages_per_frame,
+)
 from services.prefill.pieces import Piece, cut
 
 SHAPES = ((1, 1, 64, 2, 64), (3, 5, 7, 3, 5), (1, 2, 1, 1, 1), (2, 1, 500, 1, 24))
@@ -51,6 +61,16 @@ def test_a_bound_is_not_generous():
     expected = expectation("r", spec, 1, 4096)
     assert expected.max_frame_bytes == max_payload_bytes(4096) + MAX_HEADER_BYTES
     assert expected.max_total_bytes == spec.raw_bytes + 6 * (expected.max_frame_bytes - 4096)
+
+
+def test_frames_hold_what_the_link_takes_in_a_moment_within_bounds():
+    most = 16 << 20
+    assert frame_bytes(0, most) == USUAL_FRAME_BYTES
+    assert frame_bytes(1_000, most) == LEAST_FRAME_BYTES
+    assert frame_bytes(100_000_000, most) == FRAME_S * 100_000_000
+    assert frame_bytes(1 << 40, most) == most
+    assert frame_bytes(0, 1000) == frame_bytes(1, 1000) == frame_bytes(1 << 40, 1000) == 1000
+    assert pages_per_frame(KVLayout(6, 2, 16, 16, 64, "bfloat16"), 1) == 1
 
 
 @pytest.mark.parametrize("border", [0, 2, 5, 8])

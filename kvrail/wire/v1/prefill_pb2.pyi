@@ -16,20 +16,22 @@ class OfferedCodec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., parameters_id: _Optional[int] = ...) -> None: ...
 
 class Handshake(_message.Message):
-    __slots__ = ("protocol_version", "model_fingerprint", "layout", "transports", "held_pages", "codecs")
+    __slots__ = ("protocol_version", "model_fingerprint", "layout", "transports", "held_pages", "codecs", "link_bytes_per_s")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_fingerprint: str
     layout: _common_pb2.KVLayout
     transports: _containers.RepeatedScalarFieldContainer[str]
     held_pages: int
     codecs: _containers.RepeatedCompositeFieldContainer[OfferedCodec]
-    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ...) -> None: ...
+    link_bytes_per_s: int
+    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ..., link_bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake")
