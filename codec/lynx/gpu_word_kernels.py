@@ -8,7 +8,8 @@ are of words; the numbers of their lanes are a tuple of blocks.
 
 import triton
 import triton.language as tl
-from triton.runtime import JITFunction
+
+from codec.splitzip.gpu_word_kernels import COMPILED
 
 TINY = tl.constexpr(2.0**-110)
 
@@ -17,10 +18,6 @@ TINY = tl.constexpr(2.0**-110)
 def aligned(size):
     """`size` rounded up to a section's alignment."""
     return tl.multiple_of((size + 15) // 16 * 16, 16)
-
-
-_COMPILED = tl.constexpr(isinstance(aligned, JITFunction))
-"""Whether there are the instructions of an NVIDIA GPU; in the interpreter there are not."""
 
 
 @triton.jit
@@ -168,7 +165,7 @@ def elements_of(numbers, MANTISSA_BITS: tl.constexpr, LANES: tl.constexpr):
     """Words of the nearest finite elements to numbers, which are given by lane."""
     if MANTISSA_BITS == 23:
         words = rounded(numbers[0], MANTISSA_BITS).to(tl.uint32, bitcast=True)
-    elif LANES > 1 and _COMPILED:
+    elif LANES > 1 and COMPILED:
         pairs = ()
         for lane in tl.static_range(0, LANES, 2):
             pairs += (_rounded_pair(numbers[lane], numbers[lane + 1], MANTISSA_BITS),)
