@@ -5,9 +5,10 @@ records and extensions go to a slot of its own, from where gpu_pack_kernel.py ta
 
 On paper, a page of [64, 1024]: a value of bfloat16 moves 2 bytes in and 1.5 out (1.375 per channel). Compiled for sm_90
 with one warp (eight words of a segment a thread, loads and stores of 16 bytes), a tile of 4,096 values takes about
-1,350 instructions, one round of escapes included, and 2,000 per channel; of float8_e5m2 about 740. An H200 moves the
-tile's bytes in the time in which it issues some 3,000 (16 bits) or 1,700 (8 bits). So memory, not arithmetic, should
-bound it. With two warps the sums and scans also cross warps; registers are 105 to 130 a thread with one, 64 with two.
+1,150 instructions, one round of escapes included, and 1,650 per channel; of float8_e5m2 about 750. An H200 moves the
+tile's bytes in the time in which it issues some 3,000 (16 bits) or 1,700 (8 bits), but half as many where they are
+shifts and logic, of which most are. With two warps the sums and scans also cross warps; registers are 65 to 130 a
+thread with one.
 """
 
 # Tuples that grow in unrolled loops have no type that mypy can follow.
@@ -147,6 +148,31 @@ def channel_tops(
 
 
 @triton.jit
+def distance_of(
+    word,
+    top,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    HALVES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """How far below their tops exponents lie, in the low CODE_BITS of lanes; bit EXPONENT_BITS: beyond the window.
+
+    Bits between, and above the latter, are undefined.
+    """
+    EXPONENTS: tl.constexpr = ((1 << EXPONENT_BITS) - 1) << MANTISSA_BITS
+    BEYOND: tl.constexpr = ((1 << EXPONENT_BITS) - (1 << CODE_BITS)) << MANTISSA_BITS
+    exponents = word & replicated(EXPONENTS, LANES)
+    if HALVES == 2:  # no exponent is above its column's top, so that no lane borrows
+        distance = (top << MANTISSA_BITS) + replicated(BEYOND, LANES) - exponents
+    else:
+        distance = (top << MANTISSA_BITS) + replicated(EXPONENTS + (1 << MANTISSA_BITS), LANES) - exponents
+        distance = (distance & replicated(EXPONENTS, LANES)) + replicated(BEYOND, LANES)
+    return distance >> MANTISSA_BITS  # beyond the window the sum has carried
+
+
+@triton.jit
 def _in_rows(words, LANES: tl.constexpr, ROW: tl.constexpr):
     """Low bytes of all lanes of ROW neighbouring words as one 64-bit number, from its low byte up; a block [rows]."""
     SIZE: tl.constexpr = words.numel // ROW
@@ -236,7 +262,6 @@ def _encode_tile(
     SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
     STEP: tl.constexpr = SEGMENT_ROWS * (COLUMNS if HALVES == 2 else WIDTH) // LANES
     PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    BEYOND: tl.constexpr = (1 << EXPONENT_BITS) - (1 << CODE_BITS)
     ROW: tl.constexpr = min(8 // LANES, HALF_PADDED)
     number = tile % PER_PAGE
     layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
@@ -247,29 +272,23 @@ def _encode_tile(
     x = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
         x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
-    fields, exponents = (), ()
+    fields = ()
     for s in tl.static_range(8):
         fields += (_significand(x[s], EXPONENT_BITS, MANTISSA_BITS, LANES),)
-        exponents += ((x[s] >> MANTISSA_BITS) & replicated((1 << EXPONENT_BITS) - 1, LANES),)
     codes = store_planes(fields, dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
     tops, drops, counts = sections_after(codes, tiles, CODE_BITS, SEGMENT, WIDTH, HALVES)
     if HALVES == 2:
         top = channel_tops(x, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, MANTISSA_BITS, LANES)
     else:
         top = replicated(tl.load(fixed_tops + layer).to(tl.uint32), LANES)
-    top += replicated(1 << EXPONENT_BITS, LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        # The top's bit above the exponents is set, so that no lane borrows.
-        distance = (top - exponents[s]) & replicated((1 << EXPONENT_BITS) - 1, LANES)
+        distance = distance_of(x[s], top, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, HALVES, LANES)
         if PADDED:
             distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
+        escaped += ((distance >> EXPONENT_BITS) & replicated(1, LANES)) * (1 << s)
         fields += (distance,)
-        # Beyond the window the sum carries into the bit above the exponents.
-        carry = (distance & replicated(BEYOND, LANES)) + replicated(BEYOND, LANES)
-        carry &= replicated(1 << EXPONENT_BITS, LANES)
-        escaped |= (carry >> (EXPONENT_BITS - s)) if s <= EXPONENT_BITS else (carry << (s - EXPONENT_BITS))
     store_planes(fields, codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
