@@ -139,9 +139,10 @@ def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
 def lynx_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     """As progressive_steps; then, where there is a third stage, its encoding and its decoding into `out`."""
     from codec.lynx import gpu_launch
+    from codec.splitzip.gpu_launch import byte_pools
 
     source, code = PagedBlock.whole(block), LynxCode()
-    pools, targets = (gpu_launch.byte_pools(pages) for pages in (source, PagedBlock.whole(out)))
+    pools, targets = (byte_pools(pages) for pages in (source, PagedBlock.whole(out)))
     plans, table = lynx.plans_of(block.spec, code), source.page_index()
     layouts = [lynx.parse(stage, block.spec, code, number) for number, stage in enumerate(coded.host)]
     fixed = [_fixed(layout, stage) for layout, stage in zip(layouts, coded.device, strict=True)]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from codec.base import CodecError, EncodingStats, PagedBlock
+from codec.base import EncodingStats, PagedBlock
 from codec.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
 from codec.lynx.cpu_geometry import geometry_of, stages_of
 from codec.lynx.cpu_kernels import decode_pages, encode_pages
@@ -30,7 +30,8 @@ from codec.lynx.payload import (
 )
 from codec.lynx.plan import TensorPlan
 from codec.splitzip import buffers
-from codec.splitzip.plan import aligned
+from codec.splitzip.cpu import byte_pools, gather, scatter
+from codec.splitzip.payload import pad
 
 Result = TypeVar("Result")
 
@@ -134,7 +135,7 @@ class _Coded:
 def _encode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, anchors: Bytes, residuals: Bytes) -> None:
     """Fill the sections of both stages."""
     if plan.raw:
-        gather(pool, page_ids, anchors[: plan.raw_bytes])
+        gather(pool, page_ids, anchors, 0)
         return
     code, geometry, (anchor, residual, _) = plan.code, geometry_of(plan), stages_of(plan)
 
@@ -214,7 +215,7 @@ def _join_exact(
     for tensor, (part, fixed, pieces) in enumerate(streams):
         target = coded.fixed(tensor)
         if part.raw:
-            gather(pools[tensor], page_ids, target[: part.plan.raw_bytes])
+            gather(pools[tensor], page_ids, target, 0)
             pad(target, part.plan.raw_bytes)
         else:
             target[:] = fixed
@@ -258,29 +259,3 @@ def on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Res
 def _threads() -> ThreadPoolExecutor:
     """The helpers of all threads that encode or decode."""
     return ThreadPoolExecutor(_MAX_THREADS - 1, thread_name_prefix="lynx")
-
-
-def byte_pools(pages: PagedBlock) -> list[Bytes]:
-    """The pool's tensors, cut to the layers chosen, as [layers, pool pages, bytes of a page]; views."""
-    pools = pages.layer_pools()
-    for pool in pools:
-        if not pool.is_contiguous():
-            raise CodecError(f"a pool's tensor of shape {tuple(pool.shape)} is not contiguous; make it so first")
-    return [pool.flatten(2).view(torch.uint8).numpy() for pool in pools]
-
-
-def gather(pool: Bytes, page_ids: Ints, target: Bytes) -> None:
-    """Copy pages, one after the other, to `target`."""
-    shape = (pool.shape[0], page_ids.size, pool.shape[2])
-    np.take(pool, page_ids, axis=1, out=target.reshape(shape), mode="clip")  # raise would copy twice
-
-
-def scatter(pool: Bytes, page_ids: Ints, source: Bytes) -> None:
-    """Write contiguous pages to their places."""
-    pool[:, page_ids] = source.reshape(pool.shape[0], page_ids.size, pool.shape[2])
-
-
-def pad(target: Bytes, end: int) -> int:
-    """Zeros from `end` to the next section; where that begins."""
-    target[end : aligned(end)] = 0
-    return aligned(end)

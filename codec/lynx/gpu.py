@@ -4,7 +4,6 @@ Nothing waits for the device between the launches of an encoding. How long the s
 all is done; then it is fetched.
 """
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +13,6 @@ from codec.base import EncodingStats, PagedBlock
 from codec.lynx.gpu_launch import (
     ExactBuffers,
     Plans,
-    byte_pools,
     launch_decode,
     launch_encode,
     launch_exact_decode,
@@ -32,6 +30,8 @@ from codec.lynx.payload import (
     places_of,
     travels_raw,
 )
+from codec.splitzip.gpu import copy_stream, record
+from codec.splitzip.gpu_launch import byte_pools
 from codec.splitzip.plan import aligned
 
 
@@ -114,7 +114,7 @@ class GpuEncoding:
             parts.append(Part(plan, EXACT, raw=True) if raw else Part(plan, EXACT, words=words, escapes=escapes))
         layout = Payload(EXACT, (parts[0], parts[1]), self._plans[0].code.id)
         host = torch.zeros(layout.size, dtype=torch.uint8, pin_memory=self._pages.device.type == "cuda")
-        with torch.cuda.stream(_copy_stream(self._pages.device)):
+        with torch.cuda.stream(copy_stream(self._pages.device)):
             for number, part in enumerate(parts):
                 self._copy_exact(number, part, host[layout.offsets[number] :], host[layout.streams[number] :])
             event = record(self._pages.device)
@@ -201,18 +201,3 @@ def _uploaded(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch
     host.numpy()[:] = array.view(np.uint8)
     found = host.to(device, non_blocking=True)
     return found.view(torch.int64) if array.dtype == np.int64 else found
-
-
-def record(device: torch.device) -> torch.cuda.Event | None:
-    """An event at the end of the current stream; None on a CPU, where all is done at once."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for copies that shall not wait for what else is queued; None on a CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

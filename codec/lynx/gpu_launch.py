@@ -13,7 +13,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from codec.base import CodecError, PagedBlock
 from codec.lynx.formats import LynxCode
 from codec.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
 from codec.lynx.gpu_kernels import decode_kernel, encode_kernel
@@ -57,29 +56,13 @@ class ExactBuffers:
         )
 
 
-def byte_pools(pages: PagedBlock) -> list[torch.Tensor]:
-    """The pool's tensors, cut to the layers chosen, as uint8 [layers, pool pages, bytes of a page]; views.
-
-    Raises CodecError where the rows of a page are not contiguous.
-    """
-    pools = pages.layer_pools()
-    for pool in pools:
-        page = pool[:1, :1]
-        if page.numel() and not page.is_contiguous():
-            raise CodecError(
-                f"a pool's tensor of shape {tuple(pool.shape)} has strides {pool.stride()}; "
-                "make the rows of a page contiguous"
-            )
-    return [pool.flatten(2).view(torch.uint8) for pool in pools]
-
-
 def launch_encode(
     pools: Sequence[torch.Tensor], table: torch.Tensor, plans: Plans, dense: Sequence[Sequence[torch.Tensor]]
 ) -> None:
     """Launch the encoding of those tensors of which stage 0 is coded; waits for nothing.
 
-    pools: of `byte_pools`; table: int64 [pages], page ids on the device; dense: of ANCHOR and of RESIDUAL, the fixed
-    sections of keys and of values, uint8. A CUDA graph that captures this may be replayed on other contents.
+    pools: of splitzip's `byte_pools`; table: int64 [pages], page ids on the device; dense: of ANCHOR and of RESIDUAL,
+    the fixed sections of keys and of values, uint8. A CUDA graph that captures this may be replayed on other contents.
     """
     # One warp finds the extremes of columns without shared memory; what needs more registers a value has two.
     warps = 1 if plans[0].format.item_bytes == 2 and not plans[0].code.curved else WARPS

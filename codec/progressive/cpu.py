@@ -12,13 +12,13 @@ from codec.splitzip import buffers
 from codec.splitzip.cpu import (
     CpuEncoding,
     Escapes,
-    _append,
-    _decode_tiles,
-    _encode_tiles,
-    _gather,
-    _scatter,
+    append,
     byte_pools,
+    decode_on_threads,
+    encode_on_threads,
+    gather,
     on_threads,
+    scatter,
 )
 from codec.splitzip.payload import Bytes, Ints, Part, pad, pad_sections, scale_bytes_of, stats_of, travels_raw
 from codec.splitzip.plan import aligned
@@ -39,7 +39,7 @@ def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
         dense, rest = first[offset:], second[rest_offset:]
         found = _encode_tensor(pool, page_ids, plan, dense, rest) if codes else None
         if found is None:
-            pad(dense, _gather(pool, page_ids, dense, 0))
+            pad(dense, gather(pool, page_ids, dense, 0))
         records = sum(each.records.size // 2 for each in found or ())
         extensions = sum(each.extensions.size for each in found or ())
         parts.append(Part(plan, found is None, records, extensions))
@@ -47,11 +47,11 @@ def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
         offset += parts[-1].dense_bytes
         rest_offset += 0 if found is None else plan.rest.fixed_bytes
     for pool in pools[2:]:
-        offset = _gather(pool, page_ids, first, offset)
+        offset = gather(pool, page_ids, first, offset)
     pad(first, offset)
     for found in escapes:
-        rest_offset = pad(second, _append(second, rest_offset, [each.records for each in found]))
-        rest_offset = pad(second, _append(second, rest_offset, [each.extensions for each in found]))
+        rest_offset = pad(second, append(second, rest_offset, [each.records for each in found]))
+        rest_offset = pad(second, append(second, rest_offset, [each.extensions for each in found]))
     payloads = []
     for memory, layout in zip((first, second), layouts_of(plans, parts, scale_bytes), strict=True):
         memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
@@ -67,7 +67,7 @@ def _encode_tensor(pool: Bytes, page_ids: Ints, plan: AnchorPlan, dense: Bytes, 
         found: tuple[int, int] = encode_tiles(pool, page_ids, first, last, geometry, dense, rest, records, extensions)
         return found
 
-    escapes = _encode_tiles(plan.rest, rest, encode_range)
+    escapes = encode_on_threads(plan.rest, rest, encode_range)
     if escapes is not None:
         pad_sections(plan, dense)
     return escapes
@@ -78,12 +78,12 @@ def decode_anchor(payload: Bytes, layout: AnchorPayload, out: PagedBlock) -> Non
     pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
     for pool, plan, part, start in zip(pools, layout.plans, layout.parts, layout.dense_offsets, strict=False):
         if part.raw:
-            _scatter(pool, page_ids, payload[start : start + plan.raw_bytes])
+            scatter(pool, page_ids, payload[start : start + plan.raw_bytes])
         else:
             _decode_tensor(payload[start:], plan, pool, page_ids)
     offset, size = layout.scale_offset, layout.scale_bytes // 2
     for pool in pools[2:]:
-        _scatter(pool, page_ids, payload[offset : offset + size])
+        scatter(pool, page_ids, payload[offset : offset + size])
         offset += size
 
 
@@ -111,4 +111,4 @@ def _refine(pool: Bytes, page_ids: Ints, plan: AnchorPlan, part: Part, rest: Byt
     def refine_range(first: int, last: int, records: Bytes, extensions: Bytes) -> None:
         refine_tiles(pool, page_ids, first, last, geometry, rest, records, extensions)
 
-    _decode_tiles(part, rest, escapes, refine_range)
+    decode_on_threads(part, rest, escapes, refine_range)

@@ -13,7 +13,7 @@ from codec.progressive.gpu_launch import (
 )
 from codec.progressive.payload import HEADER_BYTES, AnchorPayload, RestPayload, layouts_of
 from codec.progressive.plan import Plans
-from codec.splitzip.gpu import GpuEncoding, _copy_stream, record, to_device
+from codec.splitzip.gpu import GpuEncoding, copy_stream, record, to_device
 from codec.splitzip.gpu_launch import byte_pools, make_table, tiles_of
 from codec.splitzip.payload import Bytes, Part, pad, pad_sections, scale_bytes_of, stats_of
 from codec.splitzip.plan import aligned
@@ -66,7 +66,7 @@ class StagesEncoding:
         keys, values = later_bytes(self._plans)
         if layout.keys.raw and not layout.values.raw:
             host[HEADER_BYTES : HEADER_BYTES + values] = host[HEADER_BYTES + keys : HEADER_BYTES + keys + values]
-        with torch.cuda.stream(_copy_stream(self._device)):
+        with torch.cuda.stream(copy_stream(self._device)):
             for part, slots, offset in zip(
                 layout.parts, self._buffers.anchor.slots, layout.escape_offsets, strict=True
             ):

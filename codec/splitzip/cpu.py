@@ -123,20 +123,20 @@ def encode_body(
     for pool, plan in zip(pools, plans, strict=False):  # the pools of scales come after
         dense = memory[offset:]
         coded = plan.fits and not travels_raw(plan, 0, 0)
-        found = _encode_tiles(plan, dense, encoder(pool, page_ids, parts, dense)) if coded else None
+        found = encode_on_threads(plan, dense, encoder(pool, page_ids, parts, dense)) if coded else None
         if found is None:
-            pad(dense, _gather(pool, page_ids, dense, 0))
+            pad(dense, gather(pool, page_ids, dense, 0))
         records = sum(each.records.size // 2 for each in found or ())
         extensions = sum(each.extensions.size for each in found or ())
         parts.append(Part(plan, found is None, records, extensions))
         escapes.append(found or [])
         offset += parts[-1].dense_bytes
     for pool in pools[2:]:
-        offset = _gather(pool, page_ids, memory, offset)
+        offset = gather(pool, page_ids, memory, offset)
     offset = pad(memory, offset)
     for found in escapes:
-        offset = pad(memory, _append(memory, offset, [each.records for each in found]))
-        offset = pad(memory, _append(memory, offset, [each.extensions for each in found]))
+        offset = pad(memory, append(memory, offset, [each.records for each in found]))
+        offset = pad(memory, append(memory, offset, [each.extensions for each in found]))
     return memory, parts
 
 
@@ -169,19 +169,19 @@ def decode_body(
     pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
     for number, (part, start) in enumerate(zip(layout.parts, layout.dense_offsets, strict=True)):
         if part.raw:
-            _scatter(pools[number], page_ids, payload[start : start + part.plan.raw_bytes])
+            scatter(pools[number], page_ids, payload[start : start + part.plan.raw_bytes])
         else:
             dense = payload[start:]
             left = payload[layout.escape_offsets[number] :]
-            _decode_tiles(part, dense, left, decoder(pools[number], page_ids, number, dense))
+            decode_on_threads(part, dense, left, decoder(pools[number], page_ids, number, dense))
     offset = layout.scale_offset
     for pool in pools[2:]:
         size = layout.scale_bytes // 2
-        _scatter(pool, page_ids, payload[offset : offset + size])
+        scatter(pool, page_ids, payload[offset : offset + size])
         offset += size
 
 
-def _encode_tiles(plan: TensorPlan, dense: Bytes, encode_range: TileEncoder) -> list[Escapes] | None:
+def encode_on_threads(plan: TensorPlan, dense: Bytes, encode_range: TileEncoder) -> list[Escapes] | None:
     """Fill the beginning of `dense`, gaps and all; None where the code does not make the tensor smaller."""
     most = (plan.raw_bytes - plan.fixed_bytes) // 2  # records of a tensor that does not travel raw
 
@@ -204,7 +204,7 @@ def _encode_tiles(plan: TensorPlan, dense: Bytes, encode_range: TileEncoder) -> 
     return escapes
 
 
-def _decode_tiles(part: Part, dense: Bytes, escapes: Bytes, decode_range: TileDecoder) -> None:
+def decode_on_threads(part: Part, dense: Bytes, escapes: Bytes, decode_range: TileDecoder) -> None:
     """Write the tiles of one tensor into its pages; escapes: its records and what follows."""
     extensions = escapes[aligned(2 * part.records) :]
     records, wide = tile_escapes(dense, part.plan)
@@ -242,7 +242,7 @@ def byte_pools(pages: PagedBlock) -> list[Bytes]:
     return [pool.flatten(2).view(torch.uint8).numpy() for pool in pools]
 
 
-def _gather(pool: Bytes, page_ids: Ints, target: Bytes, offset: int) -> int:
+def gather(pool: Bytes, page_ids: Ints, target: Bytes, offset: int) -> int:
     """Copy pages to `offset` of `target`; the end of what was written."""
     shape = (pool.shape[0], page_ids.size, pool.shape[2])
     end = offset + int(np.prod(shape))
@@ -250,12 +250,12 @@ def _gather(pool: Bytes, page_ids: Ints, target: Bytes, offset: int) -> int:
     return end
 
 
-def _scatter(pool: Bytes, page_ids: Ints, source: Bytes) -> None:
+def scatter(pool: Bytes, page_ids: Ints, source: Bytes) -> None:
     """Write contiguous pages to their places."""
     pool[:, page_ids] = source.reshape(pool.shape[0], page_ids.size, pool.shape[2])
 
 
-def _append(target: Bytes, offset: int, pieces: list[Bytes]) -> int:
+def append(target: Bytes, offset: int, pieces: list[Bytes]) -> int:
     """Write pieces one after the other from `offset` on; the end of what was written."""
     for piece in pieces:
         target[offset : offset + piece.size] = piece

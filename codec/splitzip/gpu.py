@@ -81,7 +81,7 @@ class GpuEncoding:
             raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
             parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
         layout = self._layout_of(parts)
-        with torch.cuda.stream(_copy_stream(self._pages.device)):
+        with torch.cuda.stream(copy_stream(self._pages.device)):
             if layout.keys.raw or layout.values.raw:
                 self._copy_dense(layout)
             self._copy_escapes(layout)
@@ -167,6 +167,6 @@ def record(device: torch.device) -> torch.cuda.Event | None:
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A stream for copies that shall not wait for what else is queued; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

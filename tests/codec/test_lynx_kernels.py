@@ -14,6 +14,7 @@ from codec.base import Block
 from codec.lynx import gpu, gpu_launch, reference
 from codec.lynx.formats import LynxCode
 from codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse, plans_of
+from codec.splitzip.gpu_launch import byte_pools
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -52,7 +53,7 @@ def test_kernels_equal_the_reference(shape, dtype, code, noise):
     payloads = reference_payloads(pages, code, 2)
     expected = [dense_of(payload, plans, stage) for stage, payload in enumerate(payloads)]
     dense = [[torch.full_like(part, 0xA5, device=DEVICE) for part in parts] for parts in expected]
-    gpu_launch.launch_encode(gpu_launch.byte_pools(source), source.page_index(), plans, dense)
+    gpu_launch.launch_encode(byte_pools(source), source.page_index(), plans, dense)
     for stage in (ANCHOR, RESIDUAL):
         for plan, ours, theirs in zip(plans, dense[stage], expected[stage], strict=True):
             for name, where in plan.sections[stage].items():
@@ -63,7 +64,7 @@ def test_kernels_equal_the_reference(shape, dtype, code, noise):
     out = on_device(wanted)
     for stage in (ANCHOR, RESIDUAL):
         inputs = [part.to(DEVICE) for part in expected[stage]]
-        gpu_launch.launch_decode(gpu_launch.byte_pools(out), out.page_index(), plans, inputs, stage)
+        gpu_launch.launch_decode(byte_pools(out), out.page_index(), plans, inputs, stage)
         for pool, plan, part in zip(wanted.layer_pools(), plans, expected[stage], strict=True):
             reference.decode_tensor(part.numpy(), stage, np.array(out.page_ids), plan, matrices(pool))
         assert bits_of(out.pools) == bits_of(wanted.pools)
