@@ -69,8 +69,11 @@ def times_table(
         name = codec if taken == codec else f"{codec}: {taken}"
         counts = [f"{proposed:.1f}", f"{accepted:.1f}"] if drafts else ["", ""]
         different = f"{statistics.median(apart):g}" if apart else ""
+        megabytes = median(traces, lambda trace: trace.usage["kv_bytes"]) / 1e6
+        rate_reached = median(traces, lambda t: 8e-9 * t.usage["kv_bytes"] / t.verified_at(2))
+        sent = [f"{megabytes:.1f}", f"{rate_reached:.3f}"]
         same = "" if codec in unlike else f"{sum(equal)} of {len(equal)}"
-        rows.append([name, *verified, *shown, *counts, same, different])
+        rows.append([name, *verified, *shown, *counts, *sent, same, different])
     header = (
         "codec",
         "first token",
@@ -78,10 +81,15 @@ def times_table(
         *(f"{k} shown" for k in COUNTED),
         "drafts",
         "accepted",
+        "MB",
+        "Gb/s",
         "same text",
         "first different token",
     )
-    measured = f"{len(base)} prompts, codecs in turn; drafts and accepted are means."
+    measured = (
+        f"{len(base)} prompts, codecs in turn; drafts and accepted are means. Gb/s: of KV as it travels, until token 2 is"
+        " verified."
+    )
     return Table(f"{length:,} tokens at {rate}", header, rows, f"{measured} {notes}".strip())
 
 

@@ -7,7 +7,7 @@ from benchmarks.progressive_tables import LYNX_TABLE_1, lynx_table, times_table
 
 PLAIN = Trace("a", [(1.0, 1), *((2.0 + k / 10, k) for k in range(2, 81))], [], {"codec": "raw", "lossy": False})
 PLAIN.shown = PLAIN.verified
-PLAIN.usage |= {"drafts_proposed": 0, "drafts_accepted": 0}
+PLAIN.usage |= {"kv_bytes": 11_000_000_000, "drafts_proposed": 0, "drafts_accepted": 0}
 MADE, ACCEPTED, VERIFIED_AT = 40, 20, 6.0
 
 
@@ -15,7 +15,8 @@ def drafted() -> Trace:
     """40 drafts, a tenth of a second each, of which 20 stand; the rest decodes from second 6 on."""
     drafts = [(1.0 + k / 10, k) for k in range(2, 2 + MADE)]
     after = [(VERIFIED_AT + (k - 22) / 10, k) for k in range(22, 81)]
-    usage = {"codec": "lynx", "lossy": True, "drafts_proposed": MADE, "drafts_accepted": ACCEPTED}
+    usage = {"codec": "lynx", "lossy": True, "kv_bytes": 6_000_000_000}
+    usage |= {"drafts_proposed": MADE, "drafts_accepted": ACCEPTED}
     return Trace("b", [(1.0, 1), *after], [(1.0, 1), *drafts, *after], usage)
 
 
@@ -47,3 +48,5 @@ def test_texts_that_are_not_compared_have_no_verdict():
     compared = times_table(4096, "1gbit", answers, words=False)
     assert [row[same] for row in compared.rows] == ["1 of 1", "0 of 1"]
     assert table.notes.endswith("Imposed.")
+    sent = table.header.index("MB")
+    assert [row[sent : sent + 2] for row in table.rows] == [["11000.0", "40.000"], ["6000.0", "8.000"]]
