@@ -87,8 +87,8 @@ def times_table(
         "first different token",
     )
     measured = (
-        f"{len(base)} prompts, codecs in turn; drafts and accepted are means. Gb/s: of KV as it travels, until token 2 is"
-        " verified."
+        f"{len(base)} prompts, codecs in turn; drafts and accepted are means. Gb/s: of KV as it travels, until token 2"
+        " is verified."
     )
     return Table(f"{length:,} tokens at {rate}", header, rows, f"{measured} {notes}".strip())
 
