@@ -43,7 +43,7 @@ from benchmarks.link import (
     prompt_of,
 )
 from benchmarks.progressive_client import Trace, ask
-from benchmarks.progressive_tables import Drafted, lynx_table, ratio_table, times_table
+from benchmarks.progressive_tables import Drafted, lynx_table, parts_table, ratio_table, times_table
 from benchmarks.shapes import SHAPES
 from codec import registry
 
@@ -197,7 +197,7 @@ def measure_times(bench: Bench, report: Report, options: argparse.Namespace, imp
             unlike = imposed.accepted.keys()
             table = times_table(length, rate, answers, unlike=unlike, words=not options.shape, notes=imposed.notes())
             lynx = lynx_table(length, rate, answers, options.shape)
-            report.add(table, ratio_table(length, rate, answers), lynx)
+            report.add(table, ratio_table(length, rate, answers), lynx, parts_table(length, rate, answers))
 
 
 def measure_drafts(bench: Bench, report: Report, options: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from benchmarks.anchor_drafts import DEMO
 from benchmarks.codec_tables import Table
 from benchmarks.progressive_client import Trace
+from kvrail.lifecycle import PARTS
 from kvrail.text import load_tokenizer
 
 COUNTED = (2, 8, 32, 64)
@@ -126,3 +127,19 @@ def lynx_table(length: int, rate: str, answers: dict[str, list[Trace]], shape: s
         " first is."
     )
     return Table(f"{length:,} tokens at {rate}, accepted drafts counted when made", header, rows, notes)
+
+
+def parts_table(length: int, rate: str, answers: dict[str, list[Trace]]) -> Table:
+    """Where the time goes, as Lynx's figure 2: medians of the parts of a request's life."""
+    names = [name for name, _, _ in PARTS]
+    rows = []
+    for codec, traces in answers.items():
+        parts = [
+            f"{median(traces, lambda t, name=name: t.usage['stage_seconds'].get(name, 0.0)):.3f}" for name in names
+        ]
+        rows.append([codec, *parts])
+    notes = (
+        "Medians of seconds, each by itself. kv_wait: from the first token to the coarse KV, which is all of it with"
+        " codecs of one stage; draft: from there to the exact KV; verify: until the drafts are judged."
+    )
+    return Table(f"{length:,} tokens at {rate}, where the time goes", ("codec", *names), rows, notes)

@@ -21,7 +21,7 @@ def test_a_run_imposes_what_it_says(tmp_path):
     (path,) = tmp_path.glob("progressive-*-cpu.json")
     found = json.loads(path.read_text())
     assert found["command"] == f"python -m benchmarks.progressive {' '.join(FLAGS)} --acceptance {IMPOSED}"
-    times, _, _ = found["tables"]
+    times, *_ = found["tables"]
     raw, staged = (dict(zip(times["header"], row, strict=True)) for row in times["rows"])
     assert (raw["same text"], staged["same text"]) == ("1 of 1", "")
     assert 0 < float(staged["accepted"]) == min(IMPOSED, float(staged["drafts"]))

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.progressive_client import Trace
-from benchmarks.progressive_tables import LYNX_TABLE_1, lynx_table, times_table
+from benchmarks.progressive_tables import LYNX_TABLE_1, lynx_table, parts_table, times_table
 
 PLAIN = Trace("a", [(1.0, 1), *((2.0 + k / 10, k) for k in range(2, 81))], [], {"codec": "raw", "lossy": False})
 PLAIN.shown = PLAIN.verified
@@ -50,3 +50,16 @@ def test_texts_that_are_not_compared_have_no_verdict():
     assert table.notes.endswith("Imposed.")
     sent = table.header.index("MB")
     assert [row[sent : sent + 2] for row in table.rows] == [["11000.0", "40.000"], ["6000.0", "8.000"]]
+
+
+def test_parts_are_those_of_a_requests_life():
+    trace = drafted()
+    trace.usage["stage_seconds"] = {"frontend": 0.001, "kv_wait": 1.5, "draft": 2.0, "verify": 0.25}
+    plain = Trace("a", [], [], {"stage_seconds": {"frontend": 0.002, "kv_wait": 4.0}})
+    table = parts_table(4096, "1gbit", {"raw": [plain, plain, plain], "lynx": [trace]})
+    found = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    assert [row["kv_wait"] for row in found] == ["4.000", "1.500"]
+    assert [row["draft"] for row in found] == ["0.000", "2.000"]
+    assert [row["verify"] for row in found] == ["0.000", "0.250"]
+    assert table.header[1] == "frontend"
+    assert table.header[-1] == "respond"
