@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from codec.splitzip.gpu_decode_kernel import field, load_planes
-from codec.splitzip.gpu_word_kernels import page_of, pointer_to, replicated, sections_after, spread, words_of
+from codec.splitzip.gpu_word_kernels import RUNTIME, page_of, pointer_to, replicated, sections_after, spread, words_of
 
 
 @triton.jit
@@ -91,17 +91,7 @@ def _decode_tile(
             tl.store(where, word.to(words.dtype.element_ty))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def decode_anchor_kernel(
     keys,
     values,

@@ -18,7 +18,7 @@ from codec.splitzip.gpu_encode_kernel import (
     store_escapes,
     store_planes,
 )
-from codec.splitzip.gpu_word_kernels import page_of, pointer_to, replicated, sections_after, words_of
+from codec.splitzip.gpu_word_kernels import RUNTIME, page_of, pointer_to, replicated, sections_after, words_of
 
 
 @triton.jit
@@ -109,17 +109,7 @@ def _encode_tile(
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def encode_stages_kernel(
     keys,
     values,

@@ -15,6 +15,7 @@ import triton.language as tl
 from codec.splitzip.gpu_decode_kernel import RECORDS_AT_ONCE, field, load_planes, load_records, records_of
 from codec.splitzip.gpu_encode_kernel import load_segment
 from codec.splitzip.gpu_word_kernels import (
+    RUNTIME,
     aligned,
     page_of,
     pointer_to,
@@ -122,17 +123,7 @@ def _refine_tile(
             )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def refine_kernel(
     keys,
     values,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from codec.splitzip.gpu_word_kernels import (
+    RUNTIME,
     aligned,
     column_tops,
     page_of,
@@ -241,18 +242,7 @@ def _decode_tile(
             tl.store(values + offset, value.to(values.dtype.element_ty), mask=live)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "num_layers",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def decode_kernel(
     keys,
     values,

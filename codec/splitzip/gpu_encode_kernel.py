@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from codec.splitzip.gpu_word_kernels import (
+    RUNTIME,
     aligned,
     packed,
     page_of,
@@ -298,18 +299,7 @@ def _encode_tile(
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "num_layers",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def encode_kernel(
     keys,
     values,

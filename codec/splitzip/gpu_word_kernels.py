@@ -13,6 +13,18 @@ import triton
 import triton.language as tl
 from triton.runtime import JITFunction
 
+RUNTIME = [
+    "key_layer_stride",
+    "value_layer_stride",
+    "key_page_stride",
+    "value_page_stride",
+    "num_pages",
+    "num_layers",
+    "key_tiles",
+    "value_tiles",
+]
+"""Arguments of kernels of tiles for whose values nothing is compiled anew."""
+
 
 @triton.jit
 def replicated(value, LANES: tl.constexpr):
