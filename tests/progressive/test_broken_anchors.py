@@ -15,7 +15,7 @@ PROMPTS = 2
 
 
 @pytest.mark.parametrize(("codec", "least", "most"), [("all-noise", 0.0, 0.1), ("half-right", 0.04, 0.8)])
-@pytest.mark.usefixtures("broken_anchors", "in_double_precision")
+@pytest.mark.usefixtures("broken_anchors")
 async def test_the_output_is_raws(monkeypatch, codec, least, most):
     assert registry.get(codec).exact
     tally, rng, gates = Tally(), random.Random(2), Gates(monkeypatch)

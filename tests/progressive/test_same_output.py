@@ -1,6 +1,6 @@
 """Every exact codec's output is raw's, token for token, however many drafts were made on the way.
 
-The demo model reads real text; KV pages are bfloat16. KVRAIL_EQUALITY_PROMPTS says how many prompts;
+The demo model reads real text in float32; KV pages are bfloat16. KVRAIL_EQUALITY_PROMPTS says how many prompts;
 `make test-progressive` takes 200.
 """
 
@@ -9,8 +9,6 @@ import logging
 import os
 import random
 from dataclasses import dataclass, field
-
-import pytest
 
 from benchmarks.codec_data import DEMO, corpus
 from codec import registry
@@ -106,7 +104,6 @@ async def compare_all(monkeypatch, codecs, count):
     return tally
 
 
-@pytest.mark.usefixtures("in_double_precision")
 async def test_every_exact_codec_says_what_raw_says(monkeypatch):
     made = {name for name in registry.names() if registry.get(name).exact} - {"raw"}
     assert made >= set(EXACT)

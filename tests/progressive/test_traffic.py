@@ -136,7 +136,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize(("seed", "transport", "pages"), TRAFFIC[: None if PROMPTS > 1 else 1])
-@pytest.mark.usefixtures("broken_anchors", "in_double_precision")
+@pytest.mark.usefixtures("broken_anchors")
 async def test_nothing_leaks_nobody_starves_and_answers_are_those_of_one_alone(monkeypatch, seed, transport, pages):
     asked = list(requests(seed))
     async with cluster(DEMO, "inproc", num_pages=400, prefix_cache=False, **SHARED) as c:

@@ -16,7 +16,8 @@ from kvrail.engine.cache import LayerPages
 
 QUERY_ROWS = 4
 """Matrix products give a row the same bits beside any others where their number is a multiple of this."""
-KEY_ROWS = 64
+KEY_ROWS = 512
+"""Keys that torch's attention takes at once; with fewer, its products would choose other kernels by their size."""
 
 _BUCKET_ELEMENTS = 1 << 19
 """Key elements of sequences that are attended together: 2 MiB in float32, about a core's cache. Larger groups were
@@ -82,7 +83,7 @@ def _prefill(
     queries = len(query)
     first = _first_read(num_tokens - queries + 1, layer, options)
     k, v = _gather(layer, table[None], [first], [num_tokens - first], query.dtype)
-    causal = queries == num_tokens and not options.window
+    causal = queries == num_tokens > KEY_ROWS // 2 and not options.window  # skips half of the work, rounds alike
     rows = k.shape[2] if causal else padded(queries, QUERY_ROWS)
     q = pad(query.transpose(0, 1), (0, 0, 0, rows - queries))[None]
     mask = None
@@ -100,7 +101,10 @@ def _decode(
     skipped = [_first_read(length, layer, options) for length in lengths]
     kept = [length - first for length, first in zip(lengths, skipped, strict=True)]
     out = query.new_empty(*query.shape[:2], layer.values.shape[-1])
-    for rows in _buckets(kept, limit=_BUCKET_ELEMENTS // (layer.keys.shape[2] * layer.keys.shape[3])):
+    for rows in _buckets(
+        [padded(count, KEY_ROWS) for count in kept],
+        limit=_BUCKET_ELEMENTS // (layer.keys.shape[2] * layer.keys.shape[3]),
+    ):
         begins, counts = [skipped[row] for row in rows], [kept[row] for row in rows]
         k, v = _gather(layer, tables[rows], begins, counts, query.dtype)
         out[rows] = _decode_bucket(query[rows], k, v, counts, options)
