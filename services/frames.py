@@ -21,10 +21,13 @@ RECENT_TOKENS = 16
 (docs/decisions/0006-anchor.md), and no later stage is written into a page that drafts write."""
 
 
-def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int) -> int:
-    """KV of a frame, uncompressed, for a link of that rate; 0: it is not known."""
+def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int = 1) -> int:
+    """KV that is encoded at once, uncompressed, for a link of that rate; 0: it is not known.
+
+    Each of a codec's stages travels in a frame of its own, so the more there are, the more goes into one encoding.
+    """
     wanted = max(LEAST_FRAME_BYTES, int(FRAME_S * link_bytes_per_s)) if link_bytes_per_s else USUAL_FRAME_BYTES
-    return min(wanted, max_frame_bytes)
+    return min(wanted * num_stages, max_frame_bytes)
 
 
 def pages_per_frame(layout: KVLayout, frame_bytes: int) -> int:

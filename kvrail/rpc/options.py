@@ -9,7 +9,7 @@ HTTP2_FRAME_BYTES = 1 << 20  # 16 KiB by default: 4 MiB KV frames need fewer and
 # With both, and the probe off, 4 MiB frames crossed loopback at 1.1 to 2.0 GB/s instead of 0.6 to 0.8
 # (three runs of six, two cores that others used too; benchmarks/transport.py).
 
-DEFAULT_MAX_MESSAGE_BYTES = 24 << 20
+DEFAULT_MAX_MESSAGE_BYTES = 40 << 20
 """Largest message; above the default max_frame_bytes with room for what surrounds a frame."""
 
 MESSAGE_OVERHEAD_BYTES = 64 << 10

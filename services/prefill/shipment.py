@@ -69,7 +69,7 @@ class Shipment:
         self._held_pages = held_pages
         self._recent_page = first_recent_page(num_tokens, worker.loaded.layout.page_size) if codec.num_stages > 1 else 0
         self._frame_pages = pages_per_frame(
-            worker.loaded.layout, frame_bytes(link_bytes_per_s, worker.settings.max_frame_bytes)
+            worker.loaded.layout, frame_bytes(link_bytes_per_s, worker.settings.max_frame_bytes, codec.num_stages)
         )
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._later: asyncio.Queue[_StagePayload | None] = asyncio.Queue()

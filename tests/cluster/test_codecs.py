@@ -252,4 +252,4 @@ async def test_frames_are_sized_by_what_the_decode_worker_knows_of_the_link(monk
     monkeypatch.setattr(services.prefill.shipment, "frame_bytes", lambda *given: told.append(given) or sized(*given))
     async with cluster(tiny_model("llama"), "grpc", **SHARED) as c:
         await c.ask(prompt_of(300), max_tokens=2)
-    assert told == [(1234, SHARED["max_frame_bytes"])]
+    assert told == [(1234, SHARED["max_frame_bytes"], 1)]
