@@ -24,7 +24,7 @@ Plans = Sequence[TensorPlan]
 PROGRAM_VALUES = 4096
 """Values of a program, about; a page's rows in whole, of as many columns as that leaves."""
 WARPS = 2
-EXACT_WARPS = 8
+EXACT_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ def launch_exact_encode(
     buffers.totals[0] = ends[-1]
     exact_encode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, *numbers, ends, reach, buffers.words, buffers.totals[1:],
-        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=_alignment([pool]), **constants,
-        num_warps=EXACT_WARPS, enable_fp_fusion=False,
+        buffers.positions, buffers.elements, buffers.positions.numel(), **constants, num_warps=EXACT_WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -107,8 +107,7 @@ def launch_exact_decode(
     """Launch the decoding of stage EXACT of one tensor, but for its escapes; words: int32, its stream."""
     exact_decode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, plan.num_pages, plan.pages, dense, _ends(dense, plan),
-        float(plan.code.reach), words, ALIGNMENT=_alignment([pool]), **_exact_constants(plan), num_warps=EXACT_WARPS,
-        enable_fp_fusion=False,
+        float(plan.code.reach), words, **_exact_constants(plan), num_warps=EXACT_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -148,17 +147,13 @@ def _launch(
     programs = [0 if plan.raw else plan.pages * -(-plan.columns // _width(plan)) for plan in plans]
     if not sum(programs):
         return
+    alignment = math.gcd(16, *(number for pool in pools for number in (pool.data_ptr(), *pool.stride()[:2])))
     plan = plans[0] if plans[0].pages else plans[1]
     kernel[(sum(programs),)](
         *pools, *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools),
         table, plan.num_pages, plan.pages, programs[0], *dense, tables_of(plan.code, table.device),
-        **options, **constants_of(plans, _alignment(pools)), enable_fp_fusion=False,
+        **options, **constants_of(plans, alignment), enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _alignment(pools: Sequence[torch.Tensor]) -> int:
-    """Bytes, a power of two, that divides the addresses of all pages."""
-    return math.gcd(16, *(number for pool in pools for number in (pool.data_ptr(), *pool.stride()[:2])))
 
 
 def constants_of(plans: Plans, alignment: int) -> dict[str, int]:
