@@ -10,7 +10,7 @@ lengths and, once their sums are known, of the words.
 import triton
 import triton.language as tl
 
-from codec.lynx.gpu_word_kernels import chunks_of, elements_at, load_numbers, rounded, sections_of
+from codec.lynx.gpu_page_kernels import chunks_of, elements_at, load_numbers, rounded, sections_of
 
 
 @triton.jit
