@@ -155,30 +155,19 @@ def _gather(
     """
     page_size, most = layer.keys.shape[1], padded(max(counts), KEY_ROWS)
     column = torch.tensor(begins)[:, None] // page_size + torch.arange(-(-max(counts) // page_size))
-    pages = tables.gather(1, column.clamp_(max=tables.shape[1] - 1)).long()
+    pages = tables.gather(1, column.clamp_(max=tables.shape[1] - 1)).long().flatten()
     found = []
     for pool, scales in ((layer.keys, layer.key_scales), (layer.values, layer.value_scales)):
-        taken = _pages_of(pool.view(torch.uint8) if scales is not None else pool, pages).view(pool.dtype)
-        rows = taken.view(len(pages), -1, *pool.shape[2:]).transpose(1, 2)[:, :, :most]
+        raw = pool.view(torch.uint8) if scales is not None else pool
+        taken = raw.index_select(0, pages).view(pool.dtype)
+        rows = taken.view(len(tables), -1, *pool.shape[2:]).transpose(1, 2)[:, :, :most]
         read = rows.shape[2]
         out = torch.empty(*rows.shape[:2], most, pool.shape[3], dtype=dtype)
         out[:, :, :read] = rows
         if scales is not None:
-            scale = _pages_of(scales, pages).view(len(pages), -1, pool.shape[2]).transpose(1, 2)[:, :, :most]
+            scale = scales.index_select(0, pages).view(len(tables), -1, pool.shape[2]).transpose(1, 2)[:, :, :most]
             out[:, :, :read] *= scale[..., None]
         for row, count in zip(out, counts, strict=True):  # what lies there may be NaN, which no mask takes away
             row[:, count:] = 0
         found.append(out)
     return found[0], found[1]
-
-
-def _pages_of(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Pages [rows, n] of a pool, one behind the other; a view where they lie so, for a copy costs as much as attention.
-
-    Returns [rows * n, ...].
-    """
-    flat = pages.flatten()
-    first, last = int(flat[0]), int(flat[-1])
-    if last - first == len(flat) - 1 and torch.equal(flat, torch.arange(first, last + 1)):
-        return pool[first : last + 1]
-    return pool.index_select(0, flat)
