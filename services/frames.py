@@ -9,10 +9,10 @@ MAX_GROWTH_BYTES = 1024
 """A payload has at most this many bytes more than its KV: codecs send as it is what they cannot make smaller, with a
 header and padding."""
 
-FRAME_S = 0.015
+FRAME_S = 0.035
 """The link is to take about this long for a frame's KV. Whatever is more urgent waits for frames on their way; but each
 frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left a fifth of the link unused (benchmarks/link.py)."""
-LEAST_FRAME_BYTES = 256 << 10
+LEAST_FRAME_BYTES, MOST_FRAME_BYTES = 256 << 10, 16 << 20
 USUAL_FRAME_BYTES = 4 << 20
 """Of a frame's KV where nothing is known of the link."""
 
@@ -26,8 +26,8 @@ def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int = 1
 
     Each of a codec's stages travels in a frame of its own, so the more there are, the more goes into one encoding.
     """
-    wanted = max(LEAST_FRAME_BYTES, int(FRAME_S * link_bytes_per_s)) if link_bytes_per_s else USUAL_FRAME_BYTES
-    return min(wanted * num_stages, max_frame_bytes)
+    wanted = min(max(int(FRAME_S * link_bytes_per_s), LEAST_FRAME_BYTES), MOST_FRAME_BYTES)
+    return min((wanted if link_bytes_per_s else USUAL_FRAME_BYTES) * num_stages, max_frame_bytes)
 
 
 def pages_per_frame(layout: KVLayout, frame_bytes: int) -> int:
