@@ -26,7 +26,7 @@ def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int = 1
 
     Each of a codec's stages travels in a frame of its own, so the more there are, the more goes into one encoding.
     """
-    wanted = min(max(int(FRAME_S * link_bytes_per_s), LEAST_FRAME_BYTES), MOST_FRAME_BYTES)
+    wanted = min(max(round(FRAME_S * link_bytes_per_s), LEAST_FRAME_BYTES), MOST_FRAME_BYTES)
     return min((wanted if link_bytes_per_s else USUAL_FRAME_BYTES) * num_stages, max_frame_bytes)
 
 
