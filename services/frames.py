@@ -11,7 +11,7 @@ header and padding."""
 
 FRAME_S = 0.035
 """The link is to take about this long for a frame's KV. Whatever is more urgent waits for frames on their way; but each
-frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left a fifth of the link unused (benchmarks/link.py)."""
+frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left part of the link unused (docs/decisions/0009)."""
 LEAST_FRAME_BYTES, MOST_FRAME_BYTES = 256 << 10, 16 << 20
 USUAL_FRAME_BYTES = 4 << 20
 """Of a frame's KV where nothing is known of the link."""
@@ -21,7 +21,7 @@ RECENT_TOKENS = 16
 (docs/decisions/0006-anchor.md), and no later stage is written into a page that drafts write."""
 
 
-def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int = 1) -> int:
+def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int) -> int:
     """KV that is encoded at once, uncompressed, for a link of that rate; 0: it is not known.
 
     Each of a codec's stages travels in a frame of its own, so the more there are, the more goes into one encoding.

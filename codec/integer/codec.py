@@ -8,6 +8,7 @@ from codec.integer.payload import HEADER_BYTES, Bytes, Part, Payload, parse, pla
 from codec.integer.plan import INT4, INT8, IntegerCode, TensorPlan
 from codec.integer.quantise import dequantise, quantise
 from codec.lynx.formats import FORMATS
+from codec.streams import record
 
 
 class IntegerEncoding:
@@ -27,10 +28,7 @@ class IntegerEncoding:
                 continue
             for name, section in quantise(tensor, part.plan).items():
                 _fill(self._host[start + part.plan.sections[name].offset :], section)
-        self._event: torch.cuda.Event | None = None
-        if pages.device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(pages.device))
+        self._event = record(pages.device)
 
     def stages(self) -> list[memoryview]:
         """Wait for the work and give the one payload."""

@@ -30,9 +30,9 @@ from codec.lynx.payload import (
     places_of,
     travels_raw,
 )
-from codec.splitzip.gpu import copy_stream, record
 from codec.splitzip.gpu_launch import byte_pools
 from codec.splitzip.plan import aligned
+from codec.streams import copy_stream, record
 
 
 class GpuEncoding:

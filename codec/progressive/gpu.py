@@ -13,10 +13,11 @@ from codec.progressive.gpu_launch import (
 )
 from codec.progressive.payload import HEADER_BYTES, AnchorPayload, RestPayload, layouts_of
 from codec.progressive.plan import Plans
-from codec.splitzip.gpu import GpuEncoding, copy_stream, record, to_device
+from codec.splitzip.gpu import GpuEncoding, to_device
 from codec.splitzip.gpu_launch import byte_pools, make_table, tiles_of
 from codec.splitzip.payload import Bytes, Part, pad, pad_sections, scale_bytes_of, stats_of
 from codec.splitzip.plan import aligned
+from codec.streams import copy_stream, record
 
 
 class StagesEncoding:

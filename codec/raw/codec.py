@@ -8,6 +8,7 @@ import torch
 
 from codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock
 from codec.frame import ITEM_BYTES
+from codec.streams import record
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,6 @@ class RawEncoding:
         self._values = _values_of(spec)
         self._buffer = torch.empty(spec.raw_bytes, dtype=torch.uint8, pin_memory=on_cuda)
         self._parts: list[torch.Tensor] = []
-        self._event: torch.cuda.Event | None = None
         index = pages.page_index()
         for pool, target in zip(pools, _split(self._buffer, pools, spec.num_pages), strict=True):
             if on_cuda:
@@ -50,9 +50,7 @@ class RawEncoding:
                 target.copy_(self._parts[-1], non_blocking=True)
             else:
                 torch.index_select(pool, 1, index, out=target)
-        if on_cuda:
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(pages.device))
+        self._event = record(pages.device)
 
     def stages(self) -> list[memoryview]:
         """Wait for the copies; one payload, a view of the buffer."""

@@ -4,7 +4,6 @@ Nothing waits for the device between the launches of an encoding. Its sizes are 
 escapes, which are few, are fetched.
 """
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -23,6 +22,7 @@ from codec.splitzip.gpu_launch import (
 )
 from codec.splitzip.payload import HEADER_BYTES, Bytes, Part, Payload, scale_bytes_of, stats_of, travels_raw
 from codec.splitzip.plan import aligned
+from codec.streams import copy_stream, record
 
 
 class GpuEncoding:
@@ -155,18 +155,3 @@ def to_device(payload: Bytes, device: torch.device) -> torch.Tensor:
     staging = torch.empty(payload.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     staging.numpy()[:] = payload
     return staging.to(device, non_blocking=True)
-
-
-def record(device: torch.device) -> torch.cuda.Event | None:
-    """An event at the end of the current stream; None on a CPU, where all is done at once."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-@functools.cache
-def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for copies that shall not wait for what else is queued; None on a CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -111,6 +111,7 @@ class Fetch:
                 transports=[self._worker.settings.transport],
                 held_pages=self._held_pages,
                 link_bytes_per_s=link_bytes_per_s,
+                max_frame_bytes=self._worker.settings.max_frame_bytes,
             ),
         )
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 SLOTS = 3
-"""Frames that are encoded and handed to the transport at once: one leaves while the next are made. With two, the link
-was idle for 5 % of a transfer of 4,096 tokens at 10 Gb/s."""
+"""Frames that are encoded and handed to the transport at once: one leaves while the next are made. With two,
+transfers of 4,096 tokens at 10 Gb/s took 4 % longer (docs/decisions/0009-frame-size.md)."""
 
 PATIENCE = 8
 """Turns of other requests' first stages that a later stage lets pass at most while it waits."""

@@ -21,6 +21,7 @@ from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrail.worker import Worker
 from services.codecs import Codecs
+from services.frames import frame_bytes
 from services.prefill.handshake import agree
 from services.prefill.link import Link
 from services.prefill.pieces import Piece
@@ -106,7 +107,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 request.request_id,
                 len(request.prompt_token_ids),
                 held_pages,
-                request.handshake.link_bytes_per_s,
+                frame_bytes(request.handshake.link_bytes_per_s, self._max_frame_bytes(request), codec.num_stages),
             )
             events = self._open(request, shipment)
             replies.accept(accepted)
@@ -130,6 +131,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 shipping.cancel()
                 await asyncio.gather(shipping, return_exceptions=True)
                 await shipment.release()
+
+    def _max_frame_bytes(self, request: prefill_pb2.PrefillRequest) -> int:
+        """What both ends take."""
+        own, asked = self._worker.settings.max_frame_bytes, request.handshake.max_frame_bytes
+        return min(own, asked) if asked else own
 
     def _link(self, receiver: str) -> Link:
         if receiver not in self._links:

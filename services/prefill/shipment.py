@@ -21,7 +21,7 @@ from kvrail.engine.events import PageLease
 from kvrail.transport.base import FrameSender
 from kvrail.wire.replies import SealedFrame, seal
 from kvrail.worker import Worker
-from services.frames import first_recent_page, frame_bytes, pages_per_frame
+from services.frames import first_recent_page, pages_per_frame
 from services.pages import fill_tail, paged_block
 from services.prefill.link import SLOTS, Link
 from services.prefill.pieces import Piece, cut
@@ -43,8 +43,8 @@ class _StagePayload:
 class Shipment:
     """Sends the pages of one request, from logical page `held_pages` on; the receiver has those before.
 
-    order: the request's place among those that share `link`, lower first. num_tokens: of the prompt. link_bytes_per_s:
-    what the receiver says of the link, 0 where it knows nothing.
+    order: the request's place among those that share `link`, lower first. num_tokens: of the prompt. frame_bytes: of KV
+    that are encoded at once.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Shipment:
         request_id: str,
         num_tokens: int,
         held_pages: int,
-        link_bytes_per_s: int,
+        frame_bytes: int,
     ) -> None:
         self._worker = worker
         self._link = link
@@ -68,9 +68,7 @@ class Shipment:
         self._full_pages, self._last_used = divmod(num_tokens, worker.loaded.layout.page_size)
         self._held_pages = held_pages
         self._recent_page = first_recent_page(num_tokens, worker.loaded.layout.page_size) if codec.num_stages > 1 else 0
-        self._frame_pages = pages_per_frame(
-            worker.loaded.layout, frame_bytes(link_bytes_per_s, worker.settings.max_frame_bytes, codec.num_stages)
-        )
+        self._frame_pages = pages_per_frame(worker.loaded.layout, frame_bytes)
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._later: asyncio.Queue[_StagePayload | None] = asyncio.Queue()
         self._lease: PageLease | None = None

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import services.decode.choice
+import services.prefill.servicer
 import services.prefill.shipment
 from codec import registry
 from codec.splitzip.codebook import Codebook, default_codebook
@@ -245,11 +246,13 @@ async def test_frames_carry_nothing_of_other_requests(monkeypatch, name):
     assert len(sent[0][0]) == 3 * 16 and sent[0] == sent[2]
 
 
-async def test_frames_are_sized_by_what_the_decode_worker_knows_of_the_link(monkeypatch):
+@pytest.mark.parametrize("decode_bytes", [1 << 14, 1 << 20])
+async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypatch, decode_bytes):
     monkeypatch.setattr(services.decode.choice.Chooser, "link_bytes_per_s", lambda *_: 1234)
     told = []
-    sized = services.prefill.shipment.frame_bytes
-    monkeypatch.setattr(services.prefill.shipment, "frame_bytes", lambda *given: told.append(given) or sized(*given))
-    async with cluster(tiny_model("llama"), "grpc", **SHARED) as c:
-        await c.ask(prompt_of(300), max_tokens=2)
-    assert told == [(1234, SHARED["max_frame_bytes"], 1)]
+    sized = services.prefill.servicer.frame_bytes
+    monkeypatch.setattr(services.prefill.servicer, "frame_bytes", lambda *given: told.append(given) or sized(*given))
+    async with cluster(tiny_model("llama"), "grpc", decode={"max_frame_bytes": decode_bytes}, **SHARED) as c:
+        answer = await c.ask(prompt_of(300), max_tokens=2)
+    assert answer.summary.prefill_worker
+    assert told == [(1234, min(decode_bytes, SHARED["max_frame_bytes"]), 1)]

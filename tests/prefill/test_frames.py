@@ -65,13 +65,13 @@ def test_a_bound_is_not_generous():
 
 def test_frames_hold_what_the_link_takes_in_a_moment_within_bounds():
     most = 16 << 20
-    assert frame_bytes(0, most) == USUAL_FRAME_BYTES
-    assert frame_bytes(1_000, most) == LEAST_FRAME_BYTES
-    assert frame_bytes(100_000_000, most) == round(FRAME_S * 100_000_000)
-    assert frame_bytes(1 << 40, most) == frame_bytes(1 << 40, 2 * most) == most
+    assert frame_bytes(0, most, 1) == USUAL_FRAME_BYTES
+    assert frame_bytes(1_000, most, 1) == LEAST_FRAME_BYTES
+    assert frame_bytes(100_000_000, most, 1) == round(FRAME_S * 100_000_000)
+    assert frame_bytes(1 << 40, most, 1) == frame_bytes(1 << 40, 2 * most, 1) == most
     assert frame_bytes(100_000_000, most, 2) == 2 * round(FRAME_S * 100_000_000)
     assert frame_bytes(1 << 40, most, 3) == most
-    assert frame_bytes(0, 1000) == frame_bytes(1, 1000) == frame_bytes(1 << 40, 1000) == 1000
+    assert frame_bytes(0, 1000, 1) == frame_bytes(1, 1000, 1) == frame_bytes(1 << 40, 1000, 1) == 1000
     assert pages_per_frame(KVLayout(6, 2, 16, 16, 64, "bfloat16"), 1) == 1
 
 

@@ -123,7 +123,7 @@ def _buckets(lengths: list[int], limit: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for row in order:
         fits = groups and lengths[row] * (len(groups[-1]) + 1) <= limit
-        if fits and lengths[row] <= 2 * max(lengths[groups[-1][0]], 64):
+        if fits and lengths[row] <= 2 * lengths[groups[-1][0]]:
             groups[-1].append(row)
         else:
             groups.append([row])

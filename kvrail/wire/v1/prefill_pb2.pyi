@@ -16,7 +16,7 @@ class OfferedCodec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., parameters_id: _Optional[int] = ...) -> None: ...
 
 class Handshake(_message.Message):
-    __slots__ = ("protocol_version", "model_fingerprint", "layout", "transports", "held_pages", "codecs", "link_bytes_per_s")
+    __slots__ = ("protocol_version", "model_fingerprint", "layout", "transports", "held_pages", "codecs", "link_bytes_per_s", "max_frame_bytes")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class Handshake(_message.Message):
     HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_fingerprint: str
     layout: _common_pb2.KVLayout
@@ -31,7 +32,8 @@ class Handshake(_message.Message):
     held_pages: int
     codecs: _containers.RepeatedCompositeFieldContainer[OfferedCodec]
     link_bytes_per_s: int
-    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ..., link_bytes_per_s: _Optional[int] = ...) -> None: ...
+    max_frame_bytes: int
+    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ..., link_bytes_per_s: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake")
