@@ -14,7 +14,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
 .PHONY: help up test test-progressive lint format protos gpu-test compose-test clean \
 	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive
+	bench-attention-error bench-progressive bench-batch-invariance
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -93,6 +93,9 @@ bench-attention-error: $(VENV)/.dev  ## error of attention's outputs after each 
 
 bench-progressive: $(VENV)/.dev  ## when a client has the k-th token behind a slow link, drafted and verified; needs root
 	$(BIN)/python -m benchmarks.progressive $(ARGS)
+
+bench-batch-invariance: $(VENV)/.dev  ## what it costs on a CPU that results do not depend on the batch
+	$(BIN)/python -m benchmarks.batch_invariance $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)

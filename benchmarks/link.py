@@ -298,6 +298,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--codecs", default=",".join(exact), help="with commas; the first is the baseline")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="", help="random weights of this shape")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the workers run")
+    parser.add_argument("--max-frame-mib", type=int, default=0, help="MiB of KV that a frame holds at most; 0: as ever")
     parser.add_argument("--port", type=int, default=18700, help="first of four ports")
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
     parser.add_argument("--prefill-namespace", help=argparse.SUPPRESS)  # set where this command starts itself anew
