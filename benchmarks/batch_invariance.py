@@ -3,7 +3,7 @@
     python -m benchmarks.batch_invariance [--contexts 100,4096] [--rounds 15]
 
 Steps of the demo model, with rows and keys padded as the engine does it and without, in turn in one process; medians.
-Correctness first: padded, the last of many tokens computed at once must have the logits, bit for bit, that it has alone.
+Correctness first: padded, the last of many tokens computed at once must have the logits that it has alone, to the bit.
 """
 
 import argparse
