@@ -10,7 +10,7 @@ lengths and, once their sums are known, of the words.
 import triton
 import triton.language as tl
 
-from codec.lynx.gpu_page_kernels import chunks_of, elements_at, load_numbers, rounded, sections_of
+from codec.lynx.gpu_word_kernels import chunks_of, elements_at, load_numbers, place_of, rounded, sections_of
 
 
 @triton.jit
@@ -104,10 +104,10 @@ def _tile_of(
 
 
 @triton.jit
-def _page_at(pool, layer_stride, page_stride, table, number, num_pages, MANTISSA_BITS: tl.constexpr):
-    """A pointer to the first element of a page."""
-    start = pool + (number // num_pages).to(tl.int64) * layer_stride + tl.load(table + number % num_pages) * page_stride
-    return elements_at(start, MANTISSA_BITS)
+def _ahead_of(counts):
+    """The sum of all counts before each, row by row; int32."""
+    rows = tl.sum(counts, axis=1)
+    return (tl.cumsum(rows, 0) - rows)[:, None] + tl.cumsum(counts, 1) - counts
 
 
 @triton.jit
@@ -159,6 +159,7 @@ def exact_encode_kernel(
     positions,
     elements,
     most_escapes,
+    ALIGNMENT: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     ROWS: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
@@ -178,22 +179,32 @@ def exact_encode_kernel(
     low, span, bits = _intervals(
         near, where, real, row, column, number, pages, dense, reach, MANTISSA_BITS, ROWS_IN_CHUNK, ALL_CHUNKS, COLUMNS
     )
-    page = _page_at(pool, layer_stride, page_stride, table, number, num_pages, MANTISSA_BITS)
+    _, _, page = place_of(number, pool, layer_stride, page_stride, table, num_pages, 1, ALIGNMENT)
+    page = elements_at(page, MANTISSA_BITS)
     found = tl.load(page + where, mask=real, other=0)
     code = _ordered(found, MANTISSA_BITS) - low
     escaped = real & ((code < 0) | (code > span))
-    SIZE: tl.constexpr = ROWS_PADDED * WIDTH
-    place = tl.reshape(tl.cumsum(tl.reshape(bits, [SIZE]), 0), [ROWS_PADDED, WIDTH]) - bits
-    shifted = tl.where(real & (escaped == 0), code, 0).to(tl.uint64) << (place & 31).to(tl.uint64)
+    place = _ahead_of(bits)
     length = tl.load(_lengths_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS) + tile).to(tl.int64)
-    target = words + tl.load(ends + tile) - length + (place >> 5)
-    tl.atomic_or(target, (shifted & 0xFFFFFFFF).to(tl.int32), mask=bits > 0, sem="relaxed")
-    tl.atomic_or(target + 1, (shifted >> 32).to(tl.int32), mask=(shifted >> 32) > 0, sem="relaxed")
+    target = words + tl.load(ends + tile) - length
+    code = tl.where(real & (escaped == 0), code, 0).to(tl.uint64)
+    # Codes of neighbours are brought together first, as many as 64 bits hold.
+    NEAR: tl.constexpr = min(WIDTH, 1 if MANTISSA_BITS == 23 else 4)
+    place = tl.reshape(place, [ROWS_PADDED, WIDTH // NEAR, NEAR])
+    begin = tl.min(place, axis=2)
+    code = tl.sum(
+        tl.reshape(code, [ROWS_PADDED, WIDTH // NEAR, NEAR]) << (place - begin[:, :, None]).to(tl.uint64), axis=2
+    )
+    shift = (begin & 31).to(tl.uint64)
+    low, high = code << shift, (code >> 32) >> (32 - shift)
+    target += begin >> 5
+    tl.atomic_or(target, (low & 0xFFFFFFFF).to(tl.int32), mask=(low & 0xFFFFFFFF) > 0, sem="relaxed")
+    tl.atomic_or(target + 1, (low >> 32).to(tl.int32), mask=(low >> 32) > 0, sem="relaxed")
+    tl.atomic_or(target + 2, high.to(tl.int32), mask=high > 0, sem="relaxed")
     count = tl.sum(tl.sum(escaped.to(tl.int32), axis=1), axis=0)
     if count > 0:
         first = tl.atomic_add(escapes, count.to(tl.int64), sem="relaxed")
-        flat = tl.reshape(escaped.to(tl.int32), [SIZE])
-        slot = first + tl.reshape(tl.cumsum(flat, 0), [ROWS_PADDED, WIDTH]) - 1
+        slot = first + _ahead_of(escaped.to(tl.int32))
         position = (tile * ROWS + row[:, None]) * TILE_COLUMNS + tl.arange(0, WIDTH)[None, :]
         here = escaped & (slot < most_escapes)
         tl.store(positions + slot, position, mask=here)
@@ -212,6 +223,7 @@ def exact_decode_kernel(
     ends,
     reach,
     words,
+    ALIGNMENT: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     ROWS: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
@@ -223,12 +235,12 @@ def exact_decode_kernel(
 ):
     """As exact_encode_kernel, the other way, in place. What a tile's words do not reach is read as zeros."""
     tile, number, row, column, where, real = _tile_of(ROWS, ROWS_PADDED, COLUMNS, TILE_COLUMNS, WIDTH)
-    page = _page_at(pool, layer_stride, page_stride, table, number, num_pages, MANTISSA_BITS)
+    _, _, page = place_of(number, pool, layer_stride, page_stride, table, num_pages, 1, ALIGNMENT)
+    page = elements_at(page, MANTISSA_BITS)
     low, _, bits = _intervals(
         page, where, real, row, column, number, pages, dense, reach, MANTISSA_BITS, ROWS_IN_CHUNK, ALL_CHUNKS, COLUMNS
     )
-    SIZE: tl.constexpr = ROWS_PADDED * WIDTH
-    place = tl.reshape(tl.cumsum(tl.reshape(bits, [SIZE]), 0), [ROWS_PADDED, WIDTH]) - bits
+    place = _ahead_of(bits)
     length = tl.load(_lengths_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS) + tile).to(tl.int64)
     source, word = words + tl.load(ends + tile) - length, place >> 5
     first = tl.load(source + word, mask=(bits > 0) & (word < length), other=0).to(tl.uint32, bitcast=True)

@@ -38,6 +38,7 @@ def encode_kernel(
     MANTISSA_BITS: tl.constexpr,
     CURVED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    LANES: tl.constexpr,
     ROWS: tl.constexpr,
     HALF_ROWS: tl.constexpr,
     ROWS_IN_CHUNK: tl.constexpr,
@@ -48,6 +49,8 @@ def encode_kernel(
     VALUE_COLUMNS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
 ):
     """Grid: blocks of columns of the keys' pages, then of the values'.
 
@@ -58,14 +61,14 @@ def encode_kernel(
     if program < key_programs:
         encode_block(
             program, keys, key_layer_stride, key_page_stride, table, num_pages, pages, key_anchors, key_residuals,
-            tables, MANTISSA_BITS, CURVED, ALIGNMENT, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS,
-            KEY_COLUMNS, KEY_WIDTH,
+            tables, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS,
+            KEY_COLUMNS, KEY_WIDTH, KEY_PADDED,
         )  # fmt: skip
     else:
         encode_block(
             program - key_programs, values, value_layer_stride, value_page_stride, table, num_pages, pages,
-            value_anchors, value_residuals, tables, MANTISSA_BITS, CURVED, ALIGNMENT, ROWS, HALF_ROWS, ROWS_IN_CHUNK,
-            CHUNKS, CHUNK, ALL_CHUNKS, VALUE_COLUMNS, VALUE_WIDTH,
+            value_anchors, value_residuals, tables, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS,
+            ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS, VALUE_COLUMNS, VALUE_WIDTH, VALUE_PADDED,
         )  # fmt: skip
 
 
@@ -88,6 +91,7 @@ def decode_kernel(
     MANTISSA_BITS: tl.constexpr,
     CURVED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    LANES: tl.constexpr,
     ROWS: tl.constexpr,
     HALF_ROWS: tl.constexpr,
     ROWS_IN_CHUNK: tl.constexpr,
@@ -98,18 +102,20 @@ def decode_kernel(
     VALUE_COLUMNS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
 ):
     """As encode_kernel, the other way: STAGE 0 writes anchors, 1 refines what lies in the pages."""
     program = tl.program_id(0)
     if program < key_programs:
         decode_block(
             program, keys, key_layer_stride, key_page_stride, table, num_pages, pages, key_dense, tables, STAGE,
-            MANTISSA_BITS, CURVED, ALIGNMENT, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS, KEY_COLUMNS,
-            KEY_WIDTH,
+            MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS,
+            KEY_COLUMNS, KEY_WIDTH, KEY_PADDED,
         )  # fmt: skip
     else:
         decode_block(
             program - key_programs, values, value_layer_stride, value_page_stride, table, num_pages, pages,
-            value_dense, tables, STAGE, MANTISSA_BITS, CURVED, ALIGNMENT, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS,
-            CHUNK, ALL_CHUNKS, VALUE_COLUMNS, VALUE_WIDTH,
+            value_dense, tables, STAGE, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS,
+            CHUNK, ALL_CHUNKS, VALUE_COLUMNS, VALUE_WIDTH, VALUE_PADDED,
         )  # fmt: skip

@@ -24,7 +24,7 @@ Plans = Sequence[TensorPlan]
 PROGRAM_VALUES = 4096
 """Values of a program, about; a page's rows in whole, of as many columns as that leaves."""
 WARPS = 2
-EXACT_WARPS = 4
+EXACT_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,16 @@ def launch_encode(
     pools: of splitzip's `byte_pools`; table: int64 [pages], page ids on the device; dense: of ANCHOR and of RESIDUAL,
     the fixed sections of keys and of values, uint8. A CUDA graph that captures this may be replayed on other contents.
     """
-    _launch(encode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[RESIDUAL]], {})
+    # One warp finds the extremes of columns without shared memory; what needs more registers a value has two.
+    warps = 1 if plans[0].format.item_bytes == 2 and not plans[0].code.curved else WARPS
+    _launch(encode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[RESIDUAL]], {"num_warps": warps})
 
 
 def launch_decode(
     pools: Sequence[torch.Tensor], table: torch.Tensor, plans: Plans, dense: Sequence[torch.Tensor], stage: int
 ) -> None:
     """Launch the decoding of a stage, ANCHOR or RESIDUAL; arguments as of launch_encode."""
-    _launch(decode_kernel, pools, table, plans, dense, {"STAGE": stage})
+    _launch(decode_kernel, pools, table, plans, dense, {"STAGE": stage, "num_warps": WARPS})
 
 
 def launch_exact_encode(
@@ -94,8 +96,8 @@ def launch_exact_encode(
     buffers.totals[0] = ends[-1]
     exact_encode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, *numbers, ends, reach, buffers.words, buffers.totals[1:],
-        buffers.positions, buffers.elements, buffers.positions.numel(), **constants, num_warps=EXACT_WARPS,
-        enable_fp_fusion=False,
+        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=_alignment([pool]), **constants,
+        num_warps=EXACT_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -105,7 +107,8 @@ def launch_exact_decode(
     """Launch the decoding of stage EXACT of one tensor, but for its escapes; words: int32, its stream."""
     exact_decode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, plan.num_pages, plan.pages, dense, _ends(dense, plan),
-        float(plan.code.reach), words, **_exact_constants(plan), num_warps=EXACT_WARPS, enable_fp_fusion=False,
+        float(plan.code.reach), words, ALIGNMENT=_alignment([pool]), **_exact_constants(plan), num_warps=EXACT_WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -139,28 +142,38 @@ def _launch(
     table: torch.Tensor,
     plans: Plans,
     dense: Sequence[torch.Tensor],
-    constants: dict[str, int],
+    options: dict[str, int],
 ) -> None:
+    """Launch a kernel of keys and values; options: constants of its own, and how it is launched."""
     programs = [0 if plan.raw else plan.pages * -(-plan.columns // _width(plan)) for plan in plans]
     if not sum(programs):
         return
-    numbers = [number for pool in pools for number in (pool.data_ptr(), *pool.stride()[:2])]
     plan = plans[0] if plans[0].pages else plans[1]
     kernel[(sum(programs),)](
         *pools, *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools),
         table, plan.num_pages, plan.pages, programs[0], *dense, tables_of(plan.code, table.device),
-        **constants, **constants_of(plans), ALIGNMENT=math.gcd(16, *numbers), num_warps=WARPS,
-        enable_fp_fusion=False,
+        **options, **constants_of(plans, _alignment(pools)), enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def constants_of(plans: Plans) -> dict[str, int]:
-    """What kernels are compiled for: the geometry that all pages of a model share."""
+def _alignment(pools: Sequence[torch.Tensor]) -> int:
+    """Bytes, a power of two, that divides the addresses of all pages."""
+    return math.gcd(16, *(number for pool in pools for number in (pool.data_ptr(), *pool.stride()[:2])))
+
+
+def constants_of(plans: Plans, alignment: int) -> dict[str, int]:
+    """What kernels are compiled for: the geometry that all pages of a model share.
+
+    alignment: bytes, a power of two, that divides the addresses of all pages.
+    """
     keys, values = plans
+    whole = keys.format.item_bytes == 2 and alignment % 8 == 0 and not any(plan.columns % 4 for plan in plans)
     halves = keys.half_rows // keys.code.chunk if keys.chunks > 1 else 1
     return {
         "MANTISSA_BITS": keys.format.mantissa_bits,
         "CURVED": int(keys.code.curved),
+        "ALIGNMENT": alignment,
+        "LANES": 4 if whole and all(_width(plan) >= 4 for plan in plans) else 1,
         "ROWS": keys.rows,
         "HALF_ROWS": keys.half_rows,
         "ROWS_IN_CHUNK": keys.code.chunk if keys.chunks > 1 else keys.half_rows,
@@ -171,6 +184,8 @@ def constants_of(plans: Plans) -> dict[str, int]:
         "VALUE_COLUMNS": values.columns,
         "KEY_WIDTH": _width(keys),
         "VALUE_WIDTH": _width(values),
+        "KEY_PADDED": _is_padded(keys),
+        "VALUE_PADDED": _is_padded(values),
     }
 
 
@@ -178,6 +193,14 @@ def constants_of(plans: Plans) -> dict[str, int]:
 def tables_of(code: LynxCode, device: torch.device) -> torch.Tensor:
     """Edges, middles, steps and rates of a code, float32 [33], on a device."""
     return torch.from_numpy(np.concatenate([code.edges, code.middles, code.steps, code.rates])).to(device)
+
+
+def _is_padded(plan: TensorPlan) -> bool:
+    """Whether programs have rows or columns that the page has not."""
+    rows_in_chunk = plan.code.chunk if plan.chunks > 1 else plan.half_rows
+    chunks = plan.half_rows // rows_in_chunk
+    whole = plan.rows == 2 * plan.half_rows and not chunks & (chunks - 1) and not rows_in_chunk & (rows_in_chunk - 1)
+    return not whole or plan.columns % _width(plan) != 0
 
 
 def _width(plan: TensorPlan) -> int:

@@ -10,8 +10,8 @@ has a fixed place.
 import triton
 import triton.language as tl
 
-from codec.splitzip.gpu_decode_kernel import _field, _load_planes
-from codec.splitzip.gpu_word_kernels import page_of, pointer_to, replicated, sections_after, spread, words_of
+from codec.splitzip.gpu_decode_kernel import field, load_planes
+from codec.splitzip.gpu_word_kernels import RUNTIME, page_of, pointer_to, replicated, sections_after, spread, words_of
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _decode_tile(
     index, first, inside, real = words_of(
         tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, 2, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
     )
-    anchors, _ = _load_planes(dense, tile, tiles, index, inside, ANCHOR_BITS, SEGMENT, PADDED, LANES)
+    anchors, _ = load_planes(dense, tile, tiles, index, inside, ANCHOR_BITS, SEGMENT, PADDED, LANES)
     tops, drops, _ = sections_after(dense, tiles, ANCHOR_BITS, SEGMENT, WIDTH, 2)
     within = tl.arange(0, HALF_PADDED)[None, None, :]
     both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, LANES) + within
@@ -81,9 +81,9 @@ def _decode_tile(
     # Two bits above the exponents: neither drop nor distance can borrow, whatever the payload holds.
     top = replicated(highest + (2 << EXPONENT_BITS), LANES) - drop
     for s in tl.static_range(8):
-        field = _field(anchors, s, ANCHOR_BITS, LANES)
-        exponent = (top - (field & replicated((1 << CODE_BITS) - 1, LANES))) & replicated(EXPONENTS, LANES)
-        word = _joined(field, exponent, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, KEPT_BITS, LANES)
+        anchor = field(anchors, s, ANCHOR_BITS, LANES)
+        exponent = (top - (anchor & replicated((1 << CODE_BITS) - 1, LANES))) & replicated(EXPONENTS, LANES)
+        word = _joined(anchor, exponent, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, KEPT_BITS, LANES)
         where = words + first + s * STEP
         if PADDED:
             tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
@@ -91,17 +91,7 @@ def _decode_tile(
             tl.store(where, word.to(words.dtype.element_ty))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def decode_anchor_kernel(
     keys,
     values,

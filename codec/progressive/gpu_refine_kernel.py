@@ -12,9 +12,10 @@ asked for before the words are written, so that nothing waits for them later.
 import triton
 import triton.language as tl
 
-from codec.splitzip.gpu_decode_kernel import _RECORDS_AT_ONCE, _field, _load_planes, _load_records, _records_of
-from codec.splitzip.gpu_encode_kernel import _load_segment
+from codec.splitzip.gpu_decode_kernel import RECORDS_AT_ONCE, field, load_planes, load_records, records_of
+from codec.splitzip.gpu_encode_kernel import load_segment
 from codec.splitzip.gpu_word_kernels import (
+    RUNTIME,
     aligned,
     page_of,
     pointer_to,
@@ -93,17 +94,17 @@ def _refine_tile(
     x = ()
     if REST_BITS > 0:
         for s in tl.static_range(8):  # all loads are under way before the first is used
-            x += (_load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
-        planes, _ = _load_planes(rest, tile, tiles, index, inside, REST_BITS, SEGMENT, PADDED, LANES)
+            x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
+        planes, _ = load_planes(rest, tile, tiles, index, inside, REST_BITS, SEGMENT, PADDED, LANES)
     _, _, counts = sections_after(rest, tiles, REST_BITS, SEGMENT, WIDTH, 1)
     groups = (counts + aligned(tiles.to(tl.int64) * 2)).to(tl.pointer_type(tl.uint32))
-    count, wide, records, extensions = _records_of(
+    count, wide, records, extensions = records_of(
         tile, counts.to(tl.pointer_type(tl.uint16)), groups, records, extensions
     )
-    record, beyond, live = _load_records(0, count, wide, records, extensions)
+    record, beyond, live = load_records(0, count, wide, records, extensions)
     if REST_BITS > 0:
         for s in tl.static_range(8):
-            low = _field(planes, s, REST_BITS, LANES)
+            low = field(planes, s, REST_BITS, LANES)
             word = x[s] ^ ((x[s] ^ low) & replicated((1 << REST_BITS) - 1, LANES))
             where = words + first + s * STEP
             if PADDED:
@@ -113,26 +114,16 @@ def _refine_tile(
     if count > 0:
         tl.debug_barrier()  # other threads of the program wrote what is changed now
         values = pointer_to(page, ITEM_BYTES)
-        for begin in range(0, count, _RECORDS_AT_ONCE):
+        for begin in range(0, count, RECORDS_AT_ONCE):
             if begin > 0:
-                record, beyond, live = _load_records(begin, count, wide, records, extensions)
+                record, beyond, live = load_records(begin, count, wide, records, extensions)
             _lower_escapes(
                 values, record, beyond, live, tile,
                 EXPONENT_BITS, MANTISSA_BITS, POSITION_BITS, SEGMENT_ROWS, COLUMNS, WIDTH, PER_PAGE,
             )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def refine_kernel(
     keys,
     values,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from codec.splitzip.gpu_word_kernels import (
+    RUNTIME,
     aligned,
     column_tops,
     page_of,
@@ -27,7 +28,7 @@ from codec.splitzip.gpu_word_kernels import (
     words_of,
 )
 
-_RECORDS_AT_ONCE = tl.constexpr(64)
+RECORDS_AT_ONCE = tl.constexpr(64)
 _TILES_PER_GROUP = tl.constexpr(64)
 
 
@@ -53,7 +54,7 @@ def _load_plane(
 
 
 @triton.jit
-def _load_planes(
+def load_planes(
     plane,
     tile,
     tiles,
@@ -74,7 +75,7 @@ def _load_planes(
 
 
 @triton.jit
-def _field(planes, S: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
+def field(planes, S: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
     """Fields of segment S. The plane of b bits is planes[BITS / 2b * 2b ...], since those before are all wider."""
     field = tl.zeros_like(planes[0]).to(tl.uint32)
     for level in tl.static_range(4):
@@ -100,7 +101,7 @@ def _significands_at(plane, tile, tiles, j, segment, live, BITS: tl.constexpr, V
 
 
 @triton.jit
-def _records_of(tile, counts, groups, records, extensions):
+def records_of(tile, counts, groups, records, extensions):
     """How many escapes a tile has, whether they have extensions, and pointers to its first record and extension."""
     count = tl.load(counts + tile).to(tl.int32)
     group = tile // _TILES_PER_GROUP
@@ -114,9 +115,9 @@ def _records_of(tile, counts, groups, records, extensions):
 
 
 @triton.jit
-def _load_records(begin, count, wide, records, extensions):
+def load_records(begin, count, wide, records, extensions):
     """Records and extensions from number `begin` on, int32; 0 beyond the last."""
-    at = begin + tl.arange(0, _RECORDS_AT_ONCE)
+    at = begin + tl.arange(0, RECORDS_AT_ONCE)
     record = tl.load(records + at, mask=at < count, other=0).to(tl.int32)
     beyond = tl.load(extensions + at, mask=at < count * wide, other=0).to(tl.int32)
     return record, beyond, at < count
@@ -198,14 +199,14 @@ def _decode_tile(
     index, first, inside, real = words_of(
         tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, HALVES, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
     )
-    significands, codes = _load_planes(dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
-    distances, tops = _load_planes(codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
+    significands, codes = load_planes(dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
+    distances, tops = load_planes(codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
     tops, drops, counts = sections_after(codes, tiles, CODE_BITS, SEGMENT, WIDTH, HALVES)
     groups = (counts + aligned(tiles.to(tl.int64) * 2)).to(tl.pointer_type(tl.uint32))
-    count, wide, records, extensions = _records_of(
+    count, wide, records, extensions = records_of(
         tile, counts.to(tl.pointer_type(tl.uint16)), groups, records, extensions
     )
-    record, beyond, live = _load_records(0, count, wide, records, extensions)  # on their way while the rest is written
+    record, beyond, live = load_records(0, count, wide, records, extensions)  # on their way while the rest is written
     fixed_top = 0
     if HALVES == 2:
         within = tl.arange(0, HALF_PADDED)[None, None, :]
@@ -219,8 +220,8 @@ def _decode_tile(
         fixed_top = tl.load(fixed_tops + layer).to(tl.int32)
         top = replicated(fixed_top.to(tl.uint32) + (2 << EXPONENT_BITS), LANES)
     for s in tl.static_range(8):
-        significand = _field(significands, s, 1 + MANTISSA_BITS, LANES)
-        exponent = (top - _field(distances, s, CODE_BITS, LANES)) & replicated(EXPONENTS, LANES)
+        significand = field(significands, s, 1 + MANTISSA_BITS, LANES)
+        exponent = (top - field(distances, s, CODE_BITS, LANES)) & replicated(EXPONENTS, LANES)
         word = (significand & replicated((1 << MANTISSA_BITS) - 1, LANES)) | (exponent << MANTISSA_BITS)
         word |= (significand & replicated(1 << MANTISSA_BITS, LANES)) << EXPONENT_BITS
         where = words + first + s * STEP
@@ -231,9 +232,9 @@ def _decode_tile(
     if count > 0:
         tl.debug_barrier()  # other threads of the program wrote what the next overwrite
         values = pointer_to(page, ITEM_BYTES)
-        for begin in range(0, count, _RECORDS_AT_ONCE):
+        for begin in range(0, count, RECORDS_AT_ONCE):
             if begin > 0:
-                record, beyond, live = _load_records(begin, count, wide, records, extensions)
+                record, beyond, live = load_records(begin, count, wide, records, extensions)
             offset, value = _escaped_values(
                 record, beyond, live, dense, fixed_top, tops, drops, tile, tiles, EXPONENT_BITS, MANTISSA_BITS,
                 CODE_BITS, POSITION_BITS, HALVES, SEGMENT_ROWS, COLUMNS, WIDTH, PER_PAGE,
@@ -241,18 +242,7 @@ def _decode_tile(
             tl.store(values + offset, value.to(values.dtype.element_ty), mask=live)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "num_layers",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def decode_kernel(
     keys,
     values,

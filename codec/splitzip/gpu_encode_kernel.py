@@ -5,9 +5,10 @@ records and extensions go to a slot of its own, from where gpu_pack_kernel.py ta
 
 On paper, a page of [64, 1024]: a value of bfloat16 moves 2 bytes in and 1.5 out (1.375 per channel). Compiled for sm_90
 with one warp (eight words of a segment a thread, loads and stores of 16 bytes), a tile of 4,096 values takes about
-1,350 instructions, one round of escapes included, and 2,000 per channel; of float8_e5m2 about 740. An H200 moves the
-tile's bytes in the time in which it issues some 3,000 (16 bits) or 1,700 (8 bits). So memory, not arithmetic, should
-bound it. With two warps the sums and scans also cross warps; registers are 105 to 130 a thread with one, 64 with two.
+1,150 instructions, one round of escapes included, and 1,650 per channel; of float8_e5m2 about 750. An H200 moves the
+tile's bytes in the time in which it issues some 3,000 (16 bits) or 1,700 (8 bits), but half as many where they are
+shifts and logic, of which most are. With two warps the sums and scans also cross warps; registers are 65 to 130 a
+thread with one.
 """
 
 # Tuples that grow in unrolled loops have no type that mypy can follow.
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 from codec.splitzip.gpu_word_kernels import (
+    RUNTIME,
     aligned,
     packed,
     page_of,
@@ -37,7 +39,7 @@ def _store(pointer, value, mask, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _load_segment(words, where, real, PAGE_WORDS: tl.constexpr, PADDED: tl.constexpr):
+def load_segment(words, where, real, PAGE_WORDS: tl.constexpr, PADDED: tl.constexpr):
     """One segment's words, zeros for padding."""
     mask = (real & (where < PAGE_WORDS)) if PADDED else None
     return tl.load(words + where, mask=mask, other=0 if PADDED else None).to(tl.uint32)
@@ -63,19 +65,26 @@ def _store_plane(
     PADDED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Store bits SHIFT to SHIFT + BITS of all fields as the tile's part of a plane; give the plane's end."""
+    """Store bits SHIFT to SHIFT + BITS of all lanes as the tile's part of a plane; give the plane's end.
+
+    Fields are gathered where they stand and shifted down together.
+    """
     start = pointer_to(plane + tile.to(tl.int64) * (BITS * VALUES), LANES)
+    IN_PLACE: tl.constexpr = SHIFT + 8 <= 32 // LANES  # no field leaves its lane before the end
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (SHIFT if IN_PLACE else 0)
     for part in tl.static_range(BITS):
-        word = (fields[part] >> SHIFT) & replicated((1 << BITS) - 1, LANES)
-        for fold in tl.static_range(1, 8 // BITS):
-            field = (fields[part + fold * BITS] >> SHIFT) & replicated((1 << BITS) - 1, LANES)
-            word |= field << (fold * BITS)
+        word = tl.zeros_like(fields[part])
+        for fold in tl.static_range(8 // BITS):
+            field = fields[part + 8 - BITS - fold * BITS]
+            word = (word << BITS) | ((field if IN_PLACE else field >> SHIFT) & replicated(MASK, LANES))
+        if IN_PLACE:
+            word = word >> SHIFT
         _store(start + part * (VALUES // LANES) + index, packed(word, LANES), inside, PADDED)
     return plane + aligned(tiles.to(tl.int64) * (BITS * VALUES))
 
 
 @triton.jit
-def _store_planes(
+def store_planes(
     fields,
     plane,
     tile,
@@ -87,7 +96,7 @@ def _store_planes(
     PADDED: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Store fields of BITS bits as planes, widest first; give the last plane's end."""
+    """Store the lowest BITS bits of all lanes as planes, widest first; give the last plane's end."""
     if BITS & 8:
         plane = _store_plane(fields, plane, tile, tiles, index, inside, 8, 0, VALUES, PADDED, LANES)
     if BITS & 4:
@@ -100,27 +109,27 @@ def _store_planes(
 
 
 @triton.jit
-def _channel_tops(
-    exponents,
+def channel_tops(
+    x,
     tops,
     drops,
     tile,
     WIDTH: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Store the tile's top and drops; give every column's top, words [1, 2, HALF]."""
+    """Store the tile's top and drops; give every column's top, words [1, 2, HALF]. x: the words of all segments."""
     LANE: tl.constexpr = 32 // LANES
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
     HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
     largest = ()
     for lane in tl.static_range(LANES):
-        # What a word holds below the lane does not change which is the largest.
-        most = exponents[0] & (0xFFFFFFFF >> (32 - LANE * (lane + 1)))
+        # With the exponent on top, what a word holds below it does not change which is the largest.
+        most = x[0] << (32 - EXPONENT_BITS - MANTISSA_BITS - lane * LANE)
         for s in tl.static_range(1, 8):
-            most = tl.maximum(most, exponents[s] & (0xFFFFFFFF >> (32 - LANE * (lane + 1))))
-        largest += (tl.max((most >> (lane * LANE)).to(tl.int32) & EXPONENTS, axis=0),)
+            most = tl.maximum(most, x[s] << (32 - EXPONENT_BITS - MANTISSA_BITS - lane * LANE))
+        largest += ((tl.max(most, axis=0) >> (32 - EXPONENT_BITS)).to(tl.int32),)
     most = largest[0]
     for lane in tl.static_range(1, LANES):
         most = tl.maximum(most, largest[lane])
@@ -140,6 +149,31 @@ def _channel_tops(
 
 
 @triton.jit
+def distance_of(
+    word,
+    top,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    HALVES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """How far below their tops exponents lie, in the low CODE_BITS of lanes; bit EXPONENT_BITS: beyond the window.
+
+    Bits between, and above the latter, are undefined.
+    """
+    EXPONENTS: tl.constexpr = ((1 << EXPONENT_BITS) - 1) << MANTISSA_BITS
+    BEYOND: tl.constexpr = ((1 << EXPONENT_BITS) - (1 << CODE_BITS)) << MANTISSA_BITS
+    exponents = word & replicated(EXPONENTS, LANES)
+    if HALVES == 2:  # no exponent is above its column's top, so that no lane borrows
+        distance = (top << MANTISSA_BITS) + replicated(BEYOND, LANES) - exponents
+    else:
+        distance = (top << MANTISSA_BITS) + replicated(EXPONENTS + (1 << MANTISSA_BITS), LANES) - exponents
+        distance = (distance & replicated(EXPONENTS, LANES)) + replicated(BEYOND, LANES)
+    return distance >> MANTISSA_BITS  # beyond the window the sum has carried
+
+
+@triton.jit
 def _in_rows(words, LANES: tl.constexpr, ROW: tl.constexpr):
     """Low bytes of all lanes of ROW neighbouring words as one 64-bit number, from its low byte up; a block [rows]."""
     SIZE: tl.constexpr = words.numel // ROW
@@ -148,7 +182,7 @@ def _in_rows(words, LANES: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def _store_escapes(
+def store_escapes(
     escaped,
     index,
     first,
@@ -229,7 +263,6 @@ def _encode_tile(
     SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
     STEP: tl.constexpr = SEGMENT_ROWS * (COLUMNS if HALVES == 2 else WIDTH) // LANES
     PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    BEYOND: tl.constexpr = (1 << EXPONENT_BITS) - (1 << CODE_BITS)
     ROW: tl.constexpr = min(8 // LANES, HALF_PADDED)
     number = tile % PER_PAGE
     layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
@@ -239,51 +272,34 @@ def _encode_tile(
     )
     x = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
-        x += (_load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
-    fields, exponents = (), ()
+        x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
+    fields = ()
     for s in tl.static_range(8):
         fields += (_significand(x[s], EXPONENT_BITS, MANTISSA_BITS, LANES),)
-        exponents += ((x[s] >> MANTISSA_BITS) & replicated((1 << EXPONENT_BITS) - 1, LANES),)
-    codes = _store_planes(fields, dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
+    codes = store_planes(fields, dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
     tops, drops, counts = sections_after(codes, tiles, CODE_BITS, SEGMENT, WIDTH, HALVES)
     if HALVES == 2:
-        top = _channel_tops(exponents, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, LANES)
+        top = channel_tops(x, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, MANTISSA_BITS, LANES)
     else:
         top = replicated(tl.load(fixed_tops + layer).to(tl.uint32), LANES)
-    top += replicated(1 << EXPONENT_BITS, LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        # The top's bit above the exponents is set, so that no lane borrows.
-        distance = (top - exponents[s]) & replicated((1 << EXPONENT_BITS) - 1, LANES)
+        distance = distance_of(x[s], top, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, HALVES, LANES)
         if PADDED:
             distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
+        escaped += ((distance >> EXPONENT_BITS) & replicated(1, LANES)) * (1 << s)
         fields += (distance,)
-        # Beyond the window the sum carries into the bit above the exponents.
-        carry = (distance & replicated(BEYOND, LANES)) + replicated(BEYOND, LANES)
-        carry &= replicated(1 << EXPONENT_BITS, LANES)
-        escaped |= (carry >> (EXPONENT_BITS - s)) if s <= EXPONENT_BITS else (carry << (s - EXPONENT_BITS))
-    _store_planes(fields, codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
+    store_planes(fields, codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
-    count = _store_escapes(
+    count = store_escapes(
         escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
         CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
     )  # fmt: skip
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "key_layer_stride",
-        "value_layer_stride",
-        "key_page_stride",
-        "value_page_stride",
-        "num_pages",
-        "num_layers",
-        "key_tiles",
-        "value_tiles",
-    ]
-)
+@triton.jit(do_not_specialize=RUNTIME)
 def encode_kernel(
     keys,
     values,

@@ -11,6 +11,19 @@ row, one half.
 
 import triton
 import triton.language as tl
+from triton.runtime import JITFunction
+
+RUNTIME = [
+    "key_layer_stride",
+    "value_layer_stride",
+    "key_page_stride",
+    "value_page_stride",
+    "num_pages",
+    "num_layers",
+    "key_tiles",
+    "value_tiles",
+]
+"""Arguments of kernels of tiles for whose values nothing is compiled anew."""
 
 
 @triton.jit
@@ -19,13 +32,25 @@ def replicated(value, LANES: tl.constexpr):
     return value * (0xFFFFFFFF // ((1 << (32 // LANES)) - 1))
 
 
+COMPILED = tl.constexpr(isinstance(replicated, JITFunction))
+"""Whether there are the instructions of an NVIDIA GPU; in Triton's interpreter there are not."""
+
+
+_TWO_A_THREAD = tl.constexpr(256)
+"""Words of a block of which every thread of a program has two at least."""
+
+
 @triton.jit
 def packed(word, LANES: tl.constexpr):
-    """The low eight bits of each lane, which hold all that is set, as LANES bytes."""
+    """The low eight bits of each lane as LANES bytes."""
     if LANES == 1:
         data = word.to(tl.uint8)
+    elif LANES == 2 and (COMPILED and word.numel >= _TWO_A_THREAD):  # those of two words by one instruction
+        data = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [word], dtype=tl.uint16, is_pure=True, pack=2
+        )
     elif LANES == 2:
-        data = (word | (word >> 8)).to(tl.uint16)
+        data = ((word & 0xFF) | ((word >> 8) & 0xFF00)).to(tl.uint16)
     else:
         data = word
     return data
