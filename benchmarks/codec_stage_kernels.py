@@ -20,7 +20,6 @@ from codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
 from codec.lynx.plan import TensorPlan
 from codec.progressive.payload import HEADER_BYTES, parse_anchor, parse_rest
 from codec.progressive.plan import Cut, anchor_plans
-from codec.splitzip.formats import WindowCode
 from codec.splitzip.payload import scale_bytes_of
 from codec.splitzip.plan import aligned
 
@@ -106,7 +105,7 @@ def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     from codec.splitzip.gpu_launch import make_table
 
     source, target, spec = PagedBlock.whole(block), PagedBlock.whole(out), block.spec
-    plans = anchor_plans(spec, WindowCode(3, per_channel=True), Cut())
+    plans = anchor_plans(spec, Cut())
     anchor, rest = parse_anchor(coded.host[0], spec, plans), parse_rest(coded.host[1], plans)
     table = make_table(source, (None, None))
     buffers = gpu_launch.StageBuffers.allocate(plans, scale_bytes_of(spec), source.device)

@@ -1,4 +1,4 @@
-"""The codec `splitzip-progressive`: the code of `splitzip-channel` in two stages."""
+"""The codec `splitzip-progressive`: a code like that of `splitzip-channel` in two stages."""
 
 import importlib
 from typing import Any
@@ -7,15 +7,15 @@ import numpy as np
 import torch
 
 from codec.base import CodecError, Encoding, PagedBlock
-from codec.progressive.payload import parse_anchor, parse_rest
+from codec.progressive.payload import VERSION, parse_anchor, parse_rest
 from codec.progressive.plan import Cut, Plans, anchor_plans
-from codec.splitzip.formats import FORMATS, WindowCode
+from codec.splitzip.formats import FORMATS
 
 
 class ProgressiveCodec:
-    """A window code with a top a channel in two stages, the last of them exact, on CPU and CUDA.
+    """Levels below a top a channel, then the bits that they leave open: two stages, exact, on CPU and CUDA.
 
-    cut: what the first stage shows of a mantissa; chunk: values of a tile at most. Made once; any thread may use it.
+    cut: how fine the levels are; chunk: values of a tile at most. Made once; any thread may use it.
     """
 
     def __init__(self, cut: Cut | None = None, chunk: int = 4096) -> None:
@@ -24,8 +24,8 @@ class ProgressiveCodec:
         self.exact = True
         self.dtypes = frozenset(FORMATS)
         self._cut = cut or Cut()
-        self.parameters_id = self._cut.keys << 8 | self._cut.values
-        self._code = WindowCode(3, per_channel=True, chunk=chunk)
+        self.parameters_id = VERSION << 16 | self._cut.keys << 8 | self._cut.values
+        self._chunk = chunk
 
     def encode(self, pages: PagedBlock) -> Encoding:
         """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
@@ -38,9 +38,8 @@ class ProgressiveCodec:
     def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
         """Check all of a payload, then write it into `out`, on its device's current stream.
 
-        Stage 0 gives every value sign, exponent and first mantissa bits exactly, but for the exponents of escapes, and
-        puts it in the middle of its interval. Stage 1 needs what stage 0 wrote, replaces the low mantissa bits and
-        lowers the escapes' exponents; `out` may be read meanwhile.
+        Stage 0 gives every value its sign and the middle of its level. Stage 1 needs what stage 0 wrote, replaces the
+        low mantissa bits and lowers the escapes' exponents; `out` may be read meanwhile.
         Raises CodecError, with `out` untouched, where the payload is not this stage of this codec, cut and spec.
         """
         source, plans = np.frombuffer(payload, dtype=np.uint8), self._plans(out)
@@ -55,7 +54,7 @@ class ProgressiveCodec:
         spec = pages.spec
         if spec.dtype not in self.dtypes:
             raise CodecError(f"{self.name} does not take dtype {spec.dtype}; it takes {', '.join(sorted(self.dtypes))}")
-        return anchor_plans(spec, self._code, self._cut)
+        return anchor_plans(spec, self._cut, self._chunk)
 
 
 def _kernels(device: torch.device) -> Any:

@@ -16,7 +16,7 @@ class CutGeometry(NamedTuple):
     item_bytes: int
     mantissa_bits: int
     exponent_mask: int
-    code_bits: int
+    window: int
     position_bits: int
     per_channel: int
     num_pages: int
@@ -51,7 +51,7 @@ def geometry_of(plan: AnchorPlan) -> CutGeometry:
         item_bytes=plan.format.item_bytes,
         mantissa_bits=plan.format.mantissa_bits,
         exponent_mask=plan.format.exponents - 1,
-        code_bits=plan.code.code_bits,
+        window=plan.code.window,
         position_bits=plan.code.position_bits,
         per_channel=int(plan.code.per_channel),
         num_pages=plan.num_pages,

@@ -35,17 +35,42 @@ from codec.splitzip.cpu_kernels import (
 _CODE_BITS = 3
 
 
+def _level_kernels(octave, rest_bits):
+    """README.md, "Levels": from depths to their places among levels of one size, and back for a level's middle."""
+
+    @njit(nogil=True)
+    def stretched(depth):
+        if not rest_bits:
+            return depth
+        first = min(max(depth, u16(octave // 2)), u16(octave))
+        second = min(max(depth, u16(3 * octave // 2)), u16(2 * octave))
+        return u16(u16(u16(depth + first) + second) - u16(2 * octave))
+
+    @njit(nogil=True)
+    def shrunk(place):
+        if not rest_bits:
+            return place
+        after = u16(place + u16(1))
+        first = min(max(after, u16(octave // 2)), u16(3 * octave // 2))
+        second = min(max(after, u16(2 * octave)), u16(3 * octave))
+        return u16(place - u16(u16(u16(first + second) - u16(5 * octave // 2)) >> u16(1)))
+
+    return stretched, shrunk
+
+
 def _format_kernels(exponent_bits, mantissa_bits, kept_bits):
     """Kernels of one element type and cut that take values apart and put their first stage together.
 
     What they close over are constants. `rests` are the low mantissa bits without those that a plane of eight takes.
     """
-    rest_bits = mantissa_bits - kept_bits
-    shift, mask, cut = u16(mantissa_bits), u8((1 << exponent_bits) - 1), u16(rest_bits)
+    rest_bits, octave = mantissa_bits - kept_bits, 1 << mantissa_bits
+    shift, cut, ones = u16(mantissa_bits), u16(rest_bits), u16(octave - 1)
+    magnitude, window = u16((1 << exponent_bits + mantissa_bits) - 1), u8(7 if rest_bits else 8)
     base, rest_mask = u16(8 if rest_bits >= 8 else 0), u8((1 << rest_bits % 8) - 1)
-    code, code_bits, kept = u8((1 << _CODE_BITS) - 1), u8(_CODE_BITS), u8((1 << kept_bits) - 1)
+    mask, last = u8((1 << _CODE_BITS + kept_bits) - 1), u8(7 << kept_bits)
     sign, sign_shift = u8(1 << _CODE_BITS + kept_bits), u16(exponent_bits + rest_bits - _CODE_BITS)
-    middle = u16(1 << rest_bits - 1 if rest_bits else 0)
+    stretched, shrunk = _level_kernels(octave, rest_bits)
+    middle = u16((1 << rest_bits - 1) - 1 if rest_bits else 0)
 
     @njit(nogil=True)
     def split(values, tops, anchors, rests, distances):
@@ -54,10 +79,12 @@ def _format_kernels(exponent_bits, mantissa_bits, kept_bits):
             bits, distance = values[s * size :][:size], distances[s * size :][:size]
             anchor, rest = anchors[s * size :][:size], rests[s * size :][:size]
             for j in range(size):
-                far = u8(tops[j] - u8(bits[j] >> shift)) & mask
+                top = u16(u16(tops[j]) << shift) | ones
+                depth = u16(top - u16(bits[j] & magnitude))
+                far = u8(depth >> shift)
                 distance[j] = far
-                field = min(far, code) | u8(u8(u8(bits[j] >> cut) & kept) << code_bits)
-                anchor[j] = field | (u8(bits[j] >> sign_shift) & sign)
+                level = u8(stretched(depth) >> cut) | (last if far >= window else u8(0))
+                anchor[j] = u8(level & mask) | (u8(bits[j] >> sign_shift) & sign)
                 rest[j] = u8(bits[j] >> base) & rest_mask
 
     @njit(nogil=True)
@@ -66,9 +93,9 @@ def _format_kernels(exponent_bits, mantissa_bits, kept_bits):
         for s in range(8):
             bits, anchor = values[s * size :][:size], anchors[s * size :][:size]
             for j in range(size):
-                exponent = u16(u16(u8(tops[j] - (anchor[j] & code)) & mask) << shift)
-                mantissa = u16(u16(u8(anchor[j] >> code_bits) & kept) << cut) | middle
-                bits[j] = exponent | mantissa | u16(u16(anchor[j] & sign) << sign_shift)
+                top = u16(u16(tops[j]) << shift) | ones
+                depth = shrunk(u16(u16(u16(anchor[j] & mask) << cut) | middle))
+                bits[j] = u16(u16(top - depth) & magnitude) | u16(u16(anchor[j] & sign) << sign_shift)
 
     return split, join
 

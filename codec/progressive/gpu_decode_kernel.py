@@ -11,27 +11,31 @@ import triton
 import triton.language as tl
 
 from codec.splitzip.gpu_decode_kernel import field, load_planes
-from codec.splitzip.gpu_word_kernels import RUNTIME, page_of, pointer_to, replicated, sections_after, spread, words_of
+from codec.splitzip.gpu_word_kernels import (
+    RUNTIME,
+    clamped,
+    page_of,
+    pointer_to,
+    replicated,
+    sections_after,
+    spread,
+    words_of,
+)
 
 
 @triton.jit
-def _joined(
-    field,
-    exponent,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Values of a field of the first stage and an exponent in each of LANES lanes: the middle of their intervals."""
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    mantissa = (field >> CODE_BITS) & replicated((1 << KEPT_BITS) - 1, LANES)
-    sign = field & replicated(1 << (CODE_BITS + KEPT_BITS), LANES)
-    value = (mantissa << REST_BITS) | (exponent << MANTISSA_BITS) | (sign << (EXPONENT_BITS + REST_BITS - CODE_BITS))
+def _middle_depth(level, MANTISSA_BITS: tl.constexpr, REST_BITS: tl.constexpr, LANES: tl.constexpr):
+    """README.md, "Levels": the depth that the values of a level get."""
+    OCTAVE: tl.constexpr = 1 << MANTISSA_BITS
+    depth = level
     if REST_BITS > 0:
-        value |= replicated(1 << (REST_BITS - 1), LANES)
-    return value
+        place = level << REST_BITS
+        after = place + replicated(1 << (REST_BITS - 1), LANES)
+        first = clamped(after, OCTAVE // 2, 3 * OCTAVE // 2, LANES)
+        second = clamped(after, 2 * OCTAVE, 3 * OCTAVE, LANES)
+        over = ((first + second - replicated(5 * OCTAVE // 2, LANES)) >> 1) & replicated(2 * OCTAVE - 1, LANES)
+        depth = after - over - replicated(1, LANES)
+    return depth
 
 
 @triton.jit
@@ -47,7 +51,6 @@ def _decode_tile(
     ITEM_BYTES: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,27 +66,32 @@ def _decode_tile(
     SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
     STEP: tl.constexpr = SEGMENT_ROWS * COLUMNS // LANES
     PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
+    LEVEL_BITS: tl.constexpr = 3 + KEPT_BITS
+    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
+    SIGN: tl.constexpr = 1 << (EXPONENT_BITS + MANTISSA_BITS)
+    SIGN_SHIFT: tl.constexpr = EXPONENT_BITS + MANTISSA_BITS - LEVEL_BITS
     EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
     HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
-    ANCHOR_BITS: tl.constexpr = CODE_BITS + KEPT_BITS + 1
     _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
     words = pointer_to(page, ITEM_BYTES * LANES)
     index, first, inside, real = words_of(
         tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, 2, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
     )
-    anchors, _ = load_planes(dense, tile, tiles, index, inside, ANCHOR_BITS, SEGMENT, PADDED, LANES)
-    tops, drops, _ = sections_after(dense, tiles, ANCHOR_BITS, SEGMENT, WIDTH, 2)
+    anchors, _ = load_planes(dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, PADDED, LANES)
+    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, WIDTH, 2)
     within = tl.arange(0, HALF_PADDED)[None, None, :]
     both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, LANES) + within
     drop = spread(tl.load(both, mask=within * LANES < HALF_VALUES, other=0), LANES)
     drop = (drop >> (4 * tl.arange(0, 2)[None, :, None]).to(tl.uint32)) & replicated(15, LANES)
     highest = tl.load(tops + tile).to(tl.uint32) & EXPONENTS
-    # Two bits above the exponents: neither drop nor distance can borrow, whatever the payload holds.
-    top = replicated(highest + (2 << EXPONENT_BITS), LANES) - drop
+    # Neither drop nor depth can borrow, whatever the payload holds: the bits above are there to be taken from.
+    top = (replicated(highest + (1 << EXPONENT_BITS), LANES) - drop) & replicated(EXPONENTS, LANES)
+    top = (top << MANTISSA_BITS) + replicated(SIGN + (1 << MANTISSA_BITS) - 1, LANES)
     for s in tl.static_range(8):
-        anchor = field(anchors, s, ANCHOR_BITS, LANES)
-        exponent = (top - (anchor & replicated((1 << CODE_BITS) - 1, LANES))) & replicated(EXPONENTS, LANES)
-        word = _joined(anchor, exponent, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, KEPT_BITS, LANES)
+        anchor = field(anchors, s, LEVEL_BITS + 1, LANES)
+        level = anchor & replicated((1 << LEVEL_BITS) - 1, LANES)
+        word = (top - _middle_depth(level, MANTISSA_BITS, REST_BITS, LANES)) & replicated(SIGN - 1, LANES)
+        word |= (anchor & replicated(1 << LEVEL_BITS, LANES)) << SIGN_SHIFT
         where = words + first + s * STEP
         if PADDED:
             tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
@@ -108,7 +116,6 @@ def decode_anchor_kernel(
     ITEM_BYTES: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -136,7 +143,7 @@ def decode_anchor_kernel(
         _decode_tile(
             tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages,
             key_dense,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, LANES, ALIGNMENT, ROWS,
+            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, LANES, ALIGNMENT, ROWS,
             SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
             KEY_KEPT_BITS,
         )  # fmt: skip
@@ -144,7 +151,7 @@ def decode_anchor_kernel(
         _decode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, pages, num_pages,
             value_dense,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, LANES, ALIGNMENT, ROWS,
+            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, LANES, ALIGNMENT, ROWS,
             SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
             VALUE_PADDED, VALUE_KEPT_BITS,
         )  # fmt: skip

@@ -13,32 +13,31 @@ import triton.language as tl
 
 from codec.splitzip.gpu_encode_kernel import (
     channel_tops,
-    distance_of,
     load_segment,
     store_escapes,
     store_planes,
 )
-from codec.splitzip.gpu_word_kernels import RUNTIME, page_of, pointer_to, replicated, sections_after, words_of
+from codec.splitzip.gpu_word_kernels import (
+    RUNTIME,
+    clamped,
+    page_of,
+    pointer_to,
+    replicated,
+    sections_after,
+    words_of,
+)
 
 
 @triton.jit
-def _shown(
-    word,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Sign and first mantissa bits of a word's values, where they stand in a field of the first stage."""
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    KEPT: tl.constexpr = ((1 << KEPT_BITS) - 1) << CODE_BITS
-    if REST_BITS >= CODE_BITS:
-        mantissa = (word >> (REST_BITS - CODE_BITS)) & replicated(KEPT, LANES)
-    else:
-        mantissa = (word << (CODE_BITS - REST_BITS)) & replicated(KEPT, LANES)
-    sign = (word >> (EXPONENT_BITS + REST_BITS - CODE_BITS)) & replicated(1 << (CODE_BITS + KEPT_BITS), LANES)
-    return mantissa | sign
+def _levels(depth, MANTISSA_BITS: tl.constexpr, REST_BITS: tl.constexpr, LANES: tl.constexpr):
+    """README.md, "Levels": where a depth lies among levels of one size, in the lane's bits from REST_BITS on."""
+    OCTAVE: tl.constexpr = 1 << MANTISSA_BITS
+    place = depth
+    if REST_BITS > 0:
+        first = clamped(depth, OCTAVE // 2, OCTAVE, LANES)
+        second = clamped(depth, 3 * OCTAVE // 2, 2 * OCTAVE, LANES)
+        place = depth + first + second - replicated(2 * OCTAVE, LANES)
+    return place >> REST_BITS
 
 
 @triton.jit
@@ -57,7 +56,7 @@ def _encode_tile(
     ITEM_BYTES: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    WINDOW: tl.constexpr,
     POSITION_BITS: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -74,9 +73,10 @@ def _encode_tile(
     SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
     STEP: tl.constexpr = SEGMENT_ROWS * COLUMNS // LANES
     PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    WINDOW_END: tl.constexpr = (1 << CODE_BITS) - 1
+    LEVEL_BITS: tl.constexpr = 3 + KEPT_BITS
     REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    ANCHOR_BITS: tl.constexpr = CODE_BITS + KEPT_BITS + 1
+    SIGN: tl.constexpr = 1 << (EXPONENT_BITS + MANTISSA_BITS)
+    SIGN_SHIFT: tl.constexpr = EXPONENT_BITS + MANTISSA_BITS - LEVEL_BITS
     ROW: tl.constexpr = min(8 // LANES, HALF_PADDED)
     _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
     words = pointer_to(page, ITEM_BYTES * LANES)
@@ -87,23 +87,27 @@ def _encode_tile(
     for s in tl.static_range(8):  # all loads are under way before the first is used
         x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
     store_planes(x, rest, tile, tiles, index, inside, REST_BITS, SEGMENT, PADDED, LANES)
-    tops, drops, _ = sections_after(dense, tiles, ANCHOR_BITS, SEGMENT, WIDTH, 2)
+    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, WIDTH, 2)
     top = channel_tops(x, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, MANTISSA_BITS, LANES)
+    highest = (top << MANTISSA_BITS) + replicated((1 << MANTISSA_BITS) - 1, LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        distance = distance_of(x[s], top, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, 2, LANES)
+        depth = highest - (x[s] & replicated(SIGN - 1, LANES))  # no value is above its column's top: no lane borrows
         if PADDED:
-            distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
-        outside = (distance >> EXPONENT_BITS) & replicated(1, LANES)
+            power = replicated((1 << MANTISSA_BITS) - 1, LANES)
+            depth = tl.where(real & (first + s * STEP < PAGE_WORDS), depth, power)
+        outside = (depth + replicated(SIGN - (WINDOW << MANTISSA_BITS), LANES)) >> (EXPONENT_BITS + MANTISSA_BITS)
+        outside &= replicated(1, LANES)
         escaped += outside * (1 << s)
-        code = (distance | outside * WINDOW_END) & replicated(WINDOW_END, LANES)
-        fields += (_shown(x[s], EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, KEPT_BITS, LANES) | code,)
-    store_planes(fields, dense, tile, tiles, index, inside, ANCHOR_BITS, SEGMENT, PADDED, LANES)
+        level = _levels(depth, MANTISSA_BITS, REST_BITS, LANES) | outside * (7 << KEPT_BITS)
+        sign = (x[s] >> SIGN_SHIFT) & replicated(1 << LEVEL_BITS, LANES)
+        fields += ((level & replicated((1 << LEVEL_BITS) - 1, LANES)) | sign,)
+    store_planes(fields, dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, PADDED, LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
         escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
-        CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
+        WINDOW, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
     )  # fmt: skip
     _, _, counts = sections_after(rest, tiles, REST_BITS, SEGMENT, WIDTH, 1)
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
@@ -132,7 +136,7 @@ def encode_stages_kernel(
     ITEM_BYTES: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
+    WINDOW: tl.constexpr,
     POSITION_BITS: tl.constexpr,
     LANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -163,7 +167,7 @@ def encode_stages_kernel(
         _encode_tile(
             tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages,
             key_dense, key_rest, key_records, key_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, ROWS,
+            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, WINDOW, POSITION_BITS, LANES, ALIGNMENT, ROWS,
             SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
             KEY_KEPT_BITS,
         )  # fmt: skip
@@ -171,7 +175,7 @@ def encode_stages_kernel(
         _encode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, pages, num_pages,
             value_dense, value_rest, value_records, value_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, ROWS,
+            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, WINDOW, POSITION_BITS, LANES, ALIGNMENT, ROWS,
             SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
             VALUE_PADDED, VALUE_KEPT_BITS,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from codec.progressive.plan import Plans
 from codec.splitzip.payload import Bytes, Part, Payload, check_body, checked_part, scale_bytes_of
 
 MAGIC = b"SPLP"
-VERSION = 1
+VERSION = 2
 _HEADER = struct.Struct("<4s8B4s4Q16s")
 HEADER_BYTES = _HEADER.size
 

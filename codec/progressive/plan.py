@@ -5,19 +5,22 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from codec.base import BlockSpec
-from codec.splitzip.formats import WindowCode, planes_of
+from codec.splitzip.formats import FORMATS, WindowCode, planes_of
 from codec.splitzip.payload import plans_of
 from codec.splitzip.plan import Section, TensorPlan, sections_of
 
 KEPT_BITS = range(1, 4)
-"""How many mantissa bits the first stage may have, where an element has 16 bits."""
+"""How many mantissa bits the first stage may show, where an element has 16 bits."""
+CODE_BITS = 3
+"""Bits of a level that say its octave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How many mantissa bits travel in the first stage, of keys and of values.
+    """How fine the first stage is, of keys and of values: an octave has 2^k levels, the topmost two half as many more.
 
-    Of eight-bit types all do, whatever this says. Raises ValueError where a number is not in KEPT_BITS.
+    Eight-bit types travel whole in the first stage, whatever this says. Raises ValueError where a number is not in
+    KEPT_BITS.
     """
 
     keys: int = 2
@@ -27,18 +30,18 @@ class Cut:
         for name in ("keys", "values"):
             kept, known = getattr(self, name), f"{KEPT_BITS[0]} to {KEPT_BITS[-1]}"
             if kept not in KEPT_BITS:
-                raise ValueError(f"the first stage has {kept} mantissa bits of {name}; choose {known}")
+                raise ValueError(f"the first stage shows {kept} mantissa bits of {name}; choose {known}")
 
 
 @dataclass(frozen=True)
 class AnchorPlan(TensorPlan):
-    """One tensor's part of the first stage, with `kept_bits` mantissa bits of every value."""
+    """One tensor's part of the first stage, which shows `kept_bits` mantissa bits of every value."""
 
     kept_bits: int
 
     @cached_property
     def planes(self) -> dict[str, tuple[int, ...]]:
-        """One field: the code, above it the mantissa bits, above them the sign."""
+        """One field: the level, above it the sign."""
         return {"anchor": planes_of(self.code.code_bits + self.kept_bits + 1)}
 
     @cached_property
@@ -60,7 +63,7 @@ class AnchorPlan(TensorPlan):
 
 @dataclass(frozen=True)
 class RestPlan(TensorPlan):
-    """One tensor's part of the second stage: the mantissa bits after the first `kept_bits`, and the escapes."""
+    """One tensor's part of the second stage: the mantissa bits behind the first `kept_bits`, and the escapes."""
 
     kept_bits: int
 
@@ -90,10 +93,16 @@ Plans = tuple[AnchorPlan, AnchorPlan]
 
 
 @lru_cache(maxsize=256)
-def anchor_plans(spec: BlockSpec, code: WindowCode, cut: Cut) -> Plans:
-    """Plans of keys and values."""
+def anchor_plans(spec: BlockSpec, cut: Cut, chunk: int = 4096) -> Plans:
+    """Plans of keys and values; chunk: values of a tile at most, as WindowCode has it.
+
+    Where there are later mantissa bits the window is seven octaves: the levels of the eighth make the topmost finer.
+    """
+    format = FORMATS[spec.dtype]
+    whole = format.item_bytes == 1
+    code = WindowCode(CODE_BITS, per_channel=True, chunk=chunk, unused=0 if whole else 1)
     keys, values = (
-        AnchorPlan(**_shape(plan), kept_bits=kept if plan.format.item_bytes == 2 else plan.format.mantissa_bits)
+        AnchorPlan(**_shape(plan), kept_bits=format.mantissa_bits if whole else kept)
         for plan, kept in zip(plans_of(spec, code), (cut.keys, cut.values), strict=True)
     )
     return keys, values

@@ -1,7 +1,7 @@
 """The two stages, value by value, for reading and for testing the others against: they must equal it bit for bit.
 
 Follows README.md, which builds on that of `splitzip`: tiles, tops, drops, counts and escapes are those of its
-reference, whose significands and codes are cut anew here. Slow: about a megabyte a second.
+reference, from whose significands and codes levels are made here. Slow: about a megabyte a second.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from codec.progressive.plan import AnchorPlan, RestPlan, one_stage
+from codec.progressive.plan import CODE_BITS, AnchorPlan, RestPlan, one_stage
 from codec.splitzip import reference
 from codec.splitzip.formats import SEGMENTS
 from codec.splitzip.payload import WIDE, Bytes, check_records, section
@@ -24,35 +24,60 @@ def encode_tensor(pool: Bits, pages: Ints, plan: AnchorPlan, dense: Bytes, rest:
 
     pool: elements' bits, [layers, pool pages, rows, columns]; pages: which pages of it.
     """
-    whole, rest_bits = one_stage(plan), plan.rest.rest_bits
+    whole, mantissa_bits = one_stage(plan), plan.format.mantissa_bits
     joined = np.zeros(whole.fixed_bytes, dtype=np.uint8)
     records, extensions = reference.encode_tensor(pool, pages, whole, None, joined)
     dense[:] = 0
     rest[:] = 0
     for tile, escapes in enumerate(_escapes(joined, records, extensions, whole)):
         significands = reference.read_planes(whole, "significand", whole.significand_planes, joined, tile)
-        codes = reference.read_planes(whole, "code", whole.code_planes, joined, tile)
+        distances = reference.read_planes(whole, "code", whole.code_planes, joined, tile)
         for segment, j, _ in escapes:
-            codes[segment, j] = plan.code.window - 1
-        anchors = codes | significands >> rest_bits << plan.code.code_bits
+            distances[segment, j] = plan.code.window - 1
+        mantissas = significands & (1 << mantissa_bits) - 1
+        depths = (distances + 1 << mantissa_bits) - 1 - mantissas
+        anchors = levels(depths, plan) | significands >> mantissa_bits << CODE_BITS + plan.kept_bits
         reference.write_planes(anchors, plan, "anchor", plan.planes["anchor"], dense, tile)
-        low = significands & (1 << rest_bits) - 1
+        low = significands & (1 << plan.rest.rest_bits) - 1
         reference.write_planes(low, plan.rest, "rest", plan.rest.planes["rest"], rest, tile)
     _copy_sections(("tops", "drops"), joined, whole, dense, plan)
     _copy_sections(("counts", "groups"), joined, whole, rest, plan.rest)
     return records, extensions
 
 
+def levels(depths: Ints, plan: AnchorPlan) -> Ints:
+    """Number of the level in which each depth lies, from the top; of a depth in the window, by README.md's table."""
+    if not plan.rest.rest_bits:
+        return depths
+    ends = np.cumsum(sizes_of_levels(plan))
+    return np.searchsorted(ends, depths, side="right").astype(np.int64)
+
+
+def sizes_of_levels(plan: AnchorPlan) -> list[int]:
+    """How many depths each level has, from the top."""
+    octave, size = 1 << plan.format.mantissa_bits, 1 << plan.rest.rest_bits
+    coarse, fine = [size] * (octave // 2 // size), [size // 2] * (octave // size)
+    return [*coarse, *fine, *coarse, *fine, *[size] * (5 * octave // size)]
+
+
+def middles(plan: AnchorPlan) -> Ints:
+    """The depth that each level's values get: the larger of its two middle numbers, as magnitudes go."""
+    if not plan.rest.rest_bits:
+        return np.arange(plan.code.window << plan.format.mantissa_bits)
+    sizes = np.array(sizes_of_levels(plan))
+    return np.cumsum(sizes) - sizes + sizes // 2 - 1
+
+
 def decode_anchor(dense: Bytes, pages: Ints, plan: AnchorPlan, pool: Bits) -> None:
-    """Write the middle of each value's interval into `pool`."""
-    whole, rest_bits = one_stage(plan), plan.rest.rest_bits
+    """Write the middle of each value's level into `pool`."""
+    whole, mantissa_bits, middle = one_stage(plan), plan.format.mantissa_bits, middles(plan)
     joined = np.zeros(whole.fixed_bytes, dtype=np.uint8)
-    middle = 1 << rest_bits - 1 if rest_bits else 0
+    level_bits = CODE_BITS + plan.kept_bits
     for tile in range(plan.tiles):
         anchors = reference.read_planes(plan, "anchor", plan.planes["anchor"], dense, tile)
-        codes, kept = anchors & plan.code.window - 1, anchors >> plan.code.code_bits
-        reference.write_planes(codes, whole, "code", whole.code_planes, joined, tile)
-        significands = kept << rest_bits | middle
+        depths, signs = middle[anchors & (1 << level_bits) - 1], anchors >> level_bits
+        reference.write_planes(depths >> mantissa_bits, whole, "code", whole.code_planes, joined, tile)
+        significands = signs << mantissa_bits | ~depths & (1 << mantissa_bits) - 1
         reference.write_planes(significands, whole, "significand", whole.significand_planes, joined, tile)
     _copy_sections(("tops", "drops"), dense, plan, joined, whole)
     nothing = np.zeros(0, dtype=np.uint8)

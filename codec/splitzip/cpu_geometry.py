@@ -18,6 +18,7 @@ class Geometry(NamedTuple):
     exponent_mask: int
     field_bits: int
     code_bits: int
+    window: int
     position_bits: int
     per_channel: int
     num_pages: int
@@ -48,6 +49,7 @@ def geometry_of(plan: TensorPlan) -> Geometry:
         exponent_mask=plan.format.exponents - 1,
         field_bits=sum(widths[above:]),
         code_bits=plan.code.code_bits,
+        window=plan.code.window,
         position_bits=plan.code.position_bits,
         per_channel=int(plan.code.per_channel),
         num_pages=plan.num_pages,

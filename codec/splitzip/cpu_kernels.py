@@ -282,9 +282,9 @@ def _unpack_three(fields, two, one):
 
 
 @njit(nogil=True)
-def _mark(distances, code_bits, marks):
+def _mark(distances, window, marks):
     """Bit `s` of marks[j]: whether value `j` of segment `s` lies outside the window."""
-    size, window = distances.size // 8, u8(1 << code_bits)
+    size, window = distances.size // 8, u8(window)
     for s in range(8):
         source, target = distances[s * size :][:size], marks
         for j in range(source.size):
@@ -294,8 +294,8 @@ def _mark(distances, code_bits, marks):
 @njit(nogil=True)
 def list_escapes(distances, geometry, tile, dense, marks, records, extensions):
     """Write a tile's records and extensions, and its count; how many there are of each. `marks` is scratch."""
-    _mark(distances, geometry.code_bits, marks.view(np.uint8))
-    window, size = 1 << geometry.code_bits, distances.size // 8
+    _mark(distances, geometry.window, marks.view(np.uint8))
+    window, size = geometry.window, distances.size // 8
     far_bits = 16 - geometry.position_bits
     count, widest = 0, 0
     for word in range(marks.size):
@@ -318,7 +318,7 @@ def apply_escapes(distances, geometry, tile, dense, records, extensions):
     """Set the distances of a tile's escapes; records: bytes, from the tile's first on. How many there are of each."""
     tally = dense[geometry.counts + 2 * tile :]
     count, wide = int64(tally[0]) | int64(tally[1] & u8(127)) << 8, tally[1] >= u8(128)
-    window, size = 1 << geometry.code_bits, distances.size // 8
+    window, size = geometry.window, distances.size // 8
     for index in range(count):
         record = int64(records[2 * index]) | int64(records[2 * index + 1]) << 8
         position, far = record & (1 << geometry.position_bits) - 1, record >> geometry.position_bits

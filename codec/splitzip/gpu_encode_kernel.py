@@ -20,6 +20,7 @@ import triton.language as tl
 from codec.splitzip.gpu_word_kernels import (
     RUNTIME,
     aligned,
+    larger_pair,
     packed,
     page_of,
     pointer_to,
@@ -124,12 +125,20 @@ def channel_tops(
     LANE: tl.constexpr = 32 // LANES
     HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
     largest = ()
-    for lane in tl.static_range(LANES):
-        # With the exponent on top, what a word holds below it does not change which is the largest.
-        most = x[0] << (32 - EXPONENT_BITS - MANTISSA_BITS - lane * LANE)
+    if LANES == 2:  # as magnitudes, both lanes at once
+        most = x[0] & 0x7FFF7FFF
         for s in tl.static_range(1, 8):
-            most = tl.maximum(most, x[s] << (32 - EXPONENT_BITS - MANTISSA_BITS - lane * LANE))
-        largest += ((tl.max(most, axis=0) >> (32 - EXPONENT_BITS)).to(tl.int32),)
+            most = larger_pair(most, x[s] & 0x7FFF7FFF)
+        most = tl.reduce(most, 0, larger_pair)
+        for lane in tl.static_range(LANES):
+            largest += (((most >> (MANTISSA_BITS + lane * LANE)) & ((1 << EXPONENT_BITS) - 1)).to(tl.int32),)
+    else:
+        for lane in tl.static_range(LANES):
+            # With the exponent on top, what a word holds below it does not change which is the largest.
+            most = x[0] << (32 - EXPONENT_BITS - MANTISSA_BITS - lane * LANE)
+            for s in tl.static_range(1, 8):
+                most = tl.maximum(most, x[s] << (32 - EXPONENT_BITS - MANTISSA_BITS - lane * LANE))
+            largest += ((tl.max(most, axis=0) >> (32 - EXPONENT_BITS)).to(tl.int32),)
     most = largest[0]
     for lane in tl.static_range(1, LANES):
         most = tl.maximum(most, largest[lane])
@@ -190,7 +199,7 @@ def store_escapes(
     values,
     records,
     extensions,
-    CODE_BITS: tl.constexpr,
+    WINDOW: tl.constexpr,
     POSITION_BITS: tl.constexpr,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
@@ -221,7 +230,7 @@ def store_escapes(
         escaped = escaped & (escaped - 1)
         value = tl.load(values + first + (bit >> 3) + (bit & 7) * (STEP * LANES), mask=live, other=0).to(tl.int32)
         far = (tops >> (bit & 56).to(tl.uint64)).to(tl.int32) - (value >> MANTISSA_BITS)
-        far = (far & EXPONENTS) - (1 << CODE_BITS)
+        far = (far & EXPONENTS) - WINDOW
         record = index * 8 + bit + ((far & (NEAR - 1)) << POSITION_BITS)
         tl.store(records + at, record.to(tl.uint16), mask=live)
         tl.store(extensions + at, (far >> (16 - POSITION_BITS)).to(tl.uint8), mask=live)
@@ -294,7 +303,7 @@ def _encode_tile(
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
         escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
-        CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
+        1 << CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
     )  # fmt: skip
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 

@@ -272,6 +272,7 @@ def _constants(
         "EXPONENT_BITS": format.exponent_bits,
         "MANTISSA_BITS": format.mantissa_bits,
         "CODE_BITS": code.code_bits,
+        "WINDOW": code.window,
         "POSITION_BITS": code.position_bits,
         "LANES": lanes,
         "ALIGNMENT": alignment,

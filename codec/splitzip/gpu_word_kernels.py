@@ -11,6 +11,7 @@ row, one half.
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 from triton.runtime import JITFunction
 
 RUNTIME = [
@@ -36,6 +37,8 @@ COMPILED = tl.constexpr(isinstance(replicated, JITFunction))
 """Whether there are the instructions of an NVIDIA GPU; in Triton's interpreter there are not."""
 
 
+PAIRED = tl.constexpr(COMPILED.value and bool(target_info.cuda_capability_geq(9, 0)))
+"""Whether, besides, there are minimum and maximum of pairs of sixteen bits."""
 _TWO_A_THREAD = tl.constexpr(256)
 """Words of a block of which every thread of a program has two at least."""
 
@@ -62,6 +65,36 @@ def spread(data, LANES: tl.constexpr):
     word = data.to(tl.uint32)
     if LANES == 2:
         word = (word | (word << 8)) & 0x00FF00FF
+    return word
+
+
+@triton.jit
+def larger_pair(a, b):
+    """Each lane's larger number, of words of two lanes."""
+    if PAIRED:
+        most = tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+    else:
+        most = tl.maximum(a & 0xFFFF, b & 0xFFFF) | tl.maximum(a & 0xFFFF0000, b & 0xFFFF0000)
+    return most
+
+
+@triton.jit
+def smaller_pair(a, b):
+    """Each lane's smaller number, of words of two lanes."""
+    if PAIRED:
+        least = tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.uint32, is_pure=True, pack=1)
+    else:
+        least = tl.minimum(a & 0xFFFF, b & 0xFFFF) | tl.minimum(a & 0xFFFF0000, b & 0xFFFF0000)
+    return least
+
+
+@triton.jit
+def clamped(word, LEAST: tl.constexpr, MOST: tl.constexpr, LANES: tl.constexpr):
+    """Lanes, of one or two to a word, held between two numbers."""
+    if LANES == 1:
+        word = tl.minimum(tl.maximum(word, LEAST), MOST)
+    else:
+        word = smaller_pair(larger_pair(word, LEAST << 16 | LEAST), MOST << 16 | MOST)
     return word
 
 

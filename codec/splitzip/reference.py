@@ -33,7 +33,7 @@ def encode_tensor(
         top = _channel_tops(exponents, real, plan, dense, tile) if tops is None else tops[layer]
         distance = np.where(real, (top - exponents) % plan.format.exponents, 0)
         write_planes(np.where(real, significands, 0), plan, "significand", plan.significand_planes, dense, tile)
-        write_planes(distance % plan.code.window, plan, "code", plan.code_planes, dense, tile)
+        write_planes(distance % (1 << plan.code.code_bits), plan, "code", plan.code_planes, dense, tile)
         beyond = [  # (8 j + s, how far outside the window)
             (SEGMENTS * j + s, int(distance[s, j]) - plan.code.window)
             for j in range(plan.segment_values)

@@ -11,7 +11,7 @@ from codec.base import Block, BlockSpec
 from codec.progressive import reference
 from codec.progressive.payload import layouts_of, parse_rest
 from codec.progressive.plan import Cut, anchor_plans
-from codec.splitzip.formats import FORMATS, WindowCode
+from codec.splitzip.formats import FORMATS
 from codec.splitzip.payload import Part, scale_bytes_of, travels_raw
 from codec.splitzip.plan import aligned
 
@@ -23,7 +23,7 @@ def kv_pages(spec, seed=0, outliers=0.01):
 
 
 def plans_of(spec, cut=None, chunk=4096):
-    return anchor_plans(spec, WindowCode(3, True, chunk), cut or Cut())
+    return anchor_plans(spec, cut or Cut(), chunk)
 
 
 def raw_of(second, plans):
@@ -69,7 +69,8 @@ def reference_payloads(pages, plans):
 def middles(block, plans, raw=(False, False)):
     """What a first stage gives: kept bits, then 1, then zeros, an escape at the lower end of its channel's window.
 
-    Tensors that travel raw, and scales, are as they are.
+    In the lower halves of a channel's two topmost octaves one bit more is kept. Tensors that travel raw, and scales,
+    are as they are.
     """
     tensors = []
     for tensor, plan, whole in zip((block.keys, block.values), plans, raw, strict=True):
@@ -77,11 +78,13 @@ def middles(block, plans, raw=(False, False)):
         kept = tensor.clone()
         if not whole and kept.numel():
             bits = kept.view(int_type(kept))
-            if low:
-                bits &= -1 << low
-                bits |= 1 << low - 1
             exponents = exponents_of(tensor, plan)
-            lowest = (channel_tops(exponents, plan) - 7).clamp(min=0)
+            tops = channel_tops(exponents, plan)
+            if low:
+                half = 1 << form.mantissa_bits - 1
+                open_bits = low - ((tops - exponents < 2) & (bits & half == 0)).int()
+                bits[:] = (bits & -1 << open_bits | 1 << open_bits - 1).to(bits.dtype)
+            lowest = (tops - (6 if low else 7)).clamp(min=0)
             bits += (torch.maximum(exponents, lowest) - exponents << form.mantissa_bits).to(bits.dtype)
         tensors.append(kept)
     return Block(*tensors, block.key_scales, block.value_scales)

@@ -213,8 +213,11 @@ def test_payload_memory_is_used_again_only_when_no_view_is_left():
     assert buffers.take(1 << 22).ctypes.data == address
 
 
-def golden_pages(dtype):
-    """Pages whose bits come from integer arithmetic alone: a Weyl sequence, with some smaller values every 97."""
+def golden_pages(dtype, octaves=8):
+    """Pages whose bits come from integer arithmetic alone: a Weyl sequence, with some smaller values every 97.
+
+    octaves: over how many, at most eight, the others spread.
+    """
     spec = BlockSpec(dtype, 2, 3, 24, 2, 20, 12, scaled=FORMATS[dtype].item_bytes == 1)
     block = random_block(spec)
     form = FORMATS[dtype]
@@ -223,7 +226,9 @@ def golden_pages(dtype):
         weyl = n * 2654435761 % (1 << 32)
         bits = weyl >> 16
         if tensor.dim() == 5:
-            exponent = (form.exponents // 2 + 2 - (weyl >> 29) - (n % 97 == 0) * (weyl >> 20) % 40) % form.exponents
+            exponent = (
+                form.exponents // 2 + 2 - (weyl >> 29) % octaves - (n % 97 == 0) * (weyl >> 20) % 40
+            ) % form.exponents
             fraction = 1 << form.mantissa_bits
             bits = ((weyl >> 28) % 2 * form.exponents + exponent) * fraction + (weyl >> 12) % fraction
             tensor.view(int_type(tensor)).view(-1).copy_(bits.to(int_type(tensor)))
