@@ -50,7 +50,8 @@ def levels(depths: Ints, plan: AnchorPlan) -> Ints:
     if not plan.rest.rest_bits:
         return depths
     ends = np.cumsum(sizes_of_levels(plan))
-    return np.searchsorted(ends, depths, side="right").astype(np.int64)
+    numbers: Ints = np.searchsorted(ends, depths, side="right").astype(np.int64)
+    return numbers
 
 
 def sizes_of_levels(plan: AnchorPlan) -> list[int]:
