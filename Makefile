@@ -43,9 +43,11 @@ up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http:/
 test: lint  ## everything that CI checks, but for the compose cluster
 	$(BIN)/python -m pytest $(ARGS)
 
-test-progressive: $(VENV)/.dev  ## with every exact codec 200 prompts get raw's output, whatever is drafted; takes hours
+test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's output, or in bfloat16 a tie; takes hours
 	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \
 		--log-cli-level=INFO $(ARGS)
+	KVRAIL_EQUALITY_DTYPE=bfloat16 KVRAIL_EQUALITY_PROMPTS=40 $(BIN)/python -m pytest \
+		tests/progressive/test_same_output.py --timeout=7200 -o log_cli=true --log-cli-level=INFO $(ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
 	$(BIN)/ruff check .
