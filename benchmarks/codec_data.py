@@ -163,7 +163,7 @@ def _whole(tokens: int) -> int:
 
 def _select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     as_bytes = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-    return as_bytes.index_select(1, index).view(tensor.dtype)
+    return as_bytes.index_select(1, index.to(tensor.device)).view(tensor.dtype)
 
 
 def _draw(spread: torch.Tensor, sigma: float, pages: int, dtype: torch.dtype) -> Block:

@@ -22,7 +22,7 @@ def peers(block: Block) -> Iterator[Trial]:
     if _found("cuzipnn"):
         yield _cuzipnn(block)
     else:
-        print("cuZipNN: not installed, left out (pip install cuzipnn)")
+        print("cuZipNN: not installed, left out (pip install cuzipnn, which needs nvidia-nvcomp-cu13<6)")
     print("DietGPU: has no package to install, left out")
 
 

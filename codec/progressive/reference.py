@@ -66,7 +66,8 @@ def middles(plan: AnchorPlan) -> Ints:
     if not plan.rest.rest_bits:
         return np.arange(plan.code.window << plan.format.mantissa_bits)
     sizes = np.array(sizes_of_levels(plan))
-    return np.cumsum(sizes) - sizes + sizes // 2 - 1
+    depths: Ints = np.cumsum(sizes) - sizes + sizes // 2 - 1
+    return depths
 
 
 def decode_anchor(dense: Bytes, pages: Ints, plan: AnchorPlan, pool: Bits) -> None:

@@ -8,18 +8,24 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
 from codec.base import CodecError
 from codec.splitzip.payload import Bytes
 
 NEEDS = "a CUDA device and nvCOMP (pip install 'kvrail[ans]')"
+CHECKSUM_BYTES = 8
 CHUNK_BYTES = 256 * 1024
 """What ANS codes by itself, with a table of its own: larger chunks are a little denser and much slower."""
 
 
 class AnsCoder:
-    """Each piece is one stream of nvCOMP's native format, with checksums."""
+    """Each piece is one stream of nvCOMP's native format and the XXH3-64 of it, little-endian.
+
+    nvCOMP decodes a stream with a wrong bit to wrong bytes, whatever its own policy of checksums; so it gets none.
+    """
 
     finds_repeats = False
 
@@ -30,15 +36,19 @@ class AnsCoder:
         """Each piece, coded by itself."""
         with torch.cuda.stream(self._stream):
             sources = [torch.from_numpy(piece).cuda() for piece in pieces]
-            return [self._to_host(self._codec.encode(nvcomp_array(source))) for source in sources]
+            coded = [self._to_host(self._codec.encode(nvcomp_array(source))) for source in sources]
+        return [np.concatenate([stream, _checksum(stream)]) for stream in coded]
 
     def decompress(self, coded: Sequence[Bytes], pieces: Sequence[Bytes]) -> None:
         """Fill each of `pieces`; raises CodecError where its coded form is corrupt or of another size."""
         with torch.cuda.stream(self._stream):
             for source, piece in zip(coded, pieces, strict=True):
+                stream = source[:-CHECKSUM_BYTES]
+                if source.size < CHECKSUM_BYTES or not np.array_equal(_checksum(stream), source[-CHECKSUM_BYTES:]):
+                    raise CodecError("a coded piece of a payload is corrupt: its checksum is another")
                 try:
                     data = self._to_host(
-                        self._codec.decode(nvcomp_array(torch.from_numpy(source.copy()).cuda()), "|u1")
+                        self._codec.decode(nvcomp_array(torch.from_numpy(stream.copy()).cuda()), "|u1")
                     )
                 except RuntimeError as error:
                     raise CodecError(f"a coded piece of a payload is corrupt: {error}") from error
@@ -69,10 +79,13 @@ class AnsCoder:
                 algorithm="ANS",
                 data_type="|u1",
                 uncomp_chunk_size=CHUNK_BYTES,
-                checksum_policy=nvcomp.ChecksumPolicy.COMPUTE_AND_VERIFY,
                 cuda_stream=self._stream.cuda_stream,
             )
         return self._local.codec
+
+
+def _checksum(stream: Bytes) -> Bytes:
+    return np.frombuffer(xxhash.xxh3_64(stream.data).intdigest().to_bytes(CHECKSUM_BYTES, "little"), dtype=np.uint8)
 
 
 def nvcomp_array(tensor: torch.Tensor) -> Any:
