@@ -17,6 +17,9 @@ from tests.engine.test_runner import TOLERANCE, errors, poisoned_runner, run_sch
 
 SEQUENCES = [tokens(75, 1), tokens(41, 2), tokens(33, 3)]
 CHUNKS = [[23, 27, 17, 1, 1, 6], [37, 1, 1, 1, 1], [1, 1, 31]]
+PREFIXED = [*SEQUENCES, tokens(60, 4)]
+VERIFIED = [33, 1, 6, 1]
+"""Of each of PREFIXED, so many tokens come over a cached prefix: drafts that are verified, beside decodes."""
 
 
 @pytest.mark.parametrize("name", tiny_models.SERVED)
@@ -24,6 +27,30 @@ def test_float32_matches_dense_forward(name: str) -> None:
     loaded = tiny_models.load(name, device="cuda", dtype="float32")
     logits = run_schedule(poisoned_runner(loaded), SEQUENCES, CHUNKS, seed=4)
     assert max(errors(name, SEQUENCES, {place: row.cpu() for place, row in logits.items()})) <= TOLERANCE
+
+
+def after_prefix(runner: ModelRunner, counts: list[int], *, at_once: bool) -> tuple[torch.Tensor, ...]:
+    """Logits of the last counts[i] tokens of PREFIXED[i] over what is cached of it, in one step or token by token."""
+    tables = [list(range(5 * i, 5 * i + 5)) for i in range(len(PREFIXED))]
+    begins = [len(ids) - count for ids, count in zip(PREFIXED, counts, strict=True)]
+    every = list(zip(PREFIXED, begins, tables, strict=True))
+    runner.execute([SequenceSlice(ids[:begin], 0, table, 0) for ids, begin, table in every])
+    if at_once:
+        slices = [SequenceSlice(ids[begin:], begin, table, len(ids) - begin) for ids, begin, table in every]
+        return runner.execute(slices).clone().split(counts)
+    steps = ((SequenceSlice(ids[at : at + 1], at, table, 1) for at in range(b, len(ids))) for ids, b, table in every)
+    return tuple(torch.cat([runner.execute([each]).clone() for each in slices]) for slices in steps)
+
+
+@pytest.mark.parametrize("name", tiny_models.SERVED)
+def test_many_logits_over_a_prefix_beside_decodes(name: str) -> None:
+    loaded = tiny_models.load(name, device="cuda", dtype="float32")
+    found = after_prefix(poisoned_runner(loaded), VERIFIED, at_once=True)
+    singly = after_prefix(poisoned_runner(loaded), VERIFIED, at_once=False)
+    for ids, count, rows, other in zip(PREFIXED, VERIFIED, found, singly, strict=True):
+        dense = tiny_models.dense_logits(name, ids)[-count:]
+        assert ((rows.cpu() - dense).norm(dim=1) <= TOLERANCE * dense.norm(dim=1)).all()
+        assert ((rows - other).norm(dim=1) <= TOLERANCE * other.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral"])
@@ -77,6 +104,14 @@ def test_captured_steps_equal_eager_ones(name: str) -> None:
     for batch in (3, 9, 11):
         for one, other in zip(decode_steps(captured, batch), decode_steps(eager, batch), strict=True):
             assert (one - other).norm() < 0.03 * other.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_many_logits_over_a_prefix_match_captured_steps(name: str) -> None:
+    runner = graph_runner(name, compile=False)
+    singly = after_prefix(runner, VERIFIED, at_once=False)
+    for rows, other in zip(after_prefix(runner, VERIFIED, at_once=True), singly, strict=True):
+        assert (rows - other).norm() < 0.03 * other.norm()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
