@@ -101,13 +101,13 @@ def _encode_tile(
         outside &= replicated(1, LANES)
         escaped += outside * (1 << s)
         level = _levels(depth, MANTISSA_BITS, REST_BITS, LANES) | outside * (7 << KEPT_BITS)
-        # The sign takes its place; what lies above is no plane's.
-        fields += (level ^ ((level ^ (x[s] >> SIGN_SHIFT)) & replicated(1 << LEVEL_BITS, LANES)),)
+        sign = (x[s] >> SIGN_SHIFT) & replicated(1 << LEVEL_BITS, LANES)
+        fields += ((level & replicated((1 << LEVEL_BITS) - 1, LANES)) | sign,)
     store_planes(fields, dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, PADDED, LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
-        escaped, index, pointer_to(page, ITEM_BYTES), 0, tops, drops, tile, records + slot, extensions + slot,
-        WINDOW, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, 2, SEGMENT_ROWS, COLUMNS, WIDTH, PER_PAGE, ROW,
+        escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
+        WINDOW, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
     )  # fmt: skip
     _, _, counts = sections_after(rest, tiles, REST_BITS, SEGMENT, WIDTH, 1)
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))

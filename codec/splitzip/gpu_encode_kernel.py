@@ -20,7 +20,6 @@ import triton.language as tl
 from codec.splitzip.gpu_word_kernels import (
     RUNTIME,
     aligned,
-    column_tops,
     larger_pair,
     packed,
     page_of,
@@ -28,11 +27,8 @@ from codec.splitzip.gpu_word_kernels import (
     popcount,
     replicated,
     sections_after,
-    values_at,
     words_of,
 )
-
-_ESCAPES_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit
@@ -198,11 +194,9 @@ def _in_rows(words, LANES: tl.constexpr, ROW: tl.constexpr):
 def store_escapes(
     escaped,
     index,
+    first,
+    top,
     values,
-    fixed_top,
-    tops,
-    drops,
-    tile,
     records,
     extensions,
     WINDOW: tl.constexpr,
@@ -210,53 +204,39 @@ def store_escapes(
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     LANES: tl.constexpr,
-    HALVES: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_PAGE: tl.constexpr,
+    STEP: tl.constexpr,
     ROW: tl.constexpr,
 ):
     """Store a tile's records and extensions; the tile's count.
 
     A row is 8 neighbouring values of a segment (fewer where the geometry is odd): its escapes in all segments are 64
-    bits, in the order of records. A thread takes them one by one, but only their positions: rows differ in how many
-    they have, so the rest is done for all positions evenly, with the values found again in the page, which the cache
-    still holds.
+    bits, in the order of records. A thread takes them one by one and finds each value again in the page, which the
+    cache still holds.
     """
     SIZE: tl.constexpr = escaped.numel // ROW
     NEAR: tl.constexpr = 1 << (16 - POSITION_BITS)
     EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
+    tops = _in_rows(tl.broadcast_to(top & replicated(EXPONENTS, LANES), escaped.shape), LANES, ROW)
     escaped = _in_rows(escaped, LANES, ROW)
-    index = tl.min(tl.reshape(index, [SIZE, ROW]), axis=1) * (8 * LANES)
+    index = tl.min(tl.reshape(index, [SIZE, ROW]), axis=1) * LANES
+    first = tl.min(tl.reshape(first, [SIZE, ROW]), axis=1) * LANES
     count = popcount(escaped.to(tl.uint32)) + popcount((escaped >> 32).to(tl.uint32))
     at = tl.cumsum(count, 0) - count
-    total = tl.sum(count)
+    furthest = tl.zeros_like(count)
     for _ in range(tl.max(count)):
         live = escaped != 0
         below = ~escaped & (escaped - 1)
         bit = (popcount(below.to(tl.uint32)) + popcount((below >> 32).to(tl.uint32))) & 63
         escaped = escaped & (escaped - 1)
-        tl.store(records + at, (index + bit).to(tl.uint16), mask=live)
+        value = tl.load(values + first + (bit >> 3) + (bit & 7) * (STEP * LANES), mask=live, other=0).to(tl.int32)
+        far = (tops >> (bit & 56).to(tl.uint64)).to(tl.int32) - (value >> MANTISSA_BITS)
+        far = (far & EXPONENTS) - WINDOW
+        record = index * 8 + bit + ((far & (NEAR - 1)) << POSITION_BITS)
+        tl.store(records + at, record.to(tl.uint16), mask=live)
+        tl.store(extensions + at, (far >> (16 - POSITION_BITS)).to(tl.uint8), mask=live)
+        furthest = tl.maximum(furthest, tl.where(live, far, 0))
         at += live.to(tl.int32)
-    furthest = tl.zeros([_ESCAPES_AT_ONCE], tl.int32)
-    tl.debug_barrier()  # positions, tops and drops are read by other threads than wrote them
-    for begin in range(0, total, _ESCAPES_AT_ONCE):
-        where = begin + tl.arange(0, _ESCAPES_AT_ONCE)
-        live = where < total
-        position = tl.load(records + where, mask=live, other=0).to(tl.int32)
-        offset, column = values_at(
-            position >> 3, 0, position & 7, tile % PER_PAGE, SEGMENT_ROWS, COLUMNS, WIDTH, HALVES, 1
-        )
-        top = fixed_top
-        if HALVES == 2:
-            top = column_tops(tops, drops, tile, column, live, WIDTH)
-        far = top - (tl.load(values + offset, mask=live, other=0).to(tl.int32) >> MANTISSA_BITS)
-        far = tl.where(live, (far & EXPONENTS) - WINDOW, 0)
-        tl.store(records + where, (position + ((far & (NEAR - 1)) << POSITION_BITS)).to(tl.uint16), mask=live)
-        tl.store(extensions + where, (far >> (16 - POSITION_BITS)).to(tl.uint8), mask=live)
-        furthest = tl.maximum(furthest, far)
-    return total + tl.where(tl.max(furthest) >= NEAR, 0x8000, 0)
+    return tl.sum(count) + tl.where(tl.max(furthest) >= NEAR, 0x8000, 0)
 
 
 @triton.jit
@@ -307,12 +287,10 @@ def _encode_tile(
         fields += (_significand(x[s], EXPONENT_BITS, MANTISSA_BITS, LANES),)
     codes = store_planes(fields, dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
     tops, drops, counts = sections_after(codes, tiles, CODE_BITS, SEGMENT, WIDTH, HALVES)
-    fixed_top = 0
     if HALVES == 2:
         top = channel_tops(x, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, MANTISSA_BITS, LANES)
     else:
-        fixed_top = tl.load(fixed_tops + layer).to(tl.int32)
-        top = replicated(fixed_top.to(tl.uint32), LANES)
+        top = replicated(tl.load(fixed_tops + layer).to(tl.uint32), LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
@@ -324,9 +302,8 @@ def _encode_tile(
     store_planes(fields, codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
-        escaped, index, pointer_to(page, ITEM_BYTES), fixed_top, tops, drops, tile, records + slot, extensions + slot,
-        1 << CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, HALVES, SEGMENT_ROWS, COLUMNS, WIDTH,
-        PER_PAGE, ROW,
+        escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
+        1 << CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
     )  # fmt: skip
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
