@@ -6,10 +6,11 @@
 
 The cluster of benchmarks/link.py: a prefill worker in one network namespace, a decode worker and the router in another,
 a link of so many bits a second between them. The demo model reads text that it has not seen; every round is another
-prompt, the codecs take turns, and the figures are medians over prompts. The prefill worker has a prompt's KV already,
-so that the transfer is what a client waits for; with --cold it computes the prompt. Every request asks for drafts, and
-counts what it sees of them (docs/provisional-streaming.md). Correctness first: with every exact codec the client must
-get the same text. Where namespaces are not permitted, it says so and ends.
+prompt, the codecs take turns, and the figures are medians over prompts. What a codec sets up at its first request of a
+length and rate, pinned memory and compiled kernels, it sets up for one more prompt, which is not counted. The prefill
+worker has a prompt's KV already, so that the transfer is what a client waits for; with --cold it computes the prompt.
+Every request asks for drafts, and counts what it sees of them (docs/provisional-streaming.md). Correctness first: with
+every exact codec the client must get the same text. Where namespaces are not permitted, it says so and ends.
 
 With --shape a model of random weights reads random tokens. Its drafts say nothing of a real model's, so --acceptance
 imposes how many are accepted (benchmarks/imposed_decode.py); texts with imposed drafts are not compared.
@@ -48,7 +49,7 @@ from benchmarks.shapes import SHAPES
 from codec import registry
 
 CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive,lynx,lynx-exact,int8,int4,auto"
-DRAFTS_TOKENS = "2000,2400"
+DRAFTS_TOKENS = "3000,4000"
 OUTPUT_TOKENS = 80
 """More than the most drafts, and than the last token whose time is told."""
 FEWEST_TOKENS = 2
@@ -95,9 +96,15 @@ class Bench:
             self._ask(prompt, self._codecs[0], FEWEST_TOKENS)
             self.say(f"{len(prompt)} tokens, prompt {number}, are computed")
 
-    def times(self, rate: str, prompts: Sequence[Sequence[int]]) -> dict[str, list[Trace]]:
-        """Answers to `prompts` by codec, in turn. Raises SystemExit where an exact codec gives another text."""
+    def times(self, rate: str, prompts: Sequence[Sequence[int]], extra: Sequence[int]) -> dict[str, list[Trace]]:
+        """Answers to `prompts` by codec, in turn, after one to `extra` each that is not counted.
+
+        Raises SystemExit where an exact codec gives another text.
+        """
         limit(self._spaces, rate)
+        for codec in self._codecs:
+            self._ask(extra, codec, seed=self._imposed.count(codec, 0))
+        self.say(f"{len(extra)} tokens at {rate}: every codec is warm")
         found: dict[str, list[Trace]] = {codec: [] for codec in self._codecs}
         for number, prompt in enumerate(prompts):
             for codec in self._codecs:
@@ -131,7 +138,8 @@ class Bench:
     def _fully_drafted(self, rate: str, prompt: Sequence[int], codec: str) -> dict[str, Any]:
         """Usage of an answer for which all drafts were made, or a wrong one: more of them would change nothing.
 
-        A machine that others use too may need a few trials.
+        A machine that others use too may need a few trials; all at one rate, for on a faster link more of the pages
+        that drafts read are refined already.
         """
         for _ in range(TRIALS):
             usage = self._ask(prompt, codec, DRAFTS + FEWEST_TOKENS).usage
@@ -182,18 +190,29 @@ def _told(options: argparse.Namespace, command: str) -> str:
     return command
 
 
+def prompts_of(length: int, options: argparse.Namespace) -> list[list[int]]:
+    """One for each round and one more. Raises SystemExit where there is not so much text."""
+    count = options.rounds + 1
+    if options.shape:
+        return [prompt_of(length, options.shape, number) for number in range(count)]
+    found = progressive_drafts.contexts([length])
+    if len(found) < count:
+        raise SystemExit(
+            f"--rounds {options.rounds} takes {count} texts of {length} tokens, but there are {len(found)};"
+            " take fewer rounds or shorter prompts"
+        )
+    return found[:count]
+
+
 def measure_times(bench: Bench, report: Report, options: argparse.Namespace, imposed: Imposed) -> None:
     """The tables of when which token is there, for each length and rate."""
+    found = {length: prompts_of(length, options) for length in map(int, options.tokens.split(","))}
     bench.try_codecs(prompt_of(WARM_UP_TOKENS, options.shape))
-    for length in map(int, options.tokens.split(",")):
-        if options.shape:
-            prompts = [prompt_of(length, options.shape, number) for number in range(options.rounds)]
-        else:
-            prompts = progressive_drafts.contexts([length])[: options.rounds]
+    for length, (*prompts, extra) in found.items():
         if not options.cold:
-            bench.compute(prompts)
+            bench.compute([*prompts, extra])
         for rate in options.rates.split(","):
-            answers = bench.times(rate, prompts)
+            answers = bench.times(rate, prompts, extra)
             unlike = imposed.accepted.keys()
             table = times_table(length, rate, answers, unlike=unlike, words=not options.shape, notes=imposed.notes())
             lynx = lynx_table(length, rate, answers, options.shape)
@@ -267,7 +286,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--drafts-tokens",
         help=f"contexts for accepted drafts, '' for none; default: {DRAFTS_TOKENS}, with --shape or --acceptance none",
     )
-    parser.add_argument("--drafts-rate", default="15mbit", help="of the link while these are made")
+    parser.add_argument("--drafts-rate", default="10mbit", help="of the link while these are made")
     parser.add_argument("--port", type=int, default=18710, help="first of four ports")
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
     parser.add_argument("--namespaces", help=argparse.SUPPRESS)  # set where this command starts itself anew

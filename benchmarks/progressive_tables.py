@@ -88,8 +88,8 @@ def times_table(
         "first different token",
     )
     measured = (
-        f"{len(base)} prompts, codecs in turn; drafts and accepted are means. Gb/s: of KV as it travels, until token 2"
-        " is verified."
+        f"{len(base)} prompts, codecs in turn, after one more with each that is not counted; drafts and accepted are"
+        " means. Gb/s: of KV as it travels, until token 2 is verified."
     )
     return Table(f"{length:,} tokens at {rate}", header, rows, f"{measured} {notes}".strip())
 
