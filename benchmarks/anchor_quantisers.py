@@ -56,13 +56,35 @@ def _planes(x: torch.Tensor, mantissa: int, escapes_first: bool, midpoint: bool)
     kept = bits & 127 & -(1 << 7 - mantissa)
     middle = 1 << 6 - mantissa if midpoint and mantissa < 7 else 0
     rebuilt = bits & -32768 | (top - code).clamp_min(0) << 7 | kept | middle
-    records = 16 * escape.sum().item() + 8 * _wide_escapes(distance)
+    records = 16 * escape.sum().item() + 8 * _wide_escapes(distance, 8)
     sparse = records / x.numel() + 16 / TILE
     stage0 = 1 + mantissa + TILE_BITS + (sparse if escapes_first else 0)
     entropy = _entropy(code.clamp_max(7).flatten())
     return Coarse(
         _unpaged(rebuilt.short().view(torch.bfloat16), x), 3 + stage0, 11 + TILE_BITS + sparse, entropy + stage0
     )
+
+
+def levels(kept: int) -> Quantiser:
+    """Levels of `splitzip-progressive` (codec/progressive/README.md), 2^kept to an octave, more in the topmost two."""
+    return partial(_levels, kept=kept)
+
+
+def _levels(x: torch.Tensor, kept: int) -> Coarse:
+    octave, size = 128, 128 >> kept
+    bits = _pages(x).view(torch.int16).int()
+    exponent = bits >> 7 & 255
+    top = _channel_top(exponent)
+    distance = top - exponent
+    escape = distance >= 7
+    depth = (top * octave + octave - 1 - (bits & 32767)).where(~escape, 7 * octave - 1 - (bits & 127))
+    fine = torch.logical_and(depth < 2 * octave, depth % octave >= octave // 2)
+    width = torch.where(fine, size // 2, size)
+    middle = depth // width * width + width // 2 - 1
+    rebuilt = bits & -32768 | (top * octave + octave - 1 - middle).clamp_min(0)
+    sparse = (16 * escape.sum().item() + 8 * _wide_escapes(distance, 7)) / x.numel() + 16 / TILE
+    tensor = _unpaged(rebuilt.short().view(torch.bfloat16), x)
+    return Coarse(tensor, 4 + kept + TILE_BITS, 11 + TILE_BITS + sparse)
 
 
 def fixed_point(bits: int) -> Quantiser:
@@ -180,10 +202,10 @@ def _channel_top(exponent: torch.Tensor) -> torch.Tensor:
     return torch.maximum(channel, channel.amax(TOKEN, keepdim=True) - 15)
 
 
-def _wide_escapes(distance: torch.Tensor) -> int:
-    """Escapes of tiles any of which is 16 or more outside the window of 8."""
-    wide = (distance >= 24).any(TOKEN, keepdim=True).any(CHANNEL, keepdim=True)
-    return int(((distance >= 8) & wide).sum())
+def _wide_escapes(distance: torch.Tensor, window: int) -> int:
+    """Escapes of tiles any of which is 16 or more outside the window."""
+    wide = (distance >= window + 16).any(TOKEN, keepdim=True).any(CHANNEL, keepdim=True)
+    return int(((distance >= window) & wide).sum())
 
 
 def _pages(x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,17 @@ import torch
 
 from benchmarks import anchor_drafts, codec_report
 from benchmarks.anchor_drafts import Group, Model
-from benchmarks.anchor_quantisers import CHANNEL, TOKEN, Quantiser, error_bounded, fixed_point, lynx, planes, uniform
+from benchmarks.anchor_quantisers import (
+    CHANNEL,
+    TOKEN,
+    Quantiser,
+    error_bounded,
+    fixed_point,
+    levels,
+    lynx,
+    planes,
+    uniform,
+)
 
 LAYERS = 8
 EXACT_BITS = 11.25
@@ -87,6 +97,9 @@ def progressive() -> list[Candidate]:
     for name, fine in (("first 2", (0, 1)), ("last 2", (6, 7))):
         keys, values = ([planes(m + (layer in fine)) for layer in range(LAYERS)] for m in (2, 1))
         found.append(Candidate(f"K2 V1, one bit more in the {name} layers", keys, values))
+    for recent in (0, 16, 64):
+        name = f"levels K2 V1, last {recent}" if recent else "levels K2 V1"
+        found.append(uniform_layers(name, levels(2), levels(1), recent))
     return [*found, *_fixed_points()]
 
 
@@ -262,7 +275,8 @@ def main() -> None:
         "",
         f"Demo model, float32 arithmetic, KV in bfloat16; {contexts} contexts of 768 and 1,280 tokens: heldout.txt",
         f"and {len(anchor_drafts.UNSEEN)} files of torch, transformers and huggingface_hub. Bits are a value.",
-        "K2 V1: planes of the window code, 2 bits of the keys' mantissas, 1 of the values';",
+        "K2 V1: planes of the window code, 2 bits of the keys' mantissas, 1 of the values'; levels K2 V1: those of",
+        "splitzip-progressive, 4 and 2 to an octave and more in the topmost two;",
         "fixed point K5 V4: bits, sign included. Totals of quantisers are estimated from the entropy of the residual;",
         "those of planes are counted. ±: standard error over contexts.",
         "",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.anchor_quantisers import CHANNEL, TOKEN, fixed_point, lynx, planes, residual_entropy, uniform
+from benchmarks.anchor_quantisers import CHANNEL, TOKEN, fixed_point, levels, lynx, planes, residual_entropy, uniform
 from codec import registry
 from codec.base import Block, PagedBlock
 
@@ -55,6 +55,20 @@ def test_planes_add_up_to_the_codec_s_payload(kv: torch.Tensor) -> None:
     block = Block(pages, pages.clone())
     (payload,) = registry.get("splitzip-channel").encode(PagedBlock.whole(block)).stages()
     assert planes(1)(kv).total * 2 * kv.numel() / 8 == pytest.approx(len(payload), rel=0.003)
+
+
+def test_levels_are_those_of_the_codec(kv: torch.Tensor) -> None:
+    pages = kv.view(1, -1, 64, HEADS, DIM).clone()
+    pages[0, 1, 5, 1, 7] = 0
+    block, out = Block(pages, pages.clone()), Block(torch.empty_like(pages), torch.empty_like(pages))
+    codec = registry.get("splitzip-progressive")
+    stages = codec.encode(PagedBlock.whole(block)).stages()
+    codec.decode(0, stages[0], PagedBlock.whole(out))
+    coarse = [levels(kept)(pages.view(kv.shape)) for kept in (2, 1)]
+    for found, wanted in zip((out.keys, out.values), coarse, strict=True):
+        assert torch.equal(found.view(torch.int16).flatten(), wanted.tensor.view(torch.int16).flatten())
+    total = sum(each.total for each in coarse) * kv.numel() / 8
+    assert total == pytest.approx(sum(len(stage) for stage in stages), rel=0.003)
 
 
 @pytest.mark.parametrize("bits", [3, 5])
