@@ -115,16 +115,17 @@ class Model:
         ).logits
 
 
-def windows(model: Model) -> dict[int, torch.Tensor]:
-    """By length, int64 [contexts, length]: heldout.txt and UNSEEN, each read at another place per length."""
+def windows(model: Model, lengths: Sequence[int] = LENGTHS) -> dict[int, torch.Tensor]:
+    """By length, int64 [contexts, length]: heldout.txt and UNSEEN, where they are as long, each at another place."""
     packages = Path(sysconfig.get_path("purelib"))
     paths = [DEMO / "heldout.txt", *(packages / name for name in UNSEEN)]
-    found: dict[int, list[list[int]]] = {length: [] for length in LENGTHS}
+    found: dict[int, list[list[int]]] = {length: [] for length in lengths}
     for path in paths:
         tokens = model.tokenizer(path.read_text(encoding="utf-8"), verbose=False)["input_ids"]
-        for number, length in enumerate(LENGTHS):
-            start = (number + 1) * (len(tokens) - length) // (len(LENGTHS) + 1)
-            found[length].append(tokens[start : start + length])
+        for number, length in enumerate(lengths):
+            start = (number + 1) * (len(tokens) - length) // (len(lengths) + 1)
+            if start >= 0:
+                found[length].append(tokens[start : start + length])
     return {length: torch.tensor(rows) for length, rows in found.items()}
 
 
@@ -194,9 +195,9 @@ def _accepted(drafts: torch.Tensor, group: Group) -> torch.Tensor:
     return (drafts == group.tokens[:, 1:]).long().cumprod(1).sum(1)
 
 
-def groups(model: Model, seed: int | None) -> list[Group]:
+def groups(model: Model, seed: int | None, lengths: Sequence[int] = LENGTHS) -> list[Group]:
     """Every context, in batches; seed: of the noise at TEMPERATURE, or None for greedy continuations."""
-    rows = itertools.chain.from_iterable(batches(each) for each in windows(model).values())
+    rows = itertools.chain.from_iterable(batches(each) for each in windows(model, lengths).values())
     found = []
     for number, each in enumerate(rows):
         noise = silence if seed is None else gumbel(len(each), model.vocabulary, seed << 8 | number)

@@ -1,6 +1,6 @@
 """Which coarse form of KV to send first: drafts that it gets accepted, for its size.
 
-    python -m benchmarks.anchors [--only TEXT] [--threads 1] [--out FOLDER]
+    python -m benchmarks.anchors [--only TEXT] [--tokens 768,1280] [--threads 1] [--out FOLDER]
 
 Contexts are text that the demo model has not seen. For each candidate their KV is replaced by what a decode worker
 would hold after stage 0; the drafts' own KV is exact. Accepted is the length of the common prefix with the exact
@@ -240,9 +240,11 @@ def table(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def study(model: Model, seed: int | None, chosen: Sequence[Candidate]) -> tuple[list[Result], int]:
+def study(
+    model: Model, seed: int | None, chosen: Sequence[Candidate], lengths: Sequence[int]
+) -> tuple[list[Result], int]:
     """Every candidate's figures, and the number of contexts."""
-    groups = anchor_drafts.groups(model, seed)
+    groups = anchor_drafts.groups(model, seed, lengths)
     check(model, groups[0])
     truth = exact_outputs(model, groups)
     results = []
@@ -252,10 +254,21 @@ def study(model: Model, seed: int | None, chosen: Sequence[Candidate]) -> tuple[
     return results, sum(len(group.tokens) for group in groups)
 
 
+def lengths_of(text: str) -> tuple[int, ...]:
+    """Of the flag --tokens."""
+    lengths = tuple(int(part) for part in text.split(","))
+    if any(length < 256 or length % 256 for length in lengths):
+        raise argparse.ArgumentTypeError(f"{text} has a length that is no multiple of 256, which quantisers need")
+    return lengths
+
+
 def main() -> None:
     """Run the study and write it down."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.anchors", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--only", default="", help="candidates whose name contains this")
+    parser.add_argument(
+        "--tokens", type=lengths_of, default=anchor_drafts.LENGTHS, help="of contexts, multiples of 256, with commas"
+    )
     parser.add_argument("--threads", type=int, default=1, help="more pay off only on a machine that does nothing else")
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
     args = parser.parse_args()
@@ -264,16 +277,17 @@ def main() -> None:
     began = time.monotonic()
     model = Model()
     chosen = [each for each in candidates() if args.only in each.name]
-    greedy, contexts = study(model, None, chosen)
-    sampled, _ = study(model, 0, [each for each in chosen if each.name in SAMPLED])
+    greedy, contexts = study(model, None, chosen, args.tokens)
+    sampled, _ = study(model, 0, [each for each in chosen if each.name in SAMPLED], args.tokens)
     took = time.monotonic() - began
     name = f"anchors-{datetime.now(UTC).date().isoformat()}-cpu"
+    told = " and ".join(f"{length:,}" for length in args.tokens)
     lines = [
         f"# Stage 0 of progressive delivery, {facts['date']}",
         "",
         f"{facts['hardware']}, torch {facts['torch']}, {took:.0f} s: `{facts['command']}`",
         "",
-        f"Demo model, float32 arithmetic, KV in bfloat16; {contexts} contexts of 768 and 1,280 tokens: heldout.txt",
+        f"Demo model, float32 arithmetic, KV in bfloat16; {contexts} contexts of {told} tokens, of heldout.txt",
         f"and {len(anchor_drafts.UNSEEN)} files of torch, transformers and huggingface_hub. Bits are a value.",
         "K2 V1: planes of the window code, 2 bits of the keys' mantissas, 1 of the values'; levels K2 V1: those of",
         "splitzip-progressive, 4 and 2 to an octave and more in the topmost two;",
