@@ -5,10 +5,12 @@ in a helper thread, only when the link gives a turn. So the pages themselves are
 meanwhile leave in one frame.
 
 Encoding makes all stages of a block at once. The first leaves at once, and so do the others of recent pages; the later
-stages of other pages wait in memory, as much as the link holds, and follow without being asked for.
+stages of other pages wait in memory, as much as the link holds, and follow without being asked for: the prompt's last
+pages first, since drafts that are made meanwhile look at these most.
 """
 
 import asyncio
+import heapq
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -70,7 +72,8 @@ class Shipment:
         self._recent_page = first_recent_page(num_tokens, worker.loaded.layout.page_size) if codec.num_stages > 1 else 0
         self._frame_pages = pages_per_frame(worker.loaded.layout, frame_bytes)
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
-        self._later: asyncio.Queue[_StagePayload | None] = asyncio.Queue()
+        self._later: list[tuple[int, int, int, _StagePayload]] = []  # a heap
+        self._held: asyncio.Queue[bool] = asyncio.Queue()  # True for each that was put there, False at the end
         self._lease: PageLease | None = None
         self._begun = asyncio.Event()
         self._asking = asyncio.Semaphore(SLOTS + 1)
@@ -107,8 +110,8 @@ class Shipment:
             for task in stages:
                 task.cancel()
             await asyncio.gather(*stages, return_exceptions=True)
-            while not self._later.empty():
-                self._release(self._later.get_nowait())
+            while self._later:
+                self._release(self._later.pop()[-1])
         self._worker.transfers.seconds["sent"].observe(perf_counter() - begin)
 
     async def release(self) -> None:
@@ -140,7 +143,7 @@ class Shipment:
                         sending.create_task(self._send_piece(sender, piece))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
-        self._later.put_nowait(None)
+        self._held.put_nowait(False)
 
     async def _send_piece(self, sender: FrameSender, piece: Piece) -> None:
         """Encode and send the first stage of a piece, or all stages of recent pages."""
@@ -157,24 +160,25 @@ class Shipment:
             self._asking.release()
 
     async def _send_later(self, sender: FrameSender) -> None:
-        """Send the later stages that were held back."""
-        while (stage := await self._later.get()) is not None:
-            try:
-                async with self._link.turn(self._order, later=True):
+        """Send the later stages that were held back: of each stage the last pages first, layer by layer."""
+        while await self._held.get():
+            async with self._link.turn(self._order, later=True):
+                *_, stage = heapq.heappop(self._later)
+                try:
                     await self._send(sender, stage)
                     await sender.drained()
-            finally:
-                self._release(stage)
+                finally:
+                    self._release(stage)
 
     def _hold(self, stage: _StagePayload) -> None:
         self._link.hold(stage.payload.nbytes)
         self._worker.transfers.held_bytes.inc(stage.payload.nbytes)
-        self._later.put_nowait(stage)
+        heapq.heappush(self._later, (stage.stage, -stage.piece.first_page, stage.piece.first_layer, stage))
+        self._held.put_nowait(True)
 
-    def _release(self, stage: _StagePayload | None) -> None:
-        if stage is not None:
-            self._link.release(stage.payload.nbytes)
-            self._worker.transfers.held_bytes.dec(stage.payload.nbytes)
+    def _release(self, stage: _StagePayload) -> None:
+        self._link.release(stage.payload.nbytes)
+        self._worker.transfers.held_bytes.dec(stage.payload.nbytes)
 
     async def _send(self, sender: FrameSender, stage: _StagePayload) -> None:
         """Frame and queue one stage; one at a time, since frames are numbered in the order in which they leave."""
