@@ -116,7 +116,10 @@ class Model:
 
 
 def windows(model: Model, lengths: Sequence[int] = LENGTHS) -> dict[int, torch.Tensor]:
-    """By length, int64 [contexts, length]: heldout.txt and UNSEEN, where they are as long, each at another place."""
+    """By length, int64 [contexts, length]: heldout.txt and UNSEEN, where they are as long, each at another place.
+
+    Raises SystemExit where none is.
+    """
     packages = Path(sysconfig.get_path("purelib"))
     paths = [DEMO / "heldout.txt", *(packages / name for name in UNSEEN)]
     found: dict[int, list[list[int]]] = {length: [] for length in lengths}
@@ -126,6 +129,9 @@ def windows(model: Model, lengths: Sequence[int] = LENGTHS) -> dict[int, torch.T
             start = (number + 1) * (len(tokens) - length) // (len(lengths) + 1)
             if start >= 0:
                 found[length].append(tokens[start : start + length])
+    for length, rows in found.items():
+        if not rows:
+            raise SystemExit(f"no text that the demo model has not seen has {length} tokens; ask for fewer")
     return {length: torch.tensor(rows) for length, rows in found.items()}
 
 

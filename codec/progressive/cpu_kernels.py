@@ -15,6 +15,7 @@ from numba import uint8 as u8
 from numba import uint16 as u16
 
 from codec.progressive.cpu_geometry import CutGeometry
+from codec.progressive.plan import CODE_BITS, unused_codes
 from codec.splitzip import cpu_kernels
 from codec.splitzip.cpu_compile import compiled
 from codec.splitzip.cpu_kernels import (
@@ -31,8 +32,6 @@ from codec.splitzip.cpu_kernels import (
     store_tile,
     unpack_four,
 )
-
-_CODE_BITS = 3
 
 
 def _level_kernels(octave, rest_bits):
@@ -65,10 +64,10 @@ def _format_kernels(exponent_bits, mantissa_bits, kept_bits):
     """
     rest_bits, octave = mantissa_bits - kept_bits, 1 << mantissa_bits
     shift, cut, ones = u16(mantissa_bits), u16(rest_bits), u16(octave - 1)
-    magnitude, window = u16((1 << exponent_bits + mantissa_bits) - 1), u8(7 if rest_bits else 8)
+    magnitude, window = u16((1 << exponent_bits + mantissa_bits) - 1), u8((1 << CODE_BITS) - unused_codes(rest_bits))
     base, rest_mask = u16(8 if rest_bits >= 8 else 0), u8((1 << rest_bits % 8) - 1)
-    mask, last = u8((1 << _CODE_BITS + kept_bits) - 1), u8(7 << kept_bits)
-    sign, sign_shift = u8(1 << _CODE_BITS + kept_bits), u16(exponent_bits + rest_bits - _CODE_BITS)
+    mask, last = u8((1 << CODE_BITS + kept_bits) - 1), u8((1 << CODE_BITS) - 1 << kept_bits)
+    sign, sign_shift = u8(1 << CODE_BITS + kept_bits), u16(exponent_bits + rest_bits - CODE_BITS)
     stretched, shrunk = _level_kernels(octave, rest_bits)
     middle = u16((1 << rest_bits - 1) - 1 if rest_bits else 0)
 

@@ -10,6 +10,7 @@ has a fixed place.
 import triton
 import triton.language as tl
 
+from codec.progressive.plan import CODE_BITS
 from codec.splitzip.gpu_decode_kernel import field, load_planes
 from codec.splitzip.gpu_word_kernels import (
     RUNTIME,
@@ -21,6 +22,8 @@ from codec.splitzip.gpu_word_kernels import (
     spread,
     words_of,
 )
+
+_CODE_BITS = tl.constexpr(CODE_BITS)
 
 
 @triton.jit
@@ -66,7 +69,7 @@ def _decode_tile(
     SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
     STEP: tl.constexpr = SEGMENT_ROWS * COLUMNS // LANES
     PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    LEVEL_BITS: tl.constexpr = 3 + KEPT_BITS
+    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
     REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
     SIGN: tl.constexpr = 1 << (EXPONENT_BITS + MANTISSA_BITS)
     SIGN_SHIFT: tl.constexpr = EXPONENT_BITS + MANTISSA_BITS - LEVEL_BITS

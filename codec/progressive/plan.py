@@ -15,6 +15,11 @@ CODE_BITS = 3
 """Bits of a level that say its octave."""
 
 
+def unused_codes(rest_bits: int) -> int:
+    """Octaves that the window lacks, given the later mantissa bits: one, whose levels make the topmost two finer."""
+    return 1 if rest_bits else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How fine the first stage is, of keys and of values: an octave has 2^k levels, the topmost two half as many more.
@@ -94,16 +99,12 @@ Plans = tuple[AnchorPlan, AnchorPlan]
 
 @lru_cache(maxsize=256)
 def anchor_plans(spec: BlockSpec, cut: Cut, chunk: int = 4096) -> Plans:
-    """Plans of keys and values; chunk: values of a tile at most, as WindowCode has it.
-
-    Where there are later mantissa bits the window is seven octaves: the levels of the eighth make the topmost finer.
-    """
-    format = FORMATS[spec.dtype]
-    whole = format.item_bytes == 1
-    code = WindowCode(CODE_BITS, per_channel=True, chunk=chunk, unused=0 if whole else 1)
+    """Plans of keys and values; chunk: values of a tile at most, as WindowCode has it."""
+    mantissa_bits = FORMATS[spec.dtype].mantissa_bits
+    kept = (mantissa_bits, mantissa_bits) if FORMATS[spec.dtype].item_bytes == 1 else (cut.keys, cut.values)
+    code = WindowCode(CODE_BITS, per_channel=True, chunk=chunk, unused=unused_codes(mantissa_bits - kept[0]))
     keys, values = (
-        AnchorPlan(**_shape(plan), kept_bits=format.mantissa_bits if whole else kept)
-        for plan, kept in zip(plans_of(spec, code), (cut.keys, cut.values), strict=True)
+        AnchorPlan(**_shape(plan), kept_bits=bits) for plan, bits in zip(plans_of(spec, code), kept, strict=True)
     )
     return keys, values
 
