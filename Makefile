@@ -12,7 +12,11 @@ SOURCES := pyproject.toml constraints-cpu.txt
 GPU := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c GPU)
 CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 
-.PHONY: help up test test-progressive lint format protos gpu-test compose-test clean \
+# Damaged payloads, every bit pattern, odd sizes; all of it would take hours under compute-sanitizer.
+MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tests/codec/test_lynx_kernels.py \
+	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
+
+.PHONY: help up test test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
 	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-batch-invariance
 .DEFAULT_GOAL := help
@@ -68,6 +72,10 @@ protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 
 gpu-test: $(VENV)/.dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+gpu-memcheck: $(VENV)/.dev  ## codecs' kernels on an NVIDIA GPU under compute-sanitizer; every tensor its own allocation
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(BIN)/python -m pytest -m gpu --timeout=1800 $(MEMCHECKED) $(ARGS)
 
 bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
 	$(BIN)/python -m benchmarks.engine $(ARGS)

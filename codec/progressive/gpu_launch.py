@@ -104,7 +104,7 @@ def launch_refine(payload: torch.Tensor, layout: RestPayload, table: torch.Tenso
         records = payload[escapes : escapes + 2 * part.records].view(torch.uint16)
         extensions = payload[escapes + part.escape_bytes - aligned(part.extensions) :]
         inputs.append((payload[dense:], records, extensions))
-    words, more = TUNING.decode_words, _kept_bits(layout.plans)
+    words, more = TUNING.refine_words, _kept_bits(layout.plans)
     launch_tiles(refine_kernel, words, out, byte_pools(out), layout.plans, tiles, table, inputs, more)
 
 

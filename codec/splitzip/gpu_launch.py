@@ -31,17 +31,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Tuning:
     """Launch parameters.
 
-    encode_words, decode_words: words of a segment that a thread has; warps: most of a program; pack_programs: most
-    programs that bring one tensor's escapes together, each of pack_warps, pack_tiles tiles and pack_records of each at
-    a time.
+    encode_words, decode_words, refine_words: words of a segment that a thread has; warps: most of a program;
+    pack_programs: most programs that bring one tensor's escapes together, each of pack_warps, pack_tiles tiles and
+    pack_records of each at a time.
     """
 
     encode_words: int = 8
     decode_words: int = 4
+    refine_words: int = 8
     warps: int = 8
-    pack_programs: int = 256
-    pack_tiles: int = 256
-    pack_records: int = 8
+    pack_programs: int = 128
+    pack_tiles: int = 128
+    pack_records: int = 16
     pack_warps: int = 16
 
     def warps_for(self, words: int, a_thread: int) -> int:

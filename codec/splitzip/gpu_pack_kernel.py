@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 _TILES_PER_GROUP = tl.constexpr(64)
-_COUNTS_AT_ONCE = tl.constexpr(8192)
+_COUNTS_AT_ONCE = tl.constexpr(4096)
 
 
 @triton.jit
@@ -20,8 +20,14 @@ def _move(source, target, start, size, room, SLOT: tl.constexpr, TILES: tl.const
     for begin in range(0, tl.max(size), AT_ONCE):
         at = begin + tl.arange(0, AT_ONCE)[None, :]
         live = at < size[:, None]
-        data = tl.load(source + slot + at, mask=live, other=0)
+        # Nothing known of alignment: neighbouring threads then have neighbouring elements, whose stores become one.
+        data = tl.load(source + tl.multiple_of(slot + at, (1, 1)), mask=live, other=0)
         tl.store(target + start[:, None] + at, data, mask=live)
+
+
+@triton.jit
+def _both_sums(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -49,13 +55,14 @@ def _pack(
     AT_ONCE: tl.constexpr,
 ):
     first = program * tiles_per_program
-    num_records = tl.zeros([], tl.int64)
-    num_extensions = tl.zeros([], tl.int64)
+    num_records = tl.zeros([_COUNTS_AT_ONCE], tl.int32)
+    num_extensions = tl.zeros([_COUNTS_AT_ONCE], tl.int32)
     for begin in range(0, tl.minimum(first, tiles), _COUNTS_AT_ONCE):
         at = begin + tl.arange(0, _COUNTS_AT_ONCE)
         count = tl.load(counts + at, mask=at < first, other=0).to(tl.int32)
-        num_records += tl.sum(count & 0x7FFF)
-        num_extensions += tl.sum((count & 0x7FFF) * (count >> 15))
+        num_records += count & 0x7FFF
+        num_extensions += (count & 0x7FFF) * (count >> 15)
+    num_records, num_extensions = tl.reduce((num_records.to(tl.int64), num_extensions.to(tl.int64)), 0, _both_sums)
     for step in range(0, tl.cdiv(tl.minimum(tiles_per_program, tiles - first), TILES)):
         tile = first + step * TILES + tl.arange(0, TILES)
         count = tl.load(counts + tile, mask=tile < tiles, other=0).to(tl.int32)
