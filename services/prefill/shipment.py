@@ -11,8 +11,9 @@ pages first, since drafts that are made meanwhile look at these most.
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
@@ -25,7 +26,7 @@ from kvrail.wire.replies import SealedFrame, seal
 from kvrail.worker import Worker
 from services.frames import first_recent_page, pages_per_frame
 from services.pages import fill_tail, paged_block
-from services.prefill.link import SLOTS, Link
+from services.prefill.link import LATER_SLOTS, SLOTS, Link
 from services.prefill.pieces import Piece, cut
 
 A = TypeVar("A")
@@ -77,6 +78,7 @@ class Shipment:
         self._lease: PageLease | None = None
         self._begun = asyncio.Event()
         self._asking = asyncio.Semaphore(SLOTS + 1)
+        self._leaving = asyncio.Semaphore(LATER_SLOTS)
         self._sending = asyncio.Lock()
         self._sequence = 0
 
@@ -132,17 +134,14 @@ class Shipment:
     async def _send_pieces(self, sender: FrameSender) -> None:
         """Send every piece, several at a time: while the link's slots are taken, another asks for the next turn."""
         closed = False
-        try:
-            async with asyncio.TaskGroup() as sending:
-                while not closed:
-                    await self._asking.acquire()  # what comes meanwhile is joined
-                    self._asking.release()
-                    pieces, closed = await self._next_pieces()
-                    for piece in cut(pieces, self._held_pages, self._frame_pages, self._recent_page):
-                        await self._asking.acquire()
-                        sending.create_task(self._send_piece(sender, piece))
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        async with _together() as sending:
+            while not closed:
+                await self._asking.acquire()  # what comes meanwhile is joined
+                self._asking.release()
+                pieces, closed = await self._next_pieces()
+                for piece in cut(pieces, self._held_pages, self._frame_pages, self._recent_page):
+                    await self._asking.acquire()
+                    sending.create_task(self._send_piece(sender, piece))
         self._held.put_nowait(False)
 
     async def _send_piece(self, sender: FrameSender, piece: Piece) -> None:
@@ -161,7 +160,14 @@ class Shipment:
 
     async def _send_later(self, sender: FrameSender) -> None:
         """Send the later stages that were held back: of each stage the last pages first, layer by layer."""
-        while await self._held.get():
+        async with _together() as sending:
+            while await self._held.get():
+                await self._leaving.acquire()
+                sending.create_task(self._send_held(sender))
+
+    async def _send_held(self, sender: FrameSender) -> None:
+        """Send what is first of the later stages once the link gives a turn."""
+        try:
             async with self._link.turn(self._order, later=True):
                 *_, stage = heapq.heappop(self._later)
                 try:
@@ -169,6 +175,8 @@ class Shipment:
                     await sender.drained()
                 finally:
                     self._release(stage)
+        finally:
+            self._leaving.release()
 
     def _hold(self, stage: _StagePayload) -> None:
         self._link.hold(stage.payload.nbytes)
@@ -233,6 +241,16 @@ class Shipment:
             sequence=self._sequence,
         )
         return sealed(header, stage.payload)
+
+
+@asynccontextmanager
+async def _together() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises the first of its tasks' errors as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 def sealed(header: FrameHeader, payload: memoryview) -> SealedFrame:
