@@ -12,7 +12,7 @@ from kvrail.engine.engine import Engine
 from kvrail.transport.replies import PrefillReplies
 from services.decode.transfer import Fetch
 from services.frames import first_recent_page
-from services.prefill.link import SLOTS, Link
+from services.prefill.link import LATER_SLOTS, SLOTS, Link
 from tests.cluster.cluster import cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
 from tests.cluster.staged import MAX_FRAME, PAGE, SHARED, drafted, held_bytes, hold_later_stages, note_frames
@@ -119,6 +119,35 @@ async def test_first_stages_of_a_cached_prompt_leave_first_and_later_ones_from_i
     assert stages == sorted(stages) and len(stages) > 20 and set(stages) == {0, 1}
     later = [(-h.first_page, h.first_layer) for h in cached if h.stage]
     assert later == sorted(later) and len({page for page, _ in later}) > 1
+
+
+async def test_a_later_stage_is_framed_while_the_one_before_leaves(llama, monkeypatch):
+    headers, drained, most = note_frames(monkeypatch), PrefillReplies.drained, 0
+    length, leaving = 700, asyncio.Event()
+
+    async def first_stages_left():
+        while sum(h.spec.num_layers * h.spec.num_pages for h in headers if not h.stage) < -(-length // PAGE) * 3:
+            await asyncio.sleep(0.002)
+
+    async def patiently(replies):
+        nonlocal most
+        later = [h for h in headers if h.stage and h.first_page < first_recent_page(length, PAGE)]
+        if later:  # this one has not left before it is said to have
+            most = max(most, len(later))
+            await leaving.wait()
+        await drained(replies)
+
+    hold_later_stages(monkeypatch, first_stages_left)
+    monkeypatch.setattr(PrefillReplies, "drained", patiently)
+    async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+        answer = asyncio.create_task(c.ask(prompt_of(length), codec="halves"))
+        async with asyncio.timeout(20):
+            while most < LATER_SLOTS:
+                await asyncio.sleep(0.002)
+        await asyncio.sleep(0.05)
+        assert most == LATER_SLOTS == 2
+        leaving.set()
+        assert (await answer).tokens == (await c.ask(prompt_of(length), codec="raw")).tokens
 
 
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])
