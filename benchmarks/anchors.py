@@ -280,7 +280,8 @@ def main() -> None:
     greedy, contexts = study(model, None, chosen, args.tokens)
     sampled, _ = study(model, 0, [each for each in chosen if each.name in SAMPLED], args.tokens)
     took = time.monotonic() - began
-    name = f"anchors-{datetime.now(UTC).date().isoformat()}-cpu"
+    lengths = "" if args.tokens == anchor_drafts.LENGTHS else f"-{'-'.join(map(str, args.tokens))}"
+    name = f"anchors{lengths}-{datetime.now(UTC).date().isoformat()}-cpu"
     told = " and ".join(f"{length:,}" for length in args.tokens)
     lines = [
         f"# Stage 0 of progressive delivery, {facts['date']}",
