@@ -79,6 +79,7 @@ class Shipment:
         self._begun = asyncio.Event()
         self._asking = asyncio.Semaphore(SLOTS + 1)
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
+        self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
         self._sending = asyncio.Lock()
         self._sequence = 0
 
@@ -148,7 +149,8 @@ class Shipment:
         """Encode and send the first stage of a piece, or all stages of recent pages."""
         try:
             async with self._link.turn(self._order):
-                stages = await self._in_thread(self._encode, piece)
+                async with self._encoding:
+                    stages = await self._in_thread(self._encode, piece)
                 now = len(stages) if piece.first_page >= self._recent_page else 1
                 for stage in stages[:now]:
                     await self._send(sender, stage)
