@@ -10,7 +10,7 @@ SLOTS = 3
 transfers of 4,096 tokens at 10 Gb/s took 4 % longer (docs/decisions/0009-frame-size.md)."""
 
 LATER_SLOTS = 2
-"""How many of them may be later stages of one request, which are encoded already: one leaves while the next is framed."""
+"""How many of them may be later stages of one request, which are encoded: one leaves while the next is framed."""
 
 PATIENCE = 8
 """Turns of other requests' first stages that a later stage lets pass at most while it waits."""
