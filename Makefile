@@ -74,6 +74,8 @@ gpu-test: $(VENV)/.dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 gpu-memcheck: $(VENV)/.dev  ## codecs' kernels on an NVIDIA GPU under compute-sanitizer; every tensor its own allocation
+	@command -v compute-sanitizer > /dev/null || \
+		{ echo "gpu-memcheck needs compute-sanitizer; put the CUDA toolkit's bin folder on PATH" >&2; exit 1; }
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 		$(BIN)/python -m pytest -m gpu --timeout=1800 $(MEMCHECKED) $(ARGS)
 

@@ -46,6 +46,12 @@ def note_frames(monkeypatch):
     return headers
 
 
+async def first_stages_left(headers, num_pages, num_layers=3):
+    """Wait until first stages of so many pages of each layer are among `headers`, those of one request's frames."""
+    while sum(h.spec.num_layers * h.spec.num_pages for h in headers if not h.stage) < num_pages * num_layers:
+        await asyncio.sleep(0.002)
+
+
 async def drafted(worker, count):
     """Wait until the decode worker has made that many drafts."""
     while drafts_now(worker) < count:

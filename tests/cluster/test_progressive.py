@@ -15,7 +15,16 @@ from services.frames import first_recent_page
 from services.prefill.link import LATER_SLOTS, SLOTS, Link
 from tests.cluster.cluster import cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
-from tests.cluster.staged import MAX_FRAME, PAGE, SHARED, drafted, held_bytes, hold_later_stages, note_frames
+from tests.cluster.staged import (
+    MAX_FRAME,
+    PAGE,
+    SHARED,
+    drafted,
+    first_stages_left,
+    held_bytes,
+    hold_later_stages,
+    note_frames,
+)
 from tests.cluster.test_equality import prompt_of
 from tests.models import tiny_model
 
@@ -78,12 +87,7 @@ async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_co
 
 async def test_frames_of_one_request_come_first_stages_first_and_recent_pages_whole(llama, monkeypatch):
     headers = note_frames(monkeypatch)
-
-    async def first_stages_left():
-        while sum(h.spec.num_layers * h.spec.num_pages for h in headers if not h.stage) < -(-length // PAGE) * 3:
-            await asyncio.sleep(0.002)
-
-    hold_later_stages(monkeypatch, first_stages_left)
+    hold_later_stages(monkeypatch, lambda: first_stages_left(headers, -(-length // PAGE)))
     for length in (100, 304, 305, 700):
         recent = first_recent_page(length, PAGE)
         headers.clear()
@@ -125,10 +129,6 @@ async def test_a_later_stage_is_framed_while_the_one_before_leaves(llama, monkey
     headers, drained, most = note_frames(monkeypatch), PrefillReplies.drained, 0
     length, leaving = 700, asyncio.Event()
 
-    async def first_stages_left():
-        while sum(h.spec.num_layers * h.spec.num_pages for h in headers if not h.stage) < -(-length // PAGE) * 3:
-            await asyncio.sleep(0.002)
-
     async def patiently(replies):
         nonlocal most
         later = [h for h in headers if h.stage and h.first_page < first_recent_page(length, PAGE)]
@@ -137,7 +137,7 @@ async def test_a_later_stage_is_framed_while_the_one_before_leaves(llama, monkey
             await leaving.wait()
         await drained(replies)
 
-    hold_later_stages(monkeypatch, first_stages_left)
+    hold_later_stages(monkeypatch, lambda: first_stages_left(headers, -(-length // PAGE)))
     monkeypatch.setattr(PrefillReplies, "drained", patiently)
     async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
         answer = asyncio.create_task(c.ask(prompt_of(length), codec="halves"))
