@@ -14,12 +14,14 @@ class SequenceSlice:
     page_table: pages of the sequence in order, enough for `start + len(token_ids)` tokens.
     num_logits: of how many of the new tokens, the last ones, the logits are needed: 0 for all but the last chunk of a
     prompt, 1 for a token of decoding, more where drafts are verified.
+    copied_page: where the KV of the page that holds token `start` is copied from, before anything is computed.
     """
 
     token_ids: Sequence[int]
     start: int
     page_table: Sequence[int]
     num_logits: int
+    copied_page: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class PageLease:
 class Admitted:
     """The prompt has pages.
 
-    cached_tokens: leading tokens whose KV is in them already; whole pages.
+    cached_tokens: leading tokens whose KV is in them already, or is copied there by the first step: whole pages, or all
+    tokens but the last.
     awaits_kv: the engine waits for a transfer to fill the others (`receive_kv` or `compute_here` ends the wait); from
     `receive_coarse_kv` on it drafts meanwhile.
 

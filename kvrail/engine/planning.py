@@ -44,7 +44,8 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
         for position in range(end - draws + 1, end + 1):
             _add_rows(step, sequence, position, num_logits, eos_token_ids)
             num_logits += 1
-        step.slices.append(SequenceSlice(sequence.slice(item.start, end), item.start, sequence.page_table, draws))
+        tokens = sequence.slice(item.start, end)
+        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, draws, sequence.copied_page))
         if sequence.prefill_only:
             _add_written(step, sequence, end, page_size)
     return step

@@ -79,6 +79,9 @@ class ModelRunner:
                 f"a step of {sequences} sequences and {tokens} tokens exceeds max_running {self._max_running} "
                 f"or max_batch_tokens {self._max_tokens}"
             )
+        for piece in slices:
+            if piece.copied_page is not None:
+                self.cache.copy_page(piece.copied_page, piece.page_table[piece.start // self.loaded.layout.page_size])
         if self._graphs is not None and on_layer is None and len(packed.logit_rows) == tokens == sequences:
             return self._graphs.run(packed)
         return self.loaded.logits(step_inputs(self.cache, packed, self.loaded.dtype, on_layer))

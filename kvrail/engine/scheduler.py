@@ -83,8 +83,7 @@ class Scheduler:
         while self._waiting and self._can_admit(self._waiting[0]):
             sequence = self._waiting.popleft()
             self._take_pages(sequence)
-            uncached = len(sequence.prompt_ids) - sequence.computed
-            if sequence.remote and not sequence.output_ids and uncached > self.limits.local_prefill_tokens:
+            if self._awaits_kv(sequence, len(sequence.prompt_ids) - sequence.computed):
                 sequence.status = Status.RECEIVING
                 self._receiving.append(sequence)
             else:
@@ -127,6 +126,7 @@ class Scheduler:
             if sequence.status is Status.RUNNING and item.drafts is None:
                 valid = len(sequence.token_ids) - bool(sequence.output_ids)
                 sequence.computed = min(item.start + item.count, valid)
+                self._forget_copied(sequence)
                 self._publish(sequence)
                 self._shrink(sequence, len(sequence.token_ids))
 
@@ -192,26 +192,41 @@ class Scheduler:
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_size)
 
-    def _usable_prefix(self, sequence: Sequence) -> list[int]:
-        """Cached leading pages; at least one token is left to compute, since its logits are needed."""
-        full = (len(sequence.token_ids) - 1) // self.pool.page_size
-        return self.pool.match(sequence.hashes(self.pool.page_size)[:full])
+    def _awaits_kv(self, sequence: Sequence, uncached: int) -> bool:
+        """Whether another worker is to send the KV of a prompt of which so many tokens are not cached here."""
+        return sequence.remote and not sequence.output_ids and uncached > self.limits.local_prefill_tokens
+
+    def _usable_prefix(self, sequence: Sequence) -> tuple[list[int], int | None]:
+        """Cached leading pages; and, where these hold all but the last page, that one too if it is cached.
+
+        The last token is computed even so, since its logits are needed. Its KV goes to a page of the sequence's own,
+        into which the cached one is copied.
+        """
+        whole = (len(sequence.token_ids) - 1) // self.pool.page_size
+        found = self.pool.match(sequence.hashes(self.pool.page_size))
+        return found[:whole], found[whole] if len(found) > whole and not self._awaits_kv(sequence, 1) else None
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        if self.num_running >= self.limits.max_running:
-            return False
-        hits = self._usable_prefix(sequence)
-        fresh = self._pages_for(len(sequence.token_ids)) - len(hits)
+        return self.num_running < self.limits.max_running and self._fits(sequence, self._usable_prefix(sequence)[0])
+
+    def _fits(self, sequence: Sequence, held: list[int]) -> bool:
+        """Whether a waiting sequence can have its pages while it holds these cached ones."""
+        shared = min(len(held), (len(sequence.token_ids) - 1) // self.pool.page_size)
+        fresh = self._pages_for(len(sequence.token_ids)) - shared
         spare = sum(1 for s in self._running if s.is_decoding())  # each may need one more page at the next step
-        revived = sum(1 for page in hits if self.pool.is_cached(page))  # these leave the evictable pages
+        revived = sum(1 for page in held if self.pool.is_cached(page))  # these leave the evictable pages
         return self.pool.can_allocate(fresh + revived + (spare if self.num_running else 0))
 
     def _take_pages(self, sequence: Sequence) -> None:
-        hits = self._usable_prefix(sequence)
+        hits, last = self._usable_prefix(sequence)
+        if last is not None and self._fits(sequence, [*hits, last]):
+            self.pool.acquire([last])
+            sequence.copied_page = last
         self.pool.acquire(hits)
         fresh = self.pool.allocate(self._pages_for(len(sequence.token_ids)) - len(hits))
         sequence.page_table = [*hits, *fresh]
-        sequence.computed = len(hits) * self.pool.page_size
+        cached_pages = len(hits) + (sequence.copied_page is not None)
+        sequence.computed = min(cached_pages * self.pool.page_size, len(sequence.token_ids) - 1)
         sequence.published = len(hits)
         if not sequence.output_ids:
             sequence.cached_tokens = sequence.computed
@@ -301,5 +316,11 @@ class Scheduler:
         sequence.published = max(sequence.published, full)
 
     def _release(self, sequence: Sequence) -> None:
+        self._forget_copied(sequence)
         self.pool.release(sequence.page_table)
         sequence.page_table = []
+
+    def _forget_copied(self, sequence: Sequence) -> None:
+        if sequence.copied_page is not None:
+            self.pool.release([sequence.copied_page])
+            sequence.copied_page = None

@@ -25,8 +25,9 @@ class Sequence:
         |---- KV in pages ----|--- to compute ---|-- drafts --|
                                                  └ a decoding sequence has exactly one token to compute, and no drafts
 
-    remote: whether another worker computes the prompt's KV. drafts: guesses of the tokens that follow; nothing that was
-    computed from them counts as KV before they are verified.
+    remote: whether another worker computes the prompt's KV. copied_page: held too, until a step has copied what it
+    holds, KV up to `computed`, into the sequence's own last page. drafts: guesses of the tokens that follow; nothing
+    that was computed from them counts as KV before they are verified.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     page_table: list[int] = field(default_factory=list)
+    copied_page: int | None = None
     computed: int = 0
     published: int = 0
     cached_tokens: int = 0

@@ -49,6 +49,9 @@ class PageMachine:
         self.steps.append([len(piece.token_ids) for piece in slices])
         rows = []
         for piece in slices:
+            if piece.copied_page is not None:
+                self.cells[piece.page_table[piece.start // self.page_size]] = self.cells[piece.copied_page]
+        for piece in slices:
             self.write(piece.page_table, piece.start, piece.token_ids)
             tokens = self.read(piece.page_table, piece.start + len(piece.token_ids))
             assert -1 not in tokens, "KV was read that nobody wrote"

@@ -74,6 +74,36 @@ def test_prefix_hits_skip_work_and_change_nothing():
     assert sum(map(sum, bench.machine.steps)) - computed == 30 - 28 + 7
 
 
+def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_computed():
+    bench = Bench(num_pages=64, max_batch_tokens=64)
+    prompt = list(range(32))
+    bench.submit("cold", prompt)
+    bench.run()
+    computed = sum(map(sum, bench.machine.steps))
+    for name in ("warm", "as well"):
+        bench.submit(name, prompt, max_tokens=4)  # in company: each has a copy of the last page
+    bench.run()
+    for name in ("warm", "as well"):
+        assert bench.tokens(name) == expected(prompt, 4)
+        assert bench.of(name, Admitted)[0].cached_tokens == 31
+    assert sum(map(sum, bench.machine.steps)) - computed == 2 * 4
+    bench.submit("aborted", prompt)
+    bench.engine.abort("aborted")
+    bench.engine.check()
+
+
+def test_a_pool_with_no_page_to_spare_serves_a_prompt_that_fills_it_again():
+    bench = Bench(num_pages=8, max_batch_tokens=64)
+    prompt = list(range(32))
+    for name in ("cold", "warm"):
+        bench.submit(name, prompt, prefill_only=True)
+        lease = bench.engine.claim_lease(name)
+        bench.run()
+        bench.engine.release_lease(lease)
+        assert [token.token_id for token in bench.of(name, Prefilled)[0].tokens] == expected(prompt, 1)
+    assert bench.of("warm", Admitted)[0].cached_tokens == 28
+
+
 def test_n_sequences_share_the_prompt():
     bench = Bench(num_pages=64, max_batch_tokens=64)
     prompt = list(range(21))

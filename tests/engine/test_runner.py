@@ -103,6 +103,18 @@ def test_a_layers_pages_are_complete_when_it_is_reported() -> None:
     assert all(then[:9].isfinite().all() for then in caught)
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e5m2"])
+def test_a_page_can_be_copied_before_the_step(kv_dtype: str) -> None:
+    loaded = tiny_models.load("llama", kv_dtype=kv_dtype)
+    runner, size = poisoned_runner(loaded), loaded.layout.page_size
+    ids = tokens(2 * size, 9)
+    runner.execute([SequenceSlice(ids[:-1], 0, [3, 5], 0)])
+    before = runner.cache.keys[:, 5].clone()
+    apart = runner.execute([SequenceSlice(ids[-1:], len(ids) - 1, [3, 8], 1, copied_page=5)]).clone()
+    assert torch.equal(runner.cache.keys[:, 5].view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(apart, runner.execute([SequenceSlice(ids[-1:], len(ids) - 1, [3, 5], 1)]))
+
+
 def test_two_runners_share_a_model() -> None:
     loaded = tiny_models.load("llama")
     first, second = poisoned_runner(loaded), poisoned_runner(loaded)
