@@ -44,8 +44,8 @@ $(VENV)/.bench: $(SOURCES) | $(BIN)/python
 up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http://127.0.0.1:8000
 	@exec $(BIN)/kvrail up $(ARGS)
 
-test: lint  ## everything that CI checks, but for the compose cluster
-	$(BIN)/python -m pytest $(ARGS)
+test: lint  ## everything that CI checks, but for the compose cluster; one process a core, each with one thread
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's output, or in bfloat16 a tie; takes hours
 	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from kvrail.engine.attention.cpu import QUERY_ROWS
-from kvrail.engine.attention.meta import StepMeta, encode
+from kvrail.engine.attention.meta import StepMeta, decode, encode
 from kvrail.engine.attention.step import PagedStep
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.packing import Ints, PackedStep, token_slots
@@ -51,17 +51,20 @@ def step_inputs(
             counters=np.zeros(packed.decodes * cache.layout.num_kv_heads, np.int64),
         )
     )
-    multiple = 1 if cache.device.type == "cuda" else QUERY_ROWS
+    on_cuda = cache.device.type == "cuda"
+    multiple = 1 if on_cuda else QUERY_ROWS
     arrays = [_padded(array, multiple) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
     ids, positions, rows, on_device = upload([*arrays, data], cache.device)
+    on_host = torch.from_numpy(plan)
     step = PagedStep(
         cache.keys,
         cache.values,
         cache.key_scales,
         cache.value_scales,
         on_device,
-        torch.from_numpy(plan),
+        on_host,
         on_layer,
+        None if on_cuda else decode(on_device, on_host),
     )
     return StepInputs(ids, positions, rows, len(packed.logit_rows), step)
 

@@ -14,6 +14,15 @@ DENSE = ("llama", "qwen3", "mistral", "gemma3_text", "cohere2", "gpt2")
 DEMO = "models/kvrail-demo"
 
 
+@pytest.fixture(autouse=True)
+def two_threads():
+    """As workers have them, whatever the tests' own process was given: products may be shared out otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def demo(kv_dtype: str) -> LoadedModel:
     return load_model(DEMO, device="cpu", dtype="float32", kv_dtype=kv_dtype, page_size=16, load_format="safetensors")
 

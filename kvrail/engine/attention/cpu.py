@@ -6,6 +6,8 @@ time. torch's attention does that where queries come in multiples of QUERY_ROWS 
 counted from the sequence's beginning and masked beyond its end: so every sum has the same terms in the same order.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -22,6 +24,20 @@ KEY_ROWS = 512
 _BUCKET_ELEMENTS = 1 << 19
 """Key elements of sequences that are attended together: 2 MiB in float32, about a core's cache. Larger groups were
 slower: their memory is fresh, and touching it costs more than the arithmetic."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences with one new token that are attended together, the same in every layer of a window.
+
+    rows: which of the step's; pages: int64, those of all rows, one after the other; counts: tokens of each to read;
+    seen: bool [rows, 1, 1, tokens], a multiple of KEY_ROWS.
+    """
+
+    rows: list[int]
+    pages: torch.Tensor
+    counts: list[int]
+    seen: torch.Tensor
 
 
 def paged_attention(
@@ -44,8 +60,7 @@ def paged_attention(
     plan, page_tables, decodes = meta.plan, meta.page_tables, meta.decodes
     plain = options.softcap == 0 and options.sinks is None
     if plain and decodes:
-        lengths = [total for _, total in plan[:decodes]]
-        out[:decodes] = _decode(query[:decodes], layer, page_tables[:decodes], lengths, options)
+        out[:decodes] = _decode(query[:decodes], layer, meta, options)
     begin = decodes if plain else 0
     for row in range(begin, len(plan)):
         num_new, num_tokens = plan[row]
@@ -82,7 +97,8 @@ def _prefill(
     """One sequence's last tokens. query: [queries, heads, dim]; returns [queries, heads, value_dim]."""
     queries = len(query)
     first = _first_read(num_tokens - queries + 1, layer, options)
-    k, v = _gather(layer, table[None], [first], [num_tokens - first], query.dtype)
+    pages = _pages_of(table[None], [first], [num_tokens - first], layer.keys.shape[1])
+    k, v = _gather(layer, pages, [num_tokens - first], query.dtype)
     causal = queries == num_tokens > KEY_ROWS // 2 and not options.window  # skips half of the work, rounds alike
     rows = k.shape[2] if causal else padded(queries, QUERY_ROWS)
     q = pad(query.transpose(0, 1), (0, 0, 0, rows - queries))[None]
@@ -94,21 +110,32 @@ def _prefill(
     return out[0, :, :queries].transpose(0, 1)
 
 
-def _decode(
-    query: torch.Tensor, layer: LayerPages, tables: torch.Tensor, lengths: list[int], options: ScoreOptions
-) -> torch.Tensor:
-    """One new token a sequence, sequences of similar length together. query: [sequences, heads, dim]."""
+def _decode(query: torch.Tensor, layer: LayerPages, meta: StepMeta, options: ScoreOptions) -> torch.Tensor:
+    """One new token a sequence. query: [sequences, heads, dim]."""
+    groups = meta.shared.get(options.window)
+    if groups is None:
+        groups = meta.shared[options.window] = _groups(layer, meta, options)
+    out = query.new_empty(*query.shape[:2], layer.values.shape[-1])
+    for group in groups:
+        k, v = _gather(layer, group.pages, group.counts, query.dtype)
+        out[group.rows] = _attend_group(query[group.rows], k, v, group.seen, options)
+    return out
+
+
+def _groups(layer: LayerPages, meta: StepMeta, options: ScoreOptions) -> list[_Group]:
+    """Sequences with one new token, those of similar length together."""
+    page_size, kv_heads, dim = layer.keys.shape[1:]
+    lengths = [total for _, total in meta.plan[: meta.decodes]]
     skipped = [_first_read(length, layer, options) for length in lengths]
     kept = [length - first for length, first in zip(lengths, skipped, strict=True)]
-    out = query.new_empty(*query.shape[:2], layer.values.shape[-1])
-    for rows in _buckets(
-        [padded(count, KEY_ROWS) for count in kept],
-        limit=_BUCKET_ELEMENTS // (layer.keys.shape[2] * layer.keys.shape[3]),
-    ):
+    found = []
+    for rows in _buckets([padded(count, KEY_ROWS) for count in kept], limit=_BUCKET_ELEMENTS // (kv_heads * dim)):
         begins, counts = [skipped[row] for row in rows], [kept[row] for row in rows]
-        k, v = _gather(layer, tables[rows], begins, counts, query.dtype)
-        out[rows] = _decode_bucket(query[rows], k, v, counts, options)
-    return out
+        ends, token = torch.tensor(counts)[:, None], torch.arange(padded(max(counts), KEY_ROWS))[None]
+        seen = (token < ends) & (token >= ends - options.window) if options.window else token < ends
+        pages = _pages_of(meta.page_tables[rows], begins, counts, page_size)
+        found.append(_Group(rows, pages, counts, seen[:, None, None]))
+    return found
 
 
 def _first_read(length: int, layer: LayerPages, options: ScoreOptions) -> int:
@@ -130,42 +157,46 @@ def _buckets(lengths: list[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _decode_bucket(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counts: list[int], options: ScoreOptions
+def _attend_group(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, options: ScoreOptions
 ) -> torch.Tensor:
-    """query: [rows, heads, dim]; key, value: of `_gather`; counts: tokens of each row in them."""
+    """query: [rows, heads, dim]; key, value: of `_gather`; seen: of the group."""
     rows, heads, _ = query.shape
-    kv_heads, most = key.shape[1:3]
-    ends, token = torch.tensor(counts)[:, None], torch.arange(most)[None]
-    seen = (token < ends) & (token >= ends - options.window) if options.window else token < ends
+    kv_heads = key.shape[1]
     q = query.view(rows, kv_heads, heads // kv_heads, -1)
     group = q.shape[2]
     q = pad(q, (0, 0, 0, padded(group, QUERY_ROWS) - group))
-    out = scaled_dot_product_attention(q, key, value, attn_mask=seen[:, None, None], scale=options.scale)
+    out = scaled_dot_product_attention(q, key, value, attn_mask=seen, scale=options.scale)
     return out[:, :, :group].reshape(rows, heads, -1)
 
 
-def _gather(
-    layer: LayerPages, tables: torch.Tensor, begins: list[int], counts: list[int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of tokens begins[i] to begins[i] + counts[i] of each row, zeros behind them.
+def _pages_of(tables: torch.Tensor, begins: list[int], counts: list[int], page_size: int) -> torch.Tensor:
+    """The pages that hold tokens begins[i] to begins[i] + counts[i] of each row, int64, as many for every row.
 
-    tables: [rows, width]; begins: where pages begin. Returns two of [rows, kv_heads, tokens, dim], contiguous:
-    attention is faster so; tokens is a multiple of KEY_ROWS.
+    tables: [rows, width]; begins: where pages begin.
     """
-    page_size, most = layer.keys.shape[1], padded(max(counts), KEY_ROWS)
     column = torch.tensor(begins)[:, None] // page_size + torch.arange(-(-max(counts) // page_size))
-    pages = tables.gather(1, column.clamp_(max=tables.shape[1] - 1)).long().flatten()
+    return tables.gather(1, column.clamp_(max=tables.shape[1] - 1)).long().flatten()
+
+
+def _gather(
+    layer: LayerPages, pages: torch.Tensor, counts: list[int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the first counts[i] tokens of each row, zeros behind them. pages: of `_pages_of`.
+
+    Returns two of [rows, kv_heads, tokens, dim], contiguous: attention is faster so; tokens is a multiple of KEY_ROWS.
+    """
+    most = padded(max(counts), KEY_ROWS)
     found = []
     for pool, scales in ((layer.keys, layer.key_scales), (layer.values, layer.value_scales)):
         raw = pool.view(torch.uint8) if scales is not None else pool
         taken = raw.index_select(0, pages).view(pool.dtype)
-        rows = taken.view(len(tables), -1, *pool.shape[2:]).transpose(1, 2)[:, :, :most]
+        rows = taken.view(len(counts), -1, *pool.shape[2:]).transpose(1, 2)[:, :, :most]
         read = rows.shape[2]
         out = torch.empty(*rows.shape[:2], most, pool.shape[3], dtype=dtype)
         out[:, :, :read] = rows
         if scales is not None:
-            scale = scales.index_select(0, pages).view(len(tables), -1, pool.shape[2]).transpose(1, 2)[:, :, :most]
+            scale = scales.index_select(0, pages).view(len(counts), -1, pool.shape[2]).transpose(1, 2)[:, :, :most]
             out[:, :, :read] *= scale[..., None]
         for row, count in zip(out, counts, strict=True):  # what lies there may be NaN, which no mask takes away
             row[:, count:] = 0

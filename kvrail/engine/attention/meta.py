@@ -4,7 +4,7 @@ A tensor for each of them would give torch.compile a dozen dimensions to special
 case of its own); two that are never that short give it none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ class StepMeta:
     plan: (new tokens, tokens in all) a sequence; sequences with one new token first.
     slots: int32 [tokens], where each new token's KV goes: page * page_size + offset.
     kv_lens: int32 [sequences], tokens in all, the new ones included. page_tables: int32 [sequences, width].
+    shared: on a CPU, what the first layer of each window has worked out for the others.
     The rest serves CUDA. counters: int32 [sequences with one new token * kv_heads], zeros between two layers.
     Of the sequences with more than one new token:
     cu_queries, cu_tokens: int32 [such sequences + 1], running sums of their new tokens and of all their tokens.
@@ -38,6 +39,7 @@ class StepMeta:
     cu_tokens: Any
     gather_slots: Any
     counters: Any
+    shared: dict[int, Any] = field(default_factory=dict, init=False)
 
     @property
     def decodes(self) -> int:

@@ -1,9 +1,9 @@
-"""The custom operator that every attention layer calls: torch.compile sees one opaque node that writes the pages."""
+"""What attention layers call; on CUDA a custom operator: torch.compile sees one opaque node that writes the pages."""
 
 import torch
 
 from kvrail.engine.attention import cpu
-from kvrail.engine.attention.meta import decode
+from kvrail.engine.attention.meta import StepMeta, decode
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.cache import LayerPages
 
@@ -31,21 +31,10 @@ def attend(
     PagedCache; data, plan: see attention.meta; sinks: [heads]; window 0 and softcap 0 are off.
     Returns [1, tokens, heads, value_dim].
     """
-    index = int(layer[0])
-    pages = LayerPages(
-        keys[index],
-        values[index],
-        None if key_scales is None else key_scales[index],
-        None if value_scales is None else value_scales[index],
-    )
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    meta = decode(data, plan)
     options = ScoreOptions(scale, window, softcap, sinks)
-    if query.is_cuda:
-        from kvrail.engine.attention import cuda  # needs triton, which a CPU worker does not
-
-        return cuda.paged_attention(q, k, v, pages, meta, options)[None]
-    return cpu.paged_attention(q, k, v, pages, meta, options)[None]
+    return attend_pages(
+        query, key, value, layer_pages(keys, values, key_scales, value_scales, layer), decode(data, plan), options
+    )
 
 
 @attend.register_fake
@@ -66,3 +55,37 @@ def _(
     softcap: float,
 ) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def attend_pages(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: LayerPages,
+    meta: StepMeta,
+    options: ScoreOptions,
+) -> torch.Tensor:
+    """The same of one layer's pages, without what the operator itself costs: on a CPU, where nothing is compiled."""
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    if query.is_cuda:
+        from kvrail.engine.attention import cuda  # needs triton, which a CPU worker does not
+
+        return cuda.paged_attention(q, k, v, pages, meta, options)[None]
+    return cpu.paged_attention(q, k, v, pages, meta, options)[None]
+
+
+def layer_pages(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    layer: torch.Tensor,
+) -> LayerPages:
+    """Views of one layer's part of the pools."""
+    index = int(layer[0])
+    return LayerPages(
+        keys[index],
+        values[index],
+        None if key_scales is None else key_scales[index],
+        None if value_scales is None else value_scales[index],
+    )

@@ -6,7 +6,9 @@ from typing import Protocol
 
 import torch
 
-from kvrail.engine.attention.op import attend
+from kvrail.engine.attention.meta import StepMeta
+from kvrail.engine.attention.op import attend, attend_pages, layer_pages
+from kvrail.engine.attention.options import ScoreOptions
 
 
 class AttentionStep(Protocol):
@@ -36,7 +38,8 @@ class AttentionStep(Protocol):
 class PagedStep:
     """One packed step over the page pool.
 
-    keys, values, key_scales, value_scales: the whole pools of PagedCache. data, plan: see attention.meta.
+    keys, values, key_scales, value_scales: the whole pools of PagedCache. data, plan: see attention.meta. meta: on a
+    CPU, the same, unpacked once for all layers.
     """
 
     keys: torch.Tensor
@@ -46,6 +49,7 @@ class PagedStep:
     data: torch.Tensor
     plan: torch.Tensor
     on_layer: Callable[[int], None] | None = None
+    meta: StepMeta | None = None
 
     def attend(
         self,
@@ -59,6 +63,9 @@ class PagedStep:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Write the new KV into the pages of the module's layer and attend to them."""
+        if self.meta is not None:
+            pages = layer_pages(self.keys, self.values, self.key_scales, self.value_scales, layer_index(module))
+            return attend_pages(query, key, value, pages, self.meta, ScoreOptions(scale, window, softcap, sinks))
         out: torch.Tensor = attend(
             query,
             key,
