@@ -9,7 +9,7 @@ from kv_blocks import bits_of, copy_of, scattered, spec_of
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
-    pytest.skip("tests/gpu/test_progressive.py covers these kernels on a GPU", allow_module_level=True)
+    pytest.skip("tests/codec/test_progressive_gpu.py covers these kernels on a GPU", allow_module_level=True)
 
 from progressive_cases import kv_pages, middles, plans_of, reference_payloads
 from test_splitzip_kernels import pages_of as kernel_pages

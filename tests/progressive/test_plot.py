@@ -25,7 +25,6 @@ def test_ratios_are_no_times():
 
 
 def test_a_result_becomes_a_drawing(tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "progressive.json"
     path.write_text(json.dumps({"hardware": "two GPUs", "date": "2026-01-01", "tables": [TIMES, RATIOS]}))
     assert main([str(path)]) == 0
@@ -35,7 +34,6 @@ def test_a_result_becomes_a_drawing(tmp_path):
 
 
 def test_a_result_without_times_is_refused(tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "drafts.json"
     path.write_text(json.dumps({"tables": [RATIOS]}))
     with pytest.raises(SystemExit, match="drafts has no table of times"):
