@@ -1,7 +1,21 @@
-"""What a process that moves large buffers beside a busy engine asks of the interpreter and of the C library."""
+"""What a process that moves large buffers beside a busy engine asks of the interpreter and of its libraries.
+
+On a CPU, only the engine's thread is to have a team. OpenMP gives one to every thread in which torch has computed, and
+keeps it as long as that thread lives; once all teams together have more threads than there are cores, none of them
+spins any more, and each of the 200 products and copies of a step waits for its threads to be woken. So the model is
+loaded in a thread that ends, and helpers compute alone.
+"""
 
 import ctypes
 import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
 
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter while another waits for it. With Python's 5 ms, the engine's thread waited
@@ -26,3 +40,31 @@ def tune_process() -> None:
         return
     for parameter, value in ((_M_MMAP_THRESHOLD, _KEPT_BYTES), (_M_TRIM_THRESHOLD, _KEPT_BYTES), (_M_ARENA_MAX, 2)):
         mallopt(ctypes.c_int(parameter), ctypes.c_int(value))
+
+
+def in_passing_thread(function: Callable[[], T]) -> T:
+    """Call `function` in a thread that ends with it; returns what it returns, raises what it raises."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # noqa: BLE001  # raised again below
+            outcome.set_exception(error)
+
+    thread = Thread(target=run, name="passing", daemon=True)
+    thread.start()
+    try:
+        return outcome.result()
+    finally:
+        if outcome.done():
+            thread.join()
+
+
+def compute_with(threads: int) -> None:
+    """From now on torch computes in so many threads where the calling thread asks it to; others keep their number.
+
+    Helpers of an engine take 1. All cores go to one thread, the engine's.
+    """
+    torch.set_num_threads(threads)
+    torch.get_num_threads()  # a thread's first question settles its number; later ones may set another for theirs

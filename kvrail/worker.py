@@ -27,7 +27,7 @@ from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.text import load_tokenizer
-from kvrail.tuning import tune_process
+from kvrail.tuning import in_passing_thread, tune_process
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
@@ -104,7 +104,8 @@ def build_worker(
     detokenize: bool,
 ) -> Worker:
     """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors."""
-    loaded, runner = _load(settings)
+    on_cpu = settings.device.startswith("cpu")
+    loaded, runner = in_passing_thread(lambda: _load(settings)) if on_cpu else _load(settings)
     registry = CollectorRegistry()
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
     limits = Limits(settings.max_batch_tokens, settings.max_running, settings.max_waiting, local_prefill_tokens)

@@ -35,7 +35,7 @@ from codec.splitzip.payload import pad
 
 Result = TypeVar("Result")
 
-_MAX_THREADS = 4
+_MAX_THREADS = min(4, torch.get_num_threads())
 _BYTES_PER_THREAD = 1 << 20
 """Raw bytes for which another thread is worth its start, some 50 us."""
 
@@ -249,7 +249,7 @@ def _decode_exact(pool: Bytes, page_ids: Ints, part: Part, fixed: Bytes, stream:
 
 def on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Result]:
     """Call `work` for ranges of a tensor's pages, on this thread and on others where the tensor is large."""
-    wanted = max(1, min(plan.raw_bytes // _BYTES_PER_THREAD, _MAX_THREADS, torch.get_num_threads(), plan.pages))
+    wanted = max(1, min(plan.raw_bytes // _BYTES_PER_THREAD, _MAX_THREADS, plan.pages))
     ends = [plan.pages * (number + 1) // wanted for number in range(wanted)]
     others = [_threads().submit(work, first, last) for first, last in pairwise(ends)]
     return [work(0, ends[0]), *(other.result() for other in others)]
@@ -258,4 +258,4 @@ def on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Res
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
     """The helpers of all threads that encode or decode."""
-    return ThreadPoolExecutor(_MAX_THREADS - 1, thread_name_prefix="lynx")
+    return ThreadPoolExecutor(max(1, _MAX_THREADS - 1), thread_name_prefix="lynx")

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from kvrail.engine.attention.registry import NAME, register
 from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_folder
 from kvrail.engine.inputs import StepInputs
+from kvrail.engine.packed_linear import can_pack, pack_linears
 from kvrail.engine.probe import forward, inspect, verify
 from kvrail.engine.support import context_limit, refuse_unsupported
 from kvrail.errors import ConfigError, UnsupportedModelError
@@ -88,6 +89,9 @@ def load_model(
     disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are for lines
     lm = _build(folder, config, compute, place, load_format)
     found = inspect(lm, config)
+    vocab_size = lm.get_output_embeddings().weight.shape[0]
+    if can_pack(lm):
+        pack_linears(lm)
     layout = KVLayout(found.num_layers, found.num_kv_heads, found.key_dim, found.value_dim, page_size, kv_dtype)
     verify(lm, layout)
     digest = fingerprint_dummy(config, _DUMMY_SEED) if load_format == "dummy" else fingerprint_folder(folder)
@@ -95,7 +99,7 @@ def load_model(
         model=lm,
         config=config,
         layout=layout,
-        vocab_size=lm.get_output_embeddings().weight.shape[0],
+        vocab_size=vocab_size,
         max_model_len=max_model_len or limit,
         eos_token_ids=_eos_token_ids(folder, config),
         fingerprint=digest,

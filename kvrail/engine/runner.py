@@ -12,6 +12,7 @@ from kvrail.engine.graphs import DecodeGraphs, batch_sizes
 from kvrail.engine.inputs import step_inputs
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.packing import pack
+from kvrail.tuning import compute_with
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class ModelRunner:
         self._wants_graphs = cuda_graphs and self.launches_async
         self._wants_compiled = compile and self.launches_async
         self._graphs: DecodeGraphs | None = None
+        self._threads = torch.get_num_threads()
 
     @property
     def launches_async(self) -> bool:
@@ -48,9 +50,11 @@ class ModelRunner:
         return self.loaded.device.type == "cuda"
 
     def bind_thread(self) -> None:
-        """Make the model's GPU the calling thread's current one: kernels and captures go there."""
+        """Give the calling thread what computes: the model's GPU, where kernels and captures go, or the CPU's cores."""
         if self.launches_async:
             torch.cuda.set_device(self.loaded.device)
+        else:
+            compute_with(self._threads)
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for it. Overwrites pages."""

@@ -23,6 +23,7 @@ from kvrail.errors import (
 )
 from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
+from kvrail.tuning import compute_with
 from kvrail.wire.convert import sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from kvrail.worker import Worker
@@ -61,7 +62,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._settings = settings
         self._codecs = codecs
         self._default_codec = default_codec
-        self._decoders = ThreadPoolExecutor(DECODER_THREADS, thread_name_prefix="decode")
+        self._decoders = ThreadPoolExecutor(
+            DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
+        )
         self._prefill_workers = prefill_workers
         fallback = codecs.default() if default_codec == AUTO else default_codec
         self._chooser = Chooser(worker.transfers, settings.max_drafts, fallback, costs)

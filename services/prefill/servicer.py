@@ -17,6 +17,7 @@ from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
 from kvrail.transport.grpc import serve_prefill
 from kvrail.transport.replies import PrefillReplies
+from kvrail.tuning import compute_with
 from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrail.worker import Worker
@@ -72,7 +73,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._links: dict[str, Link] = {}
         self._max_held_bytes = int(settings.held_kv_gib * (1 << 30))
         self._answered = 0
-        self._encoders = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="encode")
+        self._encoders = ThreadPoolExecutor(
+            ENCODER_THREADS, thread_name_prefix="encode", initializer=compute_with, initargs=(1,)
+        )
 
     @maps_errors
     async def GetStatus(

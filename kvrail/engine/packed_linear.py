@@ -1,0 +1,45 @@
+"""Linear layers on a CPU whose weights lie as the product reads them.
+
+torch's own product of a few rows copies the whole weight into another layout at each call, which takes several times
+as long as the arithmetic. oneDNN takes a weight in that layout: a step of one token is faster so, a prompt too. It
+also gives a row the same bits in any company of rows, which attention/cpu.py builds on.
+"""
+
+import torch
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer in float32 that keeps its weight in oneDNN's layout and no other."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        """Take over the parameters of `layer`; those that nothing else holds are freed with it."""
+        super().__init__()
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.bias = layer.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A copy, [out_features, in_features]."""
+        dense: torch.Tensor = self._packed.to_dense()
+        return dense
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in_features]; returns [..., out_features]."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return out
+
+
+def can_pack(model: torch.nn.Module) -> bool:
+    """Whether a model computes in float32 on a CPU for which this build of torch has oneDNN."""
+    first = next(model.parameters())
+    return first.device.type == "cpu" and first.dtype == torch.float32 and torch._C._has_mkldnn
+
+
+def pack_linears(model: torch.nn.Module) -> None:
+    """Replace all linear layers of `model`; subclasses stay, they may compute something else."""
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is torch.nn.Linear:
+                setattr(parent, name, PackedLinear(layer))

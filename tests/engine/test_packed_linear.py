@@ -1,0 +1,47 @@
+"""Linear layers with packed weights compute what torch's own do, and a loaded model has no others."""
+
+import pytest
+import torch
+from torch import nn
+
+from kvrail.engine.packed_linear import PackedLinear, can_pack, pack_linears
+from tests.engine import tiny_models
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 5), (4, 96), (2, 3, 96), (68, 33)])
+def test_equals_torchs_own(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(shape[-1], 40, bias=bias), torch.randn(shape)
+    found = PackedLinear(layer)
+    assert torch.equal(found.weight, layer.weight)
+    wanted = nn.functional.linear(
+        x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
+    )
+    torch.testing.assert_close(found(x).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_have_the_same_bits_in_any_company() -> None:
+    torch.manual_seed(1)
+    layer, x = PackedLinear(nn.Linear(512, 960, bias=False)), torch.randn(264, 512)
+    together = layer(x)
+    for count in (4, 8, 20, 64, 128):
+        for begin in (0, 100, 264 - count):
+            assert torch.equal(layer(x[begin : begin + count]), together[begin : begin + count])
+
+
+def test_a_model_in_float32_on_a_cpu_is_packed() -> None:
+    lm = tiny_models.load("llama").model
+    kinds = {type(module) for module in lm.modules()}
+    assert PackedLinear in kinds and nn.Linear not in kinds
+    assert nn.Linear in {type(module) for module in tiny_models.load("llama", dtype="bfloat16").model.modules()}
+
+
+def test_other_types_are_left_alone() -> None:
+    class Other(nn.Linear):
+        pass
+
+    model = nn.Sequential(Other(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+    assert can_pack(model) and not can_pack(model.bfloat16())
+    pack_linears(model.float())
+    assert [type(module) for module in model] == [Other, PackedLinear, nn.LayerNorm]
