@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import random
 
 import psutil
@@ -10,7 +11,7 @@ from codec import registry
 from tests.cluster.cluster import cluster
 from tests.models import tiny_model
 
-ROUNDS = 10
+ROUNDS = int(os.environ.get("KVRAIL_LOAD_ROUNDS", "10"))
 CONCURRENT = 64
 EXACT = [name for name in registry.names() if registry.get(name).exact]
 
@@ -45,7 +46,7 @@ async def one_round(c, asked, rng):
     return await asyncio.gather(*(ask(number, *each) for number, each in enumerate(asked)))
 
 
-async def test_sixty_four_mixed_requests_ten_times():
+async def test_sixty_four_mixed_requests_again_and_again():
     asked = list(requests(1))
     folder, shared = tiny_model("llama"), {"kv_dtype": "bfloat16", "page_size": 16, "max_batch_tokens": 512}
     async with cluster(folder, num_pages=300, prefix_cache=False, **shared) as c:
