@@ -76,8 +76,8 @@ class Coded:
         self.host = [np.frombuffer(bytearray(stage), dtype=np.uint8) for stage in stages]
         self.device = [torch.from_numpy(stage).to(block.keys.device) for stage in self.host]
         self.pages, out = [], poisoned(block)
-        for number, stage in enumerate(self.host):
-            codec.decode(number, stage.data, PagedBlock.whole(out))
+        for number in range(len(self.host)):
+            codec.decode(number, [stage.data for stage in self.host[: number + 1]], PagedBlock.whole(out))
             self.pages.append(Block(*(tensor.clone() for tensor in out.tensors())))
         if codec.exact:
             _require_equal(f"{codec.name}, sent and got", _pairs(out, block))

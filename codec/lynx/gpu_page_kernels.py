@@ -302,7 +302,8 @@ def decode_block(
     table,
     num_pages,
     pages,
-    dense,
+    anchors,
+    residuals,
     tables,
     STAGE: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
@@ -319,9 +320,8 @@ def decode_block(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Write the anchors of some columns of a page, or refine them; arguments as of gpu_kernels.decode_kernel."""
+    """Write what the codes of some columns of a page stand for; arguments as of gpu_kernels.decode_kernel."""
     SHARED: tl.constexpr = ALL_CHUNKS == 1
-    CENTRED: tl.constexpr = STAGE == 0 or CURVED
     WORDS: tl.constexpr = COLUMNS // LANES
     BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
     ITEM: tl.constexpr = 32 if MANTISSA_BITS == 23 else 16
@@ -329,40 +329,47 @@ def decode_block(
     column = columns_of(block, WIDTH // LANES)
     inside = column < WORDS
     row, chunk = rows_of(CHUNKS, CHUNK, ROWS_IN_CHUNK)
-    scales, widths, minima, lows, codes = sections_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, STAGE, CURVED)
+    scales, widths, minima, lows, codes = sections_of(anchors, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 0, CURVED)
     words = words_at(page, ITEM, LANES) + row * WORDS + column[None, None, :]
-    x, here = (), ()
-    for half in tl.static_range(2):
-        here += ((row < HALF_ROWS) & (row + half * HALF_ROWS < ROWS) & inside[None, None, :],)
-        if STAGE == 1:  # all loads are under way before the first is used
-            x += numbers_of(load(words + half * (HALF_ROWS * WORDS), here[half], PADDED), MANTISSA_BITS, LANES)
     at = (number.to(tl.int64) * HALF_ROWS + row) * WORDS + column[None, None, :]
-    both = load(words_at(codes, 8, LANES) + at, (row < HALF_ROWS) & inside[None, None, :], PADDED).to(tl.uint32)
+    there = (row < HALF_ROWS) & inside[None, None, :]
+    both = load(words_at(codes, 8, LANES) + at, there, PADDED).to(tl.uint32)
+    fine = both
+    if STAGE == 1:
+        _, _, _, _, codes = sections_of(residuals, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 1, CURVED)
+        fine = load(words_at(codes, 8, LANES) + at, there, PADDED).to(tl.uint32)
     channel = number.to(tl.int64) * WORDS + column
     scale = numbers_of(load(words_at(scales, 16, LANES) + channel, inside, True), 7, LANES)
-    minimum = scale
-    if CENTRED:
-        minimum = numbers_of(load(words_at(minima, ITEM, LANES) + channel, inside, True), MANTISSA_BITS, LANES)
+    minimum = numbers_of(load(words_at(minima, ITEM, LANES) + channel, inside, True), MANTISSA_BITS, LANES)
     for half in tl.static_range(2):
         if not SHARED:
             which = chunk + half * (HALF_ROWS // ROWS_IN_CHUNK)
             at = (number.to(tl.int64) * ALL_CHUNKS + which) * WORDS + column[None, :]
             there = (which < ALL_CHUNKS) & inside[None, :]
             width = load(words_at(widths, 8, LANES) + at, there, True).to(tl.uint32)
-            low = width
-            if CENTRED:
-                low = load(words_at(lows, 8, LANES) + at, there, True).to(tl.uint32)
-        found = ()
+            low = load(words_at(lows, 8, LANES) + at, there, True).to(tl.uint32)
+        here = (row < HALF_ROWS) & (row + half * HALF_ROWS < ROWS) & inside[None, None, :]
+        centres, units, rates, found = (), (), (), ()
         for lane in tl.static_range(LANES):
             centre, unit, rate = chunks_of(
                 scale[lane][None, :], 0.0 if SHARED else ((width >> (8 * lane)) & 255).to(tl.float32),
-                minimum[lane][None, :], 0.0 if SHARED else ((low >> (8 * lane)) & 255).to(tl.float32), SHARED, CENTRED,
+                minimum[lane][None, :], 0.0 if SHARED else ((low >> (8 * lane)) & 255).to(tl.float32), SHARED, True,
             )  # fmt: skip
-            centre, unit, rate = centre[:, None, :], unit[:, None, :], rate[:, None, :]
+            centres += (centre[:, None, :],)
+            units += (unit[:, None, :],)
+            rates += (rate[:, None, :],)
             code = (both << 1) if lane == 0 else (both >> (8 * lane - 1))
-            if STAGE == 0:
-                found += (coarse_of(code, centre, unit, tables, 1 + 4 * half, CURVED),)
-            else:
-                coarse = x[half * LANES + lane]
-                found += (refined_of(coarse, code, centre, unit, rate, tables, 1 + 4 * half, CURVED),)
-        store(words + half * (HALF_ROWS * WORDS), elements_of(found, MANTISSA_BITS, LANES), here[half], PADDED)
+            found += (coarse_of(code, centres[lane], units[lane], tables, 1 + 4 * half, CURVED),)
+        elements = elements_of(found, MANTISSA_BITS, LANES)
+        if STAGE == 1:
+            coarse = numbers_of(elements, MANTISSA_BITS, LANES)  # as ANCHOR alone leaves them: rounded
+            found = ()
+            for lane in tl.static_range(LANES):
+                code = (fine << 1) if lane == 0 else (fine >> (8 * lane - 1))
+                found += (
+                    refined_of(
+                        coarse[lane], code, centres[lane], units[lane], rates[lane], tables, 1 + 4 * half, CURVED
+                    ),
+                )
+            elements = elements_of(found, MANTISSA_BITS, LANES)
+        store(words + half * (HALF_ROWS * WORDS), elements, here, PADDED)
