@@ -77,7 +77,8 @@ def launch_decode(
     Tensors that travel raw are left as they are.
     """
     stage = len(dense) - 1
-    _launch(decode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[stage]], {"STAGE": stage, "num_warps": WARPS})
+    warps = 2 * WARPS if plans[0].code.curved else WARPS  # tables' entries need registers
+    _launch(decode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[stage]], {"STAGE": stage, "num_warps": warps})
 
 
 def launch_exact_encode(
