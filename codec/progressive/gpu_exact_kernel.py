@@ -4,6 +4,10 @@ One program restores one tile, as in codec/splitzip/gpu_decode_kernel.py, whose 
 if none were an escape, then, behind a barrier, those for which there is a record. Nothing is read of the pages.
 Whoever reads them meanwhile finds values of the stage that was there or of this one, or an escape's mantissa under the
 exponent of the first stage.
+
+On paper, bfloat16, a page of [64, 1024]: a value moves 1.43 bytes in and 2 out. Compiled for sm_90 with two warps, a
+tile of 4,096 values takes about 1,000 instructions a warp, patches included, 600 of them of integers and logic. Moving
+its 14 KB takes an H200 as long as it needs to issue some 3,000, or 1,500 of those.
 """
 
 # Tuples that grow in unrolled loops have no type that mypy can follow.
@@ -32,17 +36,21 @@ _CODE_BITS = tl.constexpr(CODE_BITS)
 
 
 @triton.jit
-def _kept_below(top, level, MAGNITUDE_BITS: tl.constexpr, KEPT_BITS: tl.constexpr, LANES: tl.constexpr):
-    """README.md, "Levels": exponent and first mantissa bits of the values of a level, where such levels are finer.
+def _magnitudes(top, anchor, LEVEL_BITS: tl.constexpr, REST_BITS: tl.constexpr, LANES: tl.constexpr):
+    """README.md, "Levels": exponents and first mantissa bits of what anchors name, in place; below them are others.
 
-    top: of what lies above the highest level, in the same bits, and a bit above these.
+    top: of the highest level. Sums of lanes may reach into the next one: what is taken from them last brings it back.
     """
-    HALF: tl.constexpr = (1 << KEPT_BITS) // 2
-    first = clamped(level, HALF, 3 * HALF, LANES)
-    second = clamped(level, 4 * HALF, 6 * HALF, LANES)
-    # What a lane gets from the next one here is above all bits that count.
-    over = (first + second - replicated(5 * HALF - 1, LANES)) >> 1
-    return (top - level + over) & replicated((1 << MAGNITUDE_BITS) - 1, LANES)
+    LEVELS: tl.constexpr = (1 << LEVEL_BITS) - 1
+    if REST_BITS > 0:
+        HALF: tl.constexpr = (1 << (LEVEL_BITS - _CODE_BITS.value + REST_BITS)) // 4  # of an octave, as levels are here
+        level = (anchor << (REST_BITS - 1)) & replicated(LEVELS << (REST_BITS - 1), LANES)  # half of what one is worth
+        first = clamped(level, HALF, 3 * HALF, LANES)
+        second = clamped(level, 4 * HALF, 6 * HALF, LANES)
+        word = top - replicated(5 * HALF - (1 << (REST_BITS - 1)), LANES) + first + second - level * 2
+    else:
+        word = top - (anchor & replicated(LEVELS, LANES))
+    return word
 
 
 @triton.jit
@@ -118,7 +126,7 @@ def _decode_tile(
     PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
     LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
     REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    MAGNITUDE_BITS: tl.constexpr = EXPONENT_BITS + KEPT_BITS  # of what the first stage can tell
+    SIGN: tl.constexpr = 1 << (EXPONENT_BITS + MANTISSA_BITS)
     SIGN_SHIFT: tl.constexpr = EXPONENT_BITS + MANTISSA_BITS - LEVEL_BITS
     EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
     HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
@@ -143,16 +151,13 @@ def _decode_tile(
     highest = tl.load(tops + tile).to(tl.uint32) & EXPONENTS
     # Neither drop nor level can borrow, whatever the payload holds: the bits above are there to be taken from.
     top = (replicated(highest + (1 << EXPONENT_BITS), LANES) - drop) & replicated(EXPONENTS, LANES)
-    top = (top << KEPT_BITS) + replicated((1 << MAGNITUDE_BITS) + (1 << KEPT_BITS) - 1, LANES)
+    top = (top << MANTISSA_BITS) + replicated(SIGN + (1 << MANTISSA_BITS) - (1 << REST_BITS), LANES)
     for s in tl.static_range(8):
         anchor = field(anchors, s, LEVEL_BITS + 1, LANES)
-        level = anchor & replicated((1 << LEVEL_BITS) - 1, LANES)
+        word = (anchor & replicated(1 << LEVEL_BITS, LANES)) << SIGN_SHIFT
         if REST_BITS > 0:
-            word = _kept_below(top, level, MAGNITUDE_BITS, KEPT_BITS, LANES) << REST_BITS
             word |= field(rests, s, REST_BITS, LANES)
-        else:
-            word = (top - level) & replicated((1 << MAGNITUDE_BITS) - 1, LANES)
-        word |= (anchor & replicated(1 << LEVEL_BITS, LANES)) << SIGN_SHIFT
+        word |= _magnitudes(top, anchor, LEVEL_BITS, REST_BITS, LANES) & replicated(SIGN - (1 << REST_BITS), LANES)
         where = words + first + s * STEP
         if PADDED:
             tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
