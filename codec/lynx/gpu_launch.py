@@ -77,7 +77,8 @@ def launch_decode(
     Tensors that travel raw are left as they are.
     """
     stage = len(dense) - 1
-    warps = 2 * WARPS if plans[0].code.curved else WARPS  # tables' entries need registers
+    # What needs more registers a value has more warps for them: both stages at once, and the tables of a curved map.
+    warps = 2 * WARPS if stage == RESIDUAL or plans[0].code.curved else WARPS
     _launch(decode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[stage]], {"STAGE": stage, "num_warps": warps})
 
 
