@@ -88,8 +88,9 @@ def stages_of(candidate: Candidate, group: Group) -> list[tuple[Block, float]]:
     block, found, bits = block_of(group, candidate.page_size), [], 0.0
     out = Block(torch.empty_like(block.keys), torch.empty_like(block.values))
     values = block.keys.numel() + block.values.numel()
-    for stage, payload in enumerate(candidate.codec.encode(PagedBlock.whole(block)).stages()):
-        candidate.codec.decode(stage, payload, PagedBlock.whole(out))
+    payloads = candidate.codec.encode(PagedBlock.whole(block)).stages()
+    for stage, payload in enumerate(payloads):
+        candidate.codec.decode(stage, payloads[: stage + 1], PagedBlock.whole(out))
         bits += 8 * payload.nbytes / values
         found.append((Block(out.keys.clone(), out.values.clone()), bits))
     if candidate.codec.exact and not all(map(_same_bits, out.tensors(), block.tensors())):

@@ -4,8 +4,9 @@
 
 Every row is checked bit for bit first. The limit is the time to move the least bytes that the work can, at the rate of
 a copy in the same run. Codecs of one stage read the tensors once and write their payload once, or the reverse. Of
-those with stages, encoding reads the tensors and writes all payloads, the first stage is read and the tensors are
-written, and each later one is read while the tensors are read and written. Times hold all launches and every byte of
+those with stages, encoding reads the tensors and writes all payloads. The first stage is read and the tensors are
+written; for the second, both are read and the tensors are written; the third of `lynx-exact` is read while the tensors
+are read and written. Times hold all launches and every byte of
 metadata. The KV of a prefill chunk is encoded in one launch, all layers, keys and values, and timed as a captured graph
 too. Lists have commas; without one, there is everything.
 """
@@ -45,9 +46,9 @@ CHUNK_LAYERS, CHUNK_TOKENS, CHUNK_HEADS, CHUNK_DIM = 36, 2048, 8, 128
 HEADER = ("KV", "codec", "MiB", "ratio", "escapes", "encode GB/s", "of limit", "decode GB/s", "of limit")
 STEPS = ("KV", "codec", "step", "bytes moved a value", "GB/s", "of limit", *(f"of {name}" for name in ONE_STAGE))
 STEP_NOTES = (
-    "anchor: the first stage into pages. refine: the second into pages that hold the first. encode the third, restore:"
-    " what leads from there to the exact values, its escapes left to the host. The last columns are of the rate at"
-    " which codecs of one stage encode or decode the same KV."
+    "anchor: the first stage into pages. second: both stages into pages, of which nothing is read. encode the third,"
+    " restore: what leads from there to the exact values, its escapes left to the host. The last columns are of the"
+    " rate at which codecs of one stage encode or decode the same KV."
 )
 HOST_CALLS = 50
 

@@ -18,7 +18,7 @@ from codec.lynx import payload as lynx
 from codec.lynx.formats import LynxCode
 from codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
 from codec.lynx.plan import TensorPlan
-from codec.progressive.payload import HEADER_BYTES, parse_anchor, parse_rest
+from codec.progressive.payload import HEADER_BYTES, parse_both
 from codec.progressive.plan import Cut, anchor_plans
 from codec.splitzip.payload import scale_bytes_of
 from codec.splitzip.plan import aligned
@@ -76,8 +76,8 @@ class Coded:
         self.host = [np.frombuffer(bytearray(stage), dtype=np.uint8) for stage in stages]
         self.device = [torch.from_numpy(stage).to(block.keys.device) for stage in self.host]
         self.pages, out = [], poisoned(block)
-        for number, stage in enumerate(self.host):
-            codec.decode(number, stage.data, PagedBlock.whole(out))
+        for number in range(len(self.host)):
+            codec.decode(number, [stage.data for stage in self.host[: number + 1]], PagedBlock.whole(out))
             self.pages.append(Block(*(tensor.clone() for tensor in out.tensors())))
         if codec.exact:
             _require_equal(f"{codec.name}, sent and got", _pairs(out, block))
@@ -100,13 +100,14 @@ def measure(name: str, block: Block, runs: int) -> list[StepFigures]:
 
 
 def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
-    """Both stages from the pages, in one pass; the first into `out`; the second into `out`, which holds the first."""
+    """Both stages from the pages, in one pass; the first into `out`; both into `out`, whatever lies there."""
     from codec.progressive import gpu_launch
     from codec.splitzip.gpu_launch import make_table
 
     source, target, spec = PagedBlock.whole(block), PagedBlock.whole(out), block.spec
     plans = anchor_plans(spec, Cut())
-    anchor, rest = parse_anchor(coded.host[0], spec, plans), parse_rest(coded.host[1], plans)
+    layouts = parse_both(*coded.host, spec, plans)
+    anchor, rest = layouts
     table = make_table(source, (None, None))
     buffers = gpu_launch.StageBuffers.allocate(plans, scale_bytes_of(spec), source.device)
     made = []
@@ -125,13 +126,13 @@ def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     def decode_anchor() -> None:
         gpu_launch.launch_decode_anchor(coded.device[0], anchor, table, target)
 
-    def refine() -> None:
-        gpu_launch.launch_refine(coded.device[1], rest, table, target)
+    def decode_both() -> None:
+        gpu_launch.launch_decode_exact(coded.device, layouts, table, target)
 
     return [
         Step("encode", encode, raw + first + second, made),
         Step("anchor", decode_anchor, first + raw, _pairs(out, coded.pages[0])),
-        Step("refine", refine, second + 2 * raw, _pairs(out, coded.pages[1])),
+        Step("second", decode_both, first + second + raw, _pairs(out, coded.pages[1])),
     ]
 
 
@@ -148,20 +149,21 @@ def lynx_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     dense = [[torch.zeros_like(part) for part in fixed[stage]] for stage in (ANCHOR, RESIDUAL)]
     made = [pair for stage in (ANCHOR, RESIDUAL) for pair in zip(dense[stage], fixed[stage], strict=True)]
     raw, sizes = block.spec.raw_bytes, [stage.size for stage in coded.host]
+    codes = sum(plan.sections[RESIDUAL]["codes"].size for plan in plans)  # what residuals add to anchors
 
     def encode() -> None:
         gpu_launch.launch_encode(pools, table, plans, dense)
 
     def decode_anchor() -> None:
-        gpu_launch.launch_decode(targets, table, plans, fixed[ANCHOR], ANCHOR)
+        gpu_launch.launch_decode(targets, table, plans, fixed[:RESIDUAL])
 
-    def refine() -> None:
-        gpu_launch.launch_decode(targets, table, plans, fixed[RESIDUAL], RESIDUAL)
+    def decode_both() -> None:
+        gpu_launch.launch_decode(targets, table, plans, fixed[:EXACT])
 
     steps = [
         Step("encode", encode, raw + sizes[ANCHOR] + sizes[RESIDUAL], made),
         Step("anchor", decode_anchor, sizes[ANCHOR] + raw, _pairs(out, coded.pages[ANCHOR])),
-        Step("refine", refine, sizes[RESIDUAL] + 2 * raw, _pairs(out, coded.pages[RESIDUAL])),
+        Step("second", decode_both, sizes[ANCHOR] + codes + raw, _pairs(out, coded.pages[RESIDUAL])),
     ]
     if len(layouts) > EXACT:
         steps += _exact_steps(pools, targets, table, plans, dense, layouts[EXACT], coded)

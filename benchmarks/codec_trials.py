@@ -109,7 +109,7 @@ def ours(name: str, codec: Codec, block: Block) -> Trial:
         block,
         out,
         encode=lambda: codec.encode(source).stages()[0],
-        decode=lambda payload: codec.decode(0, payload, target),
+        decode=lambda payload: codec.decode(0, [payload], target),
         size=lambda payload: payload.nbytes,
         escapes=escapes,
     )

@@ -46,13 +46,12 @@ class FrameGuard:
         self._check_identity(header)
         self._check_bounds(header)
         spec = header.spec
-        block = (header.first_layer, spec.num_layers, header.first_page, spec.num_pages)
-        expected = self._next_stage.get(block, 0)
+        expected = self._next_stage.get(header.bounds, 0)
         if header.stage != expected:
             raise FrameFormatError(f"frame {header.sequence} has stage {header.stage}; its block's next is {expected}")
         if header.stage == 0:
             self._cover(header)
-        self._next_stage[block] = header.stage + 1
+        self._next_stage[header.bounds] = header.stage + 1
         self._missing[header.stage] -= spec.num_layers * spec.num_pages
         recent_pages = header.first_page + spec.num_pages - max(header.first_page, self._recent_page)
         self._missing_recent -= spec.num_layers * max(0, recent_pages)

@@ -168,8 +168,22 @@ class Codec(Protocol):
     def encode(self, pages: PagedBlock) -> Encoding:
         """Launch the encoding of `pages` on their device's current stream."""
 
-    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
-        """Write stage `stage` into `out`, on its device's current stream.
+    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+        """Have `out` hold stage `stage`, on its device's current stream.
 
-        Stages of a block arrive in order. Raises CodecError, with `out` untouched, where the payload does not fit.
+        payloads: of all stages up to this one, 0 to `stage`. Stages of a block arrive in order, so that a codec may use
+        the earlier payloads or what they left in `out`. Nothing of `payloads` is in use any more once this returns.
+        Raises CodecError, with `out` untouched, where a payload does not fit, or there is one too many or too few.
         """
+
+
+def check_stage(codec: Codec, stage: int, payloads: Sequence[memoryview]) -> None:
+    """Raise CodecError where a codec has no such stage, or the payloads are not as many as there are up to it."""
+    if not 0 <= stage < codec.num_stages:
+        known = "stage 0 alone" if codec.num_stages == 1 else f"stages 0 to {codec.num_stages - 1}"
+        raise CodecError(f"{codec.name} has {known}, not {stage}")
+    if len(payloads) != stage + 1:
+        raise CodecError(
+            f"stage {stage} of {codec.name} is decoded from the payloads of stages 0 to {stage}: {stage + 1}, not"
+            f" {len(payloads)}"
+        )

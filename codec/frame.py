@@ -62,6 +62,11 @@ class FrameHeader:
     first_page: int
     sequence: int
 
+    @property
+    def bounds(self) -> tuple[int, int, int, int]:
+        """First layer, layers, first page, pages: equal in all stages of a block."""
+        return self.first_layer, self.spec.num_layers, self.first_page, self.spec.num_pages
+
 
 def _raw_bytes(spec: BlockSpec) -> int:
     """Bytes of the block's tensors; as BlockSpec.raw_bytes, but safe for numbers from the network."""

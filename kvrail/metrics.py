@@ -240,6 +240,7 @@ class TransferMetrics:
         self.held_bytes = make.gauge(
             "kvrail_kv_held_bytes", "Bytes of later stages that wait in memory until first stages have left."
         )
+        self.kept_bytes = make.gauge("kvrail_kv_kept_bytes", "Bytes of earlier stages kept until the last has come.")
         self.lossy_requests = make.counter(
             "kvrail_lossy_requests", "Requests whose KV came through a codec that does not restore every bit."
         )

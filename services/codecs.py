@@ -168,8 +168,8 @@ def _run(codec: Codec, pages: PagedBlock) -> CodecCost:
     with side.after(side.mark()):  # as transfers do it, also on a GPU that is not this thread's current one
         payloads = codec.encode(pages).stages()
         encoded = perf_counter()
-        for stage, payload in enumerate(payloads):
-            codec.decode(stage, payload, pages)
+        for stage in range(len(payloads)):
+            codec.decode(stage, payloads[: stage + 1], pages)
     side.synchronize()
     raw_bytes = pages.spec.raw_bytes
     stages = tuple(payload.nbytes / raw_bytes for payload in payloads)

@@ -1,9 +1,11 @@
 """The codecs `int8` and `int4`: uniform quantisation in one lossy stage."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from codec.base import Block, CodecError, Encoding, EncodingStats, PagedBlock
+from codec.base import Block, CodecError, Encoding, EncodingStats, PagedBlock, check_stage
 from codec.integer.payload import HEADER_BYTES, Bytes, Part, Payload, parse, plans_of, raw_pages_of
 from codec.integer.plan import INT4, INT8, IntegerCode, TensorPlan
 from codec.integer.quantise import dequantise, quantise
@@ -89,15 +91,14 @@ class IntegerCodec:
         self._check_dtype(pages)
         return IntegerEncoding(pages, plans_of(pages.spec, self._code))
 
-    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
-        """Check all of a payload, then write it into `out`, on its device's current stream.
+    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+        """Check all of the one payload, then write it into `out`, on its device's current stream.
 
         Raises CodecError, with `out` untouched, where the payload is not one of this codec, spec and stage.
         """
-        if stage != 0:
-            raise CodecError(f"{self.name} has stage 0 alone, not {stage}")
+        check_stage(self, stage, payloads)
         self._check_dtype(out)
-        source = np.frombuffer(payload, dtype=np.uint8)
+        source = np.frombuffer(payloads[0], dtype=np.uint8)
         layout = parse(source, out.spec, self._code)
         uploaded = _uploaded(source, out.device)
         starts = zip(layout.parts, layout.offsets, layout.tails, strict=True)

@@ -1,21 +1,21 @@
 """The codecs `lynx` and `lynx-exact`, and where the work is done."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from codec.base import CodecError, Encoding, PagedBlock
+from codec.base import CodecError, Encoding, PagedBlock, check_stage
 from codec.lynx.formats import FORMATS, LynxCode
-from codec.lynx.payload import EXACT, parse, plans_of
+from codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse, parse_both, plans_of
 
 
 class LynxCodec:
     """Anchors, residuals and, where exact, what restores every bit; on CPU and CUDA.
 
-    Every stage but the first refines what the one before left in the pages: nothing is kept between stages. Made once;
-    any thread may use it.
+    Made once; any thread may use it.
     """
 
     def __init__(self, name: str, code: LynxCode, *, exact: bool) -> None:
@@ -36,18 +36,22 @@ class LynxCodec:
         encoding: Encoding = _kernels(pages.device).encode(pages, plans, self.num_stages)
         return encoding
 
-    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
-        """Check all of a payload, then write its stage into `out`, on its device's current stream.
+    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+        """Check all of the payloads that it needs, then write a stage into `out`, on its device's current stream.
 
-        Later stages need what the one before left in the pages. Raises CodecError, with `out` untouched, where the
-        payload is not one of this codec, parameters, spec and stage.
+        RESIDUAL is written from the first two, whatever lies in `out`, but for tensors that travel raw, which ANCHOR
+        left there; EXACT corrects by its own payload what RESIDUAL left. Raises CodecError, with `out` untouched, where
+        a payload is not one of this codec, parameters, spec and its stage, or the first two are of different blocks.
         """
-        if not 0 <= stage < self.num_stages:
-            raise CodecError(f"{self.name} has stages 0 to {self.num_stages - 1}, not {stage}")
+        check_stage(self, stage, payloads)
         self._check_dtype(out)
-        source = np.frombuffer(payload, dtype=np.uint8)
-        layout = parse(source, out.spec, self._code, stage)
-        _kernels(out.device).decode(source, layout, out)
+        sources, kernels = [np.frombuffer(payload, dtype=np.uint8) for payload in payloads], _kernels(out.device)
+        if stage == EXACT:
+            kernels.decode_exact(sources[EXACT], parse(sources[EXACT], out.spec, self._code, EXACT), out)
+        elif stage == RESIDUAL:
+            kernels.decode(sources, parse_both(sources[ANCHOR], sources[RESIDUAL], out.spec, self._code), out)
+        else:
+            kernels.decode(sources, (parse(sources[ANCHOR], out.spec, self._code, ANCHOR),), out)
 
     def _check_dtype(self, pages: PagedBlock) -> None:
         dtype = pages.spec.dtype

@@ -88,20 +88,32 @@ def encode(pages: PagedBlock, plans: Sequence[TensorPlan], num_stages: int) -> C
     return CpuEncoding([each.view() for each in payloads], totals)
 
 
-def decode(payload: Bytes, layout: Payload, out: PagedBlock) -> None:
-    """Write a stage into `out`; layout: what payload.parse says of the payload.
+def decode(payloads: Sequence[Bytes], layouts: Sequence[Payload], out: PagedBlock) -> None:
+    """Write into `out` what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code; raw tensors where it is ANCHOR.
+
+    Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
+    """
+    pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
+    for tensor, (pool, part) in enumerate(zip(pools, layouts[ANCHOR].parts, strict=True)):
+        fixed = [payload[layout.offsets[tensor] :] for payload, layout in zip(payloads, layouts, strict=True)]
+        if not part.plan.raw:
+            _decode_tensor(pool, page_ids, part.plan, fixed)
+        elif len(payloads) == 1:
+            scatter(pool, page_ids, fixed[ANCHOR][: part.plan.raw_bytes])
+
+
+def decode_exact(payload: Bytes, layout: Payload, out: PagedBlock) -> None:
+    """Correct by EXACT what RESIDUAL left in `out`.
 
     Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
     """
     pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
     for pool, part, start, stream in zip(pools, layout.parts, layout.offsets, layout.streams, strict=True):
-        fixed, plan = payload[start : start + part.fixed_bytes], part.plan
-        if part.raw or (plan.raw and layout.stage == ANCHOR):
-            scatter(pool, page_ids, fixed[: plan.raw_bytes])
-        elif not plan.raw and layout.stage == EXACT:
+        fixed = payload[start : start + part.fixed_bytes]
+        if part.raw:
+            scatter(pool, page_ids, fixed[: part.plan.raw_bytes])
+        elif not part.plan.raw:
             _decode_exact(pool, page_ids, part, fixed, payload[stream:])
-        elif not plan.raw:
-            _decode_tensor(pool, page_ids, plan, layout.stage, fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +160,14 @@ def _encode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, anchors: Bytes
         section(residuals, plan, RESIDUAL, name)[:] = section(anchors, plan, ANCHOR, name)
 
 
-def _decode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, stage: int, fixed: Bytes) -> None:
-    code, geometry, where = plan.code, geometry_of(plan), stages_of(plan)[stage]
+def _decode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, fixed: Sequence[Bytes]) -> None:
+    """Write the last of the stages whose fixed sections these are: ANCHOR, or ANCHOR and RESIDUAL."""
+    code, geometry, (anchor, residual, _) = plan.code, geometry_of(plan), stages_of(plan)
+    refines, anchors, last_stage = len(fixed) > RESIDUAL, fixed[ANCHOR], fixed[-1]
 
     def decode_range(first: int, last: int) -> None:
-        tables = code.edges, code.middles, code.steps
-        decode_pages(pool, page_ids, first, last, geometry, where, stage == RESIDUAL, *tables, fixed)
+        where = first, last, geometry, anchor, residual, refines
+        decode_pages(pool, page_ids, *where, code.edges, code.middles, code.steps, anchors, last_stage)
 
     on_threads(decode_range, plan)
 
@@ -173,8 +187,7 @@ def _encode_exact(
     for each in plan.sections[EXACT].values():
         pad(fixed, each.end)
     refined = np.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=np.uint8)
-    for stage in (ANCHOR, RESIDUAL):
-        _decode_tensor(refined, np.arange(plan.num_pages), plan, stage, coded[stage])
+    _decode_tensor(refined, np.arange(plan.num_pages), plan, coded)
     found = on_threads(lambda first, last: _encode_range(pool, refined, page_ids, plan, fixed, first, last), plan)
     streams = [each for each in found if each is not None]
     words, escapes = (sum(getattr(each, name).size // 4 for each in streams) for name in ("words", "positions"))

@@ -185,7 +185,7 @@ _TABLE = types.Array(f32, 1, "C", readonly=True)
 _POOL = u8[:, :, ::1]
 _RANGE = (int64[::1], int64, int64, _GEOMETRY)
 _ENCODE = void(_POOL, *_RANGE, _STAGE, _STAGE, _TABLE, _TABLE, u8[::1], u8[::1])
-_DECODE = void(_POOL, *_RANGE, _STAGE, int64, _TABLE, _TABLE, _TABLE, _PAYLOAD)
+_DECODE = void(_POOL, *_RANGE, _STAGE, _STAGE, int64, _TABLE, _TABLE, _TABLE, _PAYLOAD, _PAYLOAD)
 
 
 def _compiled(signature):
@@ -233,10 +233,13 @@ def encode_pages(pool, pages, first, last, geometry, anchor, residual, edges, ra
 
 
 @_compiled(_DECODE)
-def decode_pages(pool, pages, first, last, geometry, stage, refines, edges, middles, steps, dense):
-    """Write pages `first` to `last` from the codes of ANCHOR, or refine them by those of RESIDUAL.
+def decode_pages(
+    pool, pages, first, last, geometry, anchor, residual, refines, edges, middles, steps, anchors, residuals
+):
+    """Write pages `first` to `last` from the codes of ANCHOR or, where one refines, from those of both stages.
 
-    pool and pages: as of encode_pages; edges, middles and steps: LynxCode's tables; dense: the stage's fixed sections.
+    pool and pages: as of encode_pages; edges, middles and steps: LynxCode's tables; anchors and residuals: the stages'
+    fixed sections, of which the second's are not read where nothing refines.
     """
     rows, columns = geometry.rows, geometry.columns
     for number in range(first, last):
@@ -247,17 +250,17 @@ def decode_pages(pool, pages, first, last, geometry, stage, refines, edges, midd
             units, slopes = np.empty(width, np.float32), np.empty(width, np.float32)
             away, numbers = np.empty(width, np.float32), np.empty(width, np.float32)
             cells, codes, elements = np.empty(width, np.int32), np.empty(width, np.uint8), np.empty(width, np.uint32)
-            start = stage.codes + number * geometry.half_rows * columns + left
+            start = number * geometry.half_rows * columns + left
             for row in range(rows):
                 if row % geometry.chunk == 0:
-                    read_chunk(dense, stage, geometry, number, row // geometry.chunk, left, centres, scales)
+                    read_chunk(anchors, anchor, geometry, number, row // geometry.chunk, left, centres, scales)
                     units_of(scales, units, slopes)
-                _get_codes(dense, start, geometry, row, codes)
-                if refines:
-                    load(page, row * columns + left, geometry.mantissa_bits, elements)
-                    widen(elements, geometry.mantissa_bits, numbers.view(np.uint32))
-                    _refine(numbers, codes, geometry.curved, edges, steps, centres, units, slopes, away, cells)
-                else:
-                    _coarse(codes, geometry.curved, middles, centres, units, numbers)
+                _get_codes(anchors, anchor.codes + start, geometry, row, codes)
+                _coarse(codes, geometry.curved, middles, centres, units, numbers)
                 round_to(numbers, geometry.mantissa_bits, elements)
+                if refines:
+                    widen(elements, geometry.mantissa_bits, numbers.view(np.uint32))
+                    _get_codes(residuals, residual.codes + start, geometry, row, codes)
+                    _refine(numbers, codes, geometry.curved, edges, steps, centres, units, slopes, away, cells)
+                    round_to(numbers, geometry.mantissa_bits, elements)
                 store(elements, page, row * columns + left, geometry.mantissa_bits)

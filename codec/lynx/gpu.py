@@ -30,6 +30,7 @@ from codec.lynx.payload import (
     places_of,
     travels_raw,
 )
+from codec.lynx.plan import TensorPlan
 from codec.splitzip.gpu_launch import byte_pools
 from codec.splitzip.plan import aligned
 from codec.streams import copy_stream, record
@@ -153,26 +154,45 @@ def encode(pages: PagedBlock, plans: Plans, num_stages: int) -> GpuEncoding:
     return GpuEncoding(pages, plans, num_stages)
 
 
-def decode(payload: Bytes, layout: Payload, out: PagedBlock) -> None:
-    """Write a stage into `out` on the current stream; layout: what payload.parse says of the payload.
+def decode(payloads: Sequence[Bytes], layouts: Sequence[Payload], out: PagedBlock) -> None:
+    """Write into `out`, on the current stream, what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code.
+
+    Raw tensors are written where it is ANCHOR. Raises CodecError where the rows of a page are not contiguous.
+    """
+    pools, table = byte_pools(out), out.page_index()
+    fixed = [_fixed(_uploaded(each, out.device), layout) for each, layout in zip(payloads, layouts, strict=True)]
+    plans = [part.plan for part in layouts[ANCHOR].parts]
+    for plan, pool, dense in zip(plans, pools, fixed[ANCHOR], strict=True):
+        if plan.raw and len(payloads) == 1:
+            _put_raw(pool, table, dense, plan)
+    launch_decode(pools, table, plans, fixed)
+
+
+def decode_exact(payload: Bytes, layout: Payload, out: PagedBlock) -> None:
+    """Correct by EXACT what RESIDUAL left in `out`, on the current stream.
 
     Raises CodecError where the rows of a page are not contiguous.
     """
     pools, table = byte_pools(out), out.page_index()
     source = _uploaded(payload, out.device)
-    plans = [part.plan for part in layout.parts]
-    fixed = [source[start:][: part.fixed_bytes] for part, start in zip(layout.parts, layout.offsets, strict=True)]
-    for part, pool, dense in zip(layout.parts, pools, fixed, strict=True):
-        if part.raw or (part.plan.raw and layout.stage == ANCHOR):
-            pool.index_copy_(1, table, dense[: part.plan.raw_bytes].view(pool.shape[0], -1, pool.shape[2]))
-    if layout.stage != EXACT:
-        launch_decode(pools, table, plans, fixed, layout.stage)
-        return
-    for part, pool, dense, stream in zip(layout.parts, pools, fixed, layout.streams, strict=True):
-        if not part.raw and not part.plan.raw:
+    tensors = zip(layout.parts, pools, _fixed(source, layout), layout.streams, strict=True)
+    for part, pool, dense, stream in tensors:
+        if part.raw:
+            _put_raw(pool, table, dense, part.plan)
+        elif not part.plan.raw:
             words = source[stream:][: 4 * part.words].view(torch.int32)
             launch_exact_decode(pool, table, part.plan, dense, words)
             _put_escapes(payload[stream:], part, pool, out)
+
+
+def _fixed(source: torch.Tensor, layout: Payload) -> list[torch.Tensor]:
+    """The fixed sections of keys and of values."""
+    return [source[start:][: part.fixed_bytes] for part, start in zip(layout.parts, layout.offsets, strict=True)]
+
+
+def _put_raw(pool: torch.Tensor, table: torch.Tensor, elements: torch.Tensor, plan: TensorPlan) -> None:
+    """Write a tensor that travels as it is."""
+    pool.index_copy_(1, table, elements[: plan.raw_bytes].view(pool.shape[0], -1, pool.shape[2]))
 
 
 def _put_escapes(stream: Bytes, part: Part, pool: torch.Tensor, out: PagedBlock) -> None:

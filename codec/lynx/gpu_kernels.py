@@ -84,8 +84,10 @@ def decode_kernel(
     num_pages,
     pages,
     key_programs,
-    key_dense,
-    value_dense,
+    key_anchors,
+    value_anchors,
+    key_residuals,
+    value_residuals,
     tables,
     STAGE: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
@@ -105,17 +107,17 @@ def decode_kernel(
     KEY_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
 ):
-    """As encode_kernel, the other way: STAGE 0 writes anchors, 1 refines what lies in the pages."""
+    """As encode_kernel, the other way. STAGE 0 writes what anchors stand for and reads nothing else; 1 what both do."""
     program = tl.program_id(0)
     if program < key_programs:
         decode_block(
-            program, keys, key_layer_stride, key_page_stride, table, num_pages, pages, key_dense, tables, STAGE,
-            MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS,
-            KEY_COLUMNS, KEY_WIDTH, KEY_PADDED,
+            program, keys, key_layer_stride, key_page_stride, table, num_pages, pages, key_anchors, key_residuals,
+            tables, STAGE, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS, CHUNK,
+            ALL_CHUNKS, KEY_COLUMNS, KEY_WIDTH, KEY_PADDED,
         )  # fmt: skip
     else:
         decode_block(
             program - key_programs, values, value_layer_stride, value_page_stride, table, num_pages, pages,
-            value_dense, tables, STAGE, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS,
-            CHUNK, ALL_CHUNKS, VALUE_COLUMNS, VALUE_WIDTH, VALUE_PADDED,
+            value_anchors, value_residuals, tables, STAGE, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS,
+            ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS, VALUE_COLUMNS, VALUE_WIDTH, VALUE_PADDED,
         )  # fmt: skip

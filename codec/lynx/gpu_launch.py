@@ -1,7 +1,7 @@
 """Launches of the Triton kernels, on the current stream, and the device memory that they need.
 
-Encoding is one launch and two more a tensor for stage EXACT; decoding a stage is one, of EXACT one a tensor. No kernel
-is compiled anew for another number of layers or pages.
+Encoding is one launch and two more a tensor for stage EXACT; decoding ANCHOR, or ANCHOR and RESIDUAL, is one, EXACT one
+a tensor. No kernel is compiled anew for another number of layers or pages.
 """
 
 import functools
@@ -70,10 +70,16 @@ def launch_encode(
 
 
 def launch_decode(
-    pools: Sequence[torch.Tensor], table: torch.Tensor, plans: Plans, dense: Sequence[torch.Tensor], stage: int
+    pools: Sequence[torch.Tensor], table: torch.Tensor, plans: Plans, dense: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Launch the decoding of a stage, ANCHOR or RESIDUAL; arguments as of launch_encode."""
-    _launch(decode_kernel, pools, table, plans, dense, {"STAGE": stage, "num_warps": WARPS})
+    """Launch the decoding of ANCHOR or, where `dense` has both, of ANCHOR and RESIDUAL; arguments as of launch_encode.
+
+    Tensors that travel raw are left as they are.
+    """
+    stage = len(dense) - 1
+    # What needs more registers a value has more warps for them: both stages at once, and the tables of a curved map.
+    warps = 2 * WARPS if stage == RESIDUAL or plans[0].code.curved else WARPS
+    _launch(decode_kernel, pools, table, plans, [*dense[ANCHOR], *dense[stage]], {"STAGE": stage, "num_warps": warps})
 
 
 def launch_exact_encode(
@@ -85,8 +91,7 @@ def launch_exact_encode(
         buffers.dense[where.offset : where.end] = dense[RESIDUAL][source.offset : source.end]
     refined = torch.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=torch.uint8, device=pool.device)
     places = torch.arange(plan.num_pages, device=pool.device)
-    for stage in (ANCHOR, RESIDUAL):
-        launch_decode([refined, refined], places, [plan, _nothing_of(plan)], [dense[stage], dense[stage]], stage)
+    launch_decode([refined, refined], places, [plan, _nothing_of(plan)], [[part, part] for part in dense])
     item = torch.uint32 if plan.format.item_bytes == 4 else torch.uint16
     constants = _exact_constants(plan)
     reach = float(plan.code.reach)

@@ -1,4 +1,4 @@
-"""Triton kernels: pages to anchors and residuals in one pass, and either stage into pages.
+"""Triton kernels: pages to anchors and residuals in one pass, and the first stage or both into pages.
 
 A program has all rows of a page for some columns, as two halves of rows whose codes share bytes: a byte is made of two
 values that one thread holds. Each half is a block [CHUNKS, CHUNK, words]. Rows and columns beyond the page are masked.
@@ -6,8 +6,8 @@ All arithmetic is float32, every operation rounded by itself, as in reference.py
 and sums off.
 
 On paper, a page of [64, 1024] bfloat16 and the linear map: encoding moves 2 bytes in and 1.09 out, the anchor stage
-0.56 in and 2 out, the residual stage 2.53 in and 2 out. Compiled for sm_90, 4,096 values a program, they have 17
-instructions a value (with all numbers finite), 9 and 10. An H200 issues some 25, 20 and 36 in the time in which it
+0.56 in and 2 out, both stages 1.06 in and 2 out. Compiled for sm_90, 4,096 values a program, they have 17
+instructions a value (with all numbers finite), 8 and 17. An H200 issues some 25, 20 and 24 in the time in which it
 moves the bytes, or half as many of most of those that are not sums or products of floats.
 """
 
@@ -31,6 +31,7 @@ from codec.lynx.gpu_word_kernels import (
     store,
     words_at,
 )
+from codec.splitzip.gpu_word_kernels import COMPILED
 
 
 @triton.jit
@@ -73,9 +74,21 @@ def code_word(codes, LANES: tl.constexpr):
 
 @triton.jit
 def middles_of(codes, BIT: tl.constexpr):
-    """How far codes, four bits of words from BIT on, which is not 0, lie above 7.5: float32, in 2^-BIT."""
-    # Bits of the mantissa of a number whose last bit is worth 1.
-    return ((codes & (15 << BIT)) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 7.5 * (1 << BIT))
+    """How far codes, four bits of words from BIT on, which is not 0, lie above 7.5: float32."""
+    # Bits of the mantissa of a number whose last bit is worth 2^-BIT.
+    EXPONENT: tl.constexpr = (150 - BIT) << 23
+    if COMPILED:  # two constants: the compiler would take two instructions
+        number = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "=r,r,r,r",
+            [codes, 15 << BIT, EXPONENT],
+            tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        number = (codes & (15 << BIT)) | EXPONENT
+    return number.to(tl.float32, bitcast=True) - ((1 << (23 - BIT)) + 7.5)
 
 
 @triton.jit
@@ -87,7 +100,7 @@ def coarse_of(codes, centre, unit, tables, BIT: tl.constexpr, CURVED: tl.constex
         distance = tl.load(tables + 9 + cell) * unit
         distance = tl.where(code < 8, -distance, distance)
     else:
-        distance = middles_of(codes, BIT) * (unit * (16.0 / (1 << BIT)))
+        distance = middles_of(codes, BIT) * (unit * 16.0)
     return centre + distance
 
 
@@ -97,7 +110,7 @@ def refined_of(coarse, codes, centre, unit, rate, tables, BIT: tl.constexpr, CUR
     step = unit
     if CURVED:
         step = tl.load(tables + 17 + cells_of((coarse - centre) * rate, tables)) * unit
-    return coarse + middles_of(codes, BIT) * (step * (1.0 / (1 << BIT)))
+    return coarse + middles_of(codes, BIT) * step
 
 
 @triton.jit
@@ -302,7 +315,8 @@ def decode_block(
     table,
     num_pages,
     pages,
-    dense,
+    anchors,
+    residuals,
     tables,
     STAGE: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
@@ -319,9 +333,8 @@ def decode_block(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Write the anchors of some columns of a page, or refine them; arguments as of gpu_kernels.decode_kernel."""
+    """Write what the codes of some columns of a page stand for; arguments as of gpu_kernels.decode_kernel."""
     SHARED: tl.constexpr = ALL_CHUNKS == 1
-    CENTRED: tl.constexpr = STAGE == 0 or CURVED
     WORDS: tl.constexpr = COLUMNS // LANES
     BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
     ITEM: tl.constexpr = 32 if MANTISSA_BITS == 23 else 16
@@ -329,40 +342,47 @@ def decode_block(
     column = columns_of(block, WIDTH // LANES)
     inside = column < WORDS
     row, chunk = rows_of(CHUNKS, CHUNK, ROWS_IN_CHUNK)
-    scales, widths, minima, lows, codes = sections_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, STAGE, CURVED)
+    scales, widths, minima, lows, codes = sections_of(anchors, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 0, CURVED)
     words = words_at(page, ITEM, LANES) + row * WORDS + column[None, None, :]
-    x, here = (), ()
-    for half in tl.static_range(2):
-        here += ((row < HALF_ROWS) & (row + half * HALF_ROWS < ROWS) & inside[None, None, :],)
-        if STAGE == 1:  # all loads are under way before the first is used
-            x += numbers_of(load(words + half * (HALF_ROWS * WORDS), here[half], PADDED), MANTISSA_BITS, LANES)
     at = (number.to(tl.int64) * HALF_ROWS + row) * WORDS + column[None, None, :]
-    both = load(words_at(codes, 8, LANES) + at, (row < HALF_ROWS) & inside[None, None, :], PADDED).to(tl.uint32)
+    there = (row < HALF_ROWS) & inside[None, None, :]
+    both = load(words_at(codes, 8, LANES) + at, there, PADDED).to(tl.uint32)
+    fine = both
+    if STAGE == 1:
+        _, _, _, _, codes = sections_of(residuals, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 1, CURVED)
+        fine = load(words_at(codes, 8, LANES) + at, there, PADDED).to(tl.uint32)
     channel = number.to(tl.int64) * WORDS + column
     scale = numbers_of(load(words_at(scales, 16, LANES) + channel, inside, True), 7, LANES)
-    minimum = scale
-    if CENTRED:
-        minimum = numbers_of(load(words_at(minima, ITEM, LANES) + channel, inside, True), MANTISSA_BITS, LANES)
+    minimum = numbers_of(load(words_at(minima, ITEM, LANES) + channel, inside, True), MANTISSA_BITS, LANES)
     for half in tl.static_range(2):
         if not SHARED:
             which = chunk + half * (HALF_ROWS // ROWS_IN_CHUNK)
             at = (number.to(tl.int64) * ALL_CHUNKS + which) * WORDS + column[None, :]
             there = (which < ALL_CHUNKS) & inside[None, :]
             width = load(words_at(widths, 8, LANES) + at, there, True).to(tl.uint32)
-            low = width
-            if CENTRED:
-                low = load(words_at(lows, 8, LANES) + at, there, True).to(tl.uint32)
-        found = ()
+            low = load(words_at(lows, 8, LANES) + at, there, True).to(tl.uint32)
+        here = (row < HALF_ROWS) & (row + half * HALF_ROWS < ROWS) & inside[None, None, :]
+        centres, units, rates, found = (), (), (), ()
         for lane in tl.static_range(LANES):
             centre, unit, rate = chunks_of(
                 scale[lane][None, :], 0.0 if SHARED else ((width >> (8 * lane)) & 255).to(tl.float32),
-                minimum[lane][None, :], 0.0 if SHARED else ((low >> (8 * lane)) & 255).to(tl.float32), SHARED, CENTRED,
+                minimum[lane][None, :], 0.0 if SHARED else ((low >> (8 * lane)) & 255).to(tl.float32), SHARED, True,
             )  # fmt: skip
-            centre, unit, rate = centre[:, None, :], unit[:, None, :], rate[:, None, :]
+            centres += (centre[:, None, :],)
+            units += (unit[:, None, :],)
+            rates += (rate[:, None, :],)
             code = (both << 1) if lane == 0 else (both >> (8 * lane - 1))
-            if STAGE == 0:
-                found += (coarse_of(code, centre, unit, tables, 1 + 4 * half, CURVED),)
-            else:
-                coarse = x[half * LANES + lane]
-                found += (refined_of(coarse, code, centre, unit, rate, tables, 1 + 4 * half, CURVED),)
-        store(words + half * (HALF_ROWS * WORDS), elements_of(found, MANTISSA_BITS, LANES), here[half], PADDED)
+            found += (coarse_of(code, centres[lane], units[lane], tables, 1 + 4 * half, CURVED),)
+        elements = elements_of(found, MANTISSA_BITS, LANES)
+        if STAGE == 1:
+            coarse = numbers_of(elements, MANTISSA_BITS, LANES)  # as ANCHOR alone leaves them: rounded
+            found = ()
+            for lane in tl.static_range(LANES):
+                code = (fine << 1) if lane == 0 else (fine >> (8 * lane - 1))
+                found += (
+                    refined_of(
+                        coarse[lane], code, centres[lane], units[lane], rates[lane], tables, 1 + 4 * half, CURVED
+                    ),
+                )
+            elements = elements_of(found, MANTISSA_BITS, LANES)
+        store(words + half * (HALF_ROWS * WORDS), elements, here, PADDED)

@@ -113,6 +113,17 @@ def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Payloa
     return layout
 
 
+def parse_both(anchors: Bytes, residuals: Bytes, spec: BlockSpec, code: LynxCode) -> tuple[Payload, Payload]:
+    """The layouts of ANCHOR and RESIDUAL of a block; raises CodecError also where they don't say the same of chunks."""
+    layouts = parse(anchors, spec, code, ANCHOR), parse(residuals, spec, code, RESIDUAL)
+    for part, start, other in zip(layouts[ANCHOR].parts, *(layout.offsets for layout in layouts), strict=True):
+        for name in part.plan.sections[RESIDUAL].keys() - {"codes"}:
+            first = section(anchors[start:], part.plan, ANCHOR, name)
+            if not np.array_equal(first, section(residuals[other:], part.plan, RESIDUAL, name)):
+                raise CodecError(f"the first two stages have other {name}: they are of other blocks")
+    return layouts
+
+
 def section(dense: Bytes, plan: TensorPlan, stage: int, name: str) -> Bytes:
     """A view of one section of the fixed sections of a tensor's part of a stage."""
     where = plan.sections[stage][name]

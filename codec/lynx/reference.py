@@ -86,16 +86,16 @@ def encode_tensor(pool: Bits, pages: Ints, plan: TensorPlan, anchors: Bytes, res
             _encode_page(pool[layer, pages[page]], number, plan, anchors, residuals)
 
 
-def decode_tensor(dense: Bytes, stage: int, pages: Ints, plan: TensorPlan, pool: Bits) -> None:
-    """Write stage ANCHOR into `pool`, or refine what lies there by stage RESIDUAL."""
+def decode_tensor(anchors: Bytes, residuals: Bytes | None, pages: Ints, plan: TensorPlan, pool: Bits) -> None:
+    """Write stage RESIDUAL into `pool` or, without `residuals`, stage ANCHOR."""
     for number in range(plan.pages):
         layer, page = divmod(number, plan.num_pages)
-        matrix, chunks = pool[layer, pages[page]], _stored_chunks(dense, stage, number, plan)
-        codes = _read_codes(dense, stage, number, plan)
-        if stage == ANCHOR:
-            matrix[:] = to_bits(_coarse(codes, chunks, plan), plan.format)
-        else:
-            matrix[:] = to_bits(_refined(to_float(matrix, plan.format), codes, chunks, plan), plan.format)
+        chunks = _stored_chunks(anchors, ANCHOR, number, plan)
+        values = to_bits(_coarse(_read_codes(anchors, ANCHOR, number, plan), chunks, plan), plan.format)
+        if residuals is not None:
+            codes = _read_codes(residuals, RESIDUAL, number, plan)
+            values = to_bits(_refined(to_float(values, plan.format), codes, chunks, plan), plan.format)
+        pool[layer, pages[page]] = values
 
 
 def encode_exact(

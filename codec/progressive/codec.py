@@ -1,13 +1,14 @@
 """The codec `splitzip-progressive`: a code like that of `splitzip-channel` in two stages."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from codec.base import CodecError, Encoding, PagedBlock
-from codec.progressive.payload import VERSION, parse_anchor, parse_rest
+from codec.base import CodecError, Encoding, PagedBlock, check_stage
+from codec.progressive.payload import VERSION, parse_anchor, parse_both
 from codec.progressive.plan import Cut, Plans, anchor_plans
 from codec.splitzip.formats import FORMATS
 
@@ -35,20 +36,23 @@ class ProgressiveCodec:
         encoding: Encoding = _kernels(pages.device).encode(pages, self._plans(pages))
         return encoding
 
-    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
-        """Check all of a payload, then write it into `out`, on its device's current stream.
+    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+        """Check all of the payloads, then write their values into `out`, on its device's current stream.
 
-        Stage 0 gives every value its sign and the middle of its level. Stage 1 needs what stage 0 wrote, replaces the
-        low mantissa bits and lowers the escapes' exponents; `out` may be read meanwhile.
-        Raises CodecError, with `out` untouched, where the payload is not this stage of this codec, cut and spec.
+        Stage 0 gives every value its sign and the middle of its level. Stage 1 writes the values from both payloads,
+        whatever lies in `out`, but for scales and tensors that travel raw, which stage 0 left there; `out` may be read
+        meanwhile. Raises CodecError, with `out` untouched, where a payload is not its stage of this codec, cut and
+        spec, or the two are of different blocks.
         """
-        source, plans = np.frombuffer(payload, dtype=np.uint8), self._plans(out)
-        if stage == 0:
-            _kernels(out.device).decode_anchor(source, parse_anchor(source, out.spec, plans), out)
-        elif stage == 1:
-            _kernels(out.device).refine(source, parse_rest(source, plans), out)
+        check_stage(self, stage, payloads)
+        first, *later = (np.frombuffer(payload, dtype=np.uint8) for payload in payloads)
+        plans = self._plans(out)
+        if later:
+            (second,) = later
+            layouts = parse_both(first, second, out.spec, plans)
+            _kernels(out.device).decode_exact((first, second), layouts, out)
         else:
-            raise CodecError(f"{self.name} has stages 0 and 1, not {stage}")
+            _kernels(out.device).decode_anchor(first, parse_anchor(first, out.spec, plans), out)
 
     def _plans(self, pages: PagedBlock) -> Plans:
         spec = pages.spec

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from codec.base import PagedBlock
 from codec.progressive.cpu_geometry import geometry_of
-from codec.progressive.cpu_kernels import decode_tiles, encode_tiles, refine_tiles
+from codec.progressive.cpu_kernels import decode_exact_tiles, decode_tiles, encode_tiles
 from codec.progressive.payload import HEADER_BYTES, AnchorPayload, RestPayload, layouts_of
 from codec.progressive.plan import AnchorPlan, Plans
 from codec.splitzip import buffers
@@ -96,19 +96,26 @@ def _decode_tensor(dense: Bytes, plan: AnchorPlan, pool: Bytes, page_ids: Ints) 
     on_threads(decode_range, plan)
 
 
-def refine(payload: Bytes, layout: RestPayload, out: PagedBlock) -> None:
-    """Write a second stage into `out`, which holds the first. Raises CodecError where a pool is not contiguous."""
+def decode_exact(payloads: tuple[Bytes, Bytes], layouts: tuple[AnchorPayload, RestPayload], out: PagedBlock) -> None:
+    """Write what both stages code into `out`.
+
+    Raises CodecError, with `out` untouched, where a pool is not contiguous.
+    """
+    (first, second), (anchor, rest) = payloads, layouts
     pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
-    for number, part in enumerate(layout.parts):
+    for number, (plan, part) in enumerate(zip(anchor.plans, rest.parts, strict=True)):
         if not part.raw:
-            rest, escapes = payload[layout.dense_offsets[number] :], payload[layout.escape_offsets[number] :]
-            _refine(pools[number], page_ids, layout.plans[number], part, rest, escapes)
+            dense = first[anchor.dense_offsets[number] :]
+            later, escapes = second[rest.dense_offsets[number] :], second[rest.escape_offsets[number] :]
+            _decode_both(pools[number], page_ids, plan, part, dense, later, escapes)
 
 
-def _refine(pool: Bytes, page_ids: Ints, plan: AnchorPlan, part: Part, rest: Bytes, escapes: Bytes) -> None:
+def _decode_both(
+    pool: Bytes, page_ids: Ints, plan: AnchorPlan, part: Part, dense: Bytes, rest: Bytes, escapes: Bytes
+) -> None:
     geometry = geometry_of(plan)
 
-    def refine_range(first: int, last: int, records: Bytes, extensions: Bytes) -> None:
-        refine_tiles(pool, page_ids, first, last, geometry, rest, records, extensions)
+    def decode_range(first: int, last: int, records: Bytes, extensions: Bytes) -> None:
+        decode_exact_tiles(pool, page_ids, first, last, geometry, dense, rest, records, extensions)
 
-    decode_on_threads(part, rest, escapes, refine_range)
+    decode_on_threads(part, rest, escapes, decode_range)

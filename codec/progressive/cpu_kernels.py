@@ -262,31 +262,37 @@ def _replace_low_bits(values, geometry, tile, rest, rests):
 
 
 @njit(nogil=True)
-def _lower_escapes(values, geometry, count, wide, records, extensions):
-    """Take the exponents of a staged tile's `count` escapes from the lower end of the window to where they lie."""
-    size, shift = values.size // 8, geometry.mantissa_bits
+def _put_escapes(values, tops, geometry, count, wide, records, extensions):
+    """Give a staged tile's `count` escapes their exponents, which records count from the window's lower end."""
+    size, shift = tops.size, geometry.mantissa_bits
     exponents = geometry.exponent_mask << shift
     for index in range(count):
         record = int64(records[2 * index]) | int64(records[2 * index + 1]) << 8
         position, far = record & (1 << geometry.position_bits) - 1, record >> geometry.position_bits
         if wide:
             far += int64(extensions[index]) << 16 - geometry.position_bits
-        place = (position & 7) * size + (position >> 3)
-        bits = int64(values[place])
-        values[place] = u16(bits & ~exponents | max((bits & exponents) - (far + 1 << shift), 0))
+        j = position >> 3
+        place = (position & 7) * size + j
+        exponent = int64(tops[j]) - geometry.window - far & geometry.exponent_mask
+        values[place] = u16(int64(values[place]) & ~exponents | exponent << shift)
 
 
 @njit(nogil=True)
-def _refine_tile(pool, pages, geometry, tile, rest, records, extensions, values, rests):
-    """Complete a tile in its page; how many records and extensions it has. `values` and `rests` are scratch."""
+def _read_anchors(values, tops, geometry, tile, dense, anchors):
+    """Stage a tile's values as the first stage has them, and its columns' tops; `anchors` is scratch."""
+    read_tops(geometry, tile, dense, tops)
+    _unpack(anchors, geometry.anchor_bits, tile, dense, geometry.anchor4, geometry.anchor2, geometry.anchor1)
+    _join(values, tops, geometry, anchors)
+
+
+@njit(nogil=True)
+def _add_rest(values, tops, geometry, tile, rest, records, extensions, rests):
+    """Complete a staged tile; how many records and extensions it has. `rests` is scratch."""
     tally = rest[geometry.counts + 2 * tile :]
     count, wide = int64(tally[0]) | int64(tally[1] & u8(127)) << 8, tally[1] >= u8(128)
-    if count or geometry.rest_bits:
-        load_tile(pool, pages, geometry, tile, values)
-        if geometry.rest_bits:
-            _replace_low_bits(values, geometry, tile, rest, rests)
-        _lower_escapes(values, geometry, count, wide, records, extensions)
-        store_tile(pool, pages, geometry, tile, values)
+    if geometry.rest_bits:
+        _replace_low_bits(values, geometry, tile, rest, rests)
+    _put_escapes(values, tops, geometry, count, wide, records, extensions)
     return count, count if wide else 0
 
 
@@ -295,7 +301,7 @@ _PAYLOAD = types.Array(u8, 1, "C", readonly=True)
 _TILES = (u8[:, :, ::1], int64[::1], int64, int64, _GEOMETRY)
 _ENCODE = types.UniTuple(int64, 2)(*_TILES, u8[::1], u8[::1], u16[::1], u8[::1])
 _DECODE = void(*_TILES, _PAYLOAD)
-_REFINE = void(*_TILES, _PAYLOAD, _PAYLOAD, _PAYLOAD)
+_DECODE_EXACT = void(*_TILES, _PAYLOAD, _PAYLOAD, _PAYLOAD, _PAYLOAD)
 
 
 def _entry_points(version):
@@ -336,26 +342,27 @@ def _entry_points(version):
         values, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint8)
         anchors = np.empty(8 * segment, np.uint8)
         for tile in range(first, last + (0 & version)):
-            read_tops(geometry, tile, dense, tops)
-            _unpack(anchors, geometry.anchor_bits, tile, dense, geometry.anchor4, geometry.anchor2, geometry.anchor1)
-            _join(values, tops, geometry, anchors)
+            _read_anchors(values, tops, geometry, tile, dense, anchors)
             store_tile(pool, pages, geometry, tile, values)
 
-    @compiled(_REFINE)
-    def refine_tiles(pool, pages, first, last, geometry, rest, records, extensions):
-        """Complete tiles `first` to `last` in the pages by a second stage.
+    @compiled(_DECODE_EXACT)
+    def decode_exact_tiles(pool, pages, first, last, geometry, dense, rest, records, extensions):
+        """Write tiles `first` to `last` of both stages into the pages.
 
         Records, as bytes, and extensions begin with those of tile `first`; none may be stray.
         """
-        size = 8 * geometry.segment_rows * geometry.tile_width
-        values, rests = np.empty(size, np.uint16), np.empty(size, np.uint8)
+        segment = geometry.segment_rows * geometry.tile_width
+        values, tops = np.empty(8 * segment, np.uint16), np.empty(segment, np.uint8)
+        anchors, rests = np.empty(8 * segment, np.uint8), np.empty(8 * segment, np.uint8)
         next_record, next_extension = 0, 0 & version
         for tile in range(first, last):
+            _read_anchors(values, tops, geometry, tile, dense, anchors)
             left = records[2 * next_record :], extensions[next_extension:]
-            count, extended = _refine_tile(pool, pages, geometry, tile, rest, *left, values, rests)
+            count, extended = _add_rest(values, tops, geometry, tile, rest, *left, rests)
             next_record, next_extension = next_record + count, next_extension + extended
+            store_tile(pool, pages, geometry, tile, values)
 
-    return encode_tiles, decode_tiles, refine_tiles
+    return encode_tiles, decode_tiles, decode_exact_tiles
 
 
-encode_tiles, decode_tiles, refine_tiles = _entry_points(zlib.crc32(Path(cpu_kernels.__file__).read_bytes()))
+encode_tiles, decode_tiles, decode_exact_tiles = _entry_points(zlib.crc32(Path(cpu_kernels.__file__).read_bytes()))

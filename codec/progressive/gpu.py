@@ -8,8 +8,8 @@ from codec.progressive.gpu_launch import (
     StageBuffers,
     later_bytes,
     launch_decode_anchor,
+    launch_decode_exact,
     launch_encode,
-    launch_refine,
 )
 from codec.progressive.payload import HEADER_BYTES, AnchorPayload, RestPayload, layouts_of
 from codec.progressive.plan import Plans
@@ -104,10 +104,11 @@ def decode_anchor(payload: Bytes, layout: AnchorPayload, out: PagedBlock) -> Non
     launch_decode_anchor(to_device(payload, out.device), layout, make_table(out, (None, None)), out)
 
 
-def refine(payload: Bytes, layout: RestPayload, out: PagedBlock) -> None:
-    """Write a second stage into `out`, which holds the first, on the current stream; every record must lie on a value.
+def decode_exact(payloads: tuple[Bytes, Bytes], layouts: tuple[AnchorPayload, RestPayload], out: PagedBlock) -> None:
+    """Write what both stages code into `out` on the current stream; every record must lie on a value.
 
     Raises CodecError, with `out` untouched, where the rows of a page are not contiguous.
     """
     byte_pools(out)
-    launch_refine(to_device(payload, out.device), layout, make_table(out, (None, None)), out)
+    sources = [to_device(payload, out.device) for payload in payloads]
+    launch_decode_exact(sources, layouts, make_table(out, (None, None)), out)

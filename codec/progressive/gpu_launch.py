@@ -1,9 +1,10 @@
 """Launches of the Triton kernels of both stages, on the current stream, and the device memory that they need.
 
 Encoding is two launches: gpu_encode_kernel.py reads the pages once and writes both stages but for the escapes, which
-splitzip's gpu_pack_kernel.py brings together for the second. Each stage is decoded in one.
+splitzip's gpu_pack_kernel.py brings together for the second. Decoding is one, of the first stage or of both at once.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,7 +13,7 @@ import torch
 from codec.base import PagedBlock
 from codec.progressive.gpu_decode_kernel import decode_anchor_kernel
 from codec.progressive.gpu_encode_kernel import encode_stages_kernel
-from codec.progressive.gpu_refine_kernel import refine_kernel
+from codec.progressive.gpu_exact_kernel import decode_exact_kernel
 from codec.progressive.payload import AnchorPayload, RestPayload
 from codec.progressive.plan import Plans
 from codec.splitzip.gpu_launch import (
@@ -91,21 +92,29 @@ def launch_decode_anchor(payload: torch.Tensor, layout: AnchorPayload, table: to
     place_whole(payload, layout, pools, index)
 
 
-def launch_refine(payload: torch.Tensor, layout: RestPayload, table: torch.Tensor, out: PagedBlock) -> None:
-    """Launch the decoding of a second stage, uint8 on the pool's device, into `out`, which holds the first.
+def launch_decode_exact(
+    payloads: Sequence[torch.Tensor],
+    layouts: tuple[AnchorPayload, RestPayload],
+    table: torch.Tensor,
+    out: PagedBlock,
+) -> None:
+    """Launch the decoding of both stages, uint8 on the pool's device, into `out`: of what travels raw, nothing.
 
     Records must lie on values.
     """
-    tiles = [0 if part.raw else part.plan.tiles for part in layout.parts]
+    (first, second), (anchor, rest) = payloads, layouts
+    tiles = [0 if part.raw else part.plan.tiles for part in rest.parts]
     if not sum(tiles):
         return
     inputs = []
-    for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
-        records = payload[escapes : escapes + 2 * part.records].view(torch.uint16)
-        extensions = payload[escapes + part.escape_bytes - aligned(part.extensions) :]
-        inputs.append((payload[dense:], records, extensions))
-    words, more = TUNING.refine_words, _kept_bits(layout.plans)
-    launch_tiles(refine_kernel, words, out, byte_pools(out), layout.plans, tiles, table, inputs, more)
+    for number, part in enumerate(rest.parts):
+        escapes = rest.escape_offsets[number]
+        records = second[escapes : escapes + 2 * part.records].view(torch.uint16)
+        extensions = second[escapes + part.escape_bytes - aligned(part.extensions) :]
+        dense = first[anchor.dense_offsets[number] :], second[rest.dense_offsets[number] :]
+        inputs.append((*dense, records, extensions))
+    words, more = TUNING.joint_words, _kept_bits(anchor.plans)
+    launch_tiles(decode_exact_kernel, words, out, byte_pools(out), anchor.plans, tiles, table, inputs, more)
 
 
 def _kept_bits(plans: Plans) -> dict[str, int]:

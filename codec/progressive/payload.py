@@ -95,6 +95,15 @@ def parse_rest(payload: Bytes, plans: Plans) -> RestPayload:
     return layout
 
 
+def parse_both(first: Bytes, second: Bytes, spec: BlockSpec, plans: Plans) -> tuple[AnchorPayload, RestPayload]:
+    """The layouts of both stages of a block; raises CodecError also where they do not agree on what travels raw."""
+    layouts = parse_anchor(first, spec, plans), parse_rest(second, plans)
+    raw, later = ([part.raw for part in layout.parts] for layout in layouts)
+    if raw != later:
+        raise CodecError(f"keys and values travel raw {raw} by a first stage and {later} by a second: of other blocks")
+    return layouts
+
+
 def _parse_header(payload: Bytes, stage: int, plans: Plans) -> tuple[int, tuple[int, ...]]:
     """Flags, and the numbers of records and extensions."""
     if payload.size < HEADER_BYTES:

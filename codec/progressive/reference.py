@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from codec.progressive.plan import CODE_BITS, AnchorPlan, RestPlan, one_stage
+from codec.progressive.plan import CODE_BITS, AnchorPlan, one_stage
 from codec.splitzip import reference
 from codec.splitzip.formats import SEGMENTS
-from codec.splitzip.payload import WIDE, Bytes, check_records, section
+from codec.splitzip.payload import WIDE, Bytes, section
 from codec.splitzip.plan import TensorPlan
 from codec.splitzip.reference import Bits, Ints
 
@@ -72,37 +72,40 @@ def middles(plan: AnchorPlan) -> Ints:
 
 def decode_anchor(dense: Bytes, pages: Ints, plan: AnchorPlan, pool: Bits) -> None:
     """Write the middle of each value's level into `pool`."""
+    nothing = np.zeros(0, dtype=np.uint8)
+    joined = _join(dense, None, plan)
+    reference.decode_tensor(joined, nothing.view(np.uint16), nothing, pages, one_stage(plan), None, pool)
+
+
+def decode_exact(
+    dense: Bytes, rest: Bytes, records: Records, extensions: Bytes, pages: Ints, plan: AnchorPlan, pool: Bits
+) -> None:
+    """Write the values into `pool`, whatever lies there; dense: of the first stage, the others of the second.
+
+    Raises CodecError where a record lies nowhere.
+    """
+    whole, joined = one_stage(plan), _join(dense, rest, plan)
+    _copy_sections(("counts", "groups"), rest, plan.rest, joined, whole)
+    reference.decode_tensor(joined, records, extensions, pages, whole, None, pool)
+
+
+def _join(dense: Bytes, rest: Bytes | None, plan: AnchorPlan) -> Bytes:
+    """The dense part that one stage would have but for escapes; without `rest`, of the middles of levels."""
     whole, mantissa_bits, middle = one_stage(plan), plan.format.mantissa_bits, middles(plan)
     joined = np.zeros(whole.fixed_bytes, dtype=np.uint8)
-    level_bits = CODE_BITS + plan.kept_bits
+    level_bits, open_bits = CODE_BITS + plan.kept_bits, (1 << plan.rest.rest_bits) - 1
     for tile in range(plan.tiles):
         anchors = reference.read_planes(plan, "anchor", plan.planes["anchor"], dense, tile)
         depths, signs = middle[anchors & (1 << level_bits) - 1], anchors >> level_bits
         reference.write_planes(depths >> mantissa_bits, whole, "code", whole.code_planes, joined, tile)
-        significands = signs << mantissa_bits | ~depths & (1 << mantissa_bits) - 1
+        mantissas = ~depths & (1 << mantissa_bits) - 1
+        if rest is not None:
+            low = reference.read_planes(plan.rest, "rest", plan.rest.planes["rest"], rest, tile)
+            mantissas = mantissas & ~open_bits | low
+        significands = signs << mantissa_bits | mantissas
         reference.write_planes(significands, whole, "significand", whole.significand_planes, joined, tile)
     _copy_sections(("tops", "drops"), dense, plan, joined, whole)
-    nothing = np.zeros(0, dtype=np.uint8)
-    reference.decode_tensor(joined, nothing.view(np.uint16), nothing, pages, whole, None, pool)
-
-
-def refine(rest: Bytes, records: Records, extensions: Bytes, pages: Ints, plan: RestPlan, pool: Bits) -> None:
-    """Write the low mantissa bits and the escapes' exponents into `pool`, which holds what `decode_anchor` wrote.
-
-    Raises CodecError where a record lies nowhere.
-    """
-    check_records(rest, records, plan)
-    mantissa_bits, exponents = plan.format.mantissa_bits, plan.format.exponents
-    escapes = _escapes(rest, records, extensions, plan)
-    for tile, _, bits, real in reference.tiles(pool, pages, plan):
-        low = reference.read_planes(plan, "rest", plan.planes["rest"], rest, tile)
-        values = bits & ~((1 << plan.rest_bits) - 1) | low
-        for segment, j, far in next(escapes):
-            value = int(values[segment, j])
-            exponent = value >> mantissa_bits & exponents - 1
-            restored = max(exponent - 1 - far, 0)
-            values[segment, j] = value + (restored - exponent << mantissa_bits)
-        reference.store(pool, pages, plan, tile, values, real)
+    return joined
 
 
 def _escapes(

@@ -2,11 +2,12 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock
+from codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock, check_stage
 from codec.frame import ITEM_BYTES
 from codec.streams import record
 
@@ -82,12 +83,12 @@ class RawCodec:
             raise CodecError(f"raw does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
         return RawEncoding(pages)
 
-    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
-        """Write the payload into `out`; raises CodecError, with `out` untouched, where stage or size do not fit."""
+    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+        """Write the one payload into `out`; raises CodecError, with `out` untouched, where it does not fit."""
+        check_stage(self, stage, payloads)
+        (payload,) = payloads
         pools = [_as_bytes(pool) for pool in out.layer_pools()]
         spec = out.spec
-        if stage != 0:
-            raise CodecError(f"raw has stage 0 alone, not {stage}")
         if payload.nbytes != spec.raw_bytes:
             raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {spec.raw_bytes}")
         source = np.frombuffer(payload, dtype=np.uint8)

@@ -1,12 +1,13 @@
 """The codecs `splitzip` and `splitzip-channel`: which code for which element type, and where the work is done."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from codec.base import CodecError, Encoding, PagedBlock
+from codec.base import CodecError, Encoding, PagedBlock, check_stage
 from codec.splitzip.codebook import Codebook, default_codebook
 from codec.splitzip.formats import FORMATS, WindowCode
 from codec.splitzip.payload import Ints, parse, plans_of
@@ -38,14 +39,13 @@ class WindowCodec:
         encoding: Encoding = _kernels(pages.device).encode(pages, plans, tops, self.parameters_id)
         return encoding
 
-    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
-        """Check all of a payload, then write it into `out`, on its device's current stream.
+    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+        """Check all of the one payload, then write it into `out`, on its device's current stream.
 
         Raises CodecError, with `out` untouched, where the payload is not one of this codec, parameters and spec.
         """
-        if stage != 0:
-            raise CodecError(f"{self.name} has stage 0 alone, not {stage}")
-        source, tops = np.frombuffer(payload, dtype=np.uint8), self._tops(out)
+        check_stage(self, stage, payloads)
+        source, tops = np.frombuffer(payloads[0], dtype=np.uint8), self._tops(out)
         layout = parse(source, out.spec, self._code(out), self.parameters_id)
         _kernels(out.device).decode(source, layout, tops, out)
 

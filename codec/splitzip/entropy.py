@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from codec.base import BlockSpec, Codec, CodecError, Encoding, EncodingStats, PagedBlock
+from codec.base import BlockSpec, Codec, CodecError, Encoding, EncodingStats, PagedBlock, check_stage
 from codec.splitzip import buffers
 from codec.splitzip.codec import WindowCodec
 from codec.splitzip.entropy_ans import AnsCoder
@@ -94,17 +94,17 @@ class EntropyCodec:
         tried = (1, 2, 3, 4) if pages.layers.start == 0 and self._coder.finds_repeats else (1, 3, 4)
         return _EntropyEncoding(self._inner.encode(pages), pages.spec, self._code, self._coder, tried)
 
-    def decode(self, stage: int, payload: memoryview, out: PagedBlock) -> None:
-        """Restore the inner payload on the host, then decode it into `out`, on its device's current stream.
+    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+        """Restore the inner of the one payload on the host, then decode it into `out`, on its device's current stream.
 
         Raises CodecError, with `out` untouched, where the payload is not one of this codec and spec.
         """
-        if stage != 0:
-            raise CodecError(f"{self.name} has stage 0 alone, not {stage}")
+        check_stage(self, stage, payloads)
         if out.spec.dtype not in self.dtypes:
             known = ", ".join(sorted(self.dtypes))
             raise CodecError(f"{self.name} does not take dtype {out.spec.dtype}; it takes {known}")
-        self._inner.decode(0, self._restore(np.frombuffer(payload, dtype=np.uint8), out.spec), out)
+        inner = self._restore(np.frombuffer(payloads[0], dtype=np.uint8), out.spec)
+        self._inner.decode(0, [inner], out)
 
     def _restore(self, payload: Bytes, spec: BlockSpec) -> memoryview:
         """The inner payload, its lengths and header checked; the inner codec checks the rest."""

@@ -31,14 +31,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Tuning:
     """Launch parameters.
 
-    encode_words, decode_words, refine_words: words of a segment that a thread has; warps: most of a program;
-    pack_programs: most programs that bring one tensor's escapes together, each of pack_warps, pack_tiles tiles and
-    pack_records of each at a time.
+    encode_words, decode_words, joint_words: words of a segment that a thread has, the last where two stages are decoded
+    at once; warps: most of a program; pack_programs: most programs that bring one tensor's escapes together, each of
+    pack_warps, pack_tiles tiles and pack_records of each at a time.
     """
 
     encode_words: int = 8
     decode_words: int = 4
-    refine_words: int = 8
+    joint_words: int = 4
     warps: int = 8
     pack_programs: int = 128
     pack_tiles: int = 128

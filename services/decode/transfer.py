@@ -21,6 +21,7 @@ from kvrail.wire.convert import layout_to_proto, logprobs_from_proto, marks_from
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
 from services.decode.choice import LinkWatch
+from services.decode.kept import KeptStages
 from services.decode.progress import Received
 from services.frames import expectation, first_recent_page, max_payload_bytes
 from services.pages import paged_block
@@ -78,7 +79,8 @@ class Fetch:
             guard = await self._agree(call)
             first = asyncio.create_task(self._take_first_tokens(call))
             try:
-                await self._take_frames(call, guard)
+                with KeptStages(self._worker.transfers) as kept:
+                    await self._take_frames(call, guard, kept)
                 await first
             finally:
                 first.cancel()
@@ -162,7 +164,7 @@ class Fetch:
         ]
         self._worker.engine.receive_first_tokens(self._request.request_id, tokens)
 
-    async def _take_frames(self, call: PrefillCall, guard: FrameGuard) -> None:
+    async def _take_frames(self, call: PrefillCall, guard: FrameGuard, kept: KeptStages) -> None:
         while True:
             asked = perf_counter()
             frame = await self._within_silence(call.receive())
@@ -170,14 +172,14 @@ class Fetch:
                 return
             if self._timeline.get(Stage.PREFILL_FINISHED) is not None:
                 self.watch.frame(len(frame), asked, perf_counter())
-            await self._in_thread(self._land, frame, guard)
+            await self._in_thread(self._land, frame, guard, kept)
             if guard.coarse_complete() and not guard.complete() and not self.drafting:
                 await self._in_thread(self._worker.side.synchronize)
                 self._timeline.mark(Stage.KV_COARSE)
                 self.drafting = True
                 self._worker.engine.receive_coarse_kv(self._request.request_id)
 
-    def _land(self, frame: memoryview, guard: FrameGuard) -> None:
+    def _land(self, frame: memoryview, guard: FrameGuard, kept: KeptStages) -> None:
         """Check a frame and decode it into the pages. Raises FrameError; then no page was touched."""
         worker = self._worker
         try:
@@ -188,7 +190,8 @@ class Fetch:
             page_ids = self._lease.pages[header.first_page : header.first_page + spec.num_pages]
             begin = perf_counter()
             with worker.side.after(self._ready):
-                self._codec.decode(header.stage, payload, paged_block(worker.cache, layers, page_ids))
+                pages = paged_block(worker.cache, layers, page_ids)
+                self._codec.decode(header.stage, kept.add(header, payload), pages)
             worker.coding.decoded(self._codec.name, perf_counter() - begin)
         except CodecError as error:
             raise FrameError(f"request {self._request.request_id}: {error}") from error

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from codec import registry
-from codec.base import Block, CodecError, EncodingStats
+from codec.base import Block, CodecError, EncodingStats, check_stage
 
 LAST_BITS = 0x000F
 
@@ -35,13 +35,15 @@ class Halves:
         bits = _bits(pages.gather())
         return HalvesEncoding([bits & ~LAST_BITS, (bits & self.last_bits).astype(np.uint8)])
 
-    def decode(self, stage, payload, out):
-        block = out.gather()
-        bits = _bits(block)
-        new = np.frombuffer(payload, np.int16 if stage == 0 else np.uint8)
-        if new.size != bits.size:
-            raise CodecError(f"a payload has {new.size} values; its block has {bits.size}")
-        _write(block, new if stage == 0 else bits & ~LAST_BITS | new)
+    def decode(self, stage, payloads, out):
+        check_stage(self, stage, payloads)
+        block, bits = out.gather(), 0
+        for payload, kind in zip(payloads, (np.int16, np.uint8), strict=False):
+            part = np.frombuffer(payload, kind)
+            if part.size != block.keys.numel() + block.values.numel():
+                raise CodecError(f"a payload has {part.size} values; its block has another number")
+            bits = bits | part
+        _write(block, bits)
         out.scatter(block)
 
 
@@ -63,9 +65,10 @@ class Noise(Halves):
         garbage = np.random.default_rng(0).permutation(bits)
         return HalvesEncoding([garbage, bits])
 
-    def decode(self, stage, payload, out):
+    def decode(self, stage, payloads, out):
+        check_stage(self, stage, payloads)
         block = out.gather()
-        _write(block, np.frombuffer(payload, np.int16))
+        _write(block, np.frombuffer(payloads[stage], np.int16))
         out.scatter(block)
 
 

@@ -22,7 +22,7 @@ def restored(name, pools):
     block = Block(*(pool.contiguous().view(torch.bfloat16) for pool in pools))
     out = Block(torch.empty_like(block.keys), torch.empty_like(block.values))
     codec = registry.get(name)
-    codec.decode(0, codec.encode(PagedBlock.whole(block)).stages()[0], PagedBlock.whole(out))
+    codec.decode(0, [codec.encode(PagedBlock.whole(block)).stages()[0]], PagedBlock.whole(out))
     return [tensor.view(torch.uint8) for tensor in out.tensors()]
 
 

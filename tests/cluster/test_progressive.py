@@ -23,6 +23,7 @@ from tests.cluster.staged import (
     first_stages_left,
     held_bytes,
     hold_later_stages,
+    kept_bytes,
     note_frames,
 )
 from tests.cluster.test_equality import prompt_of
@@ -73,6 +74,8 @@ async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_co
         asking = asyncio.create_task(c.ask(prompt, codec="halves", max_tokens=40, on_reply=replies.append))
         await drafted(c.decode, 12)
         assert sum(len(reply.token_ids) for reply in replies) == 1  # the first token alone is certain
+        coarse_pages = first_recent_page(len(prompt), PAGE)
+        assert kept_bytes(c) == coarse_pages * c.decode.loaded.layout.page_bytes  # `halves` has 16 bits in the first
         gate.set()
         answer = await asking
         assert answer.tokens == raw.tokens
@@ -81,6 +84,7 @@ async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_co
         marks = {mark.stage: mark.seconds for mark in summary.marks}
         assert marks["first_token"] < marks["kv_coarse"] < marks["kv_complete"] < marks["verified"] < marks["finished"]
         await c.settled()
+        assert not held_bytes(c)
         share = c.decode.transfers.hidden_share
         assert share._sum.get() > 0
 
@@ -264,10 +268,10 @@ async def test_recent_pages_are_never_written_after_drafting_began(llama, monkey
     monkeypatch.setattr(Engine, "receive_coarse_kv", noting)
     land = Fetch._land
 
-    def landing(fetch, frame, guard):
+    def landing(fetch, frame, *args):
         header, _ = unpack(frame, MAX_FRAME)
         written.append((header.stage, header.first_page, header.first_page + header.spec.num_pages))
-        land(fetch, frame, guard)
+        land(fetch, frame, *args)
 
     async def drafting_began():
         while "coarse" not in written:

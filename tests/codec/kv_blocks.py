@@ -54,3 +54,9 @@ def copy_of(pages):
 def bits_of(block):
     """All bits of a block: the only equality that NaNs allow."""
     return b"".join(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes() for tensor in block.tensors())
+
+
+def decode_stages(codec, payloads, out):
+    """Decode every stage in its turn."""
+    for stage in range(len(payloads)):
+        codec.decode(stage, payloads[: stage + 1], out)

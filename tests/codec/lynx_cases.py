@@ -81,8 +81,7 @@ def reference_payloads(pages, code, num_stages):
 def _exact(pool, ids, plan, dense, elements):
     """EXACT's part, its fixed sections and what follows them."""
     refined = np.zeros((plan.num_layers, plan.num_pages, plan.rows, plan.columns), dtype=pool.dtype)
-    for stage in (ANCHOR, RESIDUAL):
-        reference.decode_tensor(dense[stage], stage, np.arange(plan.num_pages), plan, refined)
+    reference.decode_tensor(dense[ANCHOR], dense[RESIDUAL], np.arange(plan.num_pages), plan, refined)
     stream, positions, escaped = reference.encode_exact(pool, ids, refined, dense[RESIDUAL], plan, dense[EXACT])
     if travels_raw(plan, stream.size // 4, positions.size):
         return Part(plan, EXACT, raw=True), np.frombuffer(elements, dtype=np.uint8), [b"", b"", b""]
@@ -90,12 +89,13 @@ def _exact(pool, ids, plan, dense, elements):
     return part, dense[EXACT], [stream.tobytes(), positions.tobytes(), escaped.tobytes()]
 
 
-def reference_decode(payload, layout, out):
-    """Write a stage into `out`."""
-    ids, source = np.array(out.page_ids, dtype=np.int64), np.frombuffer(payload, dtype=np.uint8)
+def reference_decode(payloads, layouts, out):
+    """Write the last of the stages into `out`; layouts: of all payloads."""
+    ids, sources = np.array(out.page_ids, dtype=np.int64), [np.frombuffer(each, dtype=np.uint8) for each in payloads]
     assert HEADER_BYTES % 16 == 0
-    starts = zip(layout.parts, layout.offsets, layout.streams, map(matrices, out.layer_pools()), strict=True)
-    for part, start, stream, pool in starts:
+    source, layout = sources[-1], layouts[-1]
+    starts = zip(range(2), layout.parts, layout.offsets, layout.streams, map(matrices, out.layer_pools()), strict=True)
+    for tensor, part, start, stream, pool in starts:
         plan, dense = part.plan, source[start : start + part.fixed_bytes]
         if part.raw or (plan.raw and layout.stage == ANCHOR):
             shape = (plan.num_layers, plan.num_pages, plan.rows, plan.columns)
@@ -104,4 +104,5 @@ def reference_decode(payload, layout, out):
             assert escapes_of(source[stream:], part)[0].size == part.escapes
             reference.decode_exact(dense, source[stream:], part, ids, pool)
         elif not plan.raw:
-            reference.decode_tensor(dense, layout.stage, ids, plan, pool)
+            anchors = sources[ANCHOR][layouts[ANCHOR].offsets[tensor] :]
+            reference.decode_tensor(anchors, dense if layout.stage == RESIDUAL else None, ids, plan, pool)

@@ -63,7 +63,7 @@ def test_levels_are_those_of_the_codec(kv: torch.Tensor) -> None:
     block, out = Block(pages, pages.clone()), Block(torch.empty_like(pages), torch.empty_like(pages))
     codec = registry.get("splitzip-progressive")
     stages = codec.encode(PagedBlock.whole(block)).stages()
-    codec.decode(0, stages[0], PagedBlock.whole(out))
+    codec.decode(0, [stages[0]], PagedBlock.whole(out))
     coarse = [levels(kept)(pages.view(kv.shape)) for kept in (2, 1)]
     for found, wanted in zip((out.keys, out.values), coarse, strict=True):
         assert torch.equal(found.view(torch.int16).flatten(), wanted.tensor.view(torch.int16).flatten())

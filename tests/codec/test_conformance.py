@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_blocks import SHAPES, bits_of, copy_of, random_block, scattered, spec_of
+from kv_blocks import SHAPES, bits_of, copy_of, decode_stages, random_block, scattered, spec_of
 
 from codec import registry
 from codec.base import CodecError, PagedBlock
@@ -24,11 +24,6 @@ def encode(codec, block):
     return codec.encode(PagedBlock.whole(block)).stages()
 
 
-def decode_all(codec, payloads, out):
-    for stage, payload in enumerate(payloads):
-        codec.decode(stage, payload, out)
-
-
 @pytest.mark.parametrize("name", registry.names())
 def test_codec_describes_itself(name):
     codec = registry.get(name)
@@ -44,7 +39,7 @@ def test_exact_codec_restores_every_bit(name, dtype, shape, device):
     block, out = random_block(spec, 1, device), random_block(spec, 2, device)
     payloads = encode(codec, block)
     assert len(payloads) == codec.num_stages
-    decode_all(codec, payloads, PagedBlock.whole(out))
+    decode_stages(codec, payloads, PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
 
 
@@ -56,7 +51,7 @@ def test_exact_codec_moves_pages_of_a_pool_and_touches_no_others(name, dtype, sh
     source, out = scattered(spec, 1, device), scattered(spec, 2, device)
     before, expected = bits_of(source.pools), copy_of(out)
     expected.scatter(source.gather())
-    decode_all(codec, codec.encode(source).stages(), out)
+    decode_stages(codec, codec.encode(source).stages(), out)
     assert bits_of(out.pools) == bits_of(expected.pools)
     assert bits_of(source.pools) == before
 
@@ -68,11 +63,12 @@ def test_every_stage_leaves_the_same_wherever_pages_lie_and_touches_no_others(na
     codec, spec = registry.get(name), spec_of(shape, dtype)
     source, out, plain = scattered(spec, 1, device), scattered(spec, 2, device), random_block(spec, 3, device)
     scattered_stages = codec.encode(source).stages()
-    for stage, payload in enumerate(encode(codec, source.gather())):
-        assert bytes(scattered_stages[stage]) == bytes(payload)
+    payloads = encode(codec, source.gather())
+    assert [bytes(payload) for payload in scattered_stages] == [bytes(payload) for payload in payloads]
+    for stage in range(codec.num_stages):
         expected = copy_of(out)
-        codec.decode(stage, payload, PagedBlock.whole(plain))
-        codec.decode(stage, payload, out)
+        codec.decode(stage, payloads[: stage + 1], PagedBlock.whole(plain))
+        codec.decode(stage, payloads[: stage + 1], out)
         expected.scatter(plain)
         assert bits_of(out.pools) == bits_of(expected.pools)
 
@@ -86,7 +82,7 @@ def test_every_stage_leaves_the_same_wherever_pages_lie_and_touches_no_others(na
 def test_exact_codec_restores_any_shape(pick, shape, seed):
     codec, spec = registry.get(pick[0]), spec_of(shape, pick[1])
     block, out = random_block(spec, seed), random_block(spec, seed + 1)
-    decode_all(codec, encode(codec, block), PagedBlock.whole(out))
+    decode_stages(codec, encode(codec, block), PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
 
 
@@ -97,15 +93,29 @@ def test_payload_that_does_not_fit_leaves_the_block_alone(name, dtype, device):
     out = scattered(spec, 2, device)
     payloads = [bytes(payload) for payload in codec.encode(scattered(spec, 1, device)).stages()]
     for stage, payload in enumerate(payloads):
-        before = bits_of(out.pools)
+        before, earlier = bits_of(out.pools), [memoryview(each) for each in payloads[:stage]]
         for wrong in (b"", payload[:-1], payload[: len(payload) // 2], payload + b"\0"):
             with pytest.raises(CodecError):
-                codec.decode(stage, memoryview(wrong), out)
+                codec.decode(stage, [*earlier, memoryview(wrong)], out)
         for no_stage in (-1, codec.num_stages):
-            with pytest.raises(CodecError):
-                codec.decode(no_stage, memoryview(payload), out)
+            with pytest.raises(CodecError, match=f"not {no_stage}"):
+                codec.decode(no_stage, [memoryview(payload)] * max(0, no_stage + 1), out)
         assert bits_of(out.pools) == before
-        codec.decode(stage, memoryview(payload), out)
+        codec.decode(stage, [*earlier, memoryview(payload)], out)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_payloads_of_too_few_or_too_many_stages_are_refused(name):
+    codec = registry.get(name)
+    spec = spec_of((2, 3, 4, 2, 5, 7), sorted(codec.dtypes)[0])
+    out, payloads = scattered(spec, 2), codec.encode(scattered(spec, 1)).stages()
+    for stage in range(codec.num_stages):
+        before = bits_of(out.pools)
+        for wrong in ([], payloads[1 : stage + 1], [*payloads[: stage + 1], payloads[stage]]):
+            with pytest.raises(CodecError, match=rf"stages 0 to {stage}: {stage + 1}, not {len(wrong)}"):
+                codec.decode(stage, wrong, out)
+        assert bits_of(out.pools) == before
+        codec.decode(stage, payloads[: stage + 1], out)
 
 
 @pytest.mark.parametrize("name", registry.names())

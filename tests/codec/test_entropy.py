@@ -96,9 +96,9 @@ class Inner:
     def encode(self, pages):
         return self._codec.encode(pages)
 
-    def decode(self, stage, payload, out):
-        self.decoded.append(bytes(payload))
-        self._codec.decode(stage, payload, out)
+    def decode(self, stage, payloads, out):
+        self.decoded.append(bytes(payloads[0]))
+        self._codec.decode(stage, payloads, out)
 
 
 @pytest.mark.parametrize("first_layer", [0, 1])
@@ -109,7 +109,7 @@ def test_restores_every_bit_and_no_other_page(codec, dtype, shape, first_layer):
     pages, out = in_pool(block, 1, first_layer), in_pool(random_block(block.spec, 2), 3, first_layer)
     expected = copy_of(out)
     expected.scatter(block)
-    codec.decode(0, encode(codec, pages), out)
+    codec.decode(0, [encode(codec, pages)], out)
     assert bits_of(out.pools) == bits_of(expected.pools)
 
 
@@ -118,7 +118,7 @@ def test_inner_codec_gets_the_payload_that_it_made(dtype):
     codec = splitzip_zstd()
     inner = codec._inner = Inner(codec._inner)
     pages = in_pool(kv_block(SHAPES[0], dtype))
-    codec.decode(0, encode(codec, pages), copy_of(pages))
+    codec.decode(0, [encode(codec, pages)], copy_of(pages))
     assert inner.decoded == [bytes(inner.encode(pages).stages()[0])]
 
 
@@ -182,7 +182,7 @@ def target():
 def refused(codec, payload, out, match=None):
     before = bits_of(out.pools)
     with pytest.raises(CodecError, match=match):
-        codec.decode(0, memoryview(payload), out)
+        codec.decode(0, [memoryview(payload)], out)
     assert bits_of(out.pools) == before
 
 
@@ -252,7 +252,7 @@ def test_flipped_bytes_are_refused_or_stay_in_their_pages(codec):
         torn, out = bytearray(payload), copy_of(others)
         torn[index] ^= 0x55
         try:
-            codec.decode(0, memoryview(torn), out)
+            codec.decode(0, [memoryview(torn)], out)
         except CodecError:
             assert bits_of(out.pools) == bits_of(others.pools)
         out.scatter(kv_block(SHAPES[2], seed=9))
@@ -277,7 +277,7 @@ def test_golden_payload(codec):
     """Other releases of zstd code otherwise, so what is pinned is that this payload can be read."""
     block, payload = golden_block(), GOLDEN.read_bytes()
     out = PagedBlock.whole(random_block(block.spec, 3))
-    codec.decode(0, memoryview(payload), out)
+    codec.decode(0, [memoryview(payload)], out)
     assert bits_of(out.pools) == bits_of(block)
     assert lengths_of(payload)[0] == block.keys.numel() and codec.encode(PagedBlock.whole(block)).stats().escapes
     assert payload[:HEADER_BYTES] == bytes(encode(codec, PagedBlock.whole(block))[:HEADER_BYTES])

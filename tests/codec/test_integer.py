@@ -43,7 +43,7 @@ def assert_equals_reference(name, pages):
     assert bits_of(pages.pools) == bits_of(before.pools)
     out = scattered(pages.spec, 99)  # poisoned: random bits everywhere
     around = copy_of(out)
-    codec.decode(0, payload, out)
+    codec.decode(0, [payload], out)
     found = out.gather()
     assert bits_of(found) == b"".join(restored)
     around.scatter(found)
@@ -83,7 +83,7 @@ def test_errors_stay_within_half_a_step(name, dtype):
     """Half of what the group's range gives, rounded up to the scale's type, and what is rounded to the element's."""
     pages = kv_pages(spec_of((2, 3, 64, 2, 32, 40), dtype), 7, offset=0.5)
     codec, out = registry.get(name), scattered(pages.spec, 8)
-    codec.decode(0, codec.encode(pages).stages()[0], out)
+    codec.decode(0, [codec.encode(pages).stages()[0]], out)
     digits = 10 if dtype == "float16" else 7
     for number, (sent, got) in enumerate(zip(pages.gather().tensors(), out.gather().tensors(), strict=True)):
         exact, found = grouped(sent, name, number), grouped(got, name, number)
@@ -183,7 +183,7 @@ def test_eight_bit_types_are_refused(name, dtype):
     with pytest.raises(CodecError, match=f"{name} does not take dtype {dtype}; it takes bfloat16, float16, float32"):
         codec.encode(pages)
     with pytest.raises(CodecError, match=dtype):
-        codec.decode(0, memoryview(b""), pages)
+        codec.decode(0, [memoryview(b"")], pages)
 
 
 @pytest.mark.gpu
@@ -198,7 +198,7 @@ def test_a_gpu_writes_and_restores_the_same_bytes(name, dtype, noise):
     assert bytes(theirs) == bytes(payload)
     outs = [scattered(pages.spec, 10, device) for device in ("cpu", "cuda")]
     for out in outs:
-        codec.decode(0, payload, out)
+        codec.decode(0, [payload], out)
     assert bits_of(outs[0].pools) == bits_of(outs[1].pools)
 
 
@@ -226,7 +226,7 @@ def test_golden_payloads(name, kind):
     assert [bytes(payload) for payload in codec.encode(pages).stages()] == [golden]
     assert HEADER.unpack_from(golden)[5:] == ((1, 0) if kind == "raw_page" else (0, 0))
     out = dataclasses.replace(pages, pools=random_block(pages.pools.spec, 13))
-    codec.decode(0, memoryview(golden), out)
+    codec.decode(0, [memoryview(golden)], out)
     for sent, got in zip(pages.gather().tensors(), out.gather().tensors(), strict=True):
         sent, got = sent.double().nan_to_num(), got.double().nan_to_num()
         assert np.allclose(sent, got, rtol=2.0**-8, atol=251 / TOPS[name])

@@ -40,7 +40,7 @@ def assert_refused(name, payload, match=None, stage=0, spec=SPEC):
     out = scattered(spec, 2)
     before = bits_of(out.pools)
     with pytest.raises(CodecError, match=match):
-        registry.get(name).decode(stage, memoryview(payload), out)
+        registry.get(name).decode(stage, [memoryview(payload)], out)
     assert bits_of(out.pools) == before
 
 
@@ -58,7 +58,7 @@ def section_at(name, tensor, section):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_payload_itself_is_good_and_has_everything_there_is(name):
-    registry.get(name).decode(0, memoryview(PAYLOADS[name]), scattered(SPEC, 2))
+    registry.get(name).decode(0, [memoryview(PAYLOADS[name])], scattered(SPEC, 2))
     assert [(part.raw, part.raw_pages) for part in layout_of(name).parts] == [(False, 1)] * 2
 
 
@@ -139,7 +139,7 @@ def test_any_byte_changed_is_refused_or_stays_within_the_pages(name, where, chan
     out = scattered(SPEC, 2)
     untouched = copy_of(out)
     try:
-        registry.get(name).decode(0, memoryview(payload), out)
+        registry.get(name).decode(0, [memoryview(payload)], out)
     except CodecError:
         assert bits_of(out.pools) == bits_of(untouched.pools)
     else:
@@ -159,7 +159,7 @@ def test_any_codes_minima_and_scales_that_pass_give_finite_pages(name, seed):
             signs = generator.integers(0, 2, size // 2) << 15 if section == "minima" else 0
             payload[at : at + size] = (generator.integers(0, limit, size // 2) | signs).astype("<u2").view(np.uint8)
     out = scattered(SPEC, 2)
-    registry.get(name).decode(0, payload.data, out)
+    registry.get(name).decode(0, [payload.data], out)
     found = out.gather()
     for tensor, odd in zip(found.tensors(), (1, 3), strict=True):
         finite = tensor.isfinite().flatten(2).all(2)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
+from kv_blocks import bits_of, copy_of, decode_stages, random_block, scattered, spec_of
 from lynx_cases import kv_block, kv_pages, reference_decode, reference_payloads
 
 from codec.base import Block, BlockSpec, CodecError, PagedBlock
 from codec.lynx import cpu
 from codec.lynx.codec import lynx, lynx_exact
 from codec.lynx.formats import FORMATS, LynxCode
-from codec.lynx.payload import EXACT, parse, plans_of
+from codec.lynx.payload import EXACT, parse, parse_both, plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=300 if os.environ.get("CI") == "true" else 40)
@@ -40,11 +40,11 @@ def assert_equals_reference(pages, code):
     assert [bytes(each) for each in lynx(code).encode(pages).stages()] == [bytes(each) for each in payloads[:2]]
     assert bits_of(pages.pools) == bits_of(before.pools)
     out, expected = scattered(pages.spec, 99), scattered(pages.spec, 99)  # poisoned: random bits everywhere
-    stages = []
+    stages, layouts = [], []
     for stage, payload in enumerate(payloads):
-        lynx_exact(code).decode(stage, payload, out)
-        layout = parse(np.frombuffer(payload, dtype=np.uint8), pages.spec, code, stage)
-        reference_decode(payload, layout, expected)
+        lynx_exact(code).decode(stage, payloads[: stage + 1], out)
+        layouts.append(parse(np.frombuffer(payload, dtype=np.uint8), pages.spec, code, stage))
+        reference_decode(payloads[: stage + 1], layouts, expected)
         assert bits_of(out.pools) == bits_of(expected.pools)
         stages.append(out.gather())
     assert bits_of(stages[-1]) == bits_of(pages.gather())
@@ -89,9 +89,7 @@ def every_pattern(dtype):
 def test_exact_restores_all_patterns(dtype, code):
     block = every_pattern(dtype)
     pages, out = PagedBlock.whole(block), random_block(block.spec, 4)
-    payloads = lynx_exact(code).encode(pages).stages()
-    for stage, payload in enumerate(payloads):
-        lynx_exact(code).decode(stage, payload, PagedBlock.whole(out))
+    decode_stages(lynx_exact(code), lynx_exact(code).encode(pages).stages(), PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
 
 
@@ -108,8 +106,7 @@ def test_exact_restores_all_patterns_among_ordinary_values(dtype):
     encoding = lynx_exact(code).encode(PagedBlock.whole(block))
     payloads, out = encoding.stages(), random_block(block.spec, 4)
     assert encoding.stats().raw_tensors == 0 and encoding.stats().escapes > 500
-    for stage, payload in enumerate(payloads):
-        lynx_exact(code).decode(stage, payload, PagedBlock.whole(out))
+    decode_stages(lynx_exact(code), payloads, PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
     assert_non_finite_values_leak_nowhere(block, code)
 
@@ -124,8 +121,7 @@ def assert_non_finite_values_leak_nowhere(block, code):
     results = []
     for source in (block, tame):
         out = random_block(block.spec, 6)
-        for stage, payload in enumerate(lynx(code).encode(PagedBlock.whole(source)).stages()):
-            lynx(code).decode(stage, payload, PagedBlock.whole(out))
+        decode_stages(lynx(code), lynx(code).encode(PagedBlock.whole(source)).stages(), PagedBlock.whole(out))
         assert out.keys.float().isfinite().all()
         results.append(out.keys[finite].view(torch.int16))
     assert torch.equal(*results)
@@ -139,8 +135,7 @@ def test_values_that_are_not_finite_become_finite(dtype):
     keys[0, 0, 5, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     block = Block(keys.to(getattr(torch, dtype)), torch.full_like(keys, torch.nan).to(getattr(torch, dtype)))
     out = random_block(spec, 1)
-    for stage, payload in enumerate(lynx().encode(PagedBlock.whole(block)).stages()):
-        lynx().decode(stage, payload, PagedBlock.whole(out))
+    decode_stages(lynx(), lynx().encode(PagedBlock.whole(block)).stages(), PagedBlock.whole(out))
     found = out.keys[0, 0, 5, 0].float()
     assert torch.allclose(found, torch.tensor([4.0, -4.0, -4.0]), atol=4 / 128)
     assert not out.values.view(torch.uint8).any()
@@ -160,11 +155,27 @@ def test_errors_keep_their_bounds(dtype, code):
     scale = (half * (1 + 2**-7) + page * (4 / 255 if chunk < 64 else 0)).expand_as(parts).reshape(exact.shape)
     rounding = exact.abs() * 2.0 ** -FORMATS[dtype].mantissa_bits
     for stage, widths in ((0, np.diff(code.edges)), (1, code.steps)):
-        lynx(code).decode(stage, payloads[stage], pages)
+        lynx(code).decode(stage, payloads[: stage + 1], pages)
         bound = scale * float(widths.max()) / 128 / 2 * (1 + 2**-7) + rounding * (1 + stage)
         error = (out.keys.double() - exact).abs()
         assert (error <= bound).all()
         assert (error > bound / 4).any()  # the bound is not generous
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("code", CODES, ids=str)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_second_stage_gives_the_same_whatever_lies_in_the_pages(dtype, code, shape):
+    """But for what travels raw, which the first stage alone has."""
+    pages = kv_pages(spec_of(shape, dtype), 4, noise=0.01)
+    payloads, wanted, out = lynx(code).encode(pages).stages(), scattered(pages.spec, 5), scattered(pages.spec, 5)
+    sources = [np.frombuffer(payload, dtype=np.uint8) for payload in payloads]
+    layouts = parse_both(*sources, pages.spec, code)
+    for pool in (*out.pools.tensors(), *wanted.pools.tensors()):
+        pool.view(torch.uint8).fill_(0xA5)
+    reference_decode(payloads, layouts, wanted)
+    lynx(code).decode(1, payloads, out)
+    assert bits_of(out.pools) == bits_of(wanted.pools)
 
 
 @pytest.mark.parametrize("name", ["lynx", "lynx_exact"])
@@ -174,7 +185,7 @@ def test_eight_bit_types_are_refused(name, dtype):
     with pytest.raises(CodecError, match=f"{dtype}; it takes bfloat16, float16, float32"):
         codec.encode(pages)
     with pytest.raises(CodecError, match=dtype):
-        codec.decode(0, memoryview(b""), pages)
+        codec.decode(0, [memoryview(b"")], pages)
 
 
 def test_pages_that_are_not_contiguous_are_refused():
@@ -183,7 +194,7 @@ def test_pages_that_are_not_contiguous_are_refused():
     with pytest.raises(CodecError, match="contiguous"):
         lynx().encode(pages)
     with pytest.raises(CodecError, match="contiguous"):
-        lynx().decode(0, lynx().encode(PagedBlock.whole(block)).stages()[0], pages)
+        lynx().decode(0, [lynx().encode(PagedBlock.whole(block)).stages()[0]], pages)
 
 
 @pytest.mark.parametrize("values", [{"alpha": -1}, {"alpha": 256}, {"chunk": 4}, {"chunk": 48}, {"chunk": 8192}])
@@ -212,7 +223,7 @@ def test_a_page_that_would_grow_travels_as_it_is_in_stage_0():
     payloads = encoding.stages()
     assert encoding.stats().raw_tensors == 2 and payloads[1].nbytes == 48
     out = scattered(pages.spec, 10)
-    lynx().decode(0, payloads[0], out)
+    lynx().decode(0, [payloads[0]], out)
     assert bits_of(out.gather()) == bits_of(pages.gather())
 
 
@@ -223,8 +234,7 @@ def test_a_stream_that_would_be_no_smaller_is_replaced_by_the_elements():
     payloads, out = encoding.stages(), random_block(spec, 2)
     layout = parse(np.frombuffer(payloads[EXACT], dtype=np.uint8), spec, LynxCode(), EXACT)
     assert [part.raw for part in layout.parts] == [True, False] and encoding.stats().raw_tensors == 1
-    for stage, payload in enumerate(payloads):
-        lynx_exact().decode(stage, payload, PagedBlock.whole(out))
+    decode_stages(lynx_exact(), payloads, PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
 
 
@@ -232,8 +242,8 @@ def test_rows_that_drafts_overwrite_change_no_row_before_them():
     pages = kv_pages(spec_of((1, 2, 64, 2, 32, 32), "bfloat16"), 11)
     payloads, out = lynx_exact().encode(pages).stages(), scattered(pages.spec, 12)
     noise = random_block(out.pools.spec, 13)
-    for stage, payload in enumerate(payloads):
-        lynx_exact().decode(stage, payload, out)
+    for stage in range(len(payloads)):
+        lynx_exact().decode(stage, payloads[: stage + 1], out)
         for pool, other in zip(out.pools.tensors(), noise.tensors(), strict=True):
             pool[:, out.page_ids[1], 40:] = other[:, out.page_ids[1], 40:]
     found, expected = out.gather(), pages.gather()
@@ -256,10 +266,9 @@ def golden_pages():
 def test_golden_payloads(name, code):
     pages = golden_pages()
     out = dataclasses.replace(pages, pools=random_block(pages.pools.spec, 13))
-    for stage, payload in enumerate(lynx_exact(code).encode(pages).stages()):
-        golden = (GOLDEN / f"{name}_bf16_{stage}.bin").read_bytes()
-        assert bytes(payload) == golden
-        lynx_exact(code).decode(stage, memoryview(golden), out)
+    golden = [(GOLDEN / f"{name}_bf16_{stage}.bin").read_bytes() for stage in range(3)]
+    assert [bytes(payload) for payload in lynx_exact(code).encode(pages).stages()] == golden
+    decode_stages(lynx_exact(code), [memoryview(payload) for payload in golden], out)
     assert bits_of(out.gather()) == bits_of(pages.gather())
 
 

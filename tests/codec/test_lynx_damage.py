@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_blocks import bits_of, copy_of, scattered, spec_of
+from kv_blocks import bits_of, copy_of, decode_stages, scattered, spec_of
 from lynx_cases import kv_pages
 from test_lynx import PROPERTY
 
@@ -29,11 +29,20 @@ def layout_of(stage):
     return parse(np.frombuffer(PAYLOADS[stage], dtype=np.uint8), SPEC, CODE, stage)
 
 
+def up_to(stage, payload):
+    """The payloads that a stage is decoded from, given the last."""
+    return [*(memoryview(earlier) for earlier in PAYLOADS[: max(0, stage)]), memoryview(payload)]
+
+
 def assert_refused(stage, payload, match=None, codec=CODEC, spec=SPEC):
+    assert_all_refused(stage, up_to(stage, payload), match, codec, spec)
+
+
+def assert_all_refused(stage, payloads, match=None, codec=CODEC, spec=SPEC):
     out = scattered(spec, 2)
     before = bits_of(out.pools)
     with pytest.raises(CodecError, match=match):
-        codec.decode(stage, memoryview(payload), out)
+        codec.decode(stage, payloads, out)
     assert bits_of(out.pools) == before
 
 
@@ -51,8 +60,7 @@ def section_at(stage, tensor, name):
 
 def test_the_payloads_themselves_are_good():
     out = scattered(SPEC, 2)
-    for stage, payload in enumerate(PAYLOADS):
-        CODEC.decode(stage, memoryview(payload), out)
+    decode_stages(CODEC, [memoryview(payload) for payload in PAYLOADS], out)
     assert bits_of(out.gather()) == bits_of(PAGES.gather())
     parts = layout_of(EXACT).parts
     assert all(part.words and part.escapes > 1 and not part.raw and not part.plan.raw for part in parts)
@@ -151,6 +159,43 @@ def test_numbers_of_words_and_escapes_are_bounded(field):
         assert_refused(stage, with_bytes(stage, 16 + 8 * field, b"\x01"), "words and")
 
 
+def test_an_anchor_that_is_not_this_residual_s_is_refused():
+    anchors, residuals, _ = PAYLOADS
+    for end in (0, HEADER_BYTES - 1, HEADER_BYTES, len(anchors) - 1):
+        assert_all_refused(RESIDUAL, [anchors[:end], residuals])
+    for offset in range(HEADER_BYTES):
+        assert_all_refused(RESIDUAL, [with_bytes(ANCHOR, offset, bytes([anchors[offset] ^ 1])), residuals])
+    assert_all_refused(RESIDUAL, [residuals, residuals], "stage 1; stage 0 is due")
+    for change in ({"key_dim": 60}, {"num_pages": 1}, {"dtype": "float32"}, {"page_size": 70}):
+        other = kv_pages(dataclasses.replace(SPEC, **change), 1, noise=0.005)
+        assert_all_refused(RESIDUAL, [CODEC.encode(other).stages()[0], residuals])
+    assert_all_refused(RESIDUAL, [CODEC.encode(kv_pages(SPEC, 2)).stages()[0], residuals], "of other blocks")
+
+
+@pytest.mark.parametrize("tensor", [0, 1])
+@pytest.mark.parametrize("name", ["minima", "scales", "lows", "widths"])
+def test_stages_that_do_not_say_the_same_of_chunks_are_refused(name, tensor):
+    where = section_at(RESIDUAL, tensor, name)
+    payload = with_bytes(RESIDUAL, where, bytes([PAYLOADS[RESIDUAL][where] ^ 1]))
+    assert_refused(RESIDUAL, payload, f"other {name}|256 of 255")
+
+
+@PROPERTY
+@given(where=st.integers(0, 2**20), change=st.integers(1, 255))
+def test_any_byte_changed_of_an_anchor_is_refused_or_stays_within_the_pages(where, change):
+    anchors = bytearray(PAYLOADS[ANCHOR])
+    anchors[where % len(anchors)] ^= change
+    out = scattered(SPEC, 2)
+    untouched = copy_of(out)
+    try:
+        CODEC.decode(RESIDUAL, [memoryview(anchors), memoryview(PAYLOADS[RESIDUAL])], out)
+    except CodecError:
+        assert bits_of(out.pools) == bits_of(untouched.pools)
+    else:
+        untouched.scatter(out.gather())  # so that only a page that was not named can differ
+        assert bits_of(out.pools) == bits_of(untouched.pools)
+
+
 @PROPERTY
 @given(stage=st.sampled_from(STAGES), where=st.integers(0, 2**20), change=st.integers(1, 255))
 def test_any_byte_changed_is_refused_or_stays_within_the_pages(stage, where, change):
@@ -159,7 +204,7 @@ def test_any_byte_changed_is_refused_or_stays_within_the_pages(stage, where, cha
     out = scattered(SPEC, 2)
     untouched = copy_of(out)
     try:
-        CODEC.decode(stage, memoryview(payload), out)
+        CODEC.decode(stage, up_to(stage, payload), out)
     except CodecError:
         assert bits_of(out.pools) == bits_of(untouched.pools)
     else:
@@ -179,6 +224,6 @@ def test_a_last_stage_over_other_pages_stays_within_them(seed):
     """The widths of its codes follow from what lies in the pages: random bits, NaNs among them."""
     out = scattered(SPEC, seed)
     untouched = copy_of(out)
-    CODEC.decode(EXACT, memoryview(PAYLOADS[EXACT]), out)
+    CODEC.decode(EXACT, up_to(EXACT, PAYLOADS[EXACT]), out)
     untouched.scatter(out.gather())
     assert bits_of(out.pools) == bits_of(untouched.pools)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from codec.base import Block
 from codec.lynx import gpu, gpu_launch, reference
 from codec.lynx.formats import LynxCode
-from codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse, plans_of
+from codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse, parse_both, plans_of
 from codec.splitzip.gpu_launch import byte_pools
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,11 +62,13 @@ def test_kernels_equal_the_reference(shape, dtype, code, noise):
     assert bits_of(source.pools) == bits_of(pages.pools)
     wanted = scattered(pages.spec, 2)
     out = on_device(wanted)
-    for stage in (ANCHOR, RESIDUAL):
-        inputs = [part.to(DEVICE) for part in expected[stage]]
-        gpu_launch.launch_decode(byte_pools(out), out.page_index(), plans, inputs, stage)
-        for pool, plan, part in zip(wanted.layer_pools(), plans, expected[stage], strict=True):
-            reference.decode_tensor(part.numpy(), stage, np.array(out.page_ids), plan, matrices(pool))
+    for stage in (RESIDUAL, ANCHOR):  # into pages that do not hold the one before
+        inputs = [[part.to(DEVICE) for part in parts] for parts in expected[: stage + 1]]
+        gpu_launch.launch_decode(byte_pools(out), out.page_index(), plans, inputs)
+        tensors = zip(wanted.layer_pools(), plans, *expected, strict=True)
+        for pool, plan, anchors, residuals in tensors:
+            later = residuals.numpy() if stage == RESIDUAL else None
+            reference.decode_tensor(anchors.numpy(), later, np.array(out.page_ids), plan, matrices(pool))
         assert bits_of(out.pools) == bits_of(wanted.pools)
 
 
@@ -81,9 +83,11 @@ def test_payloads_equal_the_references_and_restore_every_bit(shape, dtype, code,
     payloads = encoding.stages()
     assert [bytes(each) for each in payloads] == reference_payloads(pages, code, 3)
     assert encoding.stats().values == sum(plan.values for plan in plans)
-    for stage, payload in enumerate(payloads):
-        source = np.frombuffer(payload, dtype=np.uint8)
-        gpu.decode(source, parse(source, pages.spec, code, stage), out)
+    *sources, last = (np.frombuffer(payload, dtype=np.uint8) for payload in payloads)
+    layouts = parse_both(*sources, pages.spec, code)
+    gpu.decode(sources[:1], layouts[:1], out)
+    gpu.decode(sources, layouts, out)
+    gpu.decode_exact(last, parse(last, pages.spec, code, EXACT), out)
     assert bits_of(out.pools) == bits_of(wanted.pools)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
+from kv_blocks import bits_of, copy_of, decode_stages, random_block, scattered, spec_of
 from progressive_cases import kv_pages, plans_of
 from test_progressive import PROPERTY
 
@@ -28,16 +28,28 @@ STAGES = [0, 1]
 def pages_before(stage):
     """Pages that a stage may be decoded into."""
     out = scattered(SPEC, 2)
-    for earlier in range(stage):
-        CODEC.decode(earlier, memoryview(PAYLOADS[earlier]), out)
+    decode_stages(CODEC, PAYLOADS[:stage], out)
     return out
+
+
+def up_to(stage, payload):
+    """The payloads that a stage is decoded from, given the last."""
+    return [*(memoryview(earlier) for earlier in PAYLOADS[:stage]), memoryview(payload)]
 
 
 def assert_refused(stage, payload, match=None):
     out = pages_before(stage)
     before = bits_of(out.pools)
     with pytest.raises(CodecError, match=match):
-        CODEC.decode(stage, memoryview(payload), out)
+        CODEC.decode(stage, up_to(stage, payload), out)
+    assert bits_of(out.pools) == before
+
+
+def assert_pair_refused(first, second, match=None, codec=CODEC, spec=SPEC):
+    out = scattered(spec, 2)
+    before = bits_of(out.pools)
+    with pytest.raises(CodecError, match=match):
+        codec.decode(1, [memoryview(first), memoryview(second)], out)
     assert bits_of(out.pools) == before
 
 
@@ -111,7 +123,7 @@ def test_another_spec_is_refused(stage):
         out = scattered(dataclasses.replace(SPEC, **change), 2)
         before = bits_of(out.pools)
         with pytest.raises(CodecError):
-            CODEC.decode(stage, memoryview(PAYLOADS[stage]), out)
+            CODEC.decode(stage, up_to(stage, PAYLOADS[stage]), out)
         assert bits_of(out.pools) == before
 
 
@@ -129,14 +141,57 @@ def test_second_stage_says_itself_what_travelled_raw():
 def test_second_stage_of_pages_that_no_code_can_tile_is_refused():
     spec = spec_of((1, 1, 300, 1, 4, 4), "bfloat16")
     codec = ProgressiveCodec(chunk=256)
-    second = bytearray(codec.encode(scattered(spec, 1)).stages()[1])
+    first, second = codec.encode(scattered(spec, 1)).stages()
+    second = bytearray(second)
     assert second[5] == 3
     second[5] = 0
     out = scattered(spec, 2)
     before = bits_of(out.pools)
     with pytest.raises(CodecError, match="pages of 300 tokens"):
-        codec.decode(1, memoryview(second), out)
+        codec.decode(1, [first, memoryview(second)], out)
     assert bits_of(out.pools) == before
+
+
+def test_a_first_stage_that_is_not_this_one_s_is_refused():
+    first, second = PAYLOADS
+    for end in (0, HEADER_BYTES - 1, HEADER_BYTES, len(first) - 1):
+        assert_pair_refused(first[:end], second)
+    for offset in range(HEADER_BYTES):
+        assert_pair_refused(with_bytes(0, offset, bytes([first[offset] ^ 1])), second)
+    assert_pair_refused(second, second, "stage")
+    assert_pair_refused(second, first, "stage")
+    for cut in (Cut(1, 1), Cut(2, 2)):
+        assert_pair_refused(ProgressiveCodec(cut).encode(PAGES).stages()[0], second, "mantissa bits")
+    assert_pair_refused(ProgressiveCodec(chunk=1024).encode(PAGES).stages()[0], second, "position bits")
+    for change in ({"key_dim": 21}, {"num_pages": 1}, {"dtype": "float16"}):
+        other = kv_pages(dataclasses.replace(SPEC, **change), 1, outliers=0.0)
+        assert_pair_refused(CODEC.encode(other).stages()[0], second)
+
+
+def test_stages_that_do_not_agree_on_what_travels_raw_are_refused():
+    noise = random_block(PAGES.pools.spec, 7)
+    for names in (("keys",), ("values",), ("keys", "values")):
+        changed = {name: getattr(noise, name) for name in names}
+        pages = dataclasses.replace(PAGES, pools=dataclasses.replace(PAGES.pools, **changed))
+        first, second = CODEC.encode(pages).stages()
+        assert_pair_refused(first, PAYLOADS[1], "of other blocks")
+        assert_pair_refused(PAYLOADS[0], second, "of other blocks")
+
+
+@PROPERTY
+@given(where=st.integers(0, 2**20), change=st.integers(1, 255))
+def test_any_byte_changed_of_an_earlier_payload_is_refused_or_stays_within_the_pages(where, change):
+    first = bytearray(PAYLOADS[0])
+    first[where % len(first)] ^= change
+    out = pages_before(1)
+    untouched = copy_of(out)
+    try:
+        CODEC.decode(1, [memoryview(first), memoryview(PAYLOADS[1])], out)
+    except CodecError:
+        assert bits_of(out.pools) == bits_of(untouched.pools)
+    else:
+        untouched.scatter(out.gather())  # so that only a page that was not named can differ
+        assert bits_of(out.pools) == bits_of(untouched.pools)
 
 
 @PROPERTY
@@ -147,7 +202,7 @@ def test_any_byte_changed_is_refused_or_stays_within_the_pages(stage, where, cha
     out = pages_before(stage)
     untouched = copy_of(out)
     try:
-        CODEC.decode(stage, memoryview(payload), out)
+        CODEC.decode(stage, up_to(stage, payload), out)
     except CodecError:
         assert bits_of(out.pools) == bits_of(untouched.pools)
     else:

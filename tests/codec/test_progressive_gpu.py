@@ -31,7 +31,7 @@ def check(codec, pages, plans):
     wanted, raw = copy_of(out), (bool(stages[1][5] & 1), bool(stages[1][5] & 2))
     for stage, block in enumerate((middles(pages.gather(), plans, raw), pages.gather())):
         wanted.scatter(Block(*(tensor.cuda() for tensor in block.tensors())))
-        codec.decode(stage, stages[stage], out)
+        codec.decode(stage, stages[: stage + 1], out)
         torch.cuda.synchronize()
         assert bits_of(out.pools) == bits_of(wanted.pools)
     return encoding.stats()

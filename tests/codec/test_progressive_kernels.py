@@ -16,7 +16,7 @@ from test_splitzip_kernels import pages_of as kernel_pages
 
 from codec.base import Block, CodecError
 from codec.progressive import gpu, gpu_launch
-from codec.progressive.payload import HEADER_BYTES, parse_anchor, parse_rest
+from codec.progressive.payload import HEADER_BYTES, parse_both, parse_rest
 from codec.progressive.plan import Cut
 from codec.splitzip.formats import WindowCode
 from codec.splitzip.payload import scale_bytes_of
@@ -76,12 +76,14 @@ def test_stages_decode_into_the_pages_named_and_no_others(shape, dtype, cut, chu
     pages, out = pages_of(shape, dtype, chunk, 1, 0.5), scattered(spec_of(shape, dtype), 2)
     plans, wanted = plans_of(pages.spec, cut, chunk), copy_of(out)
     first, second = (np.frombuffer(stage, dtype=np.uint8) for stage in reference_payloads(pages, plans))
-    anchor, rest = parse_anchor(first, pages.spec, plans), parse_rest(second, plans)
+    anchor, rest = parse_both(first, second, pages.spec, plans)
     assert not rest.keys.raw and not rest.values.raw and rest.keys.records
     gpu.decode_anchor(first, anchor, out)
     wanted.scatter(middles(pages.gather(), plans))
     assert bits_of(out.pools) == bits_of(wanted.pools)
-    gpu.refine(second, rest, out)
+    for pool in out.layer_pools()[:2]:
+        pool[:, out.page_ids] = torch.nan  # what lies there is not asked for
+    gpu.decode_exact((first, second), (anchor, rest), out)
     wanted.scatter(pages.gather())
     assert bits_of(out.pools) == bits_of(wanted.pools)
 
@@ -113,8 +115,9 @@ def test_a_tensor_that_would_grow_travels_raw_in_the_first_stage(raw):
     out = scattered(pages.spec, 3)
     wanted = copy_of(out)
     wanted.scatter(pages.gather())
-    gpu.decode_anchor(first, parse_anchor(first, pages.spec, plans), out)
-    gpu.refine(second, parse_rest(second, plans), out)
+    anchor, rest = parse_both(first, second, pages.spec, plans)
+    gpu.decode_anchor(first, anchor, out)
+    gpu.decode_exact((first, second), (anchor, rest), out)
     assert bits_of(out.pools) == bits_of(wanted.pools)
 
 
@@ -126,7 +129,8 @@ def test_pages_whose_rows_are_not_contiguous_are_refused():
     turned = dataclasses.replace(pages, pools=pools)
     with pytest.raises(CodecError, match="contiguous"):
         gpu.encode(turned, plans)
+    layouts = parse_both(*stages, pages.spec, plans)
     with pytest.raises(CodecError, match="contiguous"):
-        gpu.decode_anchor(stages[0], parse_anchor(stages[0], pages.spec, plans), turned)
+        gpu.decode_anchor(stages[0], layouts[0], turned)
     with pytest.raises(CodecError, match="contiguous"):
-        gpu.refine(stages[1], parse_rest(stages[1], plans), turned)
+        gpu.decode_exact(stages, layouts, turned)

@@ -66,7 +66,7 @@ def assert_equals_reference(pages, dtype, per_channel, bits, chunk=4096):
     out = scattered(pages.spec, 99)  # poisoned: random bits everywhere
     expected = copy_of(out)
     expected.scatter(pages.gather())
-    codec.decode(0, payload, out)
+    codec.decode(0, [payload], out)
     assert bits_of(out.pools) == bits_of(expected.pools)
     return encoding.stats()
 
@@ -122,7 +122,7 @@ def test_every_bit_pattern_survives(dtype, per_channel):
             bits[:: bits.numel() // patterns.numel()] = patterns.to(bits.dtype)
     codec = codec_of(dtype, per_channel, 3 if dtype == "float8_e4m3fn" else 4)
     encoding = codec.encode(PagedBlock.whole(block))
-    codec.decode(0, encoding.stages()[0], PagedBlock.whole(out))
+    codec.decode(0, [encoding.stages()[0]], PagedBlock.whole(out))
     assert bits_of(out) == bits_of(block)
     assert encoding.stats().raw_tensors == (2 if dtype == "float8_e4m3fn" and not per_channel else 0)
 
@@ -170,7 +170,7 @@ def test_many_threads_give_the_same_payload(dtype, per_channel, monkeypatch):
     expected = copy_of(out)
     expected.scatter(pages.gather())
     assert bytes(codec.encode(pages).stages()[0]) == one
-    codec.decode(0, memoryview(one), out)
+    codec.decode(0, [memoryview(one)], out)
     assert bits_of(out.pools) == bits_of(expected.pools)
 
 
@@ -246,7 +246,7 @@ def test_golden_payloads(name, dtype):
     assert bytes(codec.encode(pages).stages()[0]) == golden
     assert codec.encode(pages).stats().raw_tensors < 2
     out = dataclasses.replace(pages, pools=random_block(pages.pools.spec, 13))
-    codec.decode(0, memoryview(golden), out)
+    codec.decode(0, [memoryview(golden)], out)
     assert bits_of(out.gather()) == bits_of(pages.gather())
 
 

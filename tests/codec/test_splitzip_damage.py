@@ -31,7 +31,7 @@ def assert_refused(name, payload, match=None):
     out = scattered(SPEC, 2)
     before = bits_of(out.pools)
     with pytest.raises(CodecError, match=match):
-        CODECS[name].decode(0, memoryview(payload), out)
+        CODECS[name].decode(0, [memoryview(payload)], out)
     assert bits_of(out.pools) == before
 
 
@@ -55,7 +55,7 @@ def section_of(name, tensor, section):
 def test_the_payload_itself_is_good(name):
     layout, out = layout_of(name), scattered(SPEC, 2)
     assert not layout.keys.raw and not layout.values.raw and layout.keys.records and layout.values.records
-    CODECS[name].decode(0, memoryview(PAYLOADS[name]), out)
+    CODECS[name].decode(0, [memoryview(PAYLOADS[name])], out)
     assert bits_of(out.gather()) == bits_of(PAGES.gather())
 
 
@@ -104,7 +104,7 @@ def test_another_codebook_is_refused():
     other = splitzip()
     out = scattered(SPEC, 2)
     with pytest.raises(CodecError, match=f"{codebook().id:016x}.*{other.parameters_id:016x}"):
-        other.decode(0, memoryview(PAYLOADS["splitzip"]), out)
+        other.decode(0, [memoryview(PAYLOADS["splitzip"])], out)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +113,7 @@ def test_another_spec_is_refused(name):
         out = scattered(dataclasses.replace(SPEC, **change), 2)
         before = bits_of(out.pools)
         with pytest.raises(CodecError):
-            CODECS[name].decode(0, memoryview(PAYLOADS[name]), out)
+            CODECS[name].decode(0, [memoryview(PAYLOADS[name])], out)
         assert bits_of(out.pools) == before
 
 
@@ -125,7 +125,7 @@ def test_any_byte_changed_is_refused_or_stays_within_the_pages(name, where, chan
     out = scattered(SPEC, 2)
     untouched = copy_of(out)
     try:
-        CODECS[name].decode(0, memoryview(payload), out)
+        CODECS[name].decode(0, [memoryview(payload)], out)
     except CodecError:
         assert bits_of(out.pools) == bits_of(untouched.pools)
     else:

@@ -50,7 +50,7 @@ def test_bits_come_back(codec, shape, dtype, device):
     out = scattered(pages.spec, 99, device)
     wanted = copy_of(out)
     wanted.scatter(pages.gather())
-    codec.decode(0, payload, out)
+    codec.decode(0, [payload], out)
     torch.cuda.synchronize()
     assert bits_of(out.pools) == bits_of(wanted.pools)
 
@@ -83,7 +83,7 @@ def test_corrupt_pieces_are_refused_and_pages_stay(codec):
         wrong = bytearray(payload)
         wrong[at] ^= 0x55
         with pytest.raises(CodecError, match="coded piece"):
-            codec.decode(0, memoryview(wrong), out)
+            codec.decode(0, [memoryview(wrong)], out)
     torch.cuda.synchronize()
     assert bits_of(out.pools) == before
-    codec.decode(0, memoryview(payload), out)  # nothing stays broken
+    codec.decode(0, [memoryview(payload)], out)  # nothing stays broken

@@ -61,7 +61,7 @@ def check(codec, pages):
     out = scattered(pages.spec, 99, "cuda")
     wanted = copy_of(out)
     wanted.scatter(pages.gather())
-    codec.decode(0, payload, out)
+    codec.decode(0, [payload], out)
     torch.cuda.synchronize()
     assert bits_of(out.pools) == bits_of(wanted.pools)
     return payload, encoding.stats()
@@ -170,7 +170,7 @@ def test_corrupt_payload_is_refused_and_pages_stay(make):
         wrong = bytearray(payload)
         wrong[at] ^= 1
         with pytest.raises(CodecError):
-            codec.decode(0, memoryview(wrong), out)
+            codec.decode(0, [memoryview(wrong)], out)
     torch.cuda.synchronize()
     assert bits_of(out.pools) == before
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from codec import registry
+from codec.base import check_stage
 from tests.cluster.halves import Halves, HalvesEncoding, _bits, _write
 
 
@@ -19,9 +20,10 @@ class AllNoise(Halves):
     def anchor(self, bits):
         return np.random.default_rng(0).integers(-(1 << 15), 1 << 15, bits.shape, np.int16)
 
-    def decode(self, stage, payload, out):
+    def decode(self, stage, payloads, out):
+        check_stage(self, stage, payloads)
         block = out.gather()
-        _write(block, np.frombuffer(payload, np.int16))
+        _write(block, np.frombuffer(payloads[stage], np.int16))
         out.scatter(block)
 
 

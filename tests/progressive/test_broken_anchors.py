@@ -11,7 +11,7 @@ from tests.progressive.anchors import broken_anchors  # noqa: F401  a fixture
 from tests.progressive.gates import Gates
 from tests.progressive.test_same_output import DECODE, DEMO, SHARED, Tally, compare, prompts
 
-PROMPTS = 2
+PROMPTS = 4
 
 
 @pytest.mark.parametrize(("codec", "least", "most"), [("all-noise", 0.0, 0.1), ("half-right", 0.04, 0.8)])
