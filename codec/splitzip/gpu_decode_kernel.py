@@ -4,7 +4,7 @@ One program restores one tile: first all values as if none were an escape, then,
 is a record. Counts and records are asked for before the rest is written, so that nothing waits for them later.
 
 On paper, bfloat16 with four bits, a page of [64, 1024]: a value moves 1.5 bytes in and 2 out. Compiled for sm_90 with
-two warps (four words of a segment a thread), a tile of 4,096 values takes about 600 instructions a warp, patches
+two warps (four words of a segment a thread), a tile of 4,096 values takes about 900 instructions a warp, patches
 included, with loads of 8 and stores of 16 bytes a thread; moving its 14 KB takes an H200 as long as it needs to issue
 some 3,000. So memory, not arithmetic, should bound it.
 """
@@ -24,6 +24,7 @@ from codec.splitzip.gpu_word_kernels import (
     replicated,
     sections_after,
     spread,
+    spread_at_once,
     values_at,
     words_of,
 )
@@ -75,12 +76,13 @@ def load_planes(
 
 
 @triton.jit
-def field(planes, S: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
+def field(planes, S: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr = False):
     """Fields of segment S. The plane of b bits is planes[BITS / 2b * 2b ...], since those before are all wider."""
     field = tl.zeros_like(planes[0]).to(tl.uint32)
     for level in tl.static_range(4):
         if BITS & (8 >> level):
-            word = spread(planes[BITS // (16 >> level) * (16 >> level) + S % (8 >> level)], LANES)
+            data = planes[BITS // (16 >> level) * (16 >> level) + S % (8 >> level)]
+            word = spread_at_once(data, LANES) if AT_ONCE else spread(data, LANES)
             part = (word >> (S // (8 >> level) * (8 >> level))) & replicated((1 << (8 >> level)) - 1, LANES)
             field |= part << (BITS // (16 >> level) * (16 >> level))
     return field

@@ -62,16 +62,22 @@ def packed(word, LANES: tl.constexpr):
 @triton.jit
 def spread(data, LANES: tl.constexpr):
     """LANES bytes as the low eight bits of the lanes of a word; the inverse of `packed`."""
+    word = data.to(tl.uint32)
+    if LANES == 2:
+        word = (word | (word << 8)) & 0x00FF00FF
+    return word
+
+
+@triton.jit
+def spread_at_once(data, LANES: tl.constexpr):
+    """As `spread`, by one instruction a word where there is one: for kernels that logic holds up, not memory."""
     if LANES == 2 and (COMPILED and data.numel >= _TWO_A_THREAD):  # two neighbours are loaded as one register
         word = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;",
             "=r,=r,r", [data], dtype=tl.uint32, is_pure=True, pack=2,
         )  # fmt: skip
-    elif LANES == 2:
-        word = data.to(tl.uint32)
-        word = (word | (word << 8)) & 0x00FF00FF
     else:
-        word = data.to(tl.uint32)
+        word = spread(data, LANES)
     return word
 
 

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.util
+import os
 from functools import partial
 from typing import cast
 
@@ -26,6 +27,10 @@ EXAMPLES = {
     "prefill": "kvrail prefill --host 0.0.0.0 --port 7001 --metrics-port 9101 --device cuda:0 --model Qwen/Qwen3-8B",
     "decode": "kvrail decode --host 0.0.0.0 --port 7002 --metrics-port 9102 --device cuda:0 --model Qwen/Qwen3-8B",
 }
+SPIN_COUNT = "3000"
+"""How often a thread of OpenMP's team looks for work before it sleeps: some 50 us, in which a step on a CPU mostly has
+its next product. By default it looks a hundred times as often: where another process takes a core meanwhile, all of
+the team waits for the scheduler at every product, and a step takes several times as long."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -47,6 +52,7 @@ def run(role: str, arguments: argparse.Namespace) -> int:
     end_with_parent(settings.grace_period_s)
     if role != "router":
         check_worker_installed(role)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read once, when torch is imported
     importlib.import_module("kvrail.logs").setup(settings.log_level, settings.log_format, role)
     return cast(int, importlib.import_module(f"services.{role}.main").run(settings))
 

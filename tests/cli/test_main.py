@@ -1,15 +1,17 @@
 """The command line itself: help, errors, and what is imported when."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, flag_name
 from services.cli.flags import flag_arguments, given_flags
 from services.cli.main import build_parser, main
-from services.cli.role import ROLES
+from services.cli.role import ROLES, SPIN_COUNT
 from services.cli.up import up_fields
 
 ROOT = Path(__file__).parents[2]
@@ -127,3 +129,19 @@ def test_the_router_never_imports_torch():
 def test_workers_run_without_triton():
     code = "import sys; sys.modules['triton'] = None; import services.prefill.main, services.decode.main"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "role", "wanted"), [(None, "decode", SPIN_COUNT), ("7", "prefill", "7"), (None, "router", None)]
+)
+def test_teams_of_workers_soon_sleep(monkeypatch, given, role, wanted):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", given)
+    monkeypatch.setattr("services.cli.role.end_with_parent", lambda _: None)
+    found = []
+    service = SimpleNamespace(setup=lambda *_: None, run=lambda _: found.append(os.environ.get("GOMP_SPINCOUNT")) or 0)
+    monkeypatch.setattr("services.cli.role.importlib.import_module", lambda _: service)
+    workers = ["--prefill-workers=127.0.0.1:1", "--decode-workers=127.0.0.1:2"] if role == "router" else []
+    assert main([role, *workers, "--model=models/kvrail-demo"]) == 0
+    assert found == [wanted]
