@@ -17,8 +17,8 @@ from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.cache import LayerPages
 
 QUERY_ROWS = 4
-"""Matrix products, attention's and those of linear layers, give a row the same bits beside any others where their number
-is a multiple of this."""
+"""Matrix products, attention's and linear layers', give a row the same bits beside any others where their number is a
+multiple of this."""
 KEY_ROWS = 512
 """Keys that torch's attention takes at once; with fewer, its products would choose other kernels by their size."""
 
