@@ -33,7 +33,6 @@ from codec.splitzip.gpu_word_kernels import (
 )
 
 _CODE_BITS = tl.constexpr(CODE_BITS)
-_AT_ONCE = tl.constexpr(True)
 
 
 @triton.jit
@@ -154,10 +153,10 @@ def _decode_tile(
     top = (replicated(highest + (1 << EXPONENT_BITS), LANES) - drop) & replicated(EXPONENTS, LANES)
     top = (top << MANTISSA_BITS) + replicated(SIGN + (1 << MANTISSA_BITS) - (1 << REST_BITS), LANES)
     for s in tl.static_range(8):
-        anchor = field(anchors, s, LEVEL_BITS + 1, LANES, _AT_ONCE)
+        anchor = field(anchors, s, LEVEL_BITS + 1, LANES, AT_ONCE=True)
         word = (anchor & replicated(1 << LEVEL_BITS, LANES)) << SIGN_SHIFT
         if REST_BITS > 0:
-            word |= field(rests, s, REST_BITS, LANES, _AT_ONCE)
+            word |= field(rests, s, REST_BITS, LANES, AT_ONCE=True)
         word |= _magnitudes(top, anchor, LEVEL_BITS, REST_BITS, LANES) & replicated(SIGN - (1 << REST_BITS), LANES)
         where = words + first + s * STEP
         if PADDED:

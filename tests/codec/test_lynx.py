@@ -274,5 +274,5 @@ def test_golden_payloads(name, code):
 
 def test_threads_take_pages(monkeypatch):
     monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1 << 10)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(cpu, "_MAX_THREADS", 3)
     assert_equals_reference(kv_pages(spec_of((2, 2, 64, 1, 40, 24), "float16"), 14, noise=0.01), LynxCode())
