@@ -82,7 +82,9 @@ async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_co
         summary = answer.summary
         assert summary.drafts_proposed == 12 and 0 < summary.drafts_accepted <= 12
         marks = {mark.stage: mark.seconds for mark in summary.marks}
-        assert marks["first_token"] < marks["kv_coarse"] < marks["kv_complete"] < marks["verified"] < marks["finished"]
+        # Which of the first two comes first is not said: they are taken by tasks of their own.
+        assert max(marks["first_token"], marks["kv_coarse"]) < marks["kv_complete"]
+        assert marks["kv_complete"] < marks["verified"] < marks["finished"]
         await c.settled()
         assert not held_bytes(c)
         share = c.decode.transfers.hidden_share
