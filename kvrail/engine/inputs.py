@@ -7,13 +7,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.engine.attention.cpu import QUERY_ROWS
 from kvrail.engine.attention.meta import StepMeta, decode, encode
 from kvrail.engine.attention.step import PagedStep
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.packing import Ints, PackedStep, token_slots
 
 _ALIGN = 16
+ROWS = 4
+"""On a CPU a step's rows are padded to a multiple of this: linear layers give a row the same bits beside any others,
+but not alone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +37,7 @@ def step_inputs(
 ) -> StepInputs:
     """Inputs of `packed` over the pages of `cache`, for a model that computes in `dtype`.
 
-    On a CPU padded to a multiple of QUERY_ROWS: there a token's float32 results do not depend on what else is computed.
+    On a CPU padded to a multiple of ROWS: there a token's float32 results do not depend on what else is computed.
     """
     prefills = packed.plan[packed.decodes :]
     new_is_all = cache.keys.dtype == dtype and bool((prefills[:, 0] == prefills[:, 1]).all())
@@ -52,7 +54,7 @@ def step_inputs(
         )
     )
     on_cuda = cache.device.type == "cuda"
-    multiple = 1 if on_cuda else QUERY_ROWS
+    multiple = 1 if on_cuda else ROWS
     arrays = [_padded(array, multiple) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
     ids, positions, rows, on_device = upload([*arrays, data], cache.device)
     on_host = torch.from_numpy(plan)

@@ -43,3 +43,9 @@ def pack_linears(model: torch.nn.Module) -> None:
         for name, layer in list(parent.named_children()):
             if type(layer) is torch.nn.Linear:
                 setattr(parent, name, PackedLinear(layer))
+
+
+def mean_weights(model: torch.nn.Module) -> float:
+    """Weights of a linear layer of `model`, on average; 0 where it has none."""
+    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear | PackedLinear)]
+    return sum(layer.in_features * layer.out_features for layer in linears) / max(1, len(linears))

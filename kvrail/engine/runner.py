@@ -1,5 +1,6 @@
 """Runs one step of the model over the page pool."""
 
+import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,10 +12,15 @@ from kvrail.engine.fusion import compile_layers
 from kvrail.engine.graphs import DecodeGraphs, batch_sizes
 from kvrail.engine.inputs import step_inputs
 from kvrail.engine.loader import LoadedModel
+from kvrail.engine.packed_linear import mean_weights
 from kvrail.engine.packing import pack
 from kvrail.tuning import compute_with
 
 logger = logging.getLogger(__name__)
+
+_PRODUCTS_FOR_ALL_CORES = 1 << 23
+"""Multiply-adds of a linear layer from which a step on a CPU takes all cores. What is smaller takes one of them some
+100 us: others save little of it, and where one of them is late, all wait (docs/decisions/0013-cpu-attention.md)."""
 
 
 class ModelRunner:
@@ -43,6 +49,7 @@ class ModelRunner:
         self._wants_compiled = compile and self.launches_async
         self._graphs: DecodeGraphs | None = None
         self._threads = torch.get_num_threads()
+        self._weights = mean_weights(loaded.model)
 
     @property
     def launches_async(self) -> bool:
@@ -59,6 +66,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for it. Overwrites pages."""
         if not self.launches_async:
+            importlib.import_module("kvrail.engine.attention.cpu")
             return
         self.bind_thread()
         if self._wants_compiled:
@@ -86,6 +94,8 @@ class ModelRunner:
         for piece in slices:
             if piece.copied_page is not None:
                 self.cache.copy_page(piece.copied_page, piece.page_table[piece.start // self.loaded.layout.page_size])
+        if not self.launches_async:
+            compute_with(self._threads if tokens * self._weights >= _PRODUCTS_FOR_ALL_CORES else 1)
         if self._graphs is not None and on_layer is None and len(packed.logit_rows) == tokens == sequences:
             return self._graphs.run(packed)
         return self.loaded.logits(step_inputs(self.cache, packed, self.loaded.dtype, on_layer))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvrail.engine.attention import cpu, reference
+from kvrail.engine.attention import cpu, cpu_kernel, reference
 from kvrail.engine.attention.meta import StepMeta, decode, encode
 from kvrail.engine.attention.options import ScoreOptions
 from tests.engine.attention_cases import Case, expected, make_case, relative_error
@@ -22,9 +22,13 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "all": {"window": 33, "softcap": 5.0, "sinks": True},
     "odd shape": {"heads": 6, "kv_heads": 3, "key_dim": 24, "value_dim": 40},
+    "narrow": {"key_dim": 8, "value_dim": 12, "kv_dtype": "bfloat16"},
+    "wide": {"key_dim": 192, "value_dim": 136, "kv_dtype": "bfloat16"},
+    "large pages": {"page_size": 256},
     "e5m2": {"kv_dtype": "float8_e5m2", "window": 50},
     "e4m3": {"kv_dtype": "float8_e4m3fn"},
     "bfloat16": {"kv_dtype": "bfloat16"},
+    "float16": {"kv_dtype": "float16"},
 }
 
 
@@ -38,17 +42,62 @@ def meta_of(case: Case) -> StepMeta:
 def test_cpu_path_matches_reference(plan: list, options: dict) -> None:
     case = make_case(plan, **options)
     wanted = expected(case)
-    out = cpu.paged_attention(case.query, case.key, case.value, case.pages, meta_of(case), case.options)
+    out = attend(case)
     assert out.dtype == case.query.dtype
     assert relative_error(out, wanted) < 1e-5
 
 
-def test_many_long_sequences_take_several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_BUCKET_ELEMENTS", 1 << 14)
-    case = make_case([(1, n) for n in (100, 101, 102, 103, 190, 7)])
-    wanted = expected(case)
-    out = cpu.paged_attention(case.query, case.key, case.value, case.pages, meta_of(case), case.options)
-    assert relative_error(out, wanted) < 1e-5
+def attend(case: Case) -> torch.Tensor:
+    return cpu.paged_attention(case.query, case.key, case.value, case.pages, meta_of(case), case.options)
+
+
+def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_PRODUCTS_PER_THREAD", 1)
+    found = []
+    for threads in (1, 3, 50):
+        monkeypatch.setattr(cpu, "_THREADS", threads)
+        found.append(attend(make_case(MIXES["mixed"], kv_dtype="bfloat16")))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_an_error_in_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_THREADS", 2)
+    monkeypatch.setattr(cpu, "_PRODUCTS_PER_THREAD", 1)
+    monkeypatch.setattr(cpu, "attend_units", lambda units, **_: 1 // (len(units) - 1))
+    with pytest.raises(ZeroDivisionError):
+        attend(make_case([(1, 40), (1, 41), (1, 42)], kv_heads=1))
+
+
+def test_what_is_not_finite_stays_in_its_sequence() -> None:
+    case = make_case([(1, 40), (3, 90), (1, 70)])
+    first_row_of = {0: 0, 1: 1, 2: 2}
+    page = case.page_tables[1, 0].long()
+    case.pages.keys[page, 3] = float("nan")
+    out = attend(case)
+    lost = out.flatten(1).isnan().any(1).tolist()
+    assert lost == [first_row_of[1] == row for row in range(2)] + [False] * (len(lost) - 2)
+
+
+@pytest.mark.parametrize("dtype", cpu._KINDS, ids=str)
+def test_every_element_is_widened_as_torch_does(dtype: torch.dtype) -> None:
+    patterns = {1: torch.uint8, 2: torch.uint16, 4: torch.int32}[dtype.itemsize]
+    values = torch.arange(1 << min(16, 8 * dtype.itemsize)) * (1 if dtype.itemsize < 4 else 0x10001)
+    stored = values.to(patterns).view(dtype)
+    found = np.empty(len(stored), np.float32)
+    for at in range(0, len(stored), 16):
+        byte = at * dtype.itemsize
+        cpu_kernel._widen(cpu._KINDS[dtype], stored.view(torch.uint8).numpy(), byte, found, at, np.float32(1))
+    wanted = stored.float().numpy()
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+    real = ~np.isnan(wanted)
+    np.testing.assert_array_equal(found[real].view(np.int32), wanted[real].view(np.int32))
+
+
+def test_weights_are_exponentials() -> None:
+    scores = np.concatenate([-np.logspace(-8, np.log10(86), 4000), np.zeros(64)]).astype(np.float32)
+    found, bits = scores.copy(), np.empty(len(scores), np.int32)
+    cpu_kernel._exponentials(found, np.float32(0), bits, bits.view(np.float32))
+    np.testing.assert_allclose(found, np.exp(scores.astype(np.float64)), rtol=2.4e-7)
 
 
 def test_reference_matches_torch() -> None:

@@ -3,22 +3,25 @@
 import pytest
 import torch
 
+from kvrail.engine.attention import cpu
 from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.engine.runner import ModelRunner
 from tests.engine import tiny_models
 from tests.engine.test_runner import poisoned_runner, run_schedule, tokens
 
-# Not: mixtures of experts (tokens meet in the products of an expert), softcap and sinks (no kernel of torch has them).
-DENSE = ("llama", "qwen3", "mistral", "gemma3_text", "cohere2", "gpt2")
+# Not: mixtures of experts, where tokens meet in the products of an expert.
+DENSE = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "cohere2", "gpt2")
 DEMO = "models/kvrail-demo"
 
 
 @pytest.fixture(autouse=True)
-def two_threads():
-    """As workers have them, whatever the tests' own process was given: products may be shared out otherwise."""
+def two_threads(monkeypatch: pytest.MonkeyPatch):
+    """As workers have them, whatever the tests' own process was given: work may be shared out otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    monkeypatch.setattr(cpu, "_THREADS", 2)
+    monkeypatch.setattr(cpu, "_PRODUCTS_PER_THREAD", 1 << 16)
     yield
     torch.set_num_threads(before)
 

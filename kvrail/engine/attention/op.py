@@ -2,7 +2,6 @@
 
 import torch
 
-from kvrail.engine.attention import cpu
 from kvrail.engine.attention.meta import StepMeta, decode
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.cache import LayerPages
@@ -71,6 +70,8 @@ def attend_pages(
         from kvrail.engine.attention import cuda  # needs triton, which a CPU worker does not
 
         return cuda.paged_attention(q, k, v, pages, meta, options)[None]
+    from kvrail.engine.attention import cpu  # compiles kernels, which a CUDA worker does not need
+
     return cpu.paged_attention(q, k, v, pages, meta, options)[None]
 
 
