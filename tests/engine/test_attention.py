@@ -60,6 +60,16 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("window", [0, 16, 100])
+def test_a_token_gets_the_same_bits_alone_and_among_others(window: int) -> None:
+    case = make_case([(30, 265)], window=window, kv_dtype="bfloat16")
+    together = attend(case)
+    query, case.key, case.value, case.slots = case.query, case.key[:0], case.value[:0], case.slots[:0]
+    for row in range(len(query)):
+        case.query, case.plan = query[row : row + 1], [(1, 236 + row)]
+        assert torch.equal(attend(case)[0], together[row])
+
+
 def test_an_error_in_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_THREADS", 2)
     monkeypatch.setattr(cpu, "_PRODUCTS_PER_THREAD", 1)

@@ -146,17 +146,19 @@ def _find_rows(table, page_size, kv_heads, head, block, tokens, rows):
 
 @njit(nogil=True, fastmath={"contract", "reassoc", "nsz"})
 def _sum(values):
+    """Of KEYS floats."""
     total = _ZERO
-    for value in values:
-        total += value
+    for i in range(KEYS):
+        total += values[i]
     return total
 
 
 @njit(nogil=True, fastmath={"contract", "reassoc", "nsz", "nnan", "ninf"})
 def _largest(values):
+    """Of KEYS floats."""
     largest = values[0]
-    for value in values:
-        largest = max(largest, value)
+    for i in range(KEYS):
+        largest = max(largest, values[i])
     return largest
 
 
