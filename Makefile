@@ -18,7 +18,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 
 .PHONY: help up test test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
 	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-batch-invariance
+	bench-attention-error bench-progressive bench-cpu-step
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -106,8 +106,8 @@ bench-attention-error: $(VENV)/.dev  ## error of attention's outputs after each 
 bench-progressive: $(VENV)/.dev  ## when a client has the k-th token behind a slow link, drafted and verified; needs root
 	$(BIN)/python -m benchmarks.progressive $(ARGS)
 
-bench-batch-invariance: $(VENV)/.dev  ## what it costs on a CPU that results do not depend on the batch
-	$(BIN)/python -m benchmarks.batch_invariance $(ARGS)
+bench-cpu-step: $(VENV)/.dev  ## a step on a CPU, and what parts of its design bring
+	$(BIN)/python -m benchmarks.cpu_step $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from llvmlite import ir
-from numba import float32, types, void
+from numba import config, float32, types, void
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
@@ -19,7 +19,7 @@ BFLOAT16, FLOAT16, FLOAT32, E4M3, E5M2 = range(5)
 """Element types of pages."""
 LANES = 16
 WIDE = 4 * LANES
-ROWS = 4 if "+avx512f" in get_host_cpu_features().split(",") else 1
+ROWS = 4 if "+avx512f" in (config.CPU_FEATURES or get_host_cpu_features()).split(",") else 1
 """Rows of a product that are computed together: as many as registers hold beside WIDE columns."""
 
 _i16, _i32, _i64, _f32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
