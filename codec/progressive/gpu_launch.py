@@ -74,7 +74,10 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
             (part, rest, slot.records, slot.extensions) for part, rest, slot in zip(dense, rests, slots, strict=True)
         ]
         words, more = TUNING.encode_words, _kept_bits(plans)
-        launch_tiles(encode_stages_kernel, words, pages, pools, plans, tiles, table, outputs, more)
+        launch_tiles(
+            encode_stages_kernel, words, pages, pools, plans, tiles, table, outputs, more,
+            quads=True, registers=TUNING.stage_registers,
+        )  # fmt: skip
         launch_pack((plans[0].rest, plans[1].rest), tiles, rests, buffers.anchor)
     else:
         buffers.anchor.totals.zero_()
@@ -114,7 +117,7 @@ def launch_decode_exact(
         dense = first[anchor.dense_offsets[number] :], second[rest.dense_offsets[number] :]
         inputs.append((*dense, records, extensions))
     words, more = TUNING.joint_words, _kept_bits(anchor.plans)
-    launch_tiles(decode_exact_kernel, words, out, byte_pools(out), anchor.plans, tiles, table, inputs, more)
+    launch_tiles(decode_exact_kernel, words, out, byte_pools(out), anchor.plans, tiles, table, inputs, more, quads=True)
 
 
 def _kept_bits(plans: Plans) -> dict[str, int]:

@@ -29,7 +29,7 @@ from codec.splitzip.gpu_word_kernels import (
     words_of,
 )
 
-RECORDS_AT_ONCE = tl.constexpr(32)
+RECORDS_AT_ONCE = tl.constexpr(64)
 _TILES_PER_GROUP = tl.constexpr(64)
 
 

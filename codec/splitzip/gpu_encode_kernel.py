@@ -17,6 +17,7 @@ thread with one.
 import triton
 import triton.language as tl
 
+from codec.splitzip.gpu_escape_kernels import store_escapes
 from codec.splitzip.gpu_word_kernels import (
     RUNTIME,
     aligned,
@@ -24,7 +25,6 @@ from codec.splitzip.gpu_word_kernels import (
     packed,
     page_of,
     pointer_to,
-    popcount,
     replicated,
     sections_after,
     words_of,
@@ -47,9 +47,36 @@ def load_segment(words, where, real, PAGE_WORDS: tl.constexpr, PADDED: tl.conste
 
 
 @triton.jit
+def halves_first(block):
+    """[SEGMENT_ROWS, HALVES, HALF] as [HALVES, SEGMENT_ROWS, HALF].
+
+    Of such a block neighbouring threads have neighbouring words of a segment, as the order of records wants it.
+    """
+    return tl.permute(block, (1, 0, 2))
+
+
+@triton.jit
 def _significand(word, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, LANES: tl.constexpr):
     mantissa = word & replicated((1 << MANTISSA_BITS) - 1, LANES)
     return mantissa | ((word >> EXPONENT_BITS) & replicated(1 << MANTISSA_BITS, LANES))
+
+
+@triton.jit
+def _folded(words, SIZE: tl.constexpr, UPPER: tl.constexpr):
+    """Two words of 2 * SIZE as one, SIZE times: of all pairs of SIZE bits the lower ones (UPPER: the upper).
+
+    Bits of the word SIZE further come above the other's. Each takes a shift and an operation of three inputs; what else
+    words hold is of no matter.
+    """
+    MASK: tl.constexpr = 0xFFFFFFFF // ((1 << SIZE) + 1)
+    OTHERS: tl.constexpr = 0xFFFFFFFF - MASK
+    folded = ()
+    for i in tl.static_range(SIZE):
+        if UPPER:
+            folded += (((words[i] >> SIZE) & MASK) | (words[i + SIZE] & OTHERS),)
+        else:
+            folded += ((words[i] & MASK) | ((words[i + SIZE] << SIZE) & OTHERS),)
+    return folded
 
 
 @triton.jit
@@ -68,19 +95,20 @@ def _store_plane(
 ):
     """Store bits SHIFT to SHIFT + BITS of all lanes as the tile's part of a plane; give the plane's end.
 
-    Fields are gathered where they stand and shifted down together.
+    Fields are brought together by halves: the eight segments' to four, to two and to one.
     """
     start = pointer_to(plane + tile.to(tl.int64) * (BITS * VALUES), LANES)
-    IN_PLACE: tl.constexpr = SHIFT + 8 <= 32 // LANES  # no field leaves its lane before the end
-    MASK: tl.constexpr = ((1 << BITS) - 1) << (SHIFT if IN_PLACE else 0)
+    words = ()
+    for s in tl.static_range(8):
+        words += (fields[s] >> (SHIFT // 8 * 8),)
+    if BITS <= 4:
+        words = _folded(words, 4, SHIFT & 4)
+    if BITS <= 2:
+        words = _folded(words, 2, SHIFT & 2)
+    if BITS == 1:
+        words = _folded(words, 1, SHIFT & 1)
     for part in tl.static_range(BITS):
-        word = tl.zeros_like(fields[part])
-        for fold in tl.static_range(8 // BITS):
-            field = fields[part + 8 - BITS - fold * BITS]
-            word = (word << BITS) | ((field if IN_PLACE else field >> SHIFT) & replicated(MASK, LANES))
-        if IN_PLACE:
-            word = word >> SHIFT
-        _store(start + part * (VALUES // LANES) + index, packed(word, LANES), inside, PADDED)
+        _store(start + part * (VALUES // LANES) + index, packed(words[part], LANES), inside, PADDED)
     return plane + aligned(tiles.to(tl.int64) * (BITS * VALUES))
 
 
@@ -121,7 +149,7 @@ def channel_tops(
     MANTISSA_BITS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Store the tile's top and drops; give every column's top, words [1, 2, HALF]. x: the words of all segments."""
+    """Store the tile's top and drops; give every column's top, words [2, 1, HALF]. x: the words of all segments."""
     LANE: tl.constexpr = 32 // LANES
     HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
     largest = ()
@@ -129,7 +157,7 @@ def channel_tops(
         most = x[0] & 0x7FFF7FFF
         for s in tl.static_range(1, 8):
             most = larger_pair(most, x[s] & 0x7FFF7FFF)
-        most = tl.reduce(most, 0, larger_pair)
+        most = tl.reduce(most, 1, larger_pair)
         for lane in tl.static_range(LANES):
             largest += (((most >> (MANTISSA_BITS + lane * LANE)) & ((1 << EXPONENT_BITS) - 1)).to(tl.int32),)
     else:
@@ -138,7 +166,7 @@ def channel_tops(
             most = x[0] << (32 - EXPONENT_BITS - MANTISSA_BITS - lane * LANE)
             for s in tl.static_range(1, 8):
                 most = tl.maximum(most, x[s] << (32 - EXPONENT_BITS - MANTISSA_BITS - lane * LANE))
-            largest += ((tl.max(most, axis=0) >> (32 - EXPONENT_BITS)).to(tl.int32),)
+            largest += ((tl.max(most, axis=1) >> (32 - EXPONENT_BITS)).to(tl.int32),)
     most = largest[0]
     for lane in tl.static_range(1, LANES):
         most = tl.maximum(most, largest[lane])
@@ -154,7 +182,7 @@ def channel_tops(
     tl.store(tops + tile, top.to(tl.uint8))
     start = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, LANES)
     tl.store(start + within, packed(both, LANES), mask=within * LANES < HALF_VALUES)
-    return (replicated(top, LANES) - drop).to(tl.uint32)[None, :, :]
+    return (replicated(top, LANES) - drop).to(tl.uint32)[:, None, :]
 
 
 @triton.jit
@@ -180,63 +208,6 @@ def distance_of(
         distance = (top << MANTISSA_BITS) + replicated(EXPONENTS + (1 << MANTISSA_BITS), LANES) - exponents
         distance = (distance & replicated(EXPONENTS, LANES)) + replicated(BEYOND, LANES)
     return distance >> MANTISSA_BITS  # beyond the window the sum has carried
-
-
-@triton.jit
-def _in_rows(words, LANES: tl.constexpr, ROW: tl.constexpr):
-    """Low bytes of all lanes of ROW neighbouring words as one 64-bit number, from its low byte up; a block [rows]."""
-    SIZE: tl.constexpr = words.numel // ROW
-    place = (8 * LANES * tl.arange(0, ROW)[None, :]).to(tl.uint64)
-    return tl.sum(tl.reshape(packed(words, LANES), [SIZE, ROW]).to(tl.uint64) << place, axis=1)
-
-
-@triton.jit
-def store_escapes(
-    escaped,
-    index,
-    first,
-    top,
-    values,
-    records,
-    extensions,
-    WINDOW: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    STEP: tl.constexpr,
-    ROW: tl.constexpr,
-):
-    """Store a tile's records and extensions; the tile's count.
-
-    A row is 8 neighbouring values of a segment (fewer where the geometry is odd): its escapes in all segments are 64
-    bits, in the order of records. A thread takes them one by one and finds each value again in the page, which the
-    cache still holds.
-    """
-    SIZE: tl.constexpr = escaped.numel // ROW
-    NEAR: tl.constexpr = 1 << (16 - POSITION_BITS)
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
-    tops = _in_rows(tl.broadcast_to(top & replicated(EXPONENTS, LANES), escaped.shape), LANES, ROW)
-    escaped = _in_rows(escaped, LANES, ROW)
-    index = tl.min(tl.reshape(index, [SIZE, ROW]), axis=1) * LANES
-    first = tl.min(tl.reshape(first, [SIZE, ROW]), axis=1) * LANES
-    count = popcount(escaped.to(tl.uint32)) + popcount((escaped >> 32).to(tl.uint32))
-    at = tl.cumsum(count, 0) - count
-    furthest = tl.zeros_like(count)
-    for _ in range(tl.max(count)):
-        live = escaped != 0
-        below = ~escaped & (escaped - 1)
-        bit = (popcount(below.to(tl.uint32)) + popcount((below >> 32).to(tl.uint32))) & 63
-        escaped = escaped & (escaped - 1)
-        value = tl.load(values + first + (bit >> 3) + (bit & 7) * (STEP * LANES), mask=live, other=0).to(tl.int32)
-        far = (tops >> (bit & 56).to(tl.uint64)).to(tl.int32) - (value >> MANTISSA_BITS)
-        far = (far & EXPONENTS) - WINDOW
-        record = index * 8 + bit + ((far & (NEAR - 1)) << POSITION_BITS)
-        tl.store(records + at, record.to(tl.uint16), mask=live)
-        tl.store(extensions + at, (far >> (16 - POSITION_BITS)).to(tl.uint8), mask=live)
-        furthest = tl.maximum(furthest, tl.where(live, far, 0))
-        at += live.to(tl.int32)
-    return tl.sum(count) + tl.where(tl.max(furthest) >= NEAR, 0x8000, 0)
 
 
 @triton.jit
@@ -279,6 +250,7 @@ def _encode_tile(
     index, first, inside, real = words_of(
         number, COLUMNS, SEGMENT_ROWS, WIDTH, HALVES, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
     )
+    index, first, inside, real = halves_first(index), halves_first(first), halves_first(inside), halves_first(real)
     x = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
         x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)

@@ -32,13 +32,15 @@ class Tuning:
     """Launch parameters.
 
     encode_words, decode_words, joint_words: words of a segment that a thread has, the last where two stages are decoded
-    at once; warps: most of a program; pack_programs: most programs that bring one tensor's escapes together, each of
-    pack_warps, pack_tiles tiles and pack_records of each at a time.
+    at once; stage_registers: most of a thread that encodes two stages, so that 16 warps fit a multiprocessor; warps:
+    most of a program; pack_programs: most programs that bring one tensor's escapes together, each of pack_warps,
+    pack_tiles tiles and pack_records of each at a time.
     """
 
     encode_words: int = 8
     decode_words: int = 4
     joint_words: int = 4
+    stage_registers: int = 128
     warps: int = 8
     pack_programs: int = 128
     pack_tiles: int = 128
@@ -207,24 +209,28 @@ def launch_tiles(
     table: torch.Tensor,
     tensors: Sequence[tuple[torch.Tensor, ...]],
     more: dict[str, int] | None = None,
+    *,
+    quads: bool = False,
+    registers: int | None = None,
 ) -> None:
     """Launch a kernel of one program a tile.
 
     tensors: what it takes of keys and of values beside the pools; more: constants of its own. Of the constants it gets
-    those that it names, and the number of layers where it names that.
+    those that it names, and the number of layers where it names that. quads: whether it knows them, LANES of 4 where an
+    element has two bytes; registers: most of a thread.
     """
     keys, values = pools[:2]
     alignment = math.gcd(16, *(number for pool in (keys, values) for number in (pool.data_ptr(), *pool.stride()[:2])))
     plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
     shapes = (plan.columns, other.columns if all(tiles) else plan.columns)
     shapes = shapes if tiles[0] else shapes[::-1]
-    constants, words = _constants(plan.format, plan.code, plan.rows, *shapes, alignment)
+    constants, words = _constants(plan.format, plan.code, plan.rows, *shapes, alignment, quads)
     kernel[(sum(tiles),)](
         keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
         table, len(pages.page_ids), *([len(pages.layers)] if "num_layers" in kernel.arg_names else []), *tiles,
         *(tensor for pair in zip(*tensors, strict=True) for tensor in pair),
         **{name: value for name, value in (constants | (more or {})).items() if name in kernel.arg_names},
-        num_warps=TUNING.warps_for(words, words_a_thread),
+        num_warps=TUNING.warps_for(words, words_a_thread), maxnreg=registers,
     )  # fmt: skip
 
 
@@ -258,15 +264,26 @@ def _section(dense: torch.Tensor, plan: TensorPlan, name: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _constants(
-    format: FloatFormat, code: WindowCode, rows: int, key_columns: int, value_columns: int, alignment: int
+    format: FloatFormat,
+    code: WindowCode,
+    rows: int,
+    key_columns: int,
+    value_columns: int,
+    alignment: int,
+    quads: bool,
 ) -> tuple[dict[str, int | bool], int]:
     """What the kernels are compiled for, and the most words of a segment, padded to a power of two.
 
-    alignment: bytes, a power of two, that divides the addresses of all pages.
+    alignment: bytes, a power of two, that divides the addresses of all pages; quads: as of launch_tiles.
     """
     plans = [TensorPlan(format, code, 1, 1, rows, columns) for columns in (key_columns, value_columns)]
-    full = 4 // format.item_bytes
-    lanes = full if alignment % 4 == 0 and all(_in_words(plan, full) for plan in plans) else 1
+    sizes = (8, 4) if quads and format.item_bytes == 2 else (4,)
+    fitting = [
+        size // format.item_bytes
+        for size in sizes
+        if alignment % size == 0 and all(_in_words(plan, size // format.item_bytes) for plan in plans)
+    ]
+    lanes = fitting[0] if fitting else 1
     halves, plan = 2 if code.per_channel else 1, plans[0]
     constants: dict[str, int | bool] = {
         "ITEM_BYTES": format.item_bytes,
@@ -292,6 +309,7 @@ def _constants(
             f"{name}_PADDED": _is_padded(plan, halves * lanes * _next_power_of_2(half)),
         }
     words = max(constants["KEY_HALF_PADDED"], constants["VALUE_HALF_PADDED"])
+    words *= max(1, lanes * format.item_bytes // 4)  # a quad is two
     return constants, constants["SEGMENT_ROWS_PADDED"] * halves * words
 
 

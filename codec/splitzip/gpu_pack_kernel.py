@@ -17,12 +17,16 @@ def _move(source, target, start, size, room, SLOT: tl.constexpr, TILES: tl.const
     """Copy `size` elements of each slot to `target` + `start`, blocks [tiles]; nothing at or beyond `room`."""
     slot = tl.arange(0, TILES)[:, None] * SLOT
     size = tl.minimum(size, room - start)
+    at = tl.arange(0, AT_ONCE)[None, :]
+    # Nothing known of alignment: neighbouring threads then have neighbouring elements, whose stores become one.
+    source += tl.multiple_of(slot + at, (1, 1))
+    target += start[:, None] + at
+    data = tl.load(source, mask=at < size[:, None], other=0)
     for begin in range(0, tl.max(size), AT_ONCE):
-        at = begin + tl.arange(0, AT_ONCE)[None, :]
-        live = at < size[:, None]
-        # Nothing known of alignment: neighbouring threads then have neighbouring elements, whose stores become one.
-        data = tl.load(source + tl.multiple_of(slot + at, (1, 1)), mask=live, other=0)
-        tl.store(target + start[:, None] + at, data, mask=live)
+        left = size[:, None] - begin
+        following = tl.load(source + (begin + AT_ONCE), mask=at + AT_ONCE < left, other=0)  # on its way meanwhile
+        tl.store(target + begin, data, mask=at < left)
+        data = following
 
 
 @triton.jit
