@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from benchmarks.codec_data import DEMO, corpus
 from codec import registry
 from kvrail.engine import inputs
-from kvrail.engine.attention import cpu
 from kvrail.text import load_tokenizer
 from tests.cluster.cluster import cluster
 from tests.cluster.staged import held_bytes
@@ -117,8 +116,7 @@ async def compare(c, gates, prompt, codecs, tally, rng):
 
 def round_by_company(monkeypatch):
     """Without rows of padding a CPU rounds as a GPU does: a token's results depend on how many are computed at once."""
-    for module in (inputs, cpu):
-        monkeypatch.setattr(module, "QUERY_ROWS", 1)
+    monkeypatch.setattr(inputs, "ROWS", 1)
 
 
 async def compare_all(monkeypatch, codecs, count):

@@ -19,7 +19,8 @@ BFLOAT16, FLOAT16, FLOAT32, E4M3, E5M2 = range(5)
 """Element types of pages."""
 LANES = 16
 WIDE = 4 * LANES
-ROWS = 4 if "+avx512f" in (config.CPU_FEATURES or get_host_cpu_features()).split(",") else 1
+_FEATURES: str = config.CPU_FEATURES or get_host_cpu_features()  # type: ignore[attr-defined]
+ROWS = 4 if "+avx512f" in _FEATURES.split(",") else 1
 """Rows of a product that are computed together: as many as registers hold beside WIDE columns."""
 
 _i16, _i32, _i64, _f32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
