@@ -6,7 +6,7 @@ of its sequence come at once: drafts are verified many at a time, and the outcom
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -119,13 +119,14 @@ def _tokens_read(tile: _Tile, window: int) -> int:
 
 
 def _run(attend: Callable[[Units], None], shares: list[Units]) -> None:
-    """Attend all shares, the first in this thread."""
-    others = [_helpers(len(shares) - 1).submit(attend, share) for share in shares[1:]]
+    """Attend all shares, the first in this thread; when it returns or raises, none is under way any more."""
+    others = [_helpers(_THREADS - 1).submit(attend, share) for share in shares[1:]]
     try:
         attend(shares[0])
     finally:
-        for other in others:
-            other.result()
+        wait(others)
+    for other in others:
+        other.result()
 
 
 @functools.cache
