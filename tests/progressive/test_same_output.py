@@ -146,4 +146,6 @@ async def test_every_exact_codec_says_what_raw_says(monkeypatch):
     assert not tally.differences, "\n".join(tally.differences)
     assert tally.requests == 2 * PROMPTS * len(made)
     assert tally.drafted > 0.9 * tally.staged > 0
-    assert 0.1 * tally.proposed < tally.accepted < tally.proposed  # how many depends on the text
+    assert 0 < tally.accepted <= tally.proposed
+    if PROMPTS >= 10:  # of one prompt's all or hardly any may be right
+        assert 0.1 * tally.proposed < tally.accepted < tally.proposed
