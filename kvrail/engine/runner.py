@@ -94,11 +94,16 @@ class ModelRunner:
         for piece in slices:
             if piece.copied_page is not None:
                 self.cache.copy_page(piece.copied_page, piece.page_table[piece.start // self.loaded.layout.page_size])
-        if not self.launches_async:
-            compute_with(self._threads if tokens * self._weights >= _PRODUCTS_FOR_ALL_CORES else 1)
         if self._graphs is not None and on_layer is None and len(packed.logit_rows) == tokens == sequences:
             return self._graphs.run(packed)
-        return self.loaded.logits(step_inputs(self.cache, packed, self.loaded.dtype, on_layer))
+        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer)
+        if self.launches_async or tokens * self._weights >= _PRODUCTS_FOR_ALL_CORES:
+            return self.loaded.logits(inputs)
+        compute_with(1)
+        try:
+            return self.loaded.logits(inputs)
+        finally:
+            compute_with(self._threads)
 
     def _rehearsals(self) -> Iterator[list[SequenceSlice]]:
         """Steps of every kind, on whatever pages there are: prefill from scratch and onwards, decode, and mixed."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvrail.engine.packed_linear import PackedLinear, can_pack, pack_linears
+from kvrail.engine.packed_linear import PackedLinear, can_pack, mean_weights, pack_linears
 from tests.engine import tiny_models
 
 
@@ -45,3 +45,11 @@ def test_other_types_are_left_alone() -> None:
     assert can_pack(model) and not can_pack(model.bfloat16())
     pack_linears(model.float())
     assert [type(module) for module in model] == [Other, PackedLinear, nn.LayerNorm]
+
+
+def test_weights_of_a_layer_on_average_whether_packed_or_not() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
+    assert mean_weights(model) == (8 * 4 + 4 * 2) / 2
+    pack_linears(model)
+    assert mean_weights(model) == (8 * 4 + 4 * 2) / 2
+    assert mean_weights(nn.ReLU()) == 0

@@ -5,8 +5,11 @@ import random
 import pytest
 import torch
 
+import kvrail.engine.runner
 from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.graphs import batch_sizes
+from kvrail.engine.loader import LoadedModel
+from kvrail.engine.packed_linear import mean_weights
 from kvrail.engine.runner import ModelRunner
 from tests.engine import tiny_models
 from tests.engine.attention_cases import poison
@@ -145,6 +148,21 @@ def test_captured_batch_sizes_end_with_the_largest_step() -> None:
     assert batch_sizes(8) == [1, 2, 4, 8]
     assert batch_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
     assert batch_sizes(64)[-2:] == [56, 64]
+
+
+def test_small_steps_take_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, cores, before = tiny_models.load("llama"), [], torch.get_num_threads()
+    monkeypatch.setattr(kvrail.engine.runner, "_PRODUCTS_FOR_ALL_CORES", 5 * mean_weights(loaded.model))
+    monkeypatch.setattr(LoadedModel, "logits", lambda self, inputs: cores.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        runner = poisoned_runner(loaded)
+        for count in (1, 4, 5, 2):
+            runner.execute([SequenceSlice([7] * count, 0, [0], 1)])
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert cores == [1, 1, 2, 1]
 
 
 def test_refuses_steps_beyond_its_limits() -> None:
