@@ -2,7 +2,7 @@
 
 torch's own product of a few rows copies the whole weight into another layout at each call, which takes several times
 as long as the arithmetic. oneDNN takes a weight in that layout: a step of one token is faster so, a prompt too. It
-also gives a row the same bits in any company of rows, which attention/cpu.py builds on.
+also gives a row the same bits in any company of rows, which decision 0008 builds on.
 """
 
 import torch
