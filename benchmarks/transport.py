@@ -23,7 +23,7 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.options import MESSAGE_OVERHEAD_BYTES
 from kvrail.rpc.server import build_server
-from kvrail.transport.base import Expectation
+from kvrail.transport.frames import Expectation
 from kvrail.transport.grpc import PrefillClient, serve_prefill
 from kvrail.transport.inproc import Handler, InprocPrefillClient
 from kvrail.transport.replies import PrefillReplies

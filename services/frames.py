@@ -3,7 +3,7 @@
 from codec.base import BlockSpec
 from codec.frame import MAX_HEADER_BYTES
 from kvrail.layout import KVLayout
-from kvrail.transport.base import Expectation
+from kvrail.transport.frames import Expectation
 
 MAX_GROWTH_BYTES = 1024
 """A payload has at most this many bytes more than its KV: codecs send as it is what they cannot make smaller, with a

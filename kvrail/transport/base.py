@@ -1,88 +1,109 @@
-"""How frames travel from a prefill to a decode worker: four verbs, two roles.
+"""How payloads of KV frames travel from a prefill to a decode worker: two roles, one plug for each transport.
 
-The receiver **reserves**: it says what may land before anything is sent. The sender **sends** frames in order and then
-either **commits** (that was all) or **aborts** (discard what came). Frames are opaque here: codec and wire vary apart.
-A transport bounds what is in flight: `send` waits while the receiver is behind.
+Control and data are apart. The gRPC call of a prefill worker carries the handshake, the first token, the announcement
+of each frame (its head, the size of its payload and where it lies), the end and errors. A **carrier** moves the
+payloads; it knows neither codec nor call. Each attempt at a transfer has a key of its own, drawn by the receiver, so
+that nothing late can land in another attempt.
 
-    receiver                          sender
-    reserve(expectation)  ──────────▶ (told through the control plane)
-    receive() ◀────────── frame ───── send(frame)
-    receive() ◀────────── frame ───── send(frame)
-    receive() → None ◀─────────────── commit()          or   TransferAbortedError ◀── abort(reason)
+    receiver                                     sender
+    request: carrier's address, key ───────────▶ outlet(peer, key)
+    inlet(peer, key) ◀────────────────────────── accepted: carrier's address
+    announced(head, size, on_device) ◀────────── announce, outlet.send(payload)
+    inlet.receive(size, on_device) → Region ◀═══ payload
 
-A transfer belongs to one call of a prefill worker, whose control replies travel beside it and overtake queued frames:
-
-    call = client.prefill(request)    story(replies)
-    call.reserve(expectation)
-    await call.accepted() ◀────────── replies.accept(accepted)
-    await call.first_token() ◀─────── replies.first_token(first_token)
-    await call.receive() ◀─────────── await replies.send(seal(frame))
-
-`PrefillReplies` (kvrail.transport.replies) is the sender and `PrefillCall` (kvrail.transport.call) the receiver; a
-transport connects the two.
+The receiver checks a head before it takes memory for its payload. A region belongs to a pool of the receiving carrier,
+whose memory is registered once; it is written until `receive` returns, and goes back with `release` when its payload
+has been decoded. A receiver that is behind takes no region, so the sender's `send` waits: that is the backpressure.
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrail.wire.replies import Reply, SealedFrame
+import torch
 
-Deliver = Callable[[Reply], Awaitable[None]]
-"""Takes the next reply; waits while whoever takes it is behind."""
+Payload = memoryview | torch.Tensor
+"""Bytes, contiguous: in this process's memory, or uint8 [n] on a CUDA device."""
 
-DEFAULT_QUEUED_BYTES = 48 << 20
-"""Frames that one end of a transfer queues before it waits; a single larger frame is let through alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What one transfer may bring; checked before memory is taken.
-
-    max_frame_bytes bounds one frame with its header, max_total_bytes all frames of the transfer.
-    """
-
-    request_id: str
-    max_frame_bytes: int
-    max_total_bytes: int
+MAX_ADDRESS_BYTES = 4096
+"""No carrier's address is longer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """What a sender says it sent, at commit, headers included; the receiver compares it with what came."""
+class Peer:
+    """The carrier at the other end: what it calls itself, and the host by which its gRPC port was reached, if any."""
 
-    frame_count: int
-    payload_bytes: int
-
-
-class FrameSender(Protocol):
-    """The prefill worker's end of one transfer."""
-
-    async def send(self, frame: SealedFrame) -> None:
-        """Queue one frame; waits while the receiver is behind. Raises TransferAbortedError once either end gave up."""
-
-    async def drained(self) -> None:
-        """Return once every frame queued so far has left this end. Raises TransferAbortedError like `send`."""
-
-    async def commit(self) -> None:
-        """Say that every frame was sent; nothing may follow. Returns once all of it has left this end."""
-
-    async def abort(self, reason: str) -> None:
-        """Give up without waiting; the receiver raises TransferAbortedError with `reason`."""
+    address: bytes
+    host: str = ""
 
 
-class FrameReceiver(Protocol):
-    """The decode worker's end of one transfer."""
+class Region(Protocol):
+    """Where one payload has landed: part of a carrier's pool, or in process the sender's own memory."""
 
-    def reserve(self, expectation: Expectation) -> None:
-        """Admit one transfer; before this, a frame that arrives is refused."""
+    @property
+    def payload(self) -> Payload:
+        """The payload, exactly as long as was asked for. Valid until `release`."""
+        ...
 
-    async def receive(self) -> memoryview | None:
-        """Take the next frame in order, or None after a commit whose summary matches what came.
+    def release(self) -> None:
+        """Nobody reads it any more. A second call does nothing. Any thread may call it."""
+        ...
 
-        Raises FrameError where a frame breaks the expectation or the summary does not match, TransferAbortedError where
-        the sender gave up, WorkerUnavailableError where it was lost. Frames not taken by then are discarded.
+
+class Outlet(Protocol):
+    """The sending end of one attempt. Belongs to one event loop."""
+
+    async def send(self, payload: Payload) -> None:
+        """Send the next payload: the k-th call of `send` meets the k-th of `receive`. Several may be under way.
+
+        On a device it must be complete: work that writes it has finished, not merely been launched. Returns once the
+        payload is read no more. Raises TransferAbortedError where the other end is gone or `aclose` was called.
         """
 
-    async def abort(self, reason: str) -> None:
-        """Stop receiving without waiting; the sender's next call raises TransferAbortedError."""
+    async def aclose(self) -> None:
+        """Give up what is under way. When this returns, no payload is read any more."""
+
+
+class Inlet(Protocol):
+    """The receiving end of one attempt. Belongs to one event loop."""
+
+    async def receive(self, size: int, *, on_device: bool) -> Region:
+        """Receive the next payload, of exactly `size` bytes, into a region; waits until one is free.
+
+        Several calls may be under way; they meet the sender's payloads in the order of the calls. Cancelled, or where
+        it raises, no region is taken. Raises FrameError where the payload has another size or the pool could never
+        hold it, TransferAbortedError where the sender is gone.
+        """
+
+    async def aclose(self) -> None:
+        """Give up what is under way. When this returns, nothing that was sent with this key can be written anywhere.
+
+        Regions that `receive` returned stay valid until they are released.
+        """
+
+
+class Carrier(Protocol):
+    """One transport of one worker, made at its start. Belongs to one event loop."""
+
+    @property
+    def name(self) -> str:
+        """The transport's name in settings, handshakes and metrics."""
+        ...
+
+    @property
+    def address(self) -> bytes:
+        """How peers reach this end, at most MAX_ADDRESS_BYTES; the same as long as the worker lives."""
+        ...
+
+    @property
+    def on_device(self) -> bool:
+        """Whether payloads can go from and to this worker's CUDA device without passing through the host."""
+        ...
+
+    async def outlet(self, peer: Peer, key: int) -> Outlet:
+        """The sending end of attempt `key` (64 bits, from the peer). Raises TransferAbortedError where it is gone."""
+
+    async def inlet(self, peer: Peer, key: int) -> Inlet:
+        """The receiving end of attempt `key`. Raises WorkerUnavailableError where the peer cannot be reached."""
+
+    async def aclose(self) -> None:
+        """Close everything; outlets and inlets have been closed before."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError
-from kvrail.transport.base import DEFAULT_QUEUED_BYTES, Deliver, Summary
+from kvrail.transport.frames import DEFAULT_QUEUED_BYTES, Deliver, Summary
 from kvrail.transport.signal import Signal
 from kvrail.wire.replies import Reply, SealedFrame
 from kvrail.wire.v1.common_pb2 import Mark

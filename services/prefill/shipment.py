@@ -21,7 +21,7 @@ from typing import TypeVar
 from codec.base import BlockSpec, Codec
 from codec.frame import FrameHeader, head_of
 from kvrail.engine.events import PageLease
-from kvrail.transport.base import FrameSender
+from kvrail.transport.frames import FrameSender
 from kvrail.wire.replies import SealedFrame, seal
 from kvrail.worker import Worker
 from services.frames import first_recent_page, pages_per_frame

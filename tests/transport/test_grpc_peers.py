@@ -14,7 +14,7 @@ from kvrail.errors import FrameError, IncompatibleError, WorkerUnavailableError
 from kvrail.rpc import options
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
-from kvrail.transport.base import Expectation
+from kvrail.transport.frames import Expectation
 from kvrail.transport.grpc import PrefillClient
 from kvrail.wire.v1 import decode_pb2, prefill_pb2
 from kvrail.wire.v1.prefill_pb2 import Accepted, PrefillReply, PrefillRequest, TransferDone

@@ -15,7 +15,7 @@ from kvrail.errors import (
     TransferAbortedError,
     WorkerUnavailableError,
 )
-from kvrail.transport.base import Expectation, Summary
+from kvrail.transport.frames import Expectation, Summary
 from kvrail.wire.replies import SealedFrame, seal
 from kvrail.wire.v1.common_pb2 import Mark
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillRequest

@@ -1,0 +1,118 @@
+"""Regions of one registered buffer: memory into which payloads land, and which goes back when they are decoded."""
+
+import asyncio
+from bisect import insort
+from collections import deque
+
+import torch
+
+from kvrail.errors import FrameError
+from kvrail.transport.base import Payload
+
+ALIGNMENT = 4096
+"""Regions begin at multiples of a page, as copies and registrations like it."""
+
+
+class RegionPool:
+    """Gives out parts of `buffer`, uint8 [n], first come, first served. Belongs to one event loop.
+
+    Who waits for a large region is not overtaken by small ones, so that none waits for ever.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._loop = asyncio.get_running_loop()
+        self._free: list[tuple[int, int]] = [(0, buffer.numel())]  # begin and end, in order, neighbours joined
+        self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """All of the memory."""
+        return self._buffer
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody holds."""
+        return sum(end - begin for begin, end in self._free)
+
+    async def take(self, size: int) -> "PooledRegion":
+        """A region of `size` bytes; waits until there is one. Raises FrameError where the pool can never hold it."""
+        room = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+        if room > self._buffer.numel():
+            raise FrameError(
+                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; lower the"
+                " prefill workers' --max-frame-bytes"
+            )
+        begin: asyncio.Future[int] = self._loop.create_future()
+        self._waiting.append((room, begin))
+        self._serve()
+        try:
+            return PooledRegion(self, await begin, size, room)
+        except asyncio.CancelledError:
+            if begin.done() and not begin.cancelled():
+                self._put_back(begin.result(), room)
+            self._serve()
+            raise
+
+    def put_back(self, begin: int, room: int) -> None:
+        """Make a region free again, from any thread."""
+        try:
+            here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            here = False
+        if here:
+            self._put_back(begin, room)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put_back, begin, room)
+
+    def _put_back(self, begin: int, room: int) -> None:
+        insort(self._free, (begin, begin + room))
+        joined: list[tuple[int, int]] = []
+        for first, end in self._free:
+            if joined and joined[-1][1] == first:
+                joined[-1] = (joined[-1][0], end)
+            else:
+                joined.append((first, end))
+        self._free = joined
+        self._serve()
+
+    def _serve(self) -> None:
+        """Give those that wait what they asked for, in order, as far as it goes."""
+        while self._waiting:
+            room, begin = self._waiting[0]
+            if begin.done():  # cancelled
+                self._waiting.popleft()
+                continue
+            place = next((i for i, (first, end) in enumerate(self._free) if end - first >= room), None)
+            if place is None:
+                return
+            first, end = self._free.pop(place)
+            if end - first > room:
+                self._free.insert(place, (first + room, end))
+            self._waiting.popleft()
+            begin.set_result(first)
+
+
+class PooledRegion:
+    """Part of a pool."""
+
+    def __init__(self, pool: RegionPool, begin: int, size: int, room: int) -> None:
+        self._pool, self._begin, self._size, self._room = pool, begin, size, room
+        self._released = False
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The region, uint8 [size], on the pool's device."""
+        return self._pool.buffer[self._begin : self._begin + self._size]
+
+    @property
+    def payload(self) -> Payload:
+        """The region as payloads are handed on: bytes in this process's memory, or a tensor on a device."""
+        tensor = self.tensor
+        return tensor if tensor.is_cuda else tensor.numpy().data
+
+    def release(self) -> None:
+        """Give it back; a second call does nothing."""
+        if not self._released:
+            self._released = True
+            self._pool.put_back(self._begin, self._room)
