@@ -13,10 +13,11 @@ from kvrail.config import DecodeSettings
 from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.loader import load_model
 from kvrail.engine.runner import ModelRunner
+from kvrail.engine.streams import SideStream
 from kvrail.text import load_tokenizer
-from services.frames import USUAL_FRAME_BYTES, first_recent_page, pages_per_frame
-from services.pages import fill_tail, paged_block
-from services.prefill.pieces import Piece, cut
+from kvrail.transfer.pieces import Piece, cut
+from kvrail.transfer.sizes import USUAL_FRAME_BYTES, first_recent_page, pages_per_frame
+from services.pages import LeasedPages
 
 FILES = (*UNSEEN, "torch/optim/lr_scheduler.py")
 """Of installed packages, one context of a length each; the demo model's own held-out text is too short."""
@@ -69,9 +70,8 @@ def sizes(prompts: Iterable[Sequence[int]], codecs: Sequence[str]) -> dict[str, 
         runner = ModelRunner(loaded, len(pages), max_running=1, max_batch_tokens=step, cuda_graphs=False, compile=False)
         for start in range(0, len(prompt), step):
             runner.execute([SequenceSlice(prompt[start : start + step], start, pages, num_logits=0)])
-        layers = range(layout.num_layers)
-        if used := len(prompt) % page_size:
-            fill_tail(runner.cache, layers, pages[-1], used)
+        held = LeasedPages(runner.cache, SideStream(loaded.device), pages, len(prompt))
+        held.fill_tail(range(layout.num_layers))
         recent = first_recent_page(len(prompt), page_size)
         whole = Piece(0, layout.num_layers, 0, len(pages), None)
         pieces = list(cut([whole], 0, pages_per_frame(layout, USUAL_FRAME_BYTES), recent))
@@ -79,9 +79,7 @@ def sizes(prompts: Iterable[Sequence[int]], codecs: Sequence[str]) -> dict[str, 
         for name in codecs:
             coarse = total = 0
             for piece in pieces:
-                part = paged_block(
-                    runner.cache, range(piece.first_layer, piece.end_layer), pages[piece.first_page : piece.end_page]
-                )
+                part = held.block(range(piece.first_layer, piece.end_layer), piece.first_page, piece.end_page)
                 stages = [payload.nbytes for payload in registry.get(name).encode(part).stages()]
                 coarse += sum(stages) if piece.first_page >= recent else stages[0]
                 total += sum(stages)

@@ -154,7 +154,11 @@ class WorkerSettings(ServiceSettings):
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
     cuda_graphs: bool = Field(True, description="capture decode steps on CUDA")
     compile: bool = Field(True, description="fuse each layer's elementwise work with torch.compile on CUDA")
-    transport: Literal["grpc"] = Field("grpc", description="how KV frames cross")
+    transport: Literal["auto", "ucx", "grpc"] = Field(
+        "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
+    )
+    data_port: Port = Field(0, description="TCP port from which KV leaves beside gRPC; 0: any free one")
+    receive_pool_mib: PositiveInt = Field(256, description="memory into which KV arrives, in MiB")
     codebook: str = Field(
         "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"
     )

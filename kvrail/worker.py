@@ -34,9 +34,6 @@ from kvrail.wire.v1 import common_pb2
 
 logger = logging.getLogger("kvrail.worker")
 
-PROTOCOL_OVERHEAD_BYTES = 1 << 20
-"""Room in a gRPC message beside a KV frame; a prompt of 262,144 tokens takes at most this much as varints."""
-
 
 @dataclass(frozen=True)
 class Worker:
@@ -59,8 +56,8 @@ class Worker:
         if name != self.settings.model_name:
             raise ModelNotFoundError(f"model {name!r} is not served here; this worker has {self.settings.model_name!r}")
 
-    def status(self) -> common_pb2.WorkerStatus:
-        """Identity, limits and load."""
+    def status(self, transports: Sequence[str]) -> common_pb2.WorkerStatus:
+        """Identity, limits and load of a worker that has these transports."""
         load, settings, loaded = self.engine.status(), self.settings, self.loaded
         counts = load.pages
         return common_pb2.WorkerStatus(
@@ -73,7 +70,7 @@ class Worker:
             layout=layout_to_proto(loaded.layout),
             protocol_version=PROTOCOL_VERSION,
             codecs=self.codecs,
-            transports=[settings.transport],
+            transports=transports,
             running=load.running,
             waiting=load.waiting,
             max_running=settings.max_running,
@@ -195,7 +192,7 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
     add: puts the worker's service on the server.
     """
     settings = worker.settings
-    rpc = await build_server(max_message_bytes=settings.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
+    rpc = await build_server()
     add(rpc)
     bound = rpc.bind(settings.host, port)
     metrics_port, stop_side = await start_side_server(

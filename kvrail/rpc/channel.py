@@ -3,10 +3,10 @@
 import grpc
 import grpc.aio
 
-from kvrail.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, MAX_RECONNECT_BACKOFF_MS, common_options
+from kvrail.rpc.options import MAX_MESSAGE_BYTES, MAX_RECONNECT_BACKOFF_MS, common_options
 
 
-def open_channel(target: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def open_channel(target: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
     """Open a channel to `target`, host:port; it connects on its first call and again after a loss.
 
     No call is retried behind the caller's back: who fails over is the caller's decision.

@@ -6,15 +6,13 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from kvrail.errors import ConfigError
-from kvrail.rpc.options import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_TIME_MS, common_options
-from kvrail.wire.replies import PREFILL_SERVICE, encode_reply
-from kvrail.wire.v1 import common_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrail.rpc.options import KEEPALIVE_TIME_MS, MAX_MESSAGE_BYTES, common_options
+from kvrail.wire.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +27,8 @@ class RpcServer:
     health: health_aio.HealthServicer
 
     def add_prefill(self, servicer: prefill_pb2_grpc.PrefillServicer) -> None:
-        """Serve the Prefill service; its `Prefill` answers with kvrail.wire.replies.Reply, see serve_prefill."""
-        handlers = {
-            "Prefill": grpc.unary_stream_rpc_method_handler(
-                servicer.Prefill,
-                request_deserializer=prefill_pb2.PrefillRequest.FromString,
-                response_serializer=encode_reply,
-            ),
-            "GetStatus": grpc.unary_unary_rpc_method_handler(
-                servicer.GetStatus,
-                request_deserializer=common_pb2.StatusRequest.FromString,
-                response_serializer=common_pb2.WorkerStatus.SerializeToString,
-            ),
-        }
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PREFILL_SERVICE, handlers),))
+        """Serve the Prefill service."""
+        prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, self.server)  # type: ignore[no-untyped-call]
 
     def add_decode(self, servicer: decode_pb2_grpc.DecodeServicer) -> None:
         """Serve the Decode service."""
@@ -71,7 +57,7 @@ class RpcServer:
         await self.server.stop(grace_s)
 
 
-async def build_server(*, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> RpcServer:
+async def build_server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> RpcServer:
     """Build a server that enforces message bounds and answers its clients' keepalive pings."""
     options = [
         *common_options(max_message_bytes),

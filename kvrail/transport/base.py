@@ -29,6 +29,18 @@ MAX_ADDRESS_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Announcement:
+    """A frame whose payload leaves now: its head, which transports do not read, the payload's size and where it lies.
+
+    on_device: the payload leaves from a CUDA device for a CUDA device.
+    """
+
+    head: bytes
+    payload_bytes: int
+    on_device: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """The carrier at the other end: what it calls itself, and the host by which its gRPC port was reached, if any."""
 

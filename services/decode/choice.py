@@ -1,7 +1,8 @@
 """Codec `auto`: which exact codec gives the k-th token soonest, from what was measured of link and codecs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from kvrail.metrics import TransferMetrics
 from services.codecs import WITHOUT_CODE, CodecCost
@@ -84,20 +85,22 @@ class LinkSample:
 class LinkWatch:
     """Watches the frames of one transfer that come after its prompt was computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
         self._begin: float | None = None
         self._end = 0.0
         self._bytes = 0
         self._waited_s = 0.0
 
-    def frame(self, payload_bytes: int, asked: float, came: float) -> None:
-        """A frame that the receiver asked for and that came at these times; the first opens the window."""
+    def frame(self, payload_bytes: int, waited_s: float) -> None:
+        """A frame came now, for which the receiver waited so long; the first opens the window."""
+        now = self._clock()
         if self._begin is None:
-            self._begin = came
+            self._begin = now
             return
-        self._end = came
+        self._end = now
         self._bytes += payload_bytes
-        self._waited_s += came - asked
+        self._waited_s += waited_s
 
     def sample(self) -> LinkSample:
         """What was seen so far."""

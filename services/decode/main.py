@@ -1,8 +1,10 @@
 """Runs a decode worker."""
 
 from kvrail.config import DecodeSettings
-from kvrail.worker import PROTOCOL_OVERHEAD_BYTES, build_worker, run_worker, serve
+from kvrail.worker import build_worker, run_worker, serve
+from services.carriers import Carriers
 from services.codecs import AUTO, Codecs
+from services.decode.fetching import Fetcher
 from services.decode.prefill_workers import GrpcPrefillWorkers
 from services.decode.servicer import DecodeServicer
 
@@ -27,9 +29,12 @@ async def _main(settings: DecodeSettings) -> None:
     if default != AUTO:
         codecs.warm_up(default, worker.loaded)
     codecs.warm_up_others([*costs, default], worker.loaded)
-    prefill_workers = GrpcPrefillWorkers(settings.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
-    servicer = DecodeServicer(worker, settings, codecs, default, prefill_workers, costs)
+    prefill_workers = GrpcPrefillWorkers()
+    carriers = await Carriers.start(settings, worker.loaded.device)
+    fetcher = Fetcher(worker, settings, codecs, carriers, default, prefill_workers, costs)
+    servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
     try:
         await serve(worker, settings.port, lambda rpc: rpc.add_decode(servicer))
     finally:
         await prefill_workers.close()
+        await carriers.aclose()

@@ -3,21 +3,20 @@
 import grpc.aio
 
 from kvrail.rpc.channel import open_channel
-from kvrail.transport.grpc import PrefillClient
+from kvrail.rpc.prefill import GrpcPrefillClient
 
 
 class GrpcPrefillWorkers:
     """Opens a channel to a prefill worker when it is first asked for, and keeps it."""
 
-    def __init__(self, max_message_bytes: int) -> None:
-        self._max_message_bytes = max_message_bytes
+    def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    def client(self, address: str) -> PrefillClient:
+    def client(self, address: str) -> GrpcPrefillClient:
         """A client of the worker at `address`, host:port."""
         if address not in self._channels:
-            self._channels[address] = open_channel(address, max_message_bytes=self._max_message_bytes)
-        return PrefillClient(self._channels[address], peer=f"prefill worker {address}")
+            self._channels[address] = open_channel(address)
+        return GrpcPrefillClient(self._channels[address], address)
 
     async def close(self) -> None:
         """Close all channels."""

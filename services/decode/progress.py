@@ -16,6 +16,7 @@ class Received:
 
     codec: str = ""
     lossy: bool = False
+    transport: str = ""
     payload_bytes: int = 0
     raw_bytes: int = 0
 

@@ -1,24 +1,47 @@
 """What the two ends of a transfer must agree on before any payload."""
 
+from dataclasses import dataclass
+
 from codec.base import Codec
 from kvrail.config import flag_name
 from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.layout import KVLayout
+from kvrail.transport.base import Carrier, Peer
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
+from services.carriers import Carriers
 from services.codecs import Codecs
 
 
-def agree(worker: Worker, codecs: Codecs, request: prefill_pb2.PrefillRequest) -> tuple[Codec, prefill_pb2.Accepted]:
-    """Choose codec and transport. Raises IncompatibleError where the two ends differ, naming both values."""
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Codec and carrier of one transfer; peer: the receiver's carrier. on_device: payloads stay on the GPUs."""
+
+    codec: Codec
+    carrier: Carrier
+    peer: Peer
+    key: int
+    on_device: bool
+    accepted: prefill_pb2.Accepted
+
+
+def agree(
+    worker: Worker, codecs: Codecs, carriers: Carriers, request: prefill_pb2.PrefillRequest, host: str
+) -> Agreement:
+    """Choose codec and transport. host: the receiver's, as its call came from it.
+
+    Raises IncompatibleError where the two ends differ, naming both values.
+    """
     theirs, loaded = request.handshake, worker.loaded
     _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
     _same("model fingerprint", theirs.model_fingerprint, loaded.fingerprint)
     _same_layout(layout_from_proto(theirs.layout), loaded.layout)
     codec = _agree_on_codec(codecs, theirs)
-    transport = _first_known("transport", list(theirs.transports), [worker.settings.transport])
+    offered = {transport.name: transport for transport in theirs.transports}
+    carrier = carriers.get(_first_known("transport", list(offered), carriers.names))
+    transport = offered[carrier.name]
     page_count = loaded.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
     if page_count < 1:
         raise InvalidRequestError(
@@ -28,11 +51,14 @@ def agree(worker: Worker, codecs: Codecs, request: prefill_pb2.PrefillRequest) -
     accepted = prefill_pb2.Accepted(
         protocol_version=PROTOCOL_VERSION,
         codec=codec.name,
-        transport=transport,
+        transport=carrier.name,
         first_page=theirs.held_pages,
         page_count=page_count,
+        transport_address=carrier.address,
     )
-    return codec, accepted
+    on_device = getattr(codec,"device_payloads",False) and carrier.on_device and transport.on_device
+    peer = Peer(transport.address, host)
+    return Agreement(codec, carrier, peer, theirs.transfer_key, on_device, accepted)
 
 
 def _same(what: str, theirs: object, ours: object) -> None:

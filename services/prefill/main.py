@@ -4,6 +4,7 @@ import asyncio
 
 from kvrail.config import PrefillSettings
 from kvrail.worker import build_worker, run_worker, serve
+from services.carriers import Carriers
 from services.codecs import Codecs
 from services.prefill.servicer import PageObserver, PrefillServicer
 
@@ -22,5 +23,9 @@ async def _main(settings: PrefillSettings) -> None:
     codecs.warm_up(default, worker.loaded)
     codecs.warm_up_others([default], worker.loaded)
     observer.attach(worker)
-    servicer = PrefillServicer(worker, settings, codecs, observer)
-    await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))
+    carriers = await Carriers.start(settings, worker.loaded.device)
+    servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
+    try:
+        await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))
+    finally:
+        await carriers.aclose()

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in one process, over either transport, asked the way the router asks."""
+"""A prefill and a decode worker in one process, over any transport, asked the way the router asks."""
 
 import asyncio
 import itertools
@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from kvrail.config import DecodeSettings, PrefillSettings
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
+from kvrail.rpc.prefill import InprocPrefillClient
 from kvrail.rpc.server import build_server
 from kvrail.sampling import SamplingParams
-from kvrail.transport.inproc import InprocPrefillClient
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
-from kvrail.worker import PROTOCOL_OVERHEAD_BYTES, Worker, build_worker
+from kvrail.transport.inproc import InprocCarrier
+from kvrail.worker import Worker, build_worker
+from services.carriers import Carriers
 from services.codecs import Codecs
+from services.decode.fetching import Fetcher
 from services.decode.prefill_workers import GrpcPrefillWorkers
 from services.decode.servicer import DecodeServicer
 from services.prefill.servicer import PageObserver, PrefillServicer
@@ -115,12 +118,21 @@ def settings(cls, folder, **changes):
     return cls(**{**defaults, **own, **{k: v for k, v in changes.items() if k in cls.model_fields}})
 
 
+async def carriers_for(transport, options, device):
+    """Of one worker, or in process of all."""
+    if isinstance(transport, InprocCarrier):
+        return Carriers([transport])
+    return await Carriers.start(options.model_copy(update={"transport": transport}), device)
+
+
 @asynccontextmanager
 async def cluster(
     folder, transport="grpc", prefill_count=1, prefill=None, decode=None, **shared
 ) -> AsyncIterator[Cluster]:
     loop = asyncio.get_running_loop()
     stops = []
+    here = transport == "inproc"
+    transport = InprocCarrier() if here else transport
     prefills, servicers = {}, {}
     for number in range(prefill_count):
         options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
@@ -129,14 +141,16 @@ async def cluster(
         worker = build_worker(options, codecs=codecs.names, on_layer=observer.layer_written, detokenize=False)
         codecs.check_codebook(worker.loaded)
         observer.attach(worker)
-        servicer = PrefillServicer(worker, options, codecs, observer)
+        carriers = await carriers_for(transport, options, worker.loaded.device)
+        stops.append(carriers.aclose)
+        servicer = PrefillServicer(worker, options, codecs, carriers, observer)
         address = f"inproc-{number}"
-        if transport == "grpc":
-            rpc = await build_server(max_message_bytes=options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
+        if not here:
+            rpc = await build_server()
             rpc.add_prefill(servicer)
             address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
             await rpc.start()
-            stops.append(rpc.stop)
+            stops.insert(0, rpc.stop)
         worker.engine.start()
         prefills[address], servicers[address] = worker, servicer
     options = settings(DecodeSettings, folder, **{**shared, **(decode or {})})
@@ -149,10 +163,12 @@ async def cluster(
         detokenize=True,
     )
     codecs.check_codebook(worker.loaded)
-    channels = GrpcPrefillWorkers(options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
-    reach = channels if transport == "grpc" else InprocWorkers(servicers)
-    servicer = DecodeServicer(worker, options, codecs, codecs.default(options.codec), reach, {})
-    rpc = await build_server(max_message_bytes=options.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
+    channels = GrpcPrefillWorkers()
+    reach = InprocWorkers(servicers) if here else channels
+    carriers = await carriers_for(transport, options, worker.loaded.device)
+    fetcher = Fetcher(worker, options, codecs, carriers, codecs.default(options.codec), reach, {})
+    servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
+    rpc = await build_server()
     rpc.add_decode(servicer)
     channel = open_channel(f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}")
     await rpc.start()
@@ -163,6 +179,7 @@ async def cluster(
         await channel.close()
         await rpc.stop()
         await channels.close()
+        await carriers.aclose()
         for stop in stops:
             await stop()
         for each in (worker, *prefills.values()):

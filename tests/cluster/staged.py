@@ -2,16 +2,16 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
-from codec.frame import unpack
+from codec.frame import digest_of
 from kvrail.errors import WorkerUnavailableError
-from kvrail.transport.replies import PrefillReplies
-from services.frames import first_recent_page
-from services.prefill.link import Link
+from kvrail.transfer.order import Link
+from kvrail.transfer.sending import PageSender
+from kvrail.transfer.sizes import first_recent_page
 
 PAGE = 16
 SHARED = {"kv_dtype": "bfloat16", "page_size": PAGE, "max_batch_tokens": 256, "max_frame_bytes": 1 << 13}
-MAX_FRAME = 1 << 20
 
 
 def hold_later_stages(monkeypatch, until):
@@ -28,21 +28,32 @@ def hold_later_stages(monkeypatch, until):
     monkeypatch.setattr(Link, "turn", waiting)
 
 
-def header_of(frame):
-    """Of a frame on its way out."""
-    return unpack(frame.open(), MAX_FRAME)[0]
+def on_send(monkeypatch, hook):
+    """`await hook(sender, header, stage)` before each frame leaves; it may raise, wait, or give another stage."""
+    send = PageSender._send
+
+    async def hooked(sender, stage):
+        header = replace(stage.header, sequence=sender._next_sequence)
+        changed = await hook(sender, header, stage)
+        await send(sender, changed or stage)
+
+    monkeypatch.setattr(PageSender, "_send", hooked)
+
+
+def with_payload(stage, payload, *, sealed=False):
+    """The same stage with another payload; sealed: as if the codec had made it, else as if the wire had changed it."""
+    digest = digest_of(payload) if sealed else stage.digest
+    return replace(stage, payload=payload, digest=digest)
 
 
 def note_frames(monkeypatch):
     """Headers of all frames, in the order in which they leave."""
     headers = []
-    send = PrefillReplies.send
 
-    async def noting(replies, frame):
-        headers.append(header_of(frame))
-        await send(replies, frame)
+    async def noting(sender, header, stage):
+        headers.append(header)
 
-    monkeypatch.setattr(PrefillReplies, "send", noting)
+    on_send(monkeypatch, noting)
     return headers
 
 
@@ -83,16 +94,12 @@ class Dying:
     def __init__(self, monkeypatch, after, prompt, once=True):
         self.deaths, self.sent = 0, 0
         recent = first_recent_page(len(prompt), PAGE)
-        send = PrefillReplies.send
-        dying = self
 
-        async def send_or_die(replies, frame):
-            header = header_of(frame)
-            if header.stage and header.first_page < recent and not (once and dying.deaths):
-                dying.sent += 1
-                if dying.sent > after:
-                    dying.deaths, dying.sent = dying.deaths + 1, 0
-                    replies.close(WorkerUnavailableError("the worker died"))
-            await send(replies, frame)
+        async def send_or_die(sender, header, stage):
+            if header.stage and header.first_page < recent and not (once and self.deaths):
+                self.sent += 1
+                if self.sent > after:
+                    self.deaths, self.sent = self.deaths + 1, 0
+                    raise WorkerUnavailableError("the worker died")
 
-        monkeypatch.setattr(PrefillReplies, "send", send_or_die)
+        on_send(monkeypatch, send_or_die)

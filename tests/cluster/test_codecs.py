@@ -1,21 +1,24 @@
 """Every codec on the wire: pages arrive bit for bit, and what does not fit is refused by name."""
 
+import re
+
 import pytest
 import torch
 
 import services.decode.choice
 import services.prefill.servicer
-import services.prefill.shipment
 from codec import registry
 from codec.splitzip.codebook import Codebook, default_codebook
 from kvrail.config import DecodeSettings
 from kvrail.engine.pages import page_hashes
 from kvrail.errors import ConfigError, FrameError, IncompatibleError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES
+from kvrail.transfer.sizes import MAX_GROWTH_BYTES
 from services.codecs import Codecs
-from services.frames import MAX_GROWTH_BYTES
 from tests.cluster.cluster import cluster, settings
+from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
+from tests.cluster.test_faults import note_pages
 from tests.models import tiny_model
 
 NAMES = [name for name in registry.names() if registry.get(name).exact]
@@ -102,24 +105,25 @@ def check_metrics(decode, prefill, name, dtype):
 
 @pytest.mark.parametrize("fault", ["cut", "header"])
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_payload_that_is_wrong_in_itself_touches_no_page(monkeypatch, name, fault):
+async def test_a_payload_that_is_wrong_in_itself_touches_no_page(monkeypatch, caplog, name, fault):
     """The frame's checksum holds: the sender framed what its codec never made."""
     if (name, fault) == ("raw", "header"):
         pytest.skip("raw payloads have no header")
-    sealed = services.prefill.shipment.sealed
 
-    def faulty(header, payload):
-        wrong = bytearray(payload)
+    async def faulty(sender, header, stage):
+        wrong = bytearray(stage.payload)
         wrong[0] ^= fault == "header"
-        return sealed(header, memoryview(wrong)[: len(wrong) - (fault == "cut")])
+        return with_payload(stage, memoryview(wrong)[: len(wrong) - (fault == "cut")], sealed=True)
 
     async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **SHARED) as c:
-        before = [c.decode.cache.keys.clone(), c.decode.cache.values.clone()]
-        monkeypatch.setattr(services.prefill.shipment, "sealed", faulty)
-        with pytest.raises(FrameError, match=r"request r\d+: .*(payload|stage)"):
-            await c.ask(PROMPTS[1], codec=name)
+        before = c.decode.cache.keys.clone()
+        pages = note_pages(monkeypatch, c.decode)
+        on_send(monkeypatch, faulty)
+        answer = await c.ask(PROMPTS[1], codec=name)
+        assert answer.tokens == (await never_sent("bfloat16"))[1] and not answer.summary.prefill_worker
+        assert re.search(r"request r\d+: .*(payload|stage)", caplog.text)
+        assert len(pages) == 1 and pages[0].equal(before)
         await c.settled()
-        assert c.decode.cache.keys.equal(before[0]) and c.decode.cache.values.equal(before[1])
         monkeypatch.undo()
         assert (await c.ask(PROMPTS[1], codec=name)).tokens == (await never_sent("bfloat16"))[1]
         await c.settled()
@@ -225,13 +229,11 @@ def test_a_codebook_that_cannot_be_read_is_an_error_at_start(tmp_path):
 async def test_frames_carry_nothing_of_other_requests(monkeypatch, name):
     """Slots behind the prompt's end keep what was there before; it does not leave the worker."""
     payloads = []
-    sealed = services.prefill.shipment.sealed
 
-    def keeping(header, payload):
-        payloads.append(bytes(payload))
-        return sealed(header, payload)
+    async def keeping(sender, header, stage):
+        payloads.append(bytes(stage.payload))
 
-    monkeypatch.setattr(services.prefill.shipment, "sealed", keeping)
+    on_send(monkeypatch, keeping)
     one_page = {**SHARED, "max_frame_bytes": 2 * PAGE * 2 * 16 * 2}  # so that frames do not depend on time
     prompts = (prompt_of(250), prompt_of(300), prompt_of(250))  # of 20 pages, 16, 19 and 16 are used
     async with cluster(

@@ -7,10 +7,9 @@ import pytest
 
 from codec.base import Block, PagedBlock
 from codec.raw.codec import RawCodec
-from kvrail.errors import FrameError, IncompatibleError, KvrailError, WorkerUnavailableError
-from kvrail.transport.replies import PrefillReplies
-from kvrail.wire.replies import seal
+from kvrail.errors import KvrailError, WorkerUnavailableError
 from tests.cluster.cluster import cluster
+from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
 from tests.models import generate, tiny_model
 
@@ -46,16 +45,14 @@ async def test_an_alternate_takes_over(llama):
 async def test_a_worker_lost_mid_transfer(llama, monkeypatch, transport, after):
     """The first tokens may be out already; the client sees one seamless answer."""
     sent = 0
-    send = PrefillReplies.send
 
-    async def dying(self, frame):
+    async def dying(sender, header, stage):
         nonlocal sent
         sent += 1
         if sent == after + 1:
-            self.close(WorkerUnavailableError("the worker died"))
-        await send(self, frame)
+            raise WorkerUnavailableError("the worker died")
 
-    monkeypatch.setattr(PrefillReplies, "send", dying)
+    on_send(monkeypatch, dying)
     frame = 64 * 2 * 2 * 16 * 4 * 3
     async with cluster(llama, transport, prefill_count=2, max_frame_bytes=frame, max_batch_tokens=128) as c:
         answer = await c.ask(prompt_of(300))
@@ -64,23 +61,34 @@ async def test_a_worker_lost_mid_transfer(llama, monkeypatch, transport, after):
         await c.settled()
 
 
-async def test_a_corrupt_frame_fails_the_request_and_touches_no_page(llama, monkeypatch):
-    send = PrefillReplies.send
+def note_pages(monkeypatch, worker):
+    """Keys of all pages as they are when the engine is told to compute a prompt after all."""
+    seen = []
+    compute_here = worker.engine.compute_here
 
-    async def flipping(self, frame):
-        wrong = bytearray(frame.open())
+    def noting(request_id):
+        seen.append(worker.cache.keys.clone())
+        compute_here(request_id)
+
+    monkeypatch.setattr(worker.engine, "compute_here", noting)
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+async def test_a_corrupt_frame_touches_no_page_and_the_answer_comes_all_the_same(llama, monkeypatch, caplog, transport):
+    async def flipping(sender, header, stage):
+        wrong = bytearray(stage.payload)
         wrong[-1] ^= 1
-        await send(self, seal(bytes(wrong)))
+        return with_payload(stage, memoryview(wrong))
 
-    async with cluster(llama) as c:
+    async with cluster(llama, transport) as c:
         before = c.decode.cache.keys.clone()
-        monkeypatch.setattr(PrefillReplies, "send", flipping)
-        with pytest.raises(FrameError, match="checksum"):
-            await c.ask(prompt_of(300))
-        assert c.decode.cache.keys.equal(before)
-        monkeypatch.undo()
+        pages = note_pages(monkeypatch, c.decode)
+        on_send(monkeypatch, flipping)
         answer = await c.ask(prompt_of(300))
         assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        assert len(pages) == 1 and pages[0].equal(before)
+        assert value(c.decode, "local") == 1 and "digest" in caplog.text
         await c.settled()
 
 
@@ -88,9 +96,9 @@ async def test_a_wrong_bit_in_the_kv_would_be_seen(llama, monkeypatch):
     """The equality tests can fail: KV that is changed before it is framed gives other tokens."""
     encode = RawCodec.encode
 
-    def negating(self, pages):
+    def negating(self, pages, **options):
         block = pages.gather()
-        return encode(self, PagedBlock.whole(Block(block.keys * -1, block.values)))
+        return encode(self, PagedBlock.whole(Block(block.keys * -1, block.values)), **options)
 
     monkeypatch.setattr(RawCodec, "encode", negating)
     async with cluster(llama) as c:
@@ -98,23 +106,29 @@ async def test_a_wrong_bit_in_the_kv_would_be_seen(llama, monkeypatch):
         assert answer.tokens != {0: generate(str(llama), tuple(prompt_of(300)), 16)}
 
 
-async def test_an_incompatible_worker_is_refused_by_name(llama):
-    async with cluster(llama, decode={"page_size": 32}) as c:
-        with pytest.raises(IncompatibleError, match=r"page_size\) differs: decode worker 32, prefill worker 64"):
-            await c.ask(prompt_of(300))
-        await c.settled()
-    async with cluster(llama, decode={"model": str(tiny_model("llama", seed=1))}) as c:
-        with pytest.raises(IncompatibleError, match="model fingerprint differs"):
-            await c.ask(prompt_of(300))
+@pytest.mark.parametrize(
+    ("decode", "reason"),
+    [
+        ({"page_size": 32}, "page_size) differs: decode worker 32, prefill worker 64"),
+        ({"model": 1}, "model fingerprint differs"),
+    ],
+)
+async def test_an_incompatible_worker_is_named_and_the_prompt_computed_here(llama, caplog, decode, reason):
+    if "model" in decode:
+        decode = {"model": str(tiny_model("llama", seed=decode["model"]))}
+    async with cluster(llama, decode=decode) as c:
+        answer = await c.ask(prompt_of(300))
+        assert answer.tokens == {0: generate(decode.get("model", str(llama)), tuple(prompt_of(300)), 16)}
+        assert value(c.decode, "local") == 1 and reason in caplog.text
         await c.settled()
 
 
 async def test_a_silent_worker_counts_as_lost(llama, monkeypatch):
-    async def silent(self, frame):
+    async def silent(sender, header, stage):
         await asyncio.sleep(3600)
 
     async with cluster(llama, decode={"transfer_timeout_s": 0.5}) as c:
-        monkeypatch.setattr(PrefillReplies, "send", silent)
+        on_send(monkeypatch, silent)
         answer = await c.ask(prompt_of(300))
         assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
         assert value(c.decode, "local") == 1

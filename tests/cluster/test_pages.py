@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kvrail.engine.cache import PagedCache
+from kvrail.engine.streams import SideStream
 from kvrail.layout import DTYPE_BYTES, KVLayout
-from services.pages import fill_tail, paged_block
+from services.pages import LeasedPages, paged_block
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
@@ -32,9 +33,24 @@ def test_a_tail_repeats_the_last_token_and_changes_nothing_else(dtype, used):
     for pool in pools:
         pool.view(torch.uint8).random_(0, 256)
     before = [pool.view(torch.uint8).clone() for pool in pools]
-    fill_tail(cache, range(1, 3), 4, used)
+    pages = LeasedPages(cache, SideStream(torch.device("cpu")), [2, 4], 8 + used)
+    pages.fill_tail(range(1, 3))
     for pool, old in zip(pools, before, strict=True):
         now = pool.view(torch.uint8)
         assert torch.equal(now[1:3, 4, used:], old[1:3, 4, used - 1 : used].expand(-1, 8 - used, *old.shape[3:]))
         now[1:3, 4, used:] = old[1:3, 4, used:]
         assert torch.equal(now, old)
+
+
+def test_a_prompt_of_whole_pages_has_no_tail():
+    cache = PagedCache(KVLayout(4, 2, 8, 6, 8, "bfloat16"), 5, "cpu")
+    cache.keys.view(torch.uint8).random_(0, 256)
+    before = cache.keys.view(torch.uint8).clone()
+    LeasedPages(cache, SideStream(torch.device("cpu")), [2, 4], 16).fill_tail(range(4))
+    assert torch.equal(cache.keys.view(torch.uint8), before)
+
+
+def test_pages_have_the_requests_numbers():
+    cache = PagedCache(KVLayout(4, 2, 8, 6, 8, "bfloat16"), 9, "cpu")
+    pages = LeasedPages(cache, SideStream(torch.device("cpu")), [7, 0, 3], 20)
+    assert list(pages.block(range(2), 1, 3).page_ids) == [0, 3]

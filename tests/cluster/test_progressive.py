@@ -7,16 +7,13 @@ import random
 import pytest
 import torch
 
-from codec.frame import unpack
 from kvrail.engine.engine import Engine
-from kvrail.transport.replies import PrefillReplies
-from services.decode.transfer import Fetch
-from services.frames import first_recent_page
-from services.prefill.link import LATER_SLOTS, SLOTS, Link
+from kvrail.transfer.order import LATER_SLOTS, SLOTS, Link
+from kvrail.transfer.receiving import PageReceiver
+from kvrail.transfer.sizes import first_recent_page
 from tests.cluster.cluster import cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
 from tests.cluster.staged import (
-    MAX_FRAME,
     PAGE,
     SHARED,
     drafted,
@@ -25,6 +22,7 @@ from tests.cluster.staged import (
     hold_later_stages,
     kept_bytes,
     note_frames,
+    on_send,
 )
 from tests.cluster.test_equality import prompt_of
 from tests.models import tiny_model
@@ -132,19 +130,18 @@ async def test_first_stages_of_a_cached_prompt_leave_first_and_later_ones_from_i
 
 
 async def test_a_later_stage_is_framed_while_the_one_before_leaves(llama, monkeypatch):
-    headers, drained, most = note_frames(monkeypatch), PrefillReplies.drained, 0
+    headers, most = note_frames(monkeypatch), 0
     length, leaving = 700, asyncio.Event()
 
-    async def patiently(replies):
+    async def patiently(sender, header, stage):
         nonlocal most
         later = [h for h in headers if h.stage and h.first_page < first_recent_page(length, PAGE)]
         if later:  # this one has not left before it is said to have
             most = max(most, len(later))
             await leaving.wait()
-        await drained(replies)
 
+    on_send(monkeypatch, patiently)
     hold_later_stages(monkeypatch, lambda: first_stages_left(headers, -(-length // PAGE)))
-    monkeypatch.setattr(PrefillReplies, "drained", patiently)
     async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
         answer = asyncio.create_task(c.ask(prompt_of(length), codec="halves"))
         async with asyncio.timeout(20):
@@ -212,16 +209,14 @@ async def test_leaving_between_stages_returns_every_page_and_payload(llama, monk
     """Cancelled after each number of frames, before the later stages, while drafting and while verifying."""
     rng = random.Random(3)
     sent = 0
-    send = PrefillReplies.send
 
-    async def counting(replies, frame):
+    async def counting(sender, header, stage):
         nonlocal sent
         sent += 1
         if sent == stop_after:
             reached.set()
-        await send(replies, frame)
 
-    monkeypatch.setattr(PrefillReplies, "send", counting)
+    on_send(monkeypatch, counting)
     async with cluster(llama, transport, num_pages=120, **SHARED) as c:
         for stop_after in range(1, 60, 3):
             sent, reached = 0, asyncio.Event()
@@ -268,18 +263,17 @@ async def test_recent_pages_are_never_written_after_drafting_began(llama, monkey
         receive(engine, request_id)
 
     monkeypatch.setattr(Engine, "receive_coarse_kv", noting)
-    land = Fetch._land
+    decode = PageReceiver._decode
 
-    def landing(fetch, frame, *args):
-        header, _ = unpack(frame, MAX_FRAME)
+    def landing(receiver, header, *args):
         written.append((header.stage, header.first_page, header.first_page + header.spec.num_pages))
-        land(fetch, frame, *args)
+        decode(receiver, header, *args)
 
     async def drafting_began():
         while "coarse" not in written:
             await asyncio.sleep(0.002)
 
-    monkeypatch.setattr(Fetch, "_land", landing)
+    monkeypatch.setattr(PageReceiver, "_decode", landing)
     hold_later_stages(monkeypatch, drafting_began)
     for length in (300, 304, 310):
         written.clear()

@@ -146,8 +146,9 @@ def test_drafts_and_steps_are_learnt():
 
 
 def test_the_window_of_a_link_opens_with_its_first_frame():
-    watch = LinkWatch()
+    times = [1.0, 3.0, 3.5, 5.0]
+    watch = LinkWatch(iter(times[1:]).__next__)
     assert watch.sample() == LinkSample(0, 0.0, 0.0)
-    for asked, came in itertools.pairwise([1.0, 3.0, 3.5, 5.0]):
-        watch.frame(100, asked, came)
+    for asked, came in itertools.pairwise(times):
+        watch.frame(100, came - asked)
     assert watch.sample() == LinkSample(200, 2.0, 2.0)

@@ -13,7 +13,12 @@ LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command
 BREACHES = {
     "imports point down: services -> kvrail": ("kvrail/breach.py", "import services.cli"),
     "codec imports nothing of ours": ("codec/breach.py", "import kvrail.errors"),
-    "kvrail imports no codec": ("kvrail/breach.py", "import codec.base"),
+    "of kvrail only a transfer knows codecs": ("kvrail/engine/breach.py", "import codec.base"),
+    "a transfer knows pages, codecs and carriers: no engine, metrics or messages": (
+        "kvrail/transfer/breach.py",
+        "import kvrail.engine.pages",
+    ),
+    "carriers know payloads alone": ("kvrail/transport/breach.py", "import kvrail.wire"),
     "services never import each other": ("services/prefill/breach.py", "import services.decode"),
     "services know nothing of the command line": ("services/decode/breach.py", "from services.cli import flags"),
     "the router and the command line never reach torch": ("services/router/breach.py", "import kvrail.breach"),

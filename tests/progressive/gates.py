@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvrail.engine.events import Drafted, Event
 from kvrail.logs import request_id
 from services.decode.progress import Progress
-from services.prefill.link import Link
+from kvrail.transfer.order import Link
 from tests.cluster.staged import hold_later_stages
 
 

@@ -14,10 +14,9 @@ import pytest
 from benchmarks.codec_data import DEMO, corpus
 from kvrail.errors import WorkerUnavailableError
 from kvrail.text import load_tokenizer
-from kvrail.transport.replies import PrefillReplies
-from services.frames import first_recent_page
+from kvrail.transfer.sizes import first_recent_page
 from tests.cluster.cluster import cluster
-from tests.cluster.staged import header_of, held_bytes
+from tests.cluster.staged import held_bytes, on_send
 from tests.progressive.anchors import broken_anchors  # noqa: F401  a fixture
 from tests.progressive.gates import Gates
 from tests.progressive.test_same_output import PROMPTS
@@ -88,14 +87,11 @@ class Traffic:
         self.deaths = {each.name: list(each.deaths) for each in asked}
         self.died = 0
         self.died_drafting = 0
-        send = PrefillReplies.send
 
-        async def fated(replies, frame):
-            header = header_of(frame)
-            self._on_frame(replies, header)
-            await send(replies, frame)
+        async def fated(sender, header, stage):
+            self._on_frame(header)
 
-        monkeypatch.setattr(PrefillReplies, "send", fated)
+        on_send(monkeypatch, fated)
 
     async def run(self):
         """Each request's answer, or the error that it ended in."""
@@ -115,7 +111,7 @@ class Traffic:
         if pages.free + pages.cached < RESERVE:
             self.gates.open_all()
 
-    def _on_frame(self, replies, header):
+    def _on_frame(self, header):
         name = header.request_id
         self.frames[name] += 1
         if self.asked[name].at_frames:
@@ -128,7 +124,7 @@ class Traffic:
             self.deaths[name].pop(0)
             self.died += 1
             self.died_drafting += self.gates.drafts[name] > 0
-            replies.close(WorkerUnavailableError("the worker died"))
+            raise WorkerUnavailableError("the worker died")
 
     def _leave_at(self, name, count):
         if count == self.asked[name].leaves:

@@ -15,25 +15,37 @@ class OfferedCodec(_message.Message):
     parameters_id: int
     def __init__(self, name: _Optional[str] = ..., parameters_id: _Optional[int] = ...) -> None: ...
 
+class OfferedTransport(_message.Message):
+    __slots__ = ("name", "address", "on_device")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: bytes
+    on_device: bool
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[bytes] = ..., on_device: _Optional[bool] = ...) -> None: ...
+
 class Handshake(_message.Message):
-    __slots__ = ("protocol_version", "model_fingerprint", "layout", "transports", "held_pages", "codecs", "link_bytes_per_s", "max_frame_bytes")
+    __slots__ = ("protocol_version", "model_fingerprint", "layout", "held_pages", "codecs", "link_bytes_per_s", "max_frame_bytes", "transports", "transfer_key")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     MAX_FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_KEY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_fingerprint: str
     layout: _common_pb2.KVLayout
-    transports: _containers.RepeatedScalarFieldContainer[str]
     held_pages: int
     codecs: _containers.RepeatedCompositeFieldContainer[OfferedCodec]
     link_bytes_per_s: int
     max_frame_bytes: int
-    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[str]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ..., link_bytes_per_s: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ...) -> None: ...
+    transports: _containers.RepeatedCompositeFieldContainer[OfferedTransport]
+    transfer_key: int
+    def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ..., link_bytes_per_s: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[OfferedTransport, _Mapping]]] = ..., transfer_key: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake")
@@ -48,18 +60,20 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., handshake: _Optional[_Union[Handshake, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("protocol_version", "codec", "transport", "first_page", "page_count")
+    __slots__ = ("protocol_version", "codec", "transport", "first_page", "page_count", "transport_address")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     codec: str
     transport: str
     first_page: int
     page_count: int
-    def __init__(self, protocol_version: _Optional[int] = ..., codec: _Optional[str] = ..., transport: _Optional[str] = ..., first_page: _Optional[int] = ..., page_count: _Optional[int] = ...) -> None: ...
+    transport_address: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., codec: _Optional[str] = ..., transport: _Optional[str] = ..., first_page: _Optional[int] = ..., page_count: _Optional[int] = ..., transport_address: _Optional[bytes] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_ids", "logprobs", "marks")
@@ -71,24 +85,32 @@ class FirstToken(_message.Message):
     marks: _containers.RepeatedCompositeFieldContainer[_common_pb2.Mark]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ...) -> None: ...
 
+class FrameAnnounced(_message.Message):
+    __slots__ = ("head", "payload_bytes", "on_device")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    head: bytes
+    payload_bytes: int
+    on_device: bool
+    def __init__(self, head: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., on_device: _Optional[bool] = ...) -> None: ...
+
 class TransferDone(_message.Message):
-    __slots__ = ("frame_count", "payload_bytes", "marks")
+    __slots__ = ("frame_count", "payload_bytes")
     FRAME_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MARKS_FIELD_NUMBER: _ClassVar[int]
     frame_count: int
     payload_bytes: int
-    marks: _containers.RepeatedCompositeFieldContainer[_common_pb2.Mark]
-    def __init__(self, frame_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ...) -> None: ...
+    def __init__(self, frame_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
-    __slots__ = ("accepted", "first_token", "frame", "done")
+    __slots__ = ("accepted", "first_token", "done", "announced")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    FRAME_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     first_token: FirstToken
-    frame: bytes
     done: TransferDone
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., frame: _Optional[bytes] = ..., done: _Optional[_Union[TransferDone, _Mapping]] = ...) -> None: ...
+    announced: FrameAnnounced
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[TransferDone, _Mapping]] = ..., announced: _Optional[_Union[FrameAnnounced, _Mapping]] = ...) -> None: ...

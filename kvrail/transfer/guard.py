@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from codec.base import BlockSpec
 from codec.frame import FrameFormatError, FrameHeader
+from kvrail.transfer.sizes import max_payload_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Transfer:
 
 
 class FrameGuard:
-    """Admits the frames of one transfer in order, each (stage, layer, page) exactly once.
+    """Admits the frames of one transfer in order, each (stage, layer, page) exactly once, and counts those that landed.
 
     A block is admitted at stage 0 where it overlaps no other, and at each later stage with the same bounds.
     """
@@ -41,21 +42,33 @@ class FrameGuard:
         self._missing_recent = recent_pages * spec.num_layers * transfer.num_stages  # (stage, layer, page)
         self._next_sequence = 0
 
-    def admit(self, header: FrameHeader) -> None:
-        """Take note of a frame. Raises FrameFormatError, and forgets the frame, where it does not belong here."""
+    def admit(self, header: FrameHeader, payload_bytes: int) -> None:
+        """Take note of a frame that is to come.
+
+        Raises FrameFormatError, and forgets the frame, where it does not belong here or is too long.
+        """
         self._check_identity(header)
         self._check_bounds(header)
         spec = header.spec
+        if payload_bytes > max_payload_bytes(spec):
+            raise FrameFormatError(
+                f"frame {header.sequence} has a payload of {payload_bytes} bytes; a stage of its block has at most"
+                f" {max_payload_bytes(spec)}"
+            )
         expected = self._next_stage.get(header.bounds, 0)
         if header.stage != expected:
             raise FrameFormatError(f"frame {header.sequence} has stage {header.stage}; its block's next is {expected}")
         if header.stage == 0:
             self._cover(header)
         self._next_stage[header.bounds] = header.stage + 1
+        self._next_sequence += 1
+
+    def landed(self, header: FrameHeader) -> None:
+        """An admitted frame is in the pages."""
+        spec = header.spec
         self._missing[header.stage] -= spec.num_layers * spec.num_pages
         recent_pages = header.first_page + spec.num_pages - max(header.first_page, self._recent_page)
         self._missing_recent -= spec.num_layers * max(0, recent_pages)
-        self._next_sequence += 1
 
     def complete(self, stage: int | None = None) -> bool:
         """Whether every page of every layer has come, in `stage` or, without one, in all stages."""
@@ -66,7 +79,7 @@ class FrameGuard:
         return self._missing[0] == 0 and self._missing_recent == 0
 
     def missing(self) -> int:
-        """How many (stage, layer, page) have not come yet."""
+        """How many (stage, layer, page) have not landed yet."""
         return sum(self._missing)
 
     def _check_identity(self, header: FrameHeader) -> None:

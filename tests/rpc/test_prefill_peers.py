@@ -14,26 +14,26 @@ from kvrail.errors import FrameError, IncompatibleError, WorkerUnavailableError
 from kvrail.rpc import options
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
-from kvrail.transport.frames import Expectation
-from kvrail.transport.grpc import PrefillClient
+from kvrail.rpc.prefill import GrpcPrefillClient
+from kvrail.transport.base import Announcement
 from kvrail.wire.v1 import decode_pb2, prefill_pb2
-from kvrail.wire.v1.prefill_pb2 import Accepted, PrefillReply, PrefillRequest, TransferDone
+from kvrail.wire.v1.prefill_pb2 import Accepted, FrameAnnounced, PrefillReply, PrefillRequest, TransferDone
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOM = Expectation("r", 1 << 20, 1 << 30)
+FRAME = Announcement(b"head", 5, False)
 
 WORKER = """
 import asyncio
 from kvrail.rpc.server import build_server
-from kvrail.transport.grpc import serve_prefill
-from kvrail.wire.replies import seal
+from kvrail.rpc.prefill import serve_prefill
+from kvrail.transport.base import Announcement
 from kvrail.wire.v1 import prefill_pb2, prefill_pb2_grpc
 
 class Servicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(self, request, context):
         async def story(replies):
             replies.accept(prefill_pb2.Accepted())
-            await replies.send(seal(b"frame"))
+            replies.announce(Announcement(b"head", 5, False))
             await asyncio.Event().wait()
         await serve_prefill(context, story)
 
@@ -57,13 +57,12 @@ async def test_killed_worker():
         try:
             port = int(await asyncio.to_thread(worker.stdout.readline))
             async with open_channel(f"127.0.0.1:{port}") as channel:
-                async with PrefillClient(channel).prefill(PrefillRequest()) as call:
-                    call.reserve(ROOM)
-                    assert await call.receive() == b"frame"
+                async with GrpcPrefillClient(channel, "p0").prefill(PrefillRequest()) as call:
+                    assert await call.announced() == FRAME
                     worker.send_signal(signal.SIGKILL)
                     with pytest.raises(WorkerUnavailableError):
-                        await call.receive()
-                async with PrefillClient(channel, "p1").prefill(PrefillRequest()) as call:
+                        await call.announced()
+                async with GrpcPrefillClient(channel, "p1").prefill(PrefillRequest()) as call:
                     with pytest.raises(WorkerUnavailableError, match="p1"):
                         await call.accepted()
         finally:
@@ -79,13 +78,12 @@ async def test_frozen_worker_is_noticed_by_keepalive(monkeypatch):
             port = int(await asyncio.to_thread(worker.stdout.readline))
             async with (
                 open_channel(f"127.0.0.1:{port}") as channel,
-                PrefillClient(channel).prefill(PrefillRequest()) as call,
+                GrpcPrefillClient(channel, "p0").prefill(PrefillRequest()) as call,
             ):
-                call.reserve(ROOM)
-                assert await call.receive() == b"frame"
+                assert await call.announced() == FRAME
                 worker.send_signal(signal.SIGSTOP)
                 with pytest.raises(WorkerUnavailableError):
-                    await asyncio.wait_for(call.receive(), 30)
+                    await asyncio.wait_for(call.announced(), 30)
         finally:
             worker.kill()
 
@@ -117,37 +115,36 @@ async def calling(replies):
     """A call of a prefill worker that answers with the given bytes."""
     async with (
         foreign("kvrail.v1.Prefill", "Prefill", replies) as channel,
-        PrefillClient(channel).prefill(PrefillRequest()) as call,
+        GrpcPrefillClient(channel, "p0").prefill(PrefillRequest()) as call,
     ):
-        call.reserve(ROOM)
         yield call
 
 
 ACCEPTED = PrefillReply(accepted=Accepted()).SerializeToString()
-FRAME = PrefillReply(frame=b"frame").SerializeToString()
+ANNOUNCED = PrefillReply(announced=FrameAnnounced(head=b"head", payload_bytes=5)).SerializeToString()
 DONE = PrefillReply(done=TransferDone(frame_count=1, payload_bytes=5)).SerializeToString()
 
 
 async def test_worker_that_speaks_plain_protobuf():
-    async with calling([ACCEPTED, FRAME, DONE]) as call:
-        assert [await call.receive(), await call.receive()] == [b"frame", None]
+    async with calling([ACCEPTED, ANNOUNCED, DONE]) as call:
+        assert [await call.announced(), await call.announced()] == [FRAME, None]
 
 
 @pytest.mark.parametrize(
     ("replies", "message"),
     [
         ([], "ended the call before"),
-        ([ACCEPTED, FRAME], "ended the call before"),
-        ([ACCEPTED, FRAME[:-1]], "no PrefillReply"),
+        ([ACCEPTED, ANNOUNCED], "ended the call before"),
+        ([ACCEPTED, ANNOUNCED[:-1]], "no message of this protocol"),
         ([ACCEPTED, b""], "empty"),
-        ([ACCEPTED, DONE], "1 frames and 5 bytes; 0 and 0 came"),
-        ([b"\xff\xff"], "no PrefillReply"),
+        ([ACCEPTED, DONE], "1 frames and 5 bytes; 0 and 0 were announced"),
+        ([b"\xff\xff"], "no message of this protocol"),
     ],
 )
 async def test_worker_that_breaks_the_protocol(replies, message):
     async with calling(replies) as call:
-        with pytest.raises(FrameError, match=message):
-            while await call.receive() is not None:
+        with pytest.raises((FrameError, IncompatibleError), match=message):
+            while await call.announced() is not None:
                 pass
 
 
@@ -162,7 +159,7 @@ async def test_client_that_speaks_plain_protobuf():
                     response_deserializer=prefill_pb2.PrefillReply.FromString,
                 )(PrefillRequest())
                 assert (await call.read()).HasField("accepted")
-                assert (await call.read()).frame == b"frame"
+                assert (await call.read()).announced.payload_bytes == 5
                 call.cancel()
         finally:
             worker.kill()

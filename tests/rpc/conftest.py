@@ -5,12 +5,9 @@ import pytest
 
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.prefill import GrpcPrefillClient, InprocPrefillClient, serve_prefill
 from kvrail.rpc.server import build_server
-from kvrail.transport.grpc import PrefillClient, serve_prefill
-from kvrail.transport.inproc import InprocPrefillClient
 from kvrail.wire.v1 import prefill_pb2_grpc
-
-QUEUED_BYTES = 4096
 
 
 class Servicer(prefill_pb2_grpc.PrefillServicer):
@@ -19,7 +16,7 @@ class Servicer(prefill_pb2_grpc.PrefillServicer):
 
     @maps_errors
     async def Prefill(self, request, context):
-        await serve_prefill(context, lambda replies: self._handler(request, replies), max_queued_bytes=QUEUED_BYTES)
+        await serve_prefill(context, lambda replies: self._handler(request, replies))
 
 
 class Inproc:
@@ -33,7 +30,7 @@ class Inproc:
             self._stories.add(asyncio.current_task())
             await handler(request, replies)
 
-        yield InprocPrefillClient(remembered, max_queued_bytes=QUEUED_BYTES)
+        yield InprocPrefillClient(remembered)
 
     async def kill(self):
         for story in self._stories:
@@ -50,7 +47,7 @@ class Grpc:
         port = self._rpc.bind("127.0.0.1", 0)
         await self._rpc.start()
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            yield PrefillClient(channel, f"127.0.0.1:{port}", max_queued_bytes=QUEUED_BYTES)
+            yield GrpcPrefillClient(channel, f"127.0.0.1:{port}")
         await self._rpc.stop()
 
     async def kill(self):

@@ -1,9 +1,7 @@
 """How much one KV frame may hold, and which pages travel whole; both ends of a transfer reckon alike."""
 
 from codec.base import BlockSpec
-from codec.frame import MAX_HEADER_BYTES
 from kvrail.layout import KVLayout
-from kvrail.transport.frames import Expectation
 
 MAX_GROWTH_BYTES = 1024
 """A payload has at most this many bytes more than its KV: codecs send as it is what they cannot make smaller, with a
@@ -40,17 +38,20 @@ def first_recent_page(num_tokens: int, page_size: int) -> int:
     return max(0, num_tokens - RECENT_TOKENS) // page_size
 
 
-def max_payload_bytes(max_frame_bytes: int) -> int:
-    """The longest payload of a frame that holds `max_frame_bytes` of KV."""
-    return max_frame_bytes + MAX_GROWTH_BYTES
+def max_payload_bytes(spec: BlockSpec) -> int:
+    """The longest payload that a stage of a block can have."""
+    return spec.raw_bytes + MAX_GROWTH_BYTES
 
 
-def expectation(request_id: str, missing: BlockSpec, num_stages: int, max_frame_bytes: int) -> Expectation:
-    """Bounds of a transfer that brings `missing` in `num_stages` stages; a frame has at least one page of one layer."""
-    frames = missing.num_layers * missing.num_pages
-    around = MAX_HEADER_BYTES + MAX_GROWTH_BYTES
-    return Expectation(
-        request_id,
-        max_frame_bytes=max_frame_bytes + around,
-        max_total_bytes=num_stages * (missing.raw_bytes + frames * around),
+def block_spec(layout: KVLayout, num_pages: int) -> BlockSpec:
+    """Shape of so many pages of all layers, as one block."""
+    return BlockSpec(
+        dtype=layout.dtype,
+        num_layers=layout.num_layers,
+        num_pages=num_pages,
+        page_size=layout.page_size,
+        num_kv_heads=layout.num_kv_heads,
+        key_dim=layout.key_dim,
+        value_dim=layout.value_dim,
+        scaled=layout.scaled,
     )

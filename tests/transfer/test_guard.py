@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codec.assembly import FrameGuard, Transfer
 from codec.base import BlockSpec
 from codec.frame import FrameFormatError, FrameHeader
+from kvrail.transfer.guard import FrameGuard, Transfer
+from kvrail.transfer.sizes import max_payload_bytes
 
 WHOLE = BlockSpec("bfloat16", 4, 6, 16, 2, 8, 8, False)  # layers 0 to 4, pages 10 to 16
 TRANSFER = Transfer("r", "lynx", 2, WHOLE, 10)
@@ -16,6 +17,21 @@ TRANSFER = Transfer("r", "lynx", 2, WHOLE, 10)
 def frame(sequence, stage=0, layers=(0, 4), pages=(10, 16), **changes):
     spec = replace(WHOLE, num_layers=layers[1] - layers[0], num_pages=pages[1] - pages[0])
     return replace(FrameHeader("r", "lynx", stage, 2, spec, layers[0], pages[0], sequence), **changes)
+
+
+def land(guard, header):
+    """Admitted frames count once they are in the pages."""
+    missing = guard.missing()
+    guard.admit(header, max_payload_bytes(header.spec))
+    assert guard.missing() == missing
+    guard.landed(header)
+
+
+def test_a_payload_that_no_stage_can_have_is_refused():
+    guard = FrameGuard(TRANSFER)
+    with pytest.raises(FrameFormatError, match="at most"):
+        guard.admit(frame(0), max_payload_bytes(WHOLE) + 1)
+    land(guard, frame(0))
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
@@ -29,7 +45,7 @@ def test_each_page_exactly_once_in_any_order_of_blocks(layer_step, page_step, ra
     guard, seen = FrameGuard(TRANSFER), []
     for sequence, block in enumerate(order):
         assert not guard.complete()
-        guard.admit(frame(sequence, seen.count(block), *block))
+        land(guard, frame(sequence, seen.count(block), *block))
         seen.append(block)
         for stage in range(2):
             assert guard.complete(stage) == all(seen.count(one) > stage for one in blocks)
@@ -62,19 +78,19 @@ def test_each_page_exactly_once_in_any_order_of_blocks(layer_step, page_step, ra
 def test_frame_that_does_not_belong_is_refused_and_changes_nothing(first, second, message):
     guard = FrameGuard(TRANSFER)
     if first is not None:
-        guard.admit(first)
+        land(guard, first)
     before = guard.missing()
     with pytest.raises(FrameFormatError, match=message):
-        guard.admit(second)
+        guard.admit(second, 1)
     assert guard.missing() == before and not guard.complete()
 
 
 def test_refused_overlap_marks_none_of_its_pages():
     guard = FrameGuard(TRANSFER)
-    guard.admit(frame(0, layers=(1, 2), pages=(10, 11)))
+    land(guard, frame(0, layers=(1, 2), pages=(10, 11)))
     with pytest.raises(FrameFormatError):
-        guard.admit(frame(1, layers=(0, 2), pages=(10, 11)))
-    guard.admit(frame(1, layers=(0, 1), pages=(10, 11)))
+        guard.admit(frame(1, layers=(0, 2), pages=(10, 11)), 1)
+    land(guard, frame(1, layers=(0, 1), pages=(10, 11)))
     assert guard.missing() == 2 * 24 - 2
 
 
@@ -90,7 +106,7 @@ def test_coarse_is_complete_with_stage_0_of_all_and_every_stage_of_the_recent_pa
     wanted |= {(1, layer, page) for layer in range(4) for page in range(10, 16) if page >= recent}
     for sequence, (layers, block) in enumerate(order):
         stage = seen.count((layers, block))
-        guard.admit(frame(sequence, stage, layers, block))
+        land(guard, frame(sequence, stage, layers, block))
         seen.append((layers, block))
         cells |= {(stage, layer, page) for layer in range(*layers) for page in range(*block)}
         assert guard.coarse_complete() == (wanted <= cells)

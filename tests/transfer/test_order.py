@@ -1,6 +1,6 @@
 import asyncio
 
-from services.prefill.link import PATIENCE, Link
+from kvrail.transfer.order import PATIENCE, Link
 
 ROOM = 1 << 30
 

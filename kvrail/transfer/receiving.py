@@ -1,0 +1,210 @@
+"""One request's pages on their way in: admitted, received, checked, decoded into pages that are reserved for them.
+
+A frame's head is checked before memory is taken for its payload, the payload before anything of it reaches a page.
+While one frame is decoded the next ones arrive.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TypeVar
+
+from codec.base import Codec, CodecError
+from codec.frame import FrameHeader, check_payload, unpack_head
+from kvrail.errors import FrameError, WorkerUnavailableError
+from kvrail.transfer.guard import FrameGuard, Transfer
+from kvrail.transfer.observer import ReceivingObserver
+from kvrail.transfer.pages import PageSink
+from kvrail.transfer.sizes import max_payload_bytes
+from kvrail.transfer.stages import KeptStages
+from kvrail.transport.base import Announcement, Inlet, Region
+
+T = TypeVar("T")
+
+AHEAD = 4
+"""Frames that may be on their way at once, beside the one that is decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A frame that has been announced and admitted."""
+
+    header: FrameHeader
+    region: asyncio.Task[Region]  # its payload, checked
+
+
+class PageReceiver:
+    """Receives what `transfer` says into `sink`.
+
+    silence_s: longest wait for the next announcement or payload. executor: its threads check and decode. on_coarse:
+    awaited once, when there is enough to draft on and not yet all. Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        codec: Codec,
+        sink: PageSink,
+        executor: Executor,
+        observer: ReceivingObserver,
+        silence_s: float,
+        on_coarse: Callable[[], None],
+    ) -> None:
+        self._transfer = transfer
+        self._guard = FrameGuard(transfer)
+        self._codec = codec
+        self._sink = sink
+        self._executor = executor
+        self._observer = observer
+        self._silence_s = silence_s
+        self._on_coarse = on_coarse
+
+    async def run(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
+        """Receive all frames, in order, until `announced` says that there are no more. The pages are written then.
+
+        Raises FrameError where a frame is wrong or missing, what `announced` and `inlet` raise, and
+        WorkerUnavailableError after too long a silence. However it ends, nothing writes pages any more.
+        """
+        arrivals: asyncio.Queue[_Arrival | None] = asyncio.Queue()
+        room = asyncio.Semaphore(AHEAD + 1)
+        reading = asyncio.create_task(self._read(announced, inlet, arrivals, room))
+        try:
+            with KeptStages(self._observer) as kept:
+                while (arrival := await self._next(arrivals, reading)) is not None:
+                    await self._take(arrival, kept)
+                    room.release()
+            await reading
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            while not arrivals.empty():
+                await _discard(arrivals.get_nowait())
+        if not self._guard.complete():
+            raise FrameError(f"the transfer ended with {self._guard.missing()} pages of layers missing")
+
+    async def _read(
+        self,
+        announced: Callable[[], Awaitable[Announcement | None]],
+        inlet: Inlet,
+        arrivals: "asyncio.Queue[_Arrival | None]",
+        room: asyncio.Semaphore,
+    ) -> None:
+        """Admit frames as they are announced, and have their payloads come."""
+        while (announcement := await announced()) is not None:
+            header, check = self._admit(announcement)
+            await room.acquire()
+            region = asyncio.create_task(self._receive(announcement, check, inlet))
+            arrivals.put_nowait(_Arrival(header, region))
+        arrivals.put_nowait(None)
+
+    def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Callable[[Region], None]]:
+        """Check all that a head tells; the check that its payload must pass."""
+        size = announcement.payload_bytes
+        try:
+            header, digest = unpack_head(announcement.head, size, max_payload_bytes(self._transfer.spec))
+            self._guard.admit(header, size)
+        except CodecError as error:
+            raise self._wrong(error) from error
+
+        def check(region: Region) -> None:
+            with self._sink.writing():
+                check_payload(digest, region.payload)
+
+        return header, check
+
+    async def _receive(self, announcement: Announcement, check: Callable[[Region], None], inlet: Inlet) -> Region:
+        region = await inlet.receive(announcement.payload_bytes, on_device=announcement.on_device)
+        try:
+            await self._in_thread(check, region)
+        except BaseException as error:
+            region.release()
+            if isinstance(error, CodecError):
+                raise self._wrong(error) from error
+            raise
+        return region
+
+    async def _next(self, arrivals: "asyncio.Queue[_Arrival | None]", reading: "asyncio.Task[None]") -> _Arrival | None:
+        """The next frame that was announced, once its payload is here; None at the end."""
+        asked = perf_counter()
+        getting = asyncio.create_task(arrivals.get())
+        try:
+            await self._within_silence(_unless_failed(getting, reading))
+            arrival = getting.result()
+        finally:
+            getting.cancel()
+        if arrival is None:
+            return None
+        try:
+            await self._within_silence(_unless_failed(arrival.region, reading))
+            size = arrival.region.result().payload.nbytes
+        except BaseException:
+            await _discard(arrival)
+            raise
+        self._observer.arrived(size, perf_counter() - asked)
+        return arrival
+
+    async def _take(self, arrival: _Arrival, kept: KeptStages) -> None:
+        """Decode one frame."""
+        region = arrival.region.result()
+        try:
+            await self._in_thread(self._decode, arrival.header, region, kept)
+        finally:
+            region.release()
+        guard = self._guard
+        guard.landed(arrival.header)
+        if guard.coarse_complete() and not guard.complete():
+            self._on_coarse()
+
+    def _decode(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
+        """Decode a payload that was checked; once this returns or raises, it is read no more."""
+        begin = perf_counter()
+        spec, size = header.spec, region.payload.nbytes
+        layers = range(header.first_layer, header.first_layer + spec.num_layers)
+        try:
+            with self._sink.writing():
+                pages = self._sink.block(layers, header.first_page, header.first_page + spec.num_pages)
+                self._codec.decode(header.stage, kept.add(header, region.payload), pages)
+        except CodecError as error:
+            raise self._wrong(error) from error
+        finally:
+            self._sink.synchronize()
+        self._observer.decoded(header, size, perf_counter() - begin)
+
+    def _wrong(self, error: CodecError) -> FrameError:
+        return FrameError(f"request {self._transfer.request_id}: {error}")
+
+    async def _within_silence(self, awaitable: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._silence_s):  # unlike wait_for, Python 3.11's too, it loses no cancellation
+                return await awaitable
+        except TimeoutError:
+            raise WorkerUnavailableError(f"the prefill worker was silent for {self._silence_s:g} s") from None
+
+    async def _in_thread(self, function: Callable[..., None], *args: object) -> None:
+        """Run in a helper thread; a cancelled caller still waits, since pages may be being written."""
+        work = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
+
+
+async def _unless_failed(wanted: "asyncio.Task[T]", other: "asyncio.Task[None]") -> None:
+    """Wait until `wanted` is done; raises what `other` raises meanwhile."""
+    await asyncio.wait((wanted, other), return_when=asyncio.FIRST_COMPLETED)
+    if not wanted.done():
+        other.result()
+        await asyncio.wait((wanted,))
+
+
+async def _discard(arrival: _Arrival | None) -> None:
+    """Give back what nobody will decode."""
+    if arrival is None:
+        return
+    arrival.region.cancel()
+    (region,) = await asyncio.gather(arrival.region, return_exceptions=True)
+    if not isinstance(region, BaseException):
+        region.release()

@@ -1,0 +1,256 @@
+"""One request's pages on their way out: encoded behind the computation, announced, carried, stage by stage.
+
+Whoever computes says which pages of which layers are complete; this side encodes them where they lie, in a helper
+thread, only when the link gives a turn. So the pages themselves are the buffer. Layers that have piled up meanwhile
+leave in one frame.
+
+Encoding makes all stages of a block at once. The first leaves at once, and so do the others of recent pages; the later
+stages of other pages wait in memory, as much as the link holds, and follow without being asked for: the prompt's last
+pages first, since drafts that are made meanwhile look at these most.
+"""
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from codec.base import Codec
+from codec.frame import Digest, FrameHeader, digest_of, pack_head
+from kvrail.layout import KVLayout
+from kvrail.transfer.observer import SendingObserver
+from kvrail.transfer.order import LATER_SLOTS, SLOTS, Link
+from kvrail.transfer.pages import PageSource
+from kvrail.transfer.pieces import Piece, cut
+from kvrail.transfer.sizes import first_recent_page, pages_per_frame
+from kvrail.transport.base import Announcement, Outlet, Payload
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What one transfer sends: all pages of a prompt but the first `held_pages`, which the receiver has.
+
+    num_tokens: of the prompt. frame_bytes: of KV that are encoded at once. on_device: payloads stay on the pages'
+    device.
+    """
+
+    request_id: str
+    layout: KVLayout
+    codec: Codec
+    num_tokens: int
+    held_pages: int
+    frame_bytes: int
+    on_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _StagePayload:
+    """One stage of one block, encoded; the header's number is given when it leaves."""
+
+    header: FrameHeader
+    payload: Payload
+    digest: Digest
+
+
+class PageSender:
+    """Sends what `outgoing` says by `outlet`, telling `announce` of each frame as it leaves.
+
+    link, order: whose turn it is among the transfers to one machine; lower goes first. executor: its threads encode.
+    Belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        outgoing: Outgoing,
+        outlet: Outlet,
+        announce: Callable[[Announcement], None],
+        link: Link,
+        order: int,
+        executor: Executor,
+        observer: SendingObserver,
+    ) -> None:
+        layout, codec = outgoing.layout, outgoing.codec
+        self.outgoing = outgoing
+        self._outlet = outlet
+        self._announce = announce
+        self._link = link
+        self._order = order
+        self._executor = executor
+        self._observer = observer
+        self._codec = codec
+        self._full_pages = outgoing.num_tokens // layout.page_size
+        several = codec.num_stages > 1
+        self._recent_page = first_recent_page(outgoing.num_tokens, layout.page_size) if several else 0
+        self._frame_pages = pages_per_frame(layout, outgoing.frame_bytes)
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._later: list[tuple[int, int, int, _StagePayload]] = []  # a heap
+        self._held: asyncio.Queue[bool] = asyncio.Queue()  # True for each that was put there, False at the end
+        self._source: PageSource | None = None
+        self._begun = asyncio.Event()
+        self._asking = asyncio.Semaphore(SLOTS + 1)
+        self._leaving = asyncio.Semaphore(LATER_SLOTS)
+        self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
+        self._next_sequence = 0
+
+    def begin(self, source: PageSource, cached_pages: int, ready: torch.Event | None) -> None:
+        """The request has its pages; of these the first `cached_pages` are complete when `ready` has happened."""
+        self._source = source
+        self._begun.set()
+        self.add(Piece(0, self.outgoing.layout.num_layers, 0, cached_pages, ready))
+
+    def add(self, piece: Piece) -> None:
+        """Queue complete pages; also before `begin`."""
+        if piece.end_page > self.outgoing.held_pages:
+            self._pieces.put_nowait(piece)
+
+    def close(self) -> None:
+        """No more pages will come."""
+        self._pieces.put_nowait(None)
+
+    async def run(self) -> None:
+        """Send everything until closed. Cancelled, it drops what still waits; no page is read any more then.
+
+        Raises TransferAbortedError where the receiver is gone, CodecError where the codec does not take the pages.
+        """
+        await self._begun.wait()
+        stages = [asyncio.create_task(part) for part in (self._send_pieces(), self._send_later())]
+        try:
+            await asyncio.gather(*stages)
+        finally:
+            for task in stages:
+                task.cancel()
+            await asyncio.gather(*stages, return_exceptions=True)
+            while self._later:
+                self._release(self._later.pop()[-1])
+
+    async def _next_pieces(self) -> tuple[list[Piece], bool]:
+        """All pieces that wait, at least one; and whether that was the end."""
+        taken = [await self._pieces.get()]
+        while not self._pieces.empty():
+            taken.append(self._pieces.get_nowait())
+        return [piece for piece in taken if piece is not None], taken[-1] is None
+
+    async def _send_pieces(self) -> None:
+        """Send every piece, several at a time: while the link's slots are taken, another asks for the next turn."""
+        closed = False
+        async with _together() as sending:
+            while not closed:
+                await self._asking.acquire()  # what comes meanwhile is joined
+                self._asking.release()
+                pieces, closed = await self._next_pieces()
+                for piece in cut(pieces, self.outgoing.held_pages, self._frame_pages, self._recent_page):
+                    await self._asking.acquire()
+                    sending.create_task(self._send_piece(piece))
+        self._held.put_nowait(False)
+
+    async def _send_piece(self, piece: Piece) -> None:
+        """Encode and send the first stage of a piece, or all stages of recent pages."""
+        try:
+            async with self._link.turn(self._order):
+                async with self._encoding:
+                    stages = await self._in_thread(self._encode, piece)
+                now = len(stages) if piece.first_page >= self._recent_page else 1
+                async with _together() as sending:
+                    for stage in stages[:now]:
+                        sending.create_task(self._send(stage))
+                    for stage in stages[now:]:
+                        self._hold(stage)
+        finally:
+            self._asking.release()
+
+    async def _send_later(self) -> None:
+        """Send the later stages that were held back: of each stage the last pages first, layer by layer."""
+        async with _together() as sending:
+            while await self._held.get():
+                await self._leaving.acquire()
+                sending.create_task(self._send_held())
+
+    async def _send_held(self) -> None:
+        """Send what is first of the later stages once the link gives a turn."""
+        try:
+            async with self._link.turn(self._order, later=True):
+                *_, stage = heapq.heappop(self._later)
+                try:
+                    await self._send(stage)
+                finally:
+                    self._release(stage)
+        finally:
+            self._leaving.release()
+
+    def _hold(self, stage: _StagePayload) -> None:
+        self._link.hold(stage.payload.nbytes)
+        self._observer.held(stage.payload.nbytes)
+        header = stage.header
+        heapq.heappush(self._later, (header.stage, -header.first_page, header.first_layer, stage))
+        self._held.put_nowait(True)
+
+    def _release(self, stage: _StagePayload) -> None:
+        self._link.release(stage.payload.nbytes)
+        self._observer.held(-stage.payload.nbytes)
+
+    async def _send(self, stage: _StagePayload) -> None:
+        """Announce and carry one stage. Nothing waits between the two: numbers, announcements and payloads agree."""
+        begin = perf_counter()
+        header = replace(stage.header, sequence=self._next_sequence)
+        self._next_sequence += 1
+        size = stage.payload.nbytes
+        head = pack_head(header, size, stage.digest)
+        self._announce(Announcement(head, size, isinstance(stage.payload, torch.Tensor)))
+        await self._outlet.send(stage.payload)
+        self._observer.sent(header, size, perf_counter() - begin)
+
+    async def _in_thread(self, function: Callable[[A], T], argument: A) -> T:
+        """Run in a helper thread; a cancelled caller still waits: pages must not be given back while they are read."""
+        work = asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
+
+    def _encode(self, piece: Piece) -> list[_StagePayload]:
+        """All stages of one piece, complete, with their digests."""
+        assert self._source is not None
+        codec, source, outgoing = self._codec, self._source, self.outgoing
+        layers = range(piece.first_layer, piece.end_layer)
+        begin = perf_counter()
+        with source.reading(piece.ready):
+            if piece.end_page > self._full_pages:
+                source.fill_tail(layers)
+            pages = source.block(layers, piece.first_page, piece.end_page)
+            encoding = codec.encode(pages, )
+            payloads = encoding.stages()
+            digests = [digest_of(payload) for payload in payloads]
+        self._observer.encoded(codec.name, perf_counter() - begin, encoding.stats())
+        header = FrameHeader(
+            request_id=outgoing.request_id,
+            codec=codec.name,
+            stage=0,
+            num_stages=codec.num_stages,
+            spec=pages.spec,
+            first_layer=piece.first_layer,
+            first_page=piece.first_page,
+            sequence=0,
+        )
+        return [
+            _StagePayload(replace(header, stage=stage), payload, digest)
+            for stage, (payload, digest) in enumerate(zip(payloads, digests, strict=True))
+        ]
+
+
+@asynccontextmanager
+async def _together() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises the first of its tasks' errors as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None

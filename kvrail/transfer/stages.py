@@ -1,0 +1,47 @@
+"""Payloads of earlier stages, which stay here until the last stage of their pages has come: later ones need them."""
+
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from codec.frame import FrameHeader
+from kvrail.transfer.observer import ReceivingObserver
+from kvrail.transport.base import Payload
+
+
+class KeptStages:
+    """What one attempt keeps, block by block; nothing once it is left, however it ends.
+
+    Payloads are kept as copies: the regions into which they came are few, and others wait for them. Frames must have
+    been admitted: stages of a block come in order.
+    """
+
+    def __init__(self, observer: ReceivingObserver) -> None:
+        self._observer = observer
+        self._payloads: dict[tuple[int, int, int, int], list[Payload]] = {}  # by a block's bounds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for bounds in list(self._payloads):
+            self._drop(bounds)
+
+    def add(self, header: FrameHeader, payload: Payload) -> list[Payload]:
+        """Payloads of all stages of a frame's block up to its own; the last stage's are kept no longer."""
+        earlier = self._payloads.get(header.bounds, [])
+        if header.stage == header.num_stages - 1:
+            self._drop(header.bounds)
+            return [*earlier, payload]
+        copied = payload.clone() if isinstance(payload, torch.Tensor) else memoryview(bytes(payload))
+        self._payloads[header.bounds] = [*earlier, copied]
+        self._observer.kept(copied.nbytes)
+        return self._payloads[header.bounds]
+
+    def _drop(self, bounds: tuple[int, int, int, int]) -> None:
+        dropped = sum(payload.nbytes for payload in self._payloads.pop(bounds, ()))
+        if dropped:
+            self._observer.kept(-dropped)

@@ -1,0 +1,176 @@
+"""Where a prompt's KV comes from: the first prefill worker that can send it, else this worker's own engine."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from codec.base import Codec
+from kvrail.config import DecodeSettings
+from kvrail.engine.events import Admitted
+from kvrail.engine.requests import EngineRequest
+from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.rpc.prefill import PrefillClient
+from kvrail.tuning import compute_with
+from kvrail.worker import Worker
+from services.carriers import Carriers
+from services.codecs import AUTO, CodecChoiceError, CodecCost, Codecs
+from services.decode.choice import Chooser
+from services.decode.progress import Progress
+from services.decode.transfer import Fetch
+
+logger = logging.getLogger("kvrail.decode")
+
+DECODER_THREADS = 2
+
+
+class PrefillWorkers(Protocol):
+    """How to reach prefill workers (services.decode.prefill_workers; in one process, tests give their own)."""
+
+    def client(self, address: str) -> PrefillClient:
+        """A client of the worker at `address`."""
+        ...
+
+
+class Fetcher:
+    """Fetches prompts' KV for one decode worker. Belongs to one event loop.
+
+    default_codec: a codec's name, or AUTO. costs: of codecs; measured when they are first needed where empty.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: DecodeSettings,
+        codecs: Codecs,
+        carriers: Carriers,
+        default_codec: str,
+        prefill_workers: PrefillWorkers,
+        costs: Mapping[str, CodecCost],
+    ) -> None:
+        self._worker = worker
+        self._silence_s = settings.transfer_timeout_s
+        self._codecs = codecs
+        self._carriers = carriers
+        self._default_codec = default_codec
+        self._decoders = ThreadPoolExecutor(
+            DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
+        )
+        self._prefill_workers = prefill_workers
+        fallback = codecs.default() if default_codec == AUTO else default_codec
+        self._chooser = Chooser(worker.transfers, settings.max_drafts, fallback, costs)
+        self._measuring = asyncio.Lock()
+
+    def codec_for(self, asked: str) -> str:
+        """Name of the codec of a request that asked for this one, or for none; or AUTO.
+
+        Raises InvalidRequestError where it cannot be had.
+        """
+        try:
+            name = asked or self._default_codec
+            return AUTO if name == AUTO else self._codecs.get(name).name
+        except CodecChoiceError as error:
+            raise InvalidRequestError(str(error), param="codec") from None
+
+    def learn(self, progress: Progress) -> None:
+        """Measure a request that has come to its end."""
+        if (share := progress.hidden_share()) is not None:
+            self._worker.transfers.hidden_share.observe(share)
+        self._chooser.observe_steps(*progress.steps_after())
+        self._chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
+
+    async def fetch(
+        self,
+        workers: Sequence[str],
+        codec_name: str,
+        admitted: Admitted,
+        progress: Progress,
+        time_remaining: Callable[[], float | None],
+    ) -> None:
+        """Have the missing pages of an admitted request filled by the first of `workers` that can.
+
+        Whatever goes wrong on the way, the engine computes what is missing in the end.
+        """
+        asked, metrics = progress.request, self._worker.transfers
+        outcome = "aborted"
+        try:
+            committed = await self._fetch(workers, codec_name, admitted, progress, time_remaining)
+            outcome = "committed" if committed else "failed"
+        except Exception:
+            outcome, committed = "failed", False
+            logger.exception("fetching KV failed")
+        finally:
+            metrics.transfers["received", outcome].inc()
+        if committed:
+            self._worker.engine.receive_kv(asked.request_id)
+        else:
+            metrics.fallbacks["local"].inc()
+            logger.warning("no prefill worker could be used; the prompt is computed here")
+            self._worker.engine.compute_here(asked.request_id)
+
+    async def _fetch(
+        self,
+        workers: Sequence[str],
+        codec_name: str,
+        admitted: Admitted,
+        progress: Progress,
+        time_remaining: Callable[[], float | None],
+    ) -> bool:
+        """Whether a worker has filled the pages; then nothing writes them any more."""
+        asked, engine, metrics = progress.request, self._worker.engine, self._worker.transfers
+        codec = await self._choose(codec_name, workers, asked, admitted, progress)
+        await self._codecs.ready(codec.name, self._worker.loaded)
+        lease = engine.claim_lease(asked.request_id)
+        if lease is None:
+            return True  # dropped meanwhile: nobody asks for its pages any more
+        fetch = Fetch(
+            self._worker,
+            self._carriers,
+            self._decoders,
+            asked,
+            admitted,
+            lease,
+            codec,
+            progress.timeline,
+            self._silence_s,
+        )
+        try:
+            for number, address in enumerate(workers):
+                if number:
+                    metrics.fallbacks["alternate"].inc()
+                client, link = self._prefill_workers.client(address), self._chooser.link_bytes_per_s(address)
+                try:
+                    await fetch.fetch(client, time_remaining(), link)
+                except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
+                    logger.warning("prefill worker %s failed: %s", address, error)
+                    if fetch.drafting:  # the next transfer writes the same pages
+                        engine.drop_drafts(asked.request_id)
+                    continue
+                progress.prefill_worker = address
+                progress.received = fetch.received
+                self._chooser.observe_link(address, codec.name, fetch.watch.sample())
+                if not codec.exact:
+                    metrics.lossy_requests.inc()
+                return True
+            return False
+        finally:
+            fetch.release()
+
+    async def _choose(
+        self, name: str, workers: Sequence[str], asked: EngineRequest, admitted: Admitted, progress: Progress
+    ) -> Codec:
+        """The codec called `name`; for AUTO the one that suits what is missing here and the link."""
+        if name != AUTO:
+            return self._codecs.get(name)
+        async with self._measuring:
+            if not self._chooser.costs:
+                measuring = asyncio.get_running_loop().run_in_executor(
+                    self._decoders, self._codecs.measure, self._worker.loaded
+                )
+                self._chooser.costs = await measuring
+        layout = self._worker.loaded.layout
+        pages = layout.pages_for(len(asked.prompt_ids)) - admitted.cached_tokens // layout.page_size
+        choice = self._chooser.choose(workers, pages * layout.page_bytes)
+        progress.codec_reason = choice.sentence
+        return self._codecs.get(choice.codec)
