@@ -1,0 +1,237 @@
+"""The carrier: a listener where this worker sends, and connections to listeners where it receives."""
+
+import asyncio
+import hmac
+import logging
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from kvrail.errors import ConfigError, TransferAbortedError, WorkerUnavailableError
+from kvrail.transport.base import Peer
+from kvrail.transport.regions import RegionPool
+from kvrail.transport.sockets.ends import SocketInlet, SocketOutlet
+from kvrail.transport.sockets.lane import Lane
+from kvrail.transport.sockets.messages import HELLO_BYTES, SECRET_BYTES, Address, hello, read_hello
+from kvrail.transport.sockets.stream import Wrap, plain
+
+log = logging.getLogger(__name__)
+
+MAX_STRANGERS = 64
+"""Connections that have not proved themselves yet; one more closes the oldest, so that silent ones keep nobody out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds that the other end has: to be connected to and say its hello, to come at all, to read what is left."""
+
+    connect_s: float = 10.0
+    come_s: float = 30.0
+    linger_s: float = 10.0
+
+
+class SocketCarrier:
+    """Payloads in host memory over TCP: the carrier of the transport `grpc`. Belongs to one event loop.
+
+    Each attempt has one connection and one thread; a worker bounds its attempts, and thereby both.
+    """
+
+    def __init__(self, pool: RegionPool | None, timeouts: Timeouts, wrap: Wrap) -> None:
+        self._pool, self._timeouts, self._wrap = pool, timeouts, wrap
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._address = b""
+        self._listener: socket.socket | None = None
+        self._outlets: dict[int, SocketOutlet] = {}
+        self._strangers: dict[asyncio.Task[bool], socket.socket] = {}  # oldest first
+        self._lingering: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        pool: RegionPool | None = None,
+        *,
+        host: str = "",
+        port: int = 0,
+        told_host: str = "",
+        timeouts: Timeouts | None = None,
+        wrap: Wrap = plain,
+    ) -> "SocketCarrier":
+        """Start a worker's end.
+
+        It receives into `pool`, uint8 in host memory, if it has one. It sends if it has a `host` to listen on, at
+        `port` or any free one. Peers are told `told_host`; without it they take the host by which they reach the gRPC
+        port. Raises ConfigError where it cannot listen.
+        """
+        carrier = cls(pool, timeouts or Timeouts(), wrap)
+        if host:
+            carrier._listener = await _listen(host, port)
+            carrier._address = Address(carrier._listener.getsockname()[1], carrier._secret, told_host).pack()
+            carrier._accepting = asyncio.create_task(carrier._accept(carrier._listener), name="data port")
+        return carrier
+
+    @property
+    def name(self) -> str:
+        """`grpc`: payloads go beside the gRPC call, which needs no other transport."""
+        return "grpc"
+
+    @property
+    def address(self) -> bytes:
+        """Where this end listens, with a secret; empty where it only receives. Tell it to peers over the call only."""
+        return self._address
+
+    @property
+    def on_device(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def pool(self) -> RegionPool | None:
+        """Where payloads land."""
+        return self._pool
+
+    async def outlet(self, peer: Peer, key: int) -> SocketOutlet:
+        """The sending end of attempt `key`, to which the receiver connects.
+
+        Raises TransferAbortedError where the key is in use, ConfigError where this end does not listen.
+        """
+        if self._listener is None:
+            raise ConfigError("this end has no data port to send from; give the carrier a host to listen on")
+        if key in self._outlets:
+            raise TransferAbortedError("the attempt's key is in use; the receiver draws a new one for each attempt")
+        outlet = SocketOutlet(lambda: self._forget(key, outlet), self._linger, self._timeouts.come_s)
+        self._outlets[key] = outlet
+        return outlet
+
+    async def inlet(self, peer: Peer, key: int) -> SocketInlet:
+        """The receiving end of attempt `key`.
+
+        Raises WorkerUnavailableError where the peer cannot be reached, ConfigError where this end has no pool.
+        """
+        if self._pool is None:
+            raise ConfigError("this end has no memory to receive into; give the carrier a pool")
+        address = Address.of(peer)
+        sock: socket.socket | None = None
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                sock = await _connect(address.host, address.port)
+                stream = await self._wrap(sock)
+                stream.post(hello(address.secret, key))
+            return SocketInlet(Lane(stream), self._pool)
+        except BaseException as error:
+            if sock is not None:
+                sock.close()
+            if not isinstance(error, OSError):  # which TimeoutError is
+                raise
+            raise WorkerUnavailableError(
+                f"no data connection to {address.host}:{address.port}: {error or 'no answer in time'}; is the prefill"
+                " worker's data port reachable from here?"
+            ) from error
+
+    async def aclose(self) -> None:
+        """Close the listener and every connection; lets receivers read what outlets left, for a bounded time."""
+        tasks: list[asyncio.Task[Any]] = [*self._strangers, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        for outlet in list(self._outlets.values()):
+            await outlet.aclose()
+        await asyncio.gather(*self._lingering, return_exceptions=True)
+
+    def _forget(self, key: int, outlet: SocketOutlet) -> None:
+        if self._outlets.get(key) is outlet:
+            del self._outlets[key]
+
+    def _linger(self, lane: Lane) -> None:
+        task = asyncio.create_task(lane.linger(self._timeouts.linger_s), name="data connection's end")
+        self._lingering.add(task)
+        task.add_done_callback(self._lingering.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptor is free, or the other end has left already
+                log.warning("the data port accepted no connection: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            task = asyncio.create_task(self._greet(sock), name="data connection's hello")
+            self._strangers[task] = sock
+            task.add_done_callback(self._greeted)
+            while len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                oldest.cancel()
+                await asyncio.wait((oldest,))
+
+    def _greeted(self, task: asyncio.Task[bool]) -> None:
+        sock = self._strangers.pop(task)
+        if task.cancelled():
+            sock.close()
+        elif (error := task.exception()) is not None:
+            sock.close()
+            log.error("a data connection could not be taken", exc_info=error)
+        elif not task.result():
+            sock.close()
+
+    async def _greet(self, sock: socket.socket) -> bool:
+        """Hand a connection to the outlet whose key it knows; says whether there was one."""
+        said = bytearray(HELLO_BYTES)
+        lane: Lane | None = None
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                lane = Lane(await self._wrap(sock))
+                await lane.wait(lane.run(lambda stream: stream.receive(memoryview(said))))
+            if (outlet := self._admitted(said)) is not None:
+                outlet.connect(lane)
+                lane = None
+                return True
+        except OSError as error:
+            log.debug("a data connection was closed before its hello: %s", error)
+        finally:
+            if lane is not None:
+                await lane.aclose()
+        return False
+
+    def _admitted(self, said: bytearray) -> SocketOutlet | None:
+        """The outlet that waits for who said this."""
+        read = read_hello(said)
+        if read is None or not hmac.compare_digest(read[0], self._secret):
+            return None
+        outlet = self._outlets.get(read[1])
+        return outlet if outlet is not None and not outlet.connected else None
+
+
+async def _listen(host: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    try:
+        infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, place = infos[0]
+        listener = socket.create_server(place[:2], family=family, backlog=MAX_STRANGERS)
+    except OSError as error:
+        raise ConfigError(f"cannot listen for data on {host}:{port}: {error}; choose another host or port") from error
+    listener.setblocking(False)
+    return listener
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    """Connect to the first of the host's addresses that answers."""
+    loop = asyncio.get_running_loop()
+    failure = OSError("the host has no address")
+    for family, kind, protocol, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, place)
+        except OSError as error:
+            sock.close()
+            failure = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failure

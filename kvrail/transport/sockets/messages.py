@@ -1,0 +1,59 @@
+"""What the two ends say to each other: the carrier's address, and the few fixed messages of a connection."""
+
+import struct
+from dataclasses import dataclass
+
+from kvrail.errors import WorkerUnavailableError
+from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
+
+VERSION = 1
+SECRET_BYTES = 32
+MAGIC = b"kvrail\x00\x01"
+SIZE = struct.Struct("!Q")
+"""A payload's size in bytes: a grant of the receiver, and what leads a payload."""
+
+_ADDRESS = struct.Struct(f"!BH{SECRET_BYTES}s")
+_HELLO = struct.Struct(f"!{len(MAGIC)}s{SECRET_BYTES}sQ")
+HELLO_BYTES = _HELLO.size
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a sender listens. Without a host, where its gRPC port was reached."""
+
+    port: int
+    secret: bytes
+    host: str = ""
+
+    def pack(self) -> bytes:
+        """As peers get it."""
+        return _ADDRESS.pack(VERSION, self.port, self.secret) + self.host.encode()
+
+    @classmethod
+    def of(cls, peer: Peer) -> "Address":
+        """Read a peer's. Raises WorkerUnavailableError where it tells no place that can be reached."""
+        data = peer.address
+        if len(data) > MAX_ADDRESS_BYTES or len(data) < _ADDRESS.size or data[0] != VERSION:
+            raise WorkerUnavailableError(
+                f"the prefill worker's data address ({len(data)} bytes) is none of version {VERSION}; give it a data"
+                " port, and run the same release on both ends"
+            )
+        _, port, secret = _ADDRESS.unpack_from(data)
+        try:
+            host = data[_ADDRESS.size :].decode() or peer.host
+        except UnicodeDecodeError as error:
+            raise WorkerUnavailableError("the host in the prefill worker's data address is no text") from error
+        if not host:
+            raise WorkerUnavailableError("the prefill worker told no host of its data port; configure the one to tell")
+        return cls(port, secret, host)
+
+
+def hello(secret: bytes, key: int) -> bytes:
+    """What a receiver says first."""
+    return _HELLO.pack(MAGIC, secret, key)
+
+
+def read_hello(data: bytes | bytearray) -> tuple[bytes, int] | None:
+    """The secret and the key of a hello, or None where it is none."""
+    magic, secret, key = _HELLO.unpack(data)
+    return (secret, key) if magic == MAGIC else None
