@@ -195,32 +195,3 @@ def unpack(frame: bytes | memoryview, max_payload_bytes: int) -> tuple[FrameHead
         raise FrameFormatError(f"frame has raw length {raw_bytes}; its block has {_raw_bytes(spec)} bytes")
     return header, view[length:]
 
-
-# ---- interim ----
-Digest = int
-
-
-def digest_of(payload):
-    return xxhash.xxh3_64(payload).intdigest()
-
-
-def pack_head(header, payload_bytes, digest):
-    return _header_bytes(header, payload_bytes) + digest.to_bytes(8, "little")
-
-
-def unpack_head(head, payload_bytes, most):
-    view = memoryview(head)
-    raw_bytes, sequence, stage, num_stages = _FIXED.unpack_from(view)[5:9]
-    fields = _FIXED.unpack_from(view)
-    layers, pages, page_size, heads, key_dim, value_dim = fields[9:15]
-    first_layer, first_page, scaled, codec_end, dtype_end, request_end = fields[15:]
-    codec_end += _FIXED.size
-    dtype_end += codec_end
-    request_end += dtype_end
-    spec = BlockSpec(bytes(view[codec_end:dtype_end]).decode(), layers, pages, page_size, heads, key_dim, value_dim, bool(scaled))
-    return FrameHeader(bytes(view[dtype_end:request_end]).decode(), bytes(view[_FIXED.size:codec_end]).decode(), stage, num_stages, spec, first_layer, first_page, sequence), int.from_bytes(view[-8:], "little")
-
-
-def check_payload(digest, payload):
-    if digest_of(payload) != digest:
-        raise FrameFormatError("wrong digest")

@@ -157,8 +157,6 @@ class WorkerSettings(ServiceSettings):
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
     )
-    data_port: Port = Field(0, description="TCP port from which KV leaves beside gRPC; 0: any free one")
-    receive_pool_mib: PositiveInt = Field(256, description="memory into which KV arrives, in MiB")
     codebook: str = Field(
         "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"
     )
@@ -172,6 +170,7 @@ class PrefillSettings(WorkerSettings):
     table = "prefill"
 
     port: Port = Field(7001, description="gRPC port")
+    data_port: Port = Field(0, description="TCP port from which KV leaves beside gRPC; 0: any free one")
     held_kv_gib: float = Field(
         4.0,
         gt=0,
@@ -198,6 +197,9 @@ class DecodeSettings(WorkerSettings):
     )
     local_prefill_tokens: int = Field(
         64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
+    )
+    receive_pool_mib: PositiveInt = Field(
+        256, description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly"
     )
     transfer_timeout_s: PositiveFloat = Field(
         60.0, description="longest silence of a prefill worker before it counts as lost"

@@ -1,13 +1,15 @@
 """The transports of one worker: started once, the best first."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from kvrail.config import WorkerSettings, flag_name
+from kvrail.config import DecodeSettings, PrefillSettings, WorkerSettings, flag_name
 from kvrail.errors import IncompatibleError
 from kvrail.transport.base import Carrier
+from kvrail.transport.regions import RegionPool
+from kvrail.transport.sockets import SocketCarrier
 
 logger = logging.getLogger("kvrail.carriers")
 
@@ -20,22 +22,27 @@ class Carriers:
         self._by_name = {carrier.name: carrier for carrier in self.all}
 
     @classmethod
-    async def start(cls, settings: WorkerSettings, device: torch.device) -> "Carriers":
-        """Those that the settings name; with auto, UCX where it can be used, and in any case plain sockets.
-
-        Raises ConfigError where one that is named cannot be started.
-        """
-        pool_bytes = max(settings.receive_pool_mib << 20, 2 * settings.max_frame_bytes)
-        carriers: list[Carrier] = []
-        obstacle = "" if settings.transport != "auto" else ucx.available()
-        if settings.transport != "grpc" and not obstacle:
-            carriers.append(await ucx.UcxCarrier.start(device=device, pool_bytes=pool_bytes))
+    async def to_send(cls, settings: PrefillSettings, device: torch.device) -> "Carriers":
+        """A prefill worker's. Raises ConfigError where one that the settings name cannot be started."""
+        carriers, obstacle = await _ucx(settings, device, 0)
         if settings.transport != "ucx":
-            pinned = device.type == "cuda"
-            buffer = torch.empty(pool_bytes, dtype=torch.uint8, pin_memory=pinned)
-            carriers.append(await SocketCarrier.start(settings.host, settings.data_port, buffer))
+            carriers.append(await SocketCarrier.start(host=settings.host, port=settings.data_port))
+        return cls._told(carriers, settings, obstacle)
+
+    @classmethod
+    async def to_receive(cls, settings: DecodeSettings, device: torch.device) -> "Carriers":
+        """A decode worker's. Raises ConfigError where one that the settings name cannot be started."""
+        pool_bytes = max(settings.receive_pool_mib << 20, 2 * settings.max_frame_bytes)
+        carriers, obstacle = await _ucx(settings, device, pool_bytes)
+        if settings.transport != "ucx":
+            buffer = torch.empty(pool_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            carriers.append(await SocketCarrier.start(RegionPool(buffer)))
+        return cls._told(carriers, settings, obstacle)
+
+    @classmethod
+    def _told(cls, carriers: Sequence[Carrier], settings: WorkerSettings, obstacle: str) -> "Carriers":
         names = ", else by ".join(carrier.name for carrier in carriers)
-        why = f"; without UCX: {obstacle}" if obstacle else ""
+        why = f"; not by ucx: {obstacle}" if obstacle else ""
         where = " from GPU to GPU" if carriers[0].on_device else ""
         logger.info("KV crosses by %s%s (%s %s)%s", names, where, flag_name("transport"), settings.transport, why)
         return cls(carriers)
@@ -61,3 +68,8 @@ class Carriers:
         """Close them all."""
         for carrier in self.all:
             await carrier.aclose()
+
+
+async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) -> tuple[list[Carrier], str]:
+    """The UCX carrier, where the settings want it and, with auto, where it can be had; else why not."""
+    return [], "not in this build"

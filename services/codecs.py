@@ -126,9 +126,6 @@ class Codecs:
         except CodebookError as error:
             raise ConfigError(f"{flag_name('codebook')} {self._path}: {error}") from None
 
-    async def ready(self, name, loaded):
-        pass
-
     def warm_up(self, name: str, loaded: LoadedModel) -> None:
         """Encode and decode a page with codec `name`, so that no request waits for kernels to be compiled."""
         _run(self.get(name), _random_pages(loaded, 1))

@@ -5,6 +5,7 @@ While one frame is decoded the next ones arrive.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ class PageReceiver:
         self._observer = observer
         self._silence_s = silence_s
         self._on_coarse = on_coarse
+        self._arrivals: deque[_Arrival] = deque()  # admitted and not yet decoded, in order
+        self._room = asyncio.Semaphore(AHEAD + 1)
+        self._changed = asyncio.Event()
 
     async def run(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
         """Receive all frames, in order, until `announced` says that there are no more. The pages are written then.
@@ -67,37 +71,29 @@ class PageReceiver:
         Raises FrameError where a frame is wrong or missing, what `announced` and `inlet` raise, and
         WorkerUnavailableError after too long a silence. However it ends, nothing writes pages any more.
         """
-        arrivals: asyncio.Queue[_Arrival | None] = asyncio.Queue()
-        room = asyncio.Semaphore(AHEAD + 1)
-        reading = asyncio.create_task(self._read(announced, inlet, arrivals, room))
+        reading = asyncio.create_task(self._read(announced, inlet))
+        reading.add_done_callback(lambda _: self._changed.set())
         try:
             with KeptStages(self._observer) as kept:
-                while (arrival := await self._next(arrivals, reading)) is not None:
-                    await self._take(arrival, kept)
-                    room.release()
-            await reading
+                while (region := await self._next(reading)) is not None:
+                    await self._take(self._arrivals.popleft().header, region, kept)
+                    self._room.release()
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            while not arrivals.empty():
-                await _discard(arrivals.get_nowait())
+            while self._arrivals:
+                await _discard(self._arrivals.pop())
         if not self._guard.complete():
             raise FrameError(f"the transfer ended with {self._guard.missing()} pages of layers missing")
 
-    async def _read(
-        self,
-        announced: Callable[[], Awaitable[Announcement | None]],
-        inlet: Inlet,
-        arrivals: "asyncio.Queue[_Arrival | None]",
-        room: asyncio.Semaphore,
-    ) -> None:
+    async def _read(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
         """Admit frames as they are announced, and have their payloads come."""
         while (announcement := await announced()) is not None:
             header, check = self._admit(announcement)
-            await room.acquire()
+            await self._room.acquire()
             region = asyncio.create_task(self._receive(announcement, check, inlet))
-            arrivals.put_nowait(_Arrival(header, region))
-        arrivals.put_nowait(None)
+            self._arrivals.append(_Arrival(header, region))
+            self._changed.set()
 
     def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Callable[[Region], None]]:
         """Check all that a head tells; the check that its payload must pass."""
@@ -125,36 +121,29 @@ class PageReceiver:
             raise
         return region
 
-    async def _next(self, arrivals: "asyncio.Queue[_Arrival | None]", reading: "asyncio.Task[None]") -> _Arrival | None:
-        """The next frame that was announced, once its payload is here; None at the end."""
+    async def _next(self, reading: "asyncio.Task[None]") -> Region | None:
+        """Where the payload of the first of `_arrivals` lies, once it is here; None at the end."""
         asked = perf_counter()
-        getting = asyncio.create_task(arrivals.get())
-        try:
-            await self._within_silence(_unless_failed(getting, reading))
-            arrival = getting.result()
-        finally:
-            getting.cancel()
-        if arrival is None:
-            return None
-        try:
-            await self._within_silence(_unless_failed(arrival.region, reading))
-            size = arrival.region.result().payload.nbytes
-        except BaseException:
-            await _discard(arrival)
-            raise
-        self._observer.arrived(size, perf_counter() - asked)
-        return arrival
-
-    async def _take(self, arrival: _Arrival, kept: KeptStages) -> None:
-        """Decode one frame."""
+        while not self._arrivals:
+            if reading.done():
+                reading.result()
+                return None
+            self._changed.clear()
+            await self._within_silence(self._changed.wait())
+        arrival = self._arrivals[0]
+        await self._within_silence(_unless_failed(arrival.region, reading))
         region = arrival.region.result()
+        self._observer.arrived(region.payload.nbytes, perf_counter() - asked)
+        return region
+
+    async def _take(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
+        """Decode one frame."""
         try:
-            await self._in_thread(self._decode, arrival.header, region, kept)
+            await self._in_thread(self._decode, header, region, kept)
         finally:
             region.release()
-        guard = self._guard
-        guard.landed(arrival.header)
-        if guard.coarse_complete() and not guard.complete():
+        self._guard.landed(header)
+        if self._guard.coarse_complete() and not self._guard.complete():
             self._on_coarse()
 
     def _decode(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
@@ -200,10 +189,8 @@ async def _unless_failed(wanted: "asyncio.Task[T]", other: "asyncio.Task[None]")
         await asyncio.wait((wanted,))
 
 
-async def _discard(arrival: _Arrival | None) -> None:
+async def _discard(arrival: _Arrival) -> None:
     """Give back what nobody will decode."""
-    if arrival is None:
-        return
     arrival.region.cancel()
     (region,) = await asyncio.gather(arrival.region, return_exceptions=True)
     if not isinstance(region, BaseException):

@@ -226,7 +226,7 @@ class PageSender:
             if piece.end_page > self._full_pages:
                 source.fill_tail(layers)
             pages = source.block(layers, piece.first_page, piece.end_page)
-            encoding = codec.encode(pages, )
+            encoding = codec.encode(pages, on_device=outgoing.on_device)
             payloads = encoding.stages()
             digests = [digest_of(payload) for payload in payloads]
         self._observer.encoded(codec.name, perf_counter() - begin, encoding.stats())

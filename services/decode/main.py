@@ -30,7 +30,7 @@ async def _main(settings: DecodeSettings) -> None:
         codecs.warm_up(default, worker.loaded)
     codecs.warm_up_others([*costs, default], worker.loaded)
     prefill_workers = GrpcPrefillWorkers()
-    carriers = await Carriers.start(settings, worker.loaded.device)
+    carriers = await Carriers.to_receive(settings, worker.loaded.device)
     fetcher = Fetcher(worker, settings, codecs, carriers, default, prefill_workers, costs)
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
     try:

@@ -56,7 +56,7 @@ def agree(
         page_count=page_count,
         transport_address=carrier.address,
     )
-    on_device = getattr(codec,"device_payloads",False) and carrier.on_device and transport.on_device
+    on_device = codec.device_payloads and carrier.on_device and transport.on_device
     peer = Peer(transport.address, host)
     return Agreement(codec, carrier, peer, theirs.transfer_key, on_device, accepted)
 

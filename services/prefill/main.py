@@ -23,7 +23,7 @@ async def _main(settings: PrefillSettings) -> None:
     codecs.warm_up(default, worker.loaded)
     codecs.warm_up_others([default], worker.loaded)
     observer.attach(worker)
-    carriers = await Carriers.start(settings, worker.loaded.device)
+    carriers = await Carriers.to_send(settings, worker.loaded.device)
     servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
     try:
         await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))

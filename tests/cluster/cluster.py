@@ -122,7 +122,8 @@ async def carriers_for(transport, options, device):
     """Of one worker, or in process of all."""
     if isinstance(transport, InprocCarrier):
         return Carriers([transport])
-    return await Carriers.start(options.model_copy(update={"transport": transport}), device)
+    start = Carriers.to_send if isinstance(options, PrefillSettings) else Carriers.to_receive
+    return await start(options.model_copy(update={"transport": transport}), device)
 
 
 @asynccontextmanager
