@@ -176,7 +176,7 @@ def _exact_steps(
     table: torch.Tensor,
     plans: Sequence[TensorPlan],
     dense: Sequence[Sequence[torch.Tensor]],
-    layout: lynx.Payload,
+    layout: lynx.Layout,
     coded: Coded,
 ) -> list[Step]:
     """The third stage from the pages and the two before it; and into pages that hold these, but for its escapes."""
@@ -213,7 +213,7 @@ def _exact_steps(
     ]
 
 
-def _fixed(layout: lynx.Payload, payload: torch.Tensor) -> list[torch.Tensor]:
+def _fixed(layout: lynx.Layout, payload: torch.Tensor) -> list[torch.Tensor]:
     """The fixed sections of keys and of values."""
     return [payload[start:][: part.fixed_bytes] for part, start in zip(layout.parts, layout.offsets, strict=True)]
 

@@ -10,6 +10,9 @@ from typing import Protocol
 
 import torch
 
+Payload = memoryview | torch.Tensor
+"""One stage of a block as bytes, contiguous: in host memory, or uint8 [n] on a CUDA device."""
+
 
 class CodecError(Exception):
     """A payload is corrupt, truncated or does not fit its block."""
@@ -149,11 +152,17 @@ class Encoding(Protocol):
     The pages must stay as they are until `stages` has returned.
     """
 
-    def stages(self) -> list[memoryview]:
-        """Wait for the work and return one host payload a stage."""
+    def stages(self) -> list[Payload]:
+        """Wait for the work and return one payload a stage, complete: it can be sent at once, from any stream.
+
+        In host memory, pinned where the device wrote it; or on the pages' device where that was asked for. It stays as
+        it is as long as something refers to it.
+        """
+        ...
 
     def stats(self) -> EncodingStats:
         """What it came to; after `stages`."""
+        ...
 
 
 class Codec(Protocol):
@@ -164,20 +173,30 @@ class Codec(Protocol):
     exact: bool  # whether the last stage restores every bit
     dtypes: frozenset[str]  # element types that it takes
     parameters_id: int  # 64 bits that must be equal at both ends; 0 where nothing but the name matters
+    device_payloads: bool  # whether payloads may lie on a CUDA device, at either end
 
-    def encode(self, pages: PagedBlock) -> Encoding:
-        """Launch the encoding of `pages` on their device's current stream."""
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the encoding of `pages` on their device's current stream.
 
-    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+        on_device: payloads stay on the pages' CUDA device. Raises ValueError where the codec has no `device_payloads`
+        or the pages lie on a CPU.
+        """
+        ...
+
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Have `out` hold stage `stage`, on its device's current stream.
 
-        payloads: of all stages up to this one, 0 to `stage`. Stages of a block arrive in order, so that a codec may use
-        the earlier payloads or what they left in `out`. Nothing of `payloads` is in use any more once this returns.
-        Raises CodecError, with `out` untouched, where a payload does not fit, or there is one too many or too few.
+        payloads: of all stages up to this one, 0 to `stage`, in pinned or pageable host memory, or on the device of
+        `out` where the codec has `device_payloads`; complete. Stages of a block arrive in order, so that a codec may
+        use the earlier payloads or what they left in `out`. Payloads must stay as they are until the work that this
+        enqueued on the current stream is done: pinned memory is read by that work, and only what is pageable is copied
+        before this returns. On a CPU all is done when it returns.
+        Raises CodecError, with `out` untouched, where a payload does not fit or lies where this codec takes none, or
+        there is one too many or too few.
         """
 
 
-def check_stage(codec: Codec, stage: int, payloads: Sequence[memoryview]) -> None:
+def check_stage(codec: Codec, stage: int, payloads: Sequence[Payload]) -> None:
     """Raise CodecError where a codec has no such stage, or the payloads are not as many as there are up to it."""
     if not 0 <= stage < codec.num_stages:
         known = "stage 0 alone" if codec.num_stages == 1 else f"stages 0 to {codec.num_stages - 1}"
@@ -187,3 +206,11 @@ def check_stage(codec: Codec, stage: int, payloads: Sequence[memoryview]) -> Non
             f"stage {stage} of {codec.name} is decoded from the payloads of stages 0 to {stage}: {stage + 1}, not"
             f" {len(payloads)}"
         )
+
+
+def check_place(codec: Codec, pages: PagedBlock, on_device: bool) -> None:
+    """Raise ValueError where payloads are to stay on a device and the codec cannot leave them there."""
+    if on_device and not codec.device_payloads:
+        raise ValueError(f"{codec.name} makes payloads in host memory alone; encode without on_device")
+    if on_device and pages.device.type != "cuda":
+        raise ValueError(f"the pages lie on {pages.device}, not on a CUDA device; encode without on_device")

@@ -5,11 +5,22 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from codec.base import Block, CodecError, Encoding, EncodingStats, PagedBlock, check_stage
-from codec.integer.payload import HEADER_BYTES, Bytes, Part, Payload, parse, plans_of, raw_pages_of
+from codec.base import (
+    Block,
+    CodecError,
+    Encoding,
+    EncodingStats,
+    PagedBlock,
+    Payload,
+    check_place,
+    check_stage,
+)
+from codec.host import host_bytes, host_memory, to_device
+from codec.integer.payload import HEADER_BYTES, Bytes, Layout, Part, parse, plans_of, raw_pages_of
 from codec.integer.plan import INT4, INT8, IntegerCode, TensorPlan
 from codec.integer.quantise import dequantise, quantise
 from codec.lynx.formats import FORMATS
+from codec.splitzip.plan import aligned
 from codec.streams import record
 
 
@@ -22,8 +33,8 @@ class IntegerEncoding:
     def __init__(self, pages: PagedBlock, plans: tuple[TensorPlan, TensorPlan]) -> None:
         gathered = pages.gather()
         self._tensors = [gathered.keys, gathered.values]
-        self._layout = Payload((Part(plans[0], plans[0].travels_raw(0)), Part(plans[1], plans[1].travels_raw(0))))
-        self._host = _host_memory(self._layout, pages.device)
+        self._layout = Layout((Part(plans[0], plans[0].travels_raw(0)), Part(plans[1], plans[1].travels_raw(0))))
+        self._host = host_memory(self._layout.size, pages.device)
         for part, tensor, start in zip(self._layout.parts, self._tensors, self._layout.offsets, strict=True):
             if part.raw:
                 _fill(self._host[start:], tensor)
@@ -32,7 +43,7 @@ class IntegerEncoding:
                 _fill(self._host[start + part.plan.sections[name].offset :], section)
         self._event = record(pages.device)
 
-    def stages(self) -> list[memoryview]:
+    def stages(self) -> list[Payload]:
         """Wait for the work and give the one payload."""
         if self._event is not None:
             self._event.synchronize()
@@ -60,16 +71,16 @@ class IntegerEncoding:
             raw = part.raw or part.plan.travels_raw(numbers.size)
             parts.append(Part(part.plan, raw, 0 if raw else numbers.size))
             found.append(torch.from_numpy(numbers))
-        self._layout = Payload((parts[0], parts[1]))
+        self._layout = Layout((parts[0], parts[1]))
         if self._layout != before:
-            self._host = _host_memory(self._layout, torch.device("cpu"))
+            self._host = host_memory(self._layout.size, torch.device("cpu"))
             for number, (part, start) in enumerate(zip(parts, before.offsets, strict=True)):
                 tensor, target = self._tensors[number], self._host[self._layout.offsets[number] :]
                 _fill(target, tensor if part.raw else sections[start : start + part.fixed_bytes])
                 if part.raw_pages:
                     pages = tensor.flatten(0, 1).index_select(0, found[number].to(tensor.device))
                     _fill(self._host[self._layout.tails[number] :], pages)
-        self._host.numpy()[:HEADER_BYTES] = np.frombuffer(self._layout.header(), dtype=np.uint8)
+        _complete(self._host.numpy(), self._layout)
 
 
 class IntegerCodec:
@@ -79,28 +90,30 @@ class IntegerCodec:
         self.name = name
         self.num_stages = 1
         self.exact = False
+        self.device_payloads = False
         self.dtypes = frozenset(FORMATS)
         self.parameters_id = 0
         self._code = code
 
-    def encode(self, pages: PagedBlock) -> Encoding:
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the encoding on the pages' device, on CUDA on its current stream.
 
-        Raises CodecError where the element type is none of `dtypes`.
+        Raises CodecError where the element type is none of `dtypes`; ValueError where payloads are to stay `on_device`.
         """
+        check_place(self, pages, on_device)
         self._check_dtype(pages)
         return IntegerEncoding(pages, plans_of(pages.spec, self._code))
 
-    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Check all of the one payload, then write it into `out`, on its device's current stream.
 
         Raises CodecError, with `out` untouched, where the payload is not one of this codec, spec and stage.
         """
         check_stage(self, stage, payloads)
         self._check_dtype(out)
-        source = np.frombuffer(payloads[0], dtype=np.uint8)
+        source = host_bytes(self.name, payloads[0])
         layout = parse(source, out.spec, self._code)
-        uploaded = _uploaded(source, out.device)
+        uploaded = to_device(source, out.device)
         starts = zip(layout.parts, layout.offsets, layout.tails, strict=True)
         out.scatter(Block(*(_restored(source, uploaded, *each) for each in starts)))
 
@@ -135,25 +148,27 @@ def _restored(source: Bytes, uploaded: torch.Tensor, part: Part, start: int, tai
         plan,
     )
     if part.raw_pages:
-        numbers = _uploaded(raw_pages_of(source[start:], plan).view(np.uint8), tensor.device).view(torch.int64)
+        numbers = to_device(raw_pages_of(source[start:], plan).view(np.uint8), tensor.device).view(torch.int64)
         pages = uploaded[tail : tail + part.raw_pages * plan.page_bytes].view(plan.dtype)
         tensor.view(plan.pages, -1).index_copy_(0, numbers, pages.view(part.raw_pages, -1))
     return tensor
 
 
-def _host_memory(layout: Payload, device: torch.device) -> torch.Tensor:
-    """Zeros for a payload, uint8 [size], pinned where `device` copies into it."""
-    return torch.zeros(layout.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def _complete(host: Bytes, layout: Layout) -> None:
+    """Write a payload's header and the zeros between its sections."""
+    host[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
+    ends = []
+    for part, start, tail in zip(layout.parts, layout.offsets, layout.tails, strict=True):
+        if part.raw:
+            ends.append(start + part.plan.pages * part.plan.page_bytes)
+        else:
+            ends += [start + section.end for section in part.plan.sections.values()]
+        ends.append(tail + part.raw_pages * part.plan.page_bytes)
+    for end in ends:
+        host[end : aligned(end)] = 0
 
 
 def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
     """Start to copy a tensor's bytes to the beginning of `target`, on the current stream."""
     flat = tensor.contiguous().flatten().view(torch.uint8)
     target[: flat.numel()].copy_(flat, non_blocking=True)
-
-
-def _uploaded(source: Bytes, device: torch.device) -> torch.Tensor:
-    """A copy on the device, by way of pinned memory, on the current stream."""
-    host = torch.empty(source.size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host.numpy()[:] = source
-    return host.to(device, non_blocking=True)

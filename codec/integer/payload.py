@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Payload:
+class Layout:
     """The layout of one payload."""
 
     parts: tuple[Part, Part]
@@ -82,7 +82,7 @@ def plans_of(spec: BlockSpec, code: IntegerCode) -> tuple[TensorPlan, TensorPlan
     )
 
 
-def parse(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Payload:
+def parse(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
     """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
     layout = _parse_header(payload, spec, code)
     if payload.size != layout.size:
@@ -98,7 +98,7 @@ def raw_pages_of(fixed: Bytes, plan: TensorPlan) -> npt.NDArray[np.int64]:
     return np.flatnonzero(fixed[: plan.pages])  # flags are the first section
 
 
-def _parse_header(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Payload:
+def _parse_header(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
     if payload.size < HEADER_BYTES:
         raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
     magic, version, bits, flags, gap, *counts = _HEADER.unpack_from(payload.data)
@@ -112,7 +112,7 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Payload
         if raw_pages if raw else plan.travels_raw(raw_pages):
             raise CodecError(f"a payload has flags {flags} and {raw_pages} raw pages of {plan.pages}")
         parts.append(Part(plan, raw, raw_pages))
-    return Payload((parts[0], parts[1]))
+    return Layout((parts[0], parts[1]))
 
 
 def _check_sections(fixed: Bytes, part: Part) -> None:

@@ -4,10 +4,10 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from codec.base import CodecError, Encoding, PagedBlock, check_stage
+from codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from codec.host import host_bytes
 from codec.lynx.formats import FORMATS, LynxCode
 from codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse, parse_both, plans_of
 
@@ -22,21 +22,24 @@ class LynxCodec:
         self.name = name
         self.num_stages = EXACT + 1 if exact else EXACT
         self.exact = exact
+        self.device_payloads = False
         self.dtypes = frozenset(FORMATS)
         self.parameters_id = code.id
         self._code = code
 
-    def encode(self, pages: PagedBlock) -> Encoding:
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
 
-        Raises CodecError where the element type is none of `dtypes` or a pool's tensor is not contiguous.
+        Raises CodecError where the element type is none of `dtypes` or a pool's tensor is not contiguous; ValueError
+        where payloads are to stay `on_device`.
         """
+        check_place(self, pages, on_device)
         self._check_dtype(pages)
         plans = plans_of(pages.spec, self._code)
         encoding: Encoding = _kernels(pages.device).encode(pages, plans, self.num_stages)
         return encoding
 
-    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Check all of the payloads that it needs, then write a stage into `out`, on its device's current stream.
 
         RESIDUAL is written from the first two, whatever lies in `out`, but for tensors that travel raw, which ANCHOR
@@ -45,7 +48,7 @@ class LynxCodec:
         """
         check_stage(self, stage, payloads)
         self._check_dtype(out)
-        sources, kernels = [np.frombuffer(payload, dtype=np.uint8) for payload in payloads], _kernels(out.device)
+        sources, kernels = [host_bytes(self.name, payload) for payload in payloads], _kernels(out.device)
         if stage == EXACT:
             kernels.decode_exact(sources[EXACT], parse(sources[EXACT], out.spec, self._code, EXACT), out)
         elif stage == RESIDUAL:

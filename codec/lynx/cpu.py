@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from codec.base import EncodingStats, PagedBlock
+from codec.base import EncodingStats, PagedBlock, Payload
 from codec.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
 from codec.lynx.cpu_geometry import geometry_of, stages_of
 from codec.lynx.cpu_kernels import decode_pages, encode_pages
@@ -21,8 +21,8 @@ from codec.lynx.payload import (
     RESIDUAL,
     Bytes,
     Ints,
+    Layout,
     Part,
-    Payload,
     escapes_of,
     places_of,
     section,
@@ -47,7 +47,7 @@ class CpuEncoding:
     payloads: list[memoryview]
     totals: EncodingStats
 
-    def stages(self) -> list[memoryview]:
+    def stages(self) -> list[Payload]:
         """One payload a stage."""
         return list(self.payloads)
 
@@ -88,7 +88,7 @@ def encode(pages: PagedBlock, plans: Sequence[TensorPlan], num_stages: int) -> C
     return CpuEncoding([each.view() for each in payloads], totals)
 
 
-def decode(payloads: Sequence[Bytes], layouts: Sequence[Payload], out: PagedBlock) -> None:
+def decode(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
     """Write into `out` what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code; raw tensors where it is ANCHOR.
 
     Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
@@ -102,7 +102,7 @@ def decode(payloads: Sequence[Bytes], layouts: Sequence[Payload], out: PagedBloc
             scatter(pool, page_ids, fixed[ANCHOR][: part.plan.raw_bytes])
 
 
-def decode_exact(payload: Bytes, layout: Payload, out: PagedBlock) -> None:
+def decode_exact(payload: Bytes, layout: Layout, out: PagedBlock) -> None:
     """Correct by EXACT what RESIDUAL left in `out`.
 
     Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
@@ -120,13 +120,13 @@ def decode_exact(payload: Bytes, layout: Payload, out: PagedBlock) -> None:
 class _Coded:
     """A payload in the making: its layout and the memory that holds it."""
 
-    layout: Payload
+    layout: Layout
     memory: Bytes
 
     @classmethod
     def of(cls, stage: int, plans: Sequence[TensorPlan]) -> "_Coded":
         """One of a stage whose size does not depend on the data: header and padding are there, sections are not."""
-        layout = Payload(stage, (Part(plans[0], stage), Part(plans[1], stage)), plans[0].code.id)
+        layout = Layout(stage, (Part(plans[0], stage), Part(plans[1], stage)), plans[0].code.id)
         coded = cls(layout, buffers.take(layout.size))
         coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
         for tensor, plan in enumerate(plans):
@@ -222,7 +222,7 @@ def _join_exact(
     streams: Sequence[tuple[Part, Bytes, list[_Stream]]], code_id: int, pools: Sequence[Bytes], page_ids: Ints
 ) -> _Coded:
     """The payload of EXACT."""
-    layout = Payload(EXACT, (streams[0][0], streams[1][0]), code_id)
+    layout = Layout(EXACT, (streams[0][0], streams[1][0]), code_id)
     coded = _Coded(layout, buffers.take(layout.size))
     coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     for tensor, (part, fixed, pieces) in enumerate(streams):

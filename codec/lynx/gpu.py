@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from codec.base import EncodingStats, PagedBlock
+from codec.base import EncodingStats, PagedBlock, Payload
+from codec.host import host_memory, to_device
 from codec.lynx.gpu_launch import (
     ExactBuffers,
     Plans,
@@ -24,10 +25,8 @@ from codec.lynx.payload import (
     HEADER_BYTES,
     RESIDUAL,
     Bytes,
+    Layout,
     Part,
-    Payload,
-    escapes_of,
-    places_of,
     travels_raw,
 )
 from codec.lynx.plan import TensorPlan
@@ -48,11 +47,10 @@ class GpuEncoding:
         self._pools = byte_pools(pages)
         self._table = pages.page_index()
         parts = [(Part(plans[0], stage), Part(plans[1], stage)) for stage in (ANCHOR, RESIDUAL)]
-        self._layouts = [Payload(stage, each, plans[0].code.id) for stage, each in enumerate(parts)]
-        self._dense = [
-            [torch.empty(plan.fixed_bytes[stage], dtype=torch.uint8, device=pages.device) for plan in plans]
-            for stage in (ANCHOR, RESIDUAL)
-        ]
+        self._layouts = [Layout(stage, each, plans[0].code.id) for stage, each in enumerate(parts)]
+        sizes = [[plan.fixed_bytes[stage] for plan in plans] for stage in (ANCHOR, RESIDUAL)]
+        self._bodies = [torch.empty(sum(each), dtype=torch.uint8, device=pages.device) for each in sizes]
+        self._dense = [list(body.split_with_sizes(each)) for body, each in zip(self._bodies, sizes, strict=True)]
         launch_encode(self._pools, self._table, plans, self._dense)
         for plan, pool, dense in zip(plans, self._pools, self._dense[ANCHOR], strict=True):
             if plan.raw:
@@ -60,21 +58,26 @@ class GpuEncoding:
         self._exact: list[ExactBuffers | None] = []
         if num_stages > EXACT:
             self._exact = [self._launch_exact(number) for number in range(2)]
-        self._hosts = [self._fetch(layout, dense) for layout, dense in zip(self._layouts, self._dense, strict=True)]
+        self._hosts = [host_memory(layout.size, pages.device) for layout in self._layouts]
+        for host, body in zip(self._hosts, self._bodies, strict=True):
+            host[HEADER_BYTES:].copy_(body, non_blocking=True)
         self._totals = torch.zeros((2, 2), dtype=torch.int64, pin_memory=pages.device.type == "cuda")
         for total, buffers in zip(self._totals, self._exact, strict=False):
             if buffers is not None:
                 total.copy_(buffers.totals, non_blocking=True)
         self._event = record(pages.device)
 
-    def stages(self) -> list[memoryview]:
+    def stages(self) -> list[Payload]:
         """Wait for the work and give one payload a stage."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        if self._exact:
-            self._finish_exact()
-        return [host.numpy().data[: layout.size] for host, layout in zip(self._hosts, self._layouts, strict=True)]
+        if self._bodies:
+            if self._event is not None:
+                self._event.synchronize()
+            if self._exact:
+                self._finish_exact()
+            for host, layout in zip(self._hosts, self._layouts, strict=True):
+                _complete(host.numpy(), layout)
+            self._bodies, self._dense, self._exact = [], [], []
+        return [host.numpy().data for host in self._hosts]
 
     def stats(self) -> EncodingStats:
         """What it came to; after `stages`."""
@@ -95,55 +98,38 @@ class GpuEncoding:
         launch_exact_encode(self._pools[number], self._table, plan, dense, buffers)
         return buffers
 
-    def _fetch(self, layout: Payload, dense: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Start to copy what has a fixed place to the host."""
-        host = torch.empty(layout.size, dtype=torch.uint8, pin_memory=self._pages.device.type == "cuda")
-        host.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-        for part, source, offset in zip(layout.parts, dense, layout.offsets, strict=True):
-            ends = [where.end for where in part.plan.sections[part.stage].values()]
-            starts = [where.offset for where in part.plan.sections[part.stage].values()]
-            for start, end in zip(starts, ends, strict=True):
-                host[offset + start : offset + end].copy_(source[start:end], non_blocking=True)
-                host.numpy()[offset + end : offset + aligned(end)] = 0
-        return host
-
     def _finish_exact(self) -> None:
         """Bring the last stage to the host; the device has finished all but these copies."""
         parts = []
         for plan, (words, escapes) in zip(self._plans, self._totals.tolist(), strict=True):
             raw = travels_raw(plan, words, escapes)
             parts.append(Part(plan, EXACT, raw=True) if raw else Part(plan, EXACT, words=words, escapes=escapes))
-        layout = Payload(EXACT, (parts[0], parts[1]), self._plans[0].code.id)
-        host = torch.zeros(layout.size, dtype=torch.uint8, pin_memory=self._pages.device.type == "cuda")
+        layout = Layout(EXACT, (parts[0], parts[1]), self._plans[0].code.id)
+        host = host_memory(layout.size, self._pages.device)
         with torch.cuda.stream(copy_stream(self._pages.device)):
             for number, part in enumerate(parts):
                 self._copy_exact(number, part, host[layout.offsets[number] :], host[layout.streams[number] :])
             event = record(self._pages.device)
         if event is not None:
             event.synchronize()
-        host.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
-        for number, part in enumerate(parts):
-            _sort_escapes(host.numpy()[layout.streams[number] :], part)
         self._layouts.append(layout)
         self._hosts.append(host)
-        self._exact = []
 
     def _copy_exact(self, number: int, part: Part, fixed: torch.Tensor, stream: torch.Tensor) -> None:
-        """Start to copy one tensor's share of the last stage."""
+        """Start to copy one tensor's share of the last stage, its escapes in the order of their positions."""
         plan, buffers = part.plan, self._exact[number]
         if part.raw:
-            elements = self._pools[number].index_select(1, self._table).flatten()
-            fixed[: plan.raw_bytes].copy_(elements, non_blocking=True)
+            _put(fixed, self._pools[number].index_select(1, self._table).flatten())
         elif buffers is not None:
-            for where in plan.sections[EXACT].values():
-                fixed[where.offset : where.end].copy_(buffers.dense[where.offset : where.end], non_blocking=True)
-            stream[: 4 * part.words].copy_(buffers.words[: part.words].view(torch.uint8), non_blocking=True)
-            elements_at = aligned(4 * part.words) + aligned(4 * part.escapes)
-            positions = buffers.positions[: part.escapes]
-            stream[aligned(4 * part.words) :][: 4 * part.escapes].copy_(positions.view(torch.uint8), non_blocking=True)
-            item = plan.format.item_bytes
-            narrow = buffers.elements[: part.escapes].view(torch.uint8).view(-1, 4)[:, :item].flatten()
-            stream[elements_at:][: item * part.escapes].copy_(narrow, non_blocking=True)
+            _put(fixed, buffers.dense)
+            _put(stream, buffers.words[: part.words].view(torch.uint8))
+            if part.escapes:
+                found = buffers.positions[: part.escapes]
+                order = _unsigned(found).argsort()
+                _put(stream[aligned(4 * part.words) :], found[order].view(torch.uint8))
+                item = plan.format.item_bytes
+                narrow = buffers.elements[: part.escapes][order].view(torch.uint8).view(-1, 4)[:, :item].flatten()
+                _put(stream[aligned(4 * part.words) + aligned(4 * part.escapes) :], narrow)
 
 
 def encode(pages: PagedBlock, plans: Plans, num_stages: int) -> GpuEncoding:
@@ -154,13 +140,13 @@ def encode(pages: PagedBlock, plans: Plans, num_stages: int) -> GpuEncoding:
     return GpuEncoding(pages, plans, num_stages)
 
 
-def decode(payloads: Sequence[Bytes], layouts: Sequence[Payload], out: PagedBlock) -> None:
+def decode(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
     """Write into `out`, on the current stream, what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code.
 
     Raw tensors are written where it is ANCHOR. Raises CodecError where the rows of a page are not contiguous.
     """
     pools, table = byte_pools(out), out.page_index()
-    fixed = [_fixed(_uploaded(each, out.device), layout) for each, layout in zip(payloads, layouts, strict=True)]
+    fixed = [_fixed(to_device(each, out.device), layout) for each, layout in zip(payloads, layouts, strict=True)]
     plans = [part.plan for part in layouts[ANCHOR].parts]
     for plan, pool, dense in zip(plans, pools, fixed[ANCHOR], strict=True):
         if plan.raw and len(payloads) == 1:
@@ -168,13 +154,13 @@ def decode(payloads: Sequence[Bytes], layouts: Sequence[Payload], out: PagedBloc
     launch_decode(pools, table, plans, fixed)
 
 
-def decode_exact(payload: Bytes, layout: Payload, out: PagedBlock) -> None:
+def decode_exact(payload: Bytes, layout: Layout, out: PagedBlock) -> None:
     """Correct by EXACT what RESIDUAL left in `out`, on the current stream.
 
     Raises CodecError where the rows of a page are not contiguous.
     """
     pools, table = byte_pools(out), out.page_index()
-    source = _uploaded(payload, out.device)
+    source = to_device(payload, out.device)
     tensors = zip(layout.parts, pools, _fixed(source, layout), layout.streams, strict=True)
     for part, pool, dense, stream in tensors:
         if part.raw:
@@ -182,10 +168,10 @@ def decode_exact(payload: Bytes, layout: Payload, out: PagedBlock) -> None:
         elif not part.plan.raw:
             words = source[stream:][: 4 * part.words].view(torch.int32)
             launch_exact_decode(pool, table, part.plan, dense, words)
-            _put_escapes(payload[stream:], part, pool, out)
+            _put_escapes(source[stream:], part, pool, table)
 
 
-def _fixed(source: torch.Tensor, layout: Payload) -> list[torch.Tensor]:
+def _fixed(source: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """The fixed sections of keys and of values."""
     return [source[start:][: part.fixed_bytes] for part, start in zip(layout.parts, layout.offsets, strict=True)]
 
@@ -195,29 +181,51 @@ def _put_raw(pool: torch.Tensor, table: torch.Tensor, elements: torch.Tensor, pl
     pool.index_copy_(1, table, elements[: plan.raw_bytes].view(pool.shape[0], -1, pool.shape[2]))
 
 
-def _put_escapes(stream: Bytes, part: Part, pool: torch.Tensor, out: PagedBlock) -> None:
-    """Write escapes to their places."""
+def _put_escapes(stream: torch.Tensor, part: Part, pool: torch.Tensor, table: torch.Tensor) -> None:
+    """Write escapes to their places; stream: uint8 on the device, words and what follows them."""
     if not part.escapes:
         return
-    plan, (positions, elements) = part.plan, escapes_of(stream, part)
-    page, row, column = places_of(positions, plan)
-    ids = np.array(out.page_ids, dtype=np.int64)[page % plan.num_pages]
-    where = [page // plan.num_pages, ids, row * plan.columns + column]
-    item = torch.int32 if plan.format.item_bytes == 4 else torch.int16
-    values = _uploaded(elements.view(np.uint8), out.device).view(item)
-    pool.view(item).index_put_([_uploaded(each, out.device) for each in where], values)
+    plan, item = part.plan, part.plan.format.item_bytes
+    stream = stream[aligned(4 * part.words) :]
+    positions = _unsigned(stream[: 4 * part.escapes].view(torch.int32))
+    tile, within = _divided(positions, plan.rows * plan.tile_columns)
+    page, number = _divided(tile, plan.tiles_per_page)
+    row, column = _divided(within, plan.tile_columns)
+    layer, place = _divided(page, plan.num_pages)
+    kind = torch.int32 if item == 4 else torch.int16
+    elements = stream[aligned(4 * part.escapes) :][: item * part.escapes].view(kind)
+    where = row * plan.columns + column + number * plan.tile_columns
+    pool.view(kind).index_put_([layer, table[place], where], elements)
 
 
-def _sort_escapes(stream: Bytes, part: Part) -> None:
-    """Put escapes, which the device found in any order, into that of their positions."""
-    positions, elements = escapes_of(stream, part)
-    order = np.argsort(positions)
-    positions[:], elements[:] = positions[order], elements[order]
+def _unsigned(positions: torch.Tensor) -> torch.Tensor:
+    """32 bits each, which torch takes for signed, as int64."""
+    return positions.to(torch.int64) & 0xFFFFFFFF
 
 
-def _uploaded(array: np.ndarray[tuple[int], np.dtype[np.generic]], device: torch.device) -> torch.Tensor:
-    """A copy on the device, by way of pinned memory, on the current stream."""
-    host = torch.empty(array.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    host.numpy()[:] = array.view(np.uint8)
-    found = host.to(device, non_blocking=True)
-    return found.view(torch.int64) if array.dtype == np.int64 else found
+def _divided(numbers: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quotients and remainders of numbers that are not negative."""
+    quotients = numbers.div(by, rounding_mode="floor")
+    return quotients, numbers - quotients * by
+
+
+def _put(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Start to copy bytes to the beginning of `target`."""
+    target[: source.numel()].copy_(source, non_blocking=True)
+
+
+def _complete(host: Bytes, layout: Layout) -> None:
+    """Write a payload's header and the zeros between its sections."""
+    host[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
+    ends = []
+    for part, start, stream in zip(layout.parts, layout.offsets, layout.streams, strict=True):
+        if part.raw:
+            ends.append(start + part.plan.raw_bytes)
+        else:
+            ends += [start + where.end for where in part.plan.sections[part.stage].values()]
+        positions = stream + aligned(4 * part.words)
+        elements = positions + aligned(4 * part.escapes)
+        ends += [stream + 4 * part.words, positions + 4 * part.escapes]
+        ends.append(elements + part.plan.format.item_bytes * part.escapes)
+    for end in ends:
+        host[end : aligned(end)] = 0

@@ -56,7 +56,7 @@ def variable_bytes(plan: TensorPlan, words: int, escapes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Payload:
+class Layout:
     """The layout of one payload."""
 
     stage: int
@@ -101,7 +101,7 @@ def travels_raw(plan: TensorPlan, words: int, escapes: int) -> bool:
     return not plan.raw and plan.fixed_bytes[EXACT] + variable_bytes(plan, words, escapes) >= plan.raw_bytes
 
 
-def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Payload:
+def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
     """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
     layout = _parse_header(payload, spec, code, stage)
     if payload.size != layout.size:
@@ -113,7 +113,7 @@ def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Payloa
     return layout
 
 
-def parse_both(anchors: Bytes, residuals: Bytes, spec: BlockSpec, code: LynxCode) -> tuple[Payload, Payload]:
+def parse_both(anchors: Bytes, residuals: Bytes, spec: BlockSpec, code: LynxCode) -> tuple[Layout, Layout]:
     """The layouts of ANCHOR and RESIDUAL of a block; raises CodecError also where they don't say the same of chunks."""
     layouts = parse(anchors, spec, code, ANCHOR), parse(residuals, spec, code, RESIDUAL)
     for part, start, other in zip(layouts[ANCHOR].parts, *(layout.offsets for layout in layouts), strict=True):
@@ -149,7 +149,7 @@ def places_of(positions: npt.NDArray[np.uint32], plan: TensorPlan) -> tuple[Ints
     return page, row, column + number * plan.tile_columns
 
 
-def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Payload:
+def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
     if payload.size < HEADER_BYTES:
         raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
     magic, version, theirs, flags, gap, code_id, *counts = _HEADER.unpack_from(payload.data)
@@ -171,7 +171,7 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -
         if stage == EXACT and not raw and travels_raw(plan, words, escapes):
             raise CodecError(f"a payload has {words} words and {escapes} escapes, more than pay off")
         parts.append(Part(plan, stage, raw, words, escapes))
-    return Payload(stage, (parts[0], parts[1]), code_id)
+    return Layout(stage, (parts[0], parts[1]), code_id)
 
 
 def _check_sections(dense: Bytes, part: Part) -> None:

@@ -4,10 +4,10 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from codec.base import CodecError, Encoding, PagedBlock, check_stage
+from codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from codec.host import host_bytes
 from codec.progressive.payload import VERSION, parse_anchor, parse_both
 from codec.progressive.plan import Cut, Plans, anchor_plans
 from codec.splitzip.formats import FORMATS
@@ -23,20 +23,23 @@ class ProgressiveCodec:
         self.name = "splitzip-progressive"
         self.num_stages = 2
         self.exact = True
+        self.device_payloads = False
         self.dtypes = frozenset(FORMATS)
         self._cut = cut or Cut()
         self.parameters_id = VERSION << 16 | self._cut.keys << 8 | self._cut.values
         self._chunk = chunk
 
-    def encode(self, pages: PagedBlock) -> Encoding:
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
 
-        Raises CodecError where the element type is none of `dtypes`, or a pool's tensor is not contiguous.
+        Raises CodecError where the element type is none of `dtypes`, or a pool's tensor is not contiguous; ValueError
+        where payloads are to stay `on_device`.
         """
+        check_place(self, pages, on_device)
         encoding: Encoding = _kernels(pages.device).encode(pages, self._plans(pages))
         return encoding
 
-    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Check all of the payloads, then write their values into `out`, on its device's current stream.
 
         Stage 0 gives every value its sign and the middle of its level. Stage 1 writes the values from both payloads,
@@ -45,7 +48,7 @@ class ProgressiveCodec:
         spec, or the two are of different blocks.
         """
         check_stage(self, stage, payloads)
-        first, *later = (np.frombuffer(payload, dtype=np.uint8) for payload in payloads)
+        first, *later = (host_bytes(self.name, payload) for payload in payloads)
         plans = self._plans(out)
         if later:
             (second,) = later

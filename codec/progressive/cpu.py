@@ -6,7 +6,7 @@ import numpy.typing as npt
 from codec.base import PagedBlock
 from codec.progressive.cpu_geometry import geometry_of
 from codec.progressive.cpu_kernels import decode_exact_tiles, decode_tiles, encode_tiles
-from codec.progressive.payload import HEADER_BYTES, AnchorPayload, RestPayload, layouts_of
+from codec.progressive.payload import HEADER_BYTES, AnchorLayout, RestLayout, layouts_of
 from codec.progressive.plan import AnchorPlan, Plans
 from codec.splitzip import buffers
 from codec.splitzip.cpu import (
@@ -73,7 +73,7 @@ def _encode_tensor(pool: Bytes, page_ids: Ints, plan: AnchorPlan, dense: Bytes, 
     return escapes
 
 
-def decode_anchor(payload: Bytes, layout: AnchorPayload, out: PagedBlock) -> None:
+def decode_anchor(payload: Bytes, layout: AnchorLayout, out: PagedBlock) -> None:
     """Write a first stage into `out`. Raises CodecError, with `out` untouched, where a pool is not contiguous."""
     pools, page_ids = byte_pools(out), np.array(out.page_ids, dtype=np.int64)
     for pool, plan, part, start in zip(pools, layout.plans, layout.parts, layout.dense_offsets, strict=False):
@@ -96,7 +96,7 @@ def _decode_tensor(dense: Bytes, plan: AnchorPlan, pool: Bytes, page_ids: Ints) 
     on_threads(decode_range, plan)
 
 
-def decode_exact(payloads: tuple[Bytes, Bytes], layouts: tuple[AnchorPayload, RestPayload], out: PagedBlock) -> None:
+def decode_exact(payloads: tuple[Bytes, Bytes], layouts: tuple[AnchorLayout, RestLayout], out: PagedBlock) -> None:
     """Write what both stages code into `out`.
 
     Raises CodecError, with `out` untouched, where a pool is not contiguous.

@@ -1,9 +1,12 @@
 """The two stages on CUDA: the host's part of the payloads. gpu_launch.py has the device's."""
 
+import functools
+
 import numpy as np
 import torch
 
-from codec.base import EncodingStats, PagedBlock
+from codec.base import EncodingStats, PagedBlock, Payload
+from codec.host import host_memory, to_device
 from codec.progressive.gpu_launch import (
     StageBuffers,
     later_bytes,
@@ -11,11 +14,11 @@ from codec.progressive.gpu_launch import (
     launch_decode_exact,
     launch_encode,
 )
-from codec.progressive.payload import HEADER_BYTES, AnchorPayload, RestPayload, layouts_of
+from codec.progressive.payload import HEADER_BYTES, AnchorLayout, RestLayout, layouts_of
 from codec.progressive.plan import Plans
-from codec.splitzip.gpu import GpuEncoding, to_device
-from codec.splitzip.gpu_launch import byte_pools, make_table, tiles_of
-from codec.splitzip.payload import Bytes, Part, pad, pad_sections, scale_bytes_of, stats_of
+from codec.splitzip.gpu import GpuEncoding, escape_room
+from codec.splitzip.gpu_launch import byte_pools, make_table
+from codec.splitzip.payload import Bytes, Part, pad, pad_sections, scale_bytes_of
 from codec.splitzip.plan import aligned
 from codec.streams import copy_stream, record
 
@@ -32,50 +35,47 @@ class StagesEncoding:
         buffers = StageBuffers.allocate(plans, self._scale_bytes, pages.device)
         launch_encode(pages, plans, table, buffers)
         self._plans, self._device = plans, pages.device
-        self._anchor = GpuEncoding(pages, plans, table, buffers.anchor, self._anchor_layout)
-        rooms = sum(plan.raw_bytes - plan.fixed_bytes for plan in plans if tiles_of(plan))
-        self._host = torch.empty(HEADER_BYTES + rooms, dtype=torch.uint8, pin_memory=pages.device.type == "cuda")
+        anchor_layout = functools.partial(_anchor_layout, plans, self._scale_bytes)
+        self._anchor = GpuEncoding(pages, plans, table, buffers.anchor, anchor_layout)
+        self._host = host_memory(HEADER_BYTES + buffers.rest.numel() + escape_room(plans), pages.device)
         self._copy(buffers.rest, HEADER_BYTES)
         self._event = record(pages.device)
         self._buffers: StageBuffers | None = buffers
-        self._parts: list[Part] = []
-        self._rest: RestPayload | None = None
+        self._size = 0
 
-    def stages(self) -> list[memoryview]:
+    def stages(self) -> list[Payload]:
         """Wait for the work, bring the escapes and give both payloads."""
-        (first,) = self._anchor.stages()
-        if self._rest is None:
+        first = self._anchor.payload()
+        if self._buffers is not None:
             if self._event is not None:
                 self._event.synchronize()
-            self._rest = self._finish()
+            self._size = self._finish(self._buffers).size
             self._buffers = None
-        return [first, self._host.numpy().data[: self._rest.size]]
+        return [first, self._host.numpy().data[: self._size]]
 
     def stats(self) -> EncodingStats:
         """What it came to; after `stages`."""
-        return stats_of(self._parts)
+        return self._anchor.stats()
 
-    def _anchor_layout(self, parts: list[Part]) -> AnchorPayload:
-        """The first stage's layout, given what became of keys and values."""
-        self._parts = parts
-        return layouts_of(self._plans, parts, self._scale_bytes)[0]
-
-    def _finish(self) -> RestPayload:
+    def _finish(self, buffers: StageBuffers) -> RestLayout:
         """Complete the second stage in the host's memory: escapes, header, gaps, and nothing of what travels raw."""
-        assert self._buffers is not None
-        layout, host = layouts_of(self._plans, self._parts, self._scale_bytes)[1], self._host.numpy()
-        keys, values = later_bytes(self._plans)
-        if layout.keys.raw and not layout.values.raw:
-            host[HEADER_BYTES : HEADER_BYTES + values] = host[HEADER_BYTES + keys : HEADER_BYTES + keys + values]
+        layout = layouts_of(self._plans, self._anchor.parts, self._scale_bytes)[1]
+        keys, _ = later_bytes(self._plans)
+        rests = buffers.rest[:keys], buffers.rest[keys:]
+        anew = layout.size > self._host.numel() or (layout.keys.raw and keys > 0)
+        if layout.size > self._host.numel():
+            self._host = host_memory(layout.size, self._device)
         with torch.cuda.stream(copy_stream(self._device)):
-            for part, slots, offset in zip(
-                layout.parts, self._buffers.anchor.slots, layout.escape_offsets, strict=True
-            ):
+            for number, (part, slots) in enumerate(zip(layout.parts, buffers.anchor.slots, strict=True)):
+                if anew and not part.raw:
+                    self._copy(rests[number], layout.dense_offsets[number])
+                offset = layout.escape_offsets[number]
                 self._copy(slots.packed_records[: part.records].view(torch.uint8), offset)
                 self._copy(slots.packed_extensions[: part.extensions], offset + aligned(2 * part.records))
             event = record(self._device)
         if event is not None:
             event.synchronize()
+        host = self._host.numpy()
         host[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
         for part, dense, offset in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
             if not part.raw:
@@ -87,6 +87,11 @@ class StagesEncoding:
         self._host[offset : offset + source.numel()].copy_(source, non_blocking=True)
 
 
+def _anchor_layout(plans: Plans, scale_bytes: int, parts: list[Part]) -> AnchorLayout:
+    """The first stage's layout, given what became of keys and values."""
+    return layouts_of(plans, parts, scale_bytes)[0]
+
+
 def encode(pages: PagedBlock, plans: Plans) -> StagesEncoding:
     """Launch the encoding of keys and values by their plans on the current stream.
 
@@ -95,7 +100,7 @@ def encode(pages: PagedBlock, plans: Plans) -> StagesEncoding:
     return StagesEncoding(pages, plans)
 
 
-def decode_anchor(payload: Bytes, layout: AnchorPayload, out: PagedBlock) -> None:
+def decode_anchor(payload: Bytes, layout: AnchorLayout, out: PagedBlock) -> None:
     """Write a first stage into `out` on the current stream.
 
     Raises CodecError, with `out` untouched, where the rows of a page are not contiguous.
@@ -104,7 +109,7 @@ def decode_anchor(payload: Bytes, layout: AnchorPayload, out: PagedBlock) -> Non
     launch_decode_anchor(to_device(payload, out.device), layout, make_table(out, (None, None)), out)
 
 
-def decode_exact(payloads: tuple[Bytes, Bytes], layouts: tuple[AnchorPayload, RestPayload], out: PagedBlock) -> None:
+def decode_exact(payloads: tuple[Bytes, Bytes], layouts: tuple[AnchorLayout, RestLayout], out: PagedBlock) -> None:
     """Write what both stages code into `out` on the current stream; every record must lie on a value.
 
     Raises CodecError, with `out` untouched, where the rows of a page are not contiguous.

@@ -14,7 +14,7 @@ from codec.base import PagedBlock
 from codec.progressive.gpu_decode_kernel import decode_anchor_kernel
 from codec.progressive.gpu_encode_kernel import encode_stages_kernel
 from codec.progressive.gpu_exact_kernel import decode_exact_kernel
-from codec.progressive.payload import AnchorPayload, RestPayload
+from codec.progressive.payload import AnchorLayout, RestLayout
 from codec.progressive.plan import Plans
 from codec.splitzip.gpu_launch import (
     TUNING,
@@ -84,7 +84,7 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
     gather_scales(pools, table, buffers.anchor.scales(plans))
 
 
-def launch_decode_anchor(payload: torch.Tensor, layout: AnchorPayload, table: torch.Tensor, out: PagedBlock) -> None:
+def launch_decode_anchor(payload: torch.Tensor, layout: AnchorLayout, table: torch.Tensor, out: PagedBlock) -> None:
     """Launch the decoding of a first stage, uint8 on the pool's device, into `out`."""
     pools, index = byte_pools(out), table[: len(out.page_ids)]
     tiles = [0 if part.raw else part.plan.tiles for part in layout.parts]
@@ -97,7 +97,7 @@ def launch_decode_anchor(payload: torch.Tensor, layout: AnchorPayload, table: to
 
 def launch_decode_exact(
     payloads: Sequence[torch.Tensor],
-    layouts: tuple[AnchorPayload, RestPayload],
+    layouts: tuple[AnchorLayout, RestLayout],
     table: torch.Tensor,
     out: PagedBlock,
 ) -> None:

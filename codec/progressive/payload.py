@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from codec.base import BlockSpec, CodecError
 from codec.progressive.plan import Plans
-from codec.splitzip.payload import Bytes, Part, Payload, check_body, checked_part, scale_bytes_of
+from codec.splitzip.payload import Bytes, Layout, Part, check_body, checked_part, scale_bytes_of
 
 MAGIC = b"SPLP"
 VERSION = 2
@@ -22,7 +22,7 @@ def _kind(stage: int, plans: Plans) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class AnchorPayload(Payload):
+class AnchorLayout(Layout):
     """The layout of a first stage: its parts have no records."""
 
     plans: Plans = field(kw_only=True)
@@ -42,7 +42,7 @@ class RestPart(Part):
 
 
 @dataclass(frozen=True)
-class RestPayload(Payload):
+class RestLayout(Layout):
     """The layout of a second stage; its parts are RestParts."""
 
     plans: Plans = field(kw_only=True)
@@ -52,26 +52,26 @@ class RestPayload(Payload):
         return _header(1, self)
 
 
-def _header(stage: int, layout: AnchorPayload | RestPayload) -> bytes:
+def _header(stage: int, layout: AnchorLayout | RestLayout) -> bytes:
     keys, values = layout.parts
     counts = (keys.records, keys.extensions, values.records, values.extensions)
     flags = keys.raw | values.raw << 1
     return _HEADER.pack(MAGIC, VERSION, flags, *_kind(stage, layout.plans), b"", *counts, b"")
 
 
-def layouts_of(plans: Plans, parts: Sequence[Part], scale_bytes: int) -> tuple[AnchorPayload, RestPayload]:
+def layouts_of(plans: Plans, parts: Sequence[Part], scale_bytes: int) -> tuple[AnchorLayout, RestLayout]:
     """The layouts of both stages; parts: what became of keys and values."""
     first = [Part(plan, part.raw, 0, 0) for plan, part in zip(plans, parts, strict=True)]
     second = [
         RestPart(plan.rest, part.raw, part.records, part.extensions) for plan, part in zip(plans, parts, strict=True)
     ]
     return (
-        AnchorPayload(first[0], first[1], scale_bytes, codebook_id=0, plans=plans),
-        RestPayload(second[0], second[1], 0, codebook_id=0, plans=plans),
+        AnchorLayout(first[0], first[1], scale_bytes, codebook_id=0, plans=plans),
+        RestLayout(second[0], second[1], 0, codebook_id=0, plans=plans),
     )
 
 
-def parse_anchor(payload: Bytes, spec: BlockSpec, plans: Plans) -> AnchorPayload:
+def parse_anchor(payload: Bytes, spec: BlockSpec, plans: Plans) -> AnchorLayout:
     """The layout of a first stage that came, all of it checked; raises CodecError, naming what is wrong."""
     flags, counts = _parse_header(payload, 0, plans)
     if any(counts):
@@ -83,7 +83,7 @@ def parse_anchor(payload: Bytes, spec: BlockSpec, plans: Plans) -> AnchorPayload
     return layout
 
 
-def parse_rest(payload: Bytes, plans: Plans) -> RestPayload:
+def parse_rest(payload: Bytes, plans: Plans) -> RestLayout:
     """The layout of a second stage that came, all of it checked; raises CodecError, naming what is wrong."""
     flags, counts = _parse_header(payload, 1, plans)
     parts = [
@@ -95,7 +95,7 @@ def parse_rest(payload: Bytes, plans: Plans) -> RestPayload:
     return layout
 
 
-def parse_both(first: Bytes, second: Bytes, spec: BlockSpec, plans: Plans) -> tuple[AnchorPayload, RestPayload]:
+def parse_both(first: Bytes, second: Bytes, spec: BlockSpec, plans: Plans) -> tuple[AnchorLayout, RestLayout]:
     """The layouts of both stages of a block; raises CodecError also where they do not agree on what travels raw."""
     layouts = parse_anchor(first, spec, plans), parse_rest(second, plans)
     raw, later = ([part.raw for part in layout.parts] for layout in layouts)

@@ -1,14 +1,16 @@
 """Raw: a block's bytes as they are, in one exact stage. README.md has the layout."""
 
+import importlib
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
-from codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock, check_stage
+from codec.base import BlockSpec, CodecError, Encoding, EncodingStats, PagedBlock, Payload, check_place, check_stage
 from codec.frame import ITEM_BYTES
+from codec.host import Bytes, host_bytes, host_memory, to_device
 from codec.streams import record
 
 
@@ -19,47 +21,33 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor if tensor.dim() == 5 else tensor.unsqueeze(-1)).view(torch.uint8)
 
 
-def _split(buffer: torch.Tensor, pools: list[torch.Tensor], num_pages: int) -> list[torch.Tensor]:
-    """A contiguous buffer, uint8 [n], as the pages of each pool: [layers, pages, page_size, kv_heads, bytes]."""
-    shapes = [(pool.shape[0], num_pages, *pool.shape[2:]) for pool in pools]
-    sizes = [math.prod(shape) for shape in shapes]
-    return [part.view(shape) for part, shape in zip(buffer.split_with_sizes(sizes), shapes, strict=True)]
-
-
-def _values_of(spec: BlockSpec) -> int:
-    """Elements of keys and values."""
-    return spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim)
-
-
 class RawEncoding:
-    """A copy under way into one host buffer.
+    """A copy under way into one buffer: on the pages' device, or by way of it into host memory.
 
-    On CUDA the buffer is pinned and comes from torch's caching host allocator: it is used again only once this object
-    and every view of its payload are gone and the copies into it have finished.
+    Host memory is pinned where the pages lie on CUDA, and torch's: it is used again only once this object and every
+    view of its payload are gone and the copies into it have finished.
     """
 
-    def __init__(self, pages: PagedBlock) -> None:
-        pools = [_as_bytes(pool) for pool in pages.layer_pools()]
-        spec, on_cuda = pages.spec, pages.device.type == "cuda"
+    def __init__(self, pages: PagedBlock, on_device: bool) -> None:
+        spec = pages.spec
         self._values = _values_of(spec)
-        self._buffer = torch.empty(spec.raw_bytes, dtype=torch.uint8, pin_memory=on_cuda)
-        self._parts: list[torch.Tensor] = []
-        index = pages.page_index()
-        for pool, target in zip(pools, _split(self._buffer, pools, spec.num_pages), strict=True):
-            if on_cuda:
-                self._parts.append(pool.index_select(1, index))  # the copy may still read it
-                target.copy_(self._parts[-1], non_blocking=True)
-            else:
-                torch.index_select(pool, 1, index, out=target)
+        if pages.device.type == "cuda":
+            self._buffer = gathered = torch.empty(spec.raw_bytes, dtype=torch.uint8, device=pages.device)
+            _kernels().gather(pages, gathered)
+            if not on_device:
+                self._buffer = host_memory(spec.raw_bytes, pages.device)
+                self._buffer.copy_(gathered, non_blocking=True)
+        else:
+            self._buffer = host_memory(spec.raw_bytes, pages.device)
+            _gather(pages, self._buffer)
         self._event = record(pages.device)
 
-    def stages(self) -> list[memoryview]:
-        """Wait for the copies; one payload, a view of the buffer."""
+    def stages(self) -> list[Payload]:
+        """Wait for the copies; one payload: the buffer, or where it is the host's a view of it."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
-            self._parts = []
-        return [self._buffer.numpy().data]
+        return [self._buffer if self._buffer.is_cuda else self._buffer.numpy().data]
 
     def stats(self) -> EncodingStats:
         """Both tensors travel as they are."""
@@ -73,40 +61,66 @@ class RawCodec:
         self.name = "raw"
         self.num_stages = 1
         self.exact = True
+        self.device_payloads = True
         self.dtypes = frozenset(ITEM_BYTES)
         self.parameters_id = 0
 
-    def encode(self, pages: PagedBlock) -> Encoding:
-        """Launch the copies of `pages` to the host on their device's current stream."""
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the copies of `pages` on their device's current stream: to the host, or to a buffer beside them.
+
+        Raises CodecError where the element type or the pool's strides are none that it takes; ValueError where
+        payloads are to stay `on_device` and the pages lie on a CPU.
+        """
+        check_place(self, pages, on_device)
         dtype = pages.spec.dtype
         if dtype not in self.dtypes:
             raise CodecError(f"raw does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
-        return RawEncoding(pages)
+        return RawEncoding(pages, on_device)
 
-    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Write the one payload into `out`; raises CodecError, with `out` untouched, where it does not fit."""
         check_stage(self, stage, payloads)
         (payload,) = payloads
-        pools = [_as_bytes(pool) for pool in out.layer_pools()]
-        spec = out.spec
-        if payload.nbytes != spec.raw_bytes:
-            raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {spec.raw_bytes}")
-        source = np.frombuffer(payload, dtype=np.uint8)
-        if out.device.type == "cuda":
-            _upload(source, pools, out)
-            return
-        offset = 0
-        for pool in pools:
-            page_bytes = math.prod(pool.shape[2:])
-            for layer, page in itertools.product(range(spec.num_layers), out.page_ids):
-                pool[layer, page].numpy().reshape(-1)[:] = source[offset : offset + page_bytes]
-                offset += page_bytes
+        if payload.nbytes != out.spec.raw_bytes:
+            raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {out.spec.raw_bytes}")
+        if isinstance(payload, torch.Tensor):
+            if payload.device != out.device or payload.dtype != torch.uint8 or not payload.is_contiguous():
+                raise CodecError(
+                    f"a raw payload is a tensor of {payload.dtype} on {payload.device}; pages on {out.device} take"
+                    " contiguous bytes in host memory or on the same device"
+                )
+            _kernels().scatter(payload.flatten(), out)
+        elif out.device.type == "cuda":
+            _kernels().check_pools(out)
+            _kernels().scatter(to_device(host_bytes(self.name, payload), out.device), out)
+        else:
+            _scatter(host_bytes(self.name, payload), out)
 
 
-def _upload(source: np.ndarray[tuple[int], np.dtype[np.uint8]], pools: list[torch.Tensor], out: PagedBlock) -> None:
-    """Copy by way of pinned memory, which the host allocator keeps until the copies have run."""
-    staging = torch.empty(source.size, dtype=torch.uint8, pin_memory=True)
-    staging.numpy()[:] = source
-    index = out.page_index()
-    for pool, part in zip(pools, _split(staging, pools, len(out.page_ids)), strict=True):
-        pool.index_copy_(1, index, part.to(pool.device, non_blocking=True))
+def _kernels() -> Any:
+    """What does the work on CUDA: imported with the first page there, for it needs triton."""
+    return importlib.import_module("codec.raw.gpu")
+
+
+def _values_of(spec: BlockSpec) -> int:
+    """Elements of keys and values."""
+    return spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim)
+
+
+def _gather(pages: PagedBlock, buffer: torch.Tensor) -> None:
+    """Copy pages to `buffer`, uint8 [raw bytes], on a CPU."""
+    pools, index = [_as_bytes(pool) for pool in pages.layer_pools()], pages.page_index()
+    shapes = [(pool.shape[0], index.numel(), *pool.shape[2:]) for pool in pools]
+    parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
+    for pool, shape, part in zip(pools, shapes, parts, strict=True):
+        torch.index_select(pool, 1, index, out=part.view(shape))
+
+
+def _scatter(source: Bytes, out: PagedBlock) -> None:
+    """Copy a payload to pages on a CPU."""
+    offset = 0
+    for pool in [_as_bytes(pool) for pool in out.layer_pools()]:
+        page_bytes = math.prod(pool.shape[2:])
+        for layer, page in itertools.product(range(pool.shape[0]), out.page_ids):
+            pool[layer, page].numpy().reshape(-1)[:] = source[offset : offset + page_bytes]
+            offset += page_bytes

@@ -4,10 +4,10 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from codec.base import CodecError, Encoding, PagedBlock, check_stage
+from codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from codec.host import host_bytes
 from codec.splitzip.codebook import Codebook, default_codebook
 from codec.splitzip.formats import FORMATS, WindowCode
 from codec.splitzip.payload import Ints, parse, plans_of
@@ -24,28 +24,30 @@ class WindowCodec:
         self.name = name
         self.num_stages = 1
         self.exact = True
+        self.device_payloads = False
         self.dtypes = frozenset(codes)
         self.parameters_id = 0 if codebook is None else codebook.id
         self._codes = codes
         self._codebook = codebook
 
-    def encode(self, pages: PagedBlock) -> Encoding:
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
 
         Raises CodecError where the element type is none of `dtypes`, a pool's tensor is not contiguous, or the codebook
-        has no such layer.
+        has no such layer; ValueError where payloads are to stay `on_device`.
         """
+        check_place(self, pages, on_device)
         plans, tops = plans_of(pages.spec, self._code(pages)), self._tops(pages)
         encoding: Encoding = _kernels(pages.device).encode(pages, plans, tops, self.parameters_id)
         return encoding
 
-    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Check all of the one payload, then write it into `out`, on its device's current stream.
 
         Raises CodecError, with `out` untouched, where the payload is not one of this codec, parameters and spec.
         """
         check_stage(self, stage, payloads)
-        source, tops = np.frombuffer(payloads[0], dtype=np.uint8), self._tops(out)
+        source, tops = host_bytes(self.name, payloads[0]), self._tops(out)
         layout = parse(source, out.spec, self._code(out), self.parameters_id)
         _kernels(out.device).decode(source, layout, tops, out)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from codec.base import CodecError, EncodingStats, PagedBlock
+from codec.base import CodecError, EncodingStats, PagedBlock, Payload
 from codec.splitzip import buffers
 from codec.splitzip.cpu_geometry import geometry_of
 from codec.splitzip.cpu_kernels import decode_tiles, encode_tiles
@@ -20,8 +20,8 @@ from codec.splitzip.payload import (
     HEADER_BYTES,
     Bytes,
     Ints,
+    Layout,
     Part,
-    Payload,
     pad,
     pad_sections,
     scale_bytes_of,
@@ -46,9 +46,9 @@ class CpuEncoding:
     payloads: list[memoryview]
     totals: EncodingStats
 
-    def stages(self) -> list[memoryview]:
+    def stages(self) -> list[Payload]:
         """The payloads."""
-        return self.payloads
+        return list(self.payloads)
 
     def stats(self) -> EncodingStats:
         """What it came to."""
@@ -100,7 +100,7 @@ def encode(
         return encode_range
 
     body, parts = encode_body(pages, plans, encoder)
-    layout = Payload(parts[0], parts[1], scale_bytes_of(pages.spec), codebook_id)
+    layout = Layout(parts[0], parts[1], scale_bytes_of(pages.spec), codebook_id)
     body[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     return CpuEncoding([body.data[: layout.size]], stats_of(parts))
 
@@ -140,7 +140,7 @@ def encode_body(
     return memory, parts
 
 
-def decode(payload: Bytes, layout: Payload, tops: Sequence[Ints | None], out: PagedBlock) -> None:
+def decode(payload: Bytes, layout: Layout, tops: Sequence[Ints | None], out: PagedBlock) -> None:
     """Write a payload into `out`; layout: what payload.parse says of it, tops: as of `encode`.
 
     Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
@@ -159,7 +159,7 @@ def decode(payload: Bytes, layout: Payload, tops: Sequence[Ints | None], out: Pa
 
 
 def decode_body(
-    payload: Bytes, layout: Payload, out: PagedBlock, decoder: Callable[[Bytes, Ints, int, Bytes], TileDecoder]
+    payload: Bytes, layout: Layout, out: PagedBlock, decoder: Callable[[Bytes, Ints, int, Bytes], TileDecoder]
 ) -> None:
     """Write what follows a payload's header into `out`.
 

@@ -12,13 +12,24 @@ from typing import Protocol
 
 import numpy as np
 
-from codec.base import BlockSpec, Codec, CodecError, Encoding, EncodingStats, PagedBlock, check_stage
+from codec.base import (
+    BlockSpec,
+    Codec,
+    CodecError,
+    Encoding,
+    EncodingStats,
+    PagedBlock,
+    Payload,
+    check_place,
+    check_stage,
+)
+from codec.host import host_bytes
 from codec.splitzip import buffers
 from codec.splitzip.codec import WindowCodec
 from codec.splitzip.entropy_ans import AnsCoder
 from codec.splitzip.entropy_zstd import ZstdCoder
 from codec.splitzip.formats import FORMATS, WindowCode
-from codec.splitzip.payload import HEADER_BYTES, Bytes, Payload, parse_header
+from codec.splitzip.payload import HEADER_BYTES, Bytes, Layout, parse_header
 
 _LENGTHS = struct.Struct("<5Q")
 _BODY = HEADER_BYTES + _LENGTHS.size
@@ -49,9 +60,9 @@ class _EntropyEncoding:
     coder: EntropyCoder
     tried: tuple[int, ...]
 
-    def stages(self) -> list[memoryview]:
+    def stages(self) -> list[Payload]:
         """Wait for the inner payload and code it."""
-        inner = np.frombuffer(self.inner.stages()[0], dtype=np.uint8)
+        inner = host_bytes("entropy coding", self.inner.stages()[0])
         layout = parse_header(inner, self.spec, self.code, 0, entropy_coded=False)
         pieces = [inner[piece] for piece in _pieces(layout)]
         tried = [number for number in self.tried if pieces[number].size]
@@ -79,22 +90,24 @@ class EntropyCodec:
         self.name = inner.name
         self.num_stages = 1
         self.exact = True
+        self.device_payloads = False
         self.dtypes = inner.dtypes
         self.parameters_id = inner.parameters_id
         self._inner = inner
         self._code = code
         self._coder = coder
 
-    def encode(self, pages: PagedBlock) -> Encoding:
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the inner encoding on the pages' device; `stages` codes its payload.
 
         Significands are not worth a try but for the values of layer 0: these depend on the token alone, so that a
-        token that recurs repeats its row.
+        token that recurs repeats its row. Raises ValueError where payloads are to stay `on_device`.
         """
+        check_place(self, pages, on_device)
         tried = (1, 2, 3, 4) if pages.layers.start == 0 and self._coder.finds_repeats else (1, 3, 4)
         return _EntropyEncoding(self._inner.encode(pages), pages.spec, self._code, self._coder, tried)
 
-    def decode(self, stage: int, payloads: Sequence[memoryview], out: PagedBlock) -> None:
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Restore the inner of the one payload on the host, then decode it into `out`, on its device's current stream.
 
         Raises CodecError, with `out` untouched, where the payload is not one of this codec and spec.
@@ -103,7 +116,7 @@ class EntropyCodec:
         if out.spec.dtype not in self.dtypes:
             known = ", ".join(sorted(self.dtypes))
             raise CodecError(f"{self.name} does not take dtype {out.spec.dtype}; it takes {known}")
-        inner = self._restore(np.frombuffer(payloads[0], dtype=np.uint8), out.spec)
+        inner = self._restore(host_bytes(self.name, payloads[0]), out.spec)
         self._inner.decode(0, [inner], out)
 
     def _restore(self, payload: Bytes, spec: BlockSpec) -> memoryview:
@@ -124,7 +137,7 @@ class EntropyCodec:
         return inner.data[: layout.size]
 
 
-def _pieces(layout: Payload) -> list[slice]:
+def _pieces(layout: Layout) -> list[slice]:
     """The inner payload after its header, cut in five: README.md lists them."""
     pieces = []
     for part, start in zip(layout.parts, layout.dense_offsets, strict=True):
@@ -133,7 +146,7 @@ def _pieces(layout: Payload) -> list[slice]:
     return [*pieces, slice(layout.scale_offset, layout.size)]
 
 
-def _cut(payload: Bytes, layout: Payload, places: Sequence[slice]) -> list[Bytes]:
+def _cut(payload: Bytes, layout: Layout, places: Sequence[slice]) -> list[Bytes]:
     """A payload's pieces as they came; raises CodecError where lengths don't fit it."""
     if payload.size < _BODY:
         raise CodecError(f"a payload has {payload.size} bytes; its header and lengths alone have {_BODY}")

@@ -19,7 +19,7 @@ from codec.splitzip.formats import SEGMENTS, FloatFormat, WindowCode
 from codec.splitzip.gpu_decode_kernel import decode_kernel
 from codec.splitzip.gpu_encode_kernel import encode_kernel
 from codec.splitzip.gpu_pack_kernel import pack_kernel
-from codec.splitzip.payload import Ints, Payload, travels_raw
+from codec.splitzip.payload import Ints, Layout, travels_raw
 from codec.splitzip.plan import TensorPlan, aligned
 
 Plans = tuple[TensorPlan, TensorPlan]
@@ -163,7 +163,7 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
     gather_scales(pools, table, buffers.scales(plans))
 
 
-def launch_decode(payload: torch.Tensor, layout: Payload, table: torch.Tensor, out: PagedBlock) -> None:
+def launch_decode(payload: torch.Tensor, layout: Layout, table: torch.Tensor, out: PagedBlock) -> None:
     """Launch the decoding of a payload, uint8 on the pool's device, into `out`. Every record must lie on a value."""
     pools, index = byte_pools(out), table[: len(out.page_ids)]
     plans = layout.keys.plan, layout.values.plan
@@ -185,7 +185,7 @@ def gather_scales(pools: list[torch.Tensor], table: torch.Tensor, scales: torch.
         torch.index_select(scale, 1, table[: half.shape[1]], out=half)
 
 
-def place_whole(payload: torch.Tensor, layout: Payload, pools: list[torch.Tensor], index: torch.Tensor) -> None:
+def place_whole(payload: torch.Tensor, layout: Layout, pools: list[torch.Tensor], index: torch.Tensor) -> None:
     """Copy what a payload brings as it is into the pages `index`: scales, and keys or values that travel raw."""
     starts = [(dense, part.plan.raw_bytes) for dense, part in zip(layout.dense_offsets, layout.parts, strict=True)]
     half = layout.scale_bytes // 2

@@ -57,7 +57,7 @@ def plans_of(spec: BlockSpec, code: WindowCode) -> tuple[TensorPlan, TensorPlan]
 
 
 @dataclass(frozen=True)
-class Payload:
+class Layout:
     """The layout of one payload: offsets of everything in it.
 
     scale_bytes: of keys' and values' scales together, 0 without.
@@ -121,14 +121,14 @@ def scale_bytes_of(spec: BlockSpec) -> int:
     return 8 * spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads if spec.scaled else 0
 
 
-def parse(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int) -> Payload:
+def parse(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int) -> Layout:
     """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
     layout = parse_header(payload, spec, code, codebook_id, entropy_coded=False)
     check_body(payload, layout)
     return layout
 
 
-def check_body(payload: Bytes, layout: Payload) -> None:
+def check_body(payload: Bytes, layout: Layout) -> None:
     """Check what comes after a header against it."""
     if payload.size != layout.size:
         raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
@@ -139,9 +139,7 @@ def check_body(payload: Bytes, layout: Payload) -> None:
             check_records(dense, payload[escapes : escapes + 2 * part.records].view("<u2"), part.plan)
 
 
-def parse_header(
-    payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int, *, entropy_coded: bool
-) -> Payload:
+def parse_header(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int, *, entropy_coded: bool) -> Layout:
     """The layout that a payload's header tells; raises CodecError where it isn't one of this code."""
     if payload.size < HEADER_BYTES:
         raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
@@ -162,7 +160,7 @@ def parse_header(
     parts = []
     for number, plan in enumerate(plans_of(spec, code)):
         parts.append(checked_part(plan, bool(flags >> number & 1), *counts[2 * number : 2 * number + 2]))
-    return Payload(parts[0], parts[1], scale_bytes_of(spec), book, entropy_coded)
+    return Layout(parts[0], parts[1], scale_bytes_of(spec), book, entropy_coded)
 
 
 def checked_part(plan: TensorPlan, raw: bool, records: int, extensions: int) -> Part:

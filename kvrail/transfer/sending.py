@@ -21,7 +21,8 @@ from typing import TypeVar
 import torch
 
 from codec.base import Codec
-from codec.frame import Digest, FrameHeader, digest_of, pack_head
+from codec.digest import Digest, digest_of
+from codec.frame import FrameHeader, pack_head
 from kvrail.layout import KVLayout
 from kvrail.transfer.observer import SendingObserver
 from kvrail.transfer.order import LATER_SLOTS, SLOTS, Link
@@ -202,7 +203,7 @@ class PageSender:
         header = replace(stage.header, sequence=self._next_sequence)
         self._next_sequence += 1
         size = stage.payload.nbytes
-        head = pack_head(header, size, stage.digest)
+        head = pack_head(header, stage.digest)
         self._announce(Announcement(head, size, isinstance(stage.payload, torch.Tensor)))
         await self._outlet.send(stage.payload)
         self._observer.sent(header, size, perf_counter() - begin)

@@ -120,7 +120,7 @@ class Fetcher:
         """Whether a worker has filled the pages; then nothing writes them any more."""
         asked, engine, metrics = progress.request, self._worker.engine, self._worker.transfers
         codec = await self._choose(codec_name, workers, asked, admitted, progress)
-        await self._codecs.ready(codec.name, self._worker.loaded)
+        await self._codecs.ready(codec.name)
         lease = engine.claim_lease(asked.request_id)
         if lease is None:
             return True  # dropped meanwhile: nobody asks for its pages any more

@@ -127,7 +127,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """
         with bound_request_id(request.request_id), self._worker.calls.track():
             agreed = agree(self._worker, self._codecs, self._carriers, request, receiver)
-            await self._codecs.ready(agreed.codec.name, self._worker.loaded)
+            await self._codecs.ready(agreed.codec.name)
             outlet = await agreed.carrier.outlet(agreed.peer, agreed.key)
             try:
                 number = next(self._calls)

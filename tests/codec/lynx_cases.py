@@ -13,8 +13,8 @@ from codec.lynx.payload import (
     EXACT,
     HEADER_BYTES,
     RESIDUAL,
+    Layout,
     Part,
-    Payload,
     escapes_of,
     plans_of,
     travels_raw,
@@ -72,7 +72,7 @@ def reference_payloads(pages, code, num_stages):
         tails += tail
     payloads = []
     for stage in range(num_stages):
-        header = Payload(stage, tuple(parts[stage]), code.id).header()
+        header = Layout(stage, tuple(parts[stage]), code.id).header()
         pieces = (header, *bodies[stage], *(tails if stage == EXACT else ()))
         payloads.append(b"".join(piece.ljust(aligned(len(piece)), b"\0") for piece in pieces))
     return payloads

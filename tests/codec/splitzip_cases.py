@@ -7,7 +7,7 @@ from kv_blocks import random_block
 from codec.base import Block
 from codec.splitzip import reference
 from codec.splitzip.codebook import WINDOWS, Codebook, DtypeWindows, TensorWindows
-from codec.splitzip.payload import Part, Payload, plans_of, travels_raw
+from codec.splitzip.payload import Layout, Part, plans_of, travels_raw
 from codec.splitzip.plan import aligned
 
 TOPS = {"bfloat16": 131, "float16": 19, "float8_e5m2": 19, "float8_e4m3fn": 11}
@@ -66,7 +66,7 @@ def reference_payload(pages, code, tops, codebook_id):
             dense_parts.append(dense.tobytes())
             escapes += [records.tobytes(), extensions.tobytes()]
     scales = b"".join(pool[:, page_ids].tobytes() for pool in pools[2:])
-    header = Payload(parts[0], parts[1], len(scales), codebook_id).header()
+    header = Layout(parts[0], parts[1], len(scales), codebook_id).header()
     pieces = (header, *dense_parts, scales, *escapes)
     return b"".join(piece.ljust(aligned(len(piece)), b"\0") for piece in pieces)
 

@@ -105,6 +105,71 @@ def test_payload_that_does_not_fit_leaves_the_block_alone(name, dtype, device):
 
 
 @pytest.mark.parametrize("name", registry.names())
+def test_payloads_stay_on_a_device_only_where_codec_and_pages_allow_it(name):
+    codec = registry.get(name)
+    pages = scattered(spec_of((1, 1, 16, 2, 8, 8), sorted(codec.dtypes)[0]), 1)
+    with pytest.raises(ValueError, match="lie on cpu" if codec.device_payloads else "host memory alone"):
+        codec.encode(pages, on_device=True)
+
+
+@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.get(name).device_payloads])
+def test_codec_without_device_payloads_refuses_a_tensor(name):
+    codec = registry.get(name)
+    out = scattered(spec_of((1, 1, 16, 2, 8, 8), sorted(codec.dtypes)[0]), 1)
+    before = bits_of(out.pools)
+    with pytest.raises(CodecError, match="host memory"):
+        codec.decode(0, [torch.zeros(64, dtype=torch.uint8)], out)
+    assert bits_of(out.pools) == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), dtypes_of(n for n in registry.names() if registry.get(n).device_payloads))
+def test_device_payloads_are_the_hosts_and_restore_pages(name, dtype, shape):
+    codec, spec = registry.get(name), spec_of(shape, dtype)
+    source, out = scattered(spec, 1, "cuda"), scattered(spec, 2, "cuda")
+    expected = copy_of(out)
+    expected.scatter(source.gather())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        payloads = codec.encode(source, on_device=True).stages()
+        assert all(payload.is_cuda and payload.dtype == torch.uint8 for payload in payloads)
+        hosts = [bytes(payload) for payload in codec.encode(source).stages()]
+        assert [payload.cpu().numpy().tobytes() for payload in payloads] == hosts
+        before = bits_of(out.pools)
+        for wrong in (payloads[0][:-1], payloads[0].cpu(), payloads[0].view(torch.int8)):
+            with pytest.raises(CodecError):
+                codec.decode(0, [wrong], out)
+        assert bits_of(out.pools) == before
+        decode_stages(codec, payloads, out)
+        torch.cuda.synchronize()
+    assert bits_of(out.pools) == bits_of(expected.pools)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXACT)
+def test_payloads_decode_from_pinned_memory_whatever_is_enqueued_before(name):
+    """From the same region one payload after the other, each put there when the work that reads the last is done."""
+    codec, spec = registry.get(name), spec_of((2, 9, 64, 8, 128, 128), "bfloat16")
+    region = torch.empty(2 * codec.num_stages * spec.raw_bytes, dtype=torch.uint8, pin_memory=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for seed in range(3):
+            source, out = scattered(spec, seed, "cuda"), scattered(spec, seed + 9, "cuda")
+            placed, begin = [], 0
+            for payload in codec.encode(source).stages():
+                place = region[begin : begin + payload.nbytes].numpy()
+                place[:] = memoryview(payload)
+                placed.append(place.data)
+                begin += payload.nbytes + 16
+            torch.cuda._sleep(20_000_000)
+            decode_stages(codec, placed, out)
+            torch.cuda.current_stream().synchronize()
+            region.fill_(0xA5)
+            assert bits_of(out.gather()) == bits_of(source.gather())
+
+
+@pytest.mark.parametrize("name", registry.names())
 def test_payloads_of_too_few_or_too_many_stages_are_refused(name):
     codec = registry.get(name)
     spec = spec_of((2, 3, 4, 2, 5, 7), sorted(codec.dtypes)[0])

@@ -1,6 +1,8 @@
 """The progressive codec's Triton kernels in the interpreter: payloads and pages equal the reference's."""
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from codec.base import Block, CodecError
 from codec.progressive import gpu, gpu_launch
 from codec.progressive.payload import HEADER_BYTES, parse_both, parse_rest
 from codec.progressive.plan import Cut
+from codec.splitzip import gpu as splitzip_gpu
 from codec.splitzip.formats import WindowCode
 from codec.splitzip.payload import scale_bytes_of
 
@@ -134,3 +137,30 @@ def test_pages_whose_rows_are_not_contiguous_are_refused():
         gpu.decode_anchor(stages[0], layouts[0], turned)
     with pytest.raises(CodecError, match="contiguous"):
         gpu.decode_exact(stages, layouts, turned)
+
+
+def test_memory_goes_back_as_soon_as_nothing_refers_to_it():
+    """A cycle would keep pinned memory until Python looks for cycles, and each encoding would take fresh memory."""
+    pages = kv_pages(spec_of((1, 4, 16, 1, 16, 16), "bfloat16"), 1, outliers=0)
+    gc.disable()
+    try:
+        encoding = gpu.encode(pages, plans_of(pages.spec, chunk=256))
+        seen = weakref.ref(encoding), weakref.ref(encoding._anchor), weakref.ref(encoding._host)
+        payloads = encoding.stages()
+        del encoding
+        assert seen[0]() is None and seen[1]() is None
+        del payloads
+        assert seen[2]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("shape", "dtype", "cut", "chunk"), CASES[:3], ids=str)
+def test_more_escapes_than_there_is_room_for_take_larger_memory(shape, dtype, cut, chunk, monkeypatch):
+    monkeypatch.setattr(splitzip_gpu, "ESCAPE_SHARE", 1 << 40)
+    pages = pages_of(shape, dtype, chunk, 1, 0.5)
+    plans = plans_of(pages.spec, cut, chunk)
+    encoding = gpu.encode(pages, plans)
+    room = encoding._host.numel()
+    payloads = [bytes(stage) for stage in encoding.stages()]
+    assert payloads == list(reference_payloads(pages, plans)) and len(payloads[1]) > room

@@ -156,3 +156,15 @@ def test_pages_whose_rows_are_not_contiguous_are_refused():
     pages = replace(pages, pools=pools)
     with pytest.raises(CodecError, match="contiguous"):
         gpu.encode(pages, plans_of(pages.spec, FIXED), tops_of(pages, FIXED), 7)
+
+
+@pytest.mark.parametrize(("shape", "dtype", "code"), CASES[:2], ids=str)
+def test_more_escapes_than_there_is_room_for_take_larger_memory(shape, dtype, code, monkeypatch):
+    pages = pages_of(shape, dtype, code, 1, 0.5)
+    plans, tops = plans_of(pages.spec, code), tops_of(pages, code)
+    usual = gpu.encode(pages, plans, tops, 7)
+    monkeypatch.setattr(gpu, "ESCAPE_SHARE", 1 << 40)
+    encoding = gpu.encode(pages, plans, tops, 7)
+    room = encoding._host.numel()
+    payload = bytes(encoding.stages()[0])
+    assert payload == bytes(usual.stages()[0]) and len(payload) > room
