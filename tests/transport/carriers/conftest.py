@@ -3,6 +3,7 @@ import os
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 
 import pytest
 
@@ -91,7 +92,7 @@ def pool_bytes():
 @pytest.fixture
 async def ends(kind, pool_bytes):
     """Two ends in this process. After the test nothing of it is left: regions, descriptors, threads."""
-    await asyncio.to_thread(lambda: None)  # the loop's own pool of threads has its first one
+    resource_tracker.ensure_running()  # it comes with the first process, and keeps a descriptor
     sender = await kind.start(pool_bytes)
     receiver = sender if kind.one_object else await kind.start(pool_bytes)
     if kind.pool is not None:

@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import os
+import random
 import signal
 
 from kvrail.transport.base import Peer
@@ -12,8 +13,8 @@ HOST = "127.0.0.1"
 
 
 def pattern(size, seed=0):
-    """Bytes of which none is zero, that no shift of them repeats."""
-    block = bytes(((seed + i * i // 7 + i) % 255) + 1 for i in range(65_521))
+    """Bytes of which none is zero, and neighbouring blocks are not in step with pages."""
+    block = random.Random(seed).randbytes(65_521).replace(b"\0", b"\1")
     return (block * (size // len(block) + 1))[:size]
 
 
@@ -70,6 +71,7 @@ class PeerProcess:
 
     async def says(self, patience_s=60):
         """What it says next."""
+
         def read():
             if not self._pipe.poll(patience_s):
                 raise TimeoutError("the peer's process says nothing")
@@ -96,8 +98,9 @@ class PeerProcess:
 
     def kill(self):
         """Kill it, if it lives; stopped or not."""
+        if self._pipe.closed:
+            return
         self._process.kill()
         self._process.join(30)
+        self._process.close()
         self._pipe.close()
-
-

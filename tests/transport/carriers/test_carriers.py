@@ -35,7 +35,9 @@ async def test_a_gibibyte(ends):
     async with ends.attempt(1) as (outlet, inlet):
         sending = asyncio.create_task(outlet.send(memoryview(payload)))
         region = await inlet.receive(size, on_device=False)
-        assert torch.equal(torch.frombuffer(region.payload, dtype=torch.uint8), torch.frombuffer(payload, dtype=torch.uint8))
+        assert torch.equal(
+            torch.frombuffer(region.payload, dtype=torch.uint8), torch.frombuffer(payload, dtype=torch.uint8)
+        )
         region.release()
         await sending
 
