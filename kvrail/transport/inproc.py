@@ -5,6 +5,7 @@ One object serves both ends, and any number of workers. Nothing is copied: a reg
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -36,8 +37,9 @@ class LentRegion:
             here = False
         if here:
             self._return()
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._return)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._return)
 
     def _return(self) -> None:
         if not self.returned.done():

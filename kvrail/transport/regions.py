@@ -1,6 +1,7 @@
 """Regions of one registered buffer: memory into which payloads land, and which goes back when they are decoded."""
 
 import asyncio
+import contextlib
 from bisect import insort
 from collections import deque
 
@@ -62,8 +63,9 @@ class RegionPool:
             here = False
         if here:
             self._put_back(begin, room)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put_back, begin, room)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody takes any more
+                self._loop.call_soon_threadsafe(self._put_back, begin, room)
 
     def _put_back(self, begin: int, room: int) -> None:
         insort(self._free, (begin, begin + room))
@@ -98,7 +100,7 @@ class PooledRegion:
 
     def __init__(self, pool: RegionPool, begin: int, size: int, room: int) -> None:
         self._pool, self._begin, self._size, self._room = pool, begin, size, room
-        self._released = False
+        self._held = [True]  # popped by the first release; a list does that at once for all threads
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -113,6 +115,6 @@ class PooledRegion:
 
     def release(self) -> None:
         """Give it back; a second call does nothing."""
-        if not self._released:
-            self._released = True
+        with contextlib.suppress(IndexError):
+            self._held.pop()
             self._pool.put_back(self._begin, self._room)

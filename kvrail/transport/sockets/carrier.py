@@ -18,15 +18,16 @@ from kvrail.transport.sockets.stream import Wrap, plain
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 64
-"""Connections that have not proved themselves yet; one more closes the oldest, so that silent ones keep nobody out."""
+MAX_STRANGERS = 128
+"""Connections that have not proved themselves yet; more wait in the kernel, at most as long as silent ones may stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that the other end has: to be connected to and say its hello, to come at all, to read what is left."""
+    """Seconds that the other end has: to be connected to, to say its hello, to come at all, to read what is left."""
 
     connect_s: float = 10.0
+    hello_s: float = 5.0
     come_s: float = 30.0
     linger_s: float = 10.0
 
@@ -43,7 +44,7 @@ class SocketCarrier:
         self._address = b""
         self._listener: socket.socket | None = None
         self._outlets: dict[int, SocketOutlet] = {}
-        self._strangers: dict[asyncio.Task[bool], socket.socket] = {}  # oldest first
+        self._strangers: dict[asyncio.Task[bool], socket.socket] = {}
         self._lingering: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -163,9 +164,7 @@ class SocketCarrier:
             self._strangers[task] = sock
             task.add_done_callback(self._greeted)
             while len(self._strangers) >= MAX_STRANGERS:
-                oldest = next(iter(self._strangers))
-                oldest.cancel()
-                await asyncio.wait((oldest,))
+                await asyncio.wait(self._strangers, return_when=asyncio.FIRST_COMPLETED)
 
     def _greeted(self, task: asyncio.Task[bool]) -> None:
         sock = self._strangers.pop(task)
@@ -182,7 +181,7 @@ class SocketCarrier:
         said = bytearray(HELLO_BYTES)
         lane: Lane | None = None
         try:
-            async with asyncio.timeout(self._timeouts.connect_s):
+            async with asyncio.timeout(self._timeouts.hello_s):
                 lane = Lane(await self._wrap(sock))
                 await lane.wait(lane.run(lambda stream: stream.receive(memoryview(said))))
             if (outlet := self._admitted(said)) is not None:

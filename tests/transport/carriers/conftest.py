@@ -1,0 +1,106 @@
+import asyncio
+import os
+import threading
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+
+import pytest
+
+from kvrail.transport.base import Carrier, Peer
+from tests.transport.carriers.kinds import CARRIERS, Kind
+from tests.transport.carriers.peer import HOST
+
+PATIENCE_S = 30
+POOL_BYTES = 8 << 20
+
+
+@dataclass
+class Ends:
+    """A sending and a receiving carrier."""
+
+    kind: Kind
+    sender: Carrier
+    receiver: Carrier
+
+    @property
+    def pool(self):
+        """The receiver's pool; the test is skipped where the carrier has none."""
+        if self.kind.pool is None:
+            pytest.skip("regions are the sender's memory")
+        return self.kind.pool(self.receiver)
+
+    async def open(self, key):
+        """Both ends of an attempt, in the order of the handshake."""
+        outlet = await self.sender.outlet(Peer(self.receiver.address, HOST), key)
+        return outlet, await self.receiver.inlet(Peer(self.sender.address, HOST), key)
+
+    @asynccontextmanager
+    async def attempt(self, key):
+        """Both ends, closed in the end."""
+        outlet, inlet = await self.open(key)
+        try:
+            yield outlet, inlet
+        finally:
+            await asyncio.gather(inlet.aclose(), outlet.aclose())
+
+    async def transfer(self, key, payloads):
+        """A whole attempt; returns what arrived."""
+        async with self.attempt(key) as (outlet, inlet):
+            _, arrived = await asyncio.gather(send_all(outlet, payloads), receive_all(inlet, payloads))
+            return arrived
+
+
+async def send_all(outlet, payloads):
+    await asyncio.gather(*(outlet.send(memoryview(payload)) for payload in payloads))
+
+
+async def receive_all(inlet, payloads):
+    async def one(payload):
+        region = await inlet.receive(len(payload), on_device=False)
+        arrived = bytes(region.payload)
+        region.release()
+        return arrived
+
+    return await asyncio.gather(*map(one, payloads))
+
+
+def held():
+    """What a process holds: descriptors and threads."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+async def until(condition):
+    """Wait for something that follows by itself."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(params=CARRIERS, ids=lambda kind: kind.name)
+def kind(request):
+    if why := request.param.unavailable():
+        pytest.skip(why)
+    return request.param
+
+
+@pytest.fixture
+def pool_bytes():
+    return POOL_BYTES
+
+
+@pytest.fixture
+async def ends(kind, pool_bytes):
+    """Two ends in this process. After the test nothing of it is left: regions, descriptors, threads."""
+    resource_tracker.ensure_running()  # it comes with the first process, and keeps a descriptor
+    sender = await kind.start(pool_bytes)
+    receiver = sender if kind.one_object else await kind.start(pool_bytes)
+    if kind.pool is not None:
+        kind.pool(receiver).buffer.zero_()
+    before = held()[0]
+    async with asyncio.timeout(PATIENCE_S * 4):
+        yield Ends(kind, sender, receiver)
+        if kind.pool is not None:
+            await until(lambda: kind.pool(receiver).free_bytes == kind.pool(receiver).buffer.numel())
+        await until(lambda: held()[0] <= before)
+        await asyncio.gather(receiver.aclose(), *([] if kind.one_object else [sender.aclose()]))

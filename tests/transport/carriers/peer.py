@@ -1,0 +1,106 @@
+"""An end of an attempt in a process of its own, told what to do through a pipe."""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+
+from kvrail.transport.base import Peer
+from tests.transport.carriers.kinds import CARRIERS
+
+HOST = "127.0.0.1"
+
+
+def pattern(size, seed=0):
+    """Bytes of which none is zero, and neighbouring blocks are not in step with pages."""
+    block = random.Random(seed).randbytes(65_521).replace(b"\0", b"\1")
+    return (block * (size // len(block) + 1))[:size]
+
+
+async def _send(carrier, peer, key, size):
+    outlet = await carrier.outlet(peer, key)
+    yield
+    try:
+        await outlet.send(memoryview(pattern(size)))
+    finally:
+        await outlet.aclose()
+
+
+async def _receive(carrier, peer, key, size):
+    yield
+    inlet = await carrier.inlet(peer, key)
+    try:
+        region = await inlet.receive(size, on_device=False)
+        if bytes(region.payload) != pattern(size):
+            raise ValueError("other bytes arrived")
+        region.release()
+    finally:
+        await inlet.aclose()
+
+
+async def _serve(kind, pool_bytes, pipe):
+    carrier = await kind.start(pool_bytes)
+    pipe.send(carrier.address)
+    while (order := await asyncio.to_thread(pipe.recv)) is not None:
+        verb, address, key, size = order
+        try:
+            async for _ in {"send": _send, "receive": _receive}[verb](carrier, Peer(address, HOST), key, size):
+                pipe.send("ready")
+            pipe.send("done")
+        except Exception as error:  # noqa: BLE001 - the test reads it
+            pipe.send(type(error).__name__)
+    await carrier.aclose()
+    pipe.send("closed")
+
+
+def _main(name, pool_bytes, pipe):
+    (kind,) = (kind for kind in CARRIERS if kind.name == name)
+    asyncio.run(_serve(kind, pool_bytes, pipe))
+
+
+class PeerProcess:
+    """A worker elsewhere, which can be stopped and killed."""
+
+    def __init__(self, kind, pool_bytes=1 << 20):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(kind.name, pool_bytes, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    async def says(self, patience_s=60):
+        """What it says next."""
+
+        def read():
+            if not self._pipe.poll(patience_s):
+                raise TimeoutError("the peer's process says nothing")
+            return self._pipe.recv()
+
+        return await asyncio.to_thread(read)
+
+    def order(self, verb, address, key, size):
+        """Let it send or receive one payload."""
+        self._pipe.send((verb, address, key, size))
+
+    async def close(self):
+        """Let it end by itself."""
+        self._pipe.send(None)
+        assert await self.says() == "closed"
+        await asyncio.to_thread(self._process.join, 30)
+        assert self._process.exitcode == 0
+
+    def stop(self):
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self):
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self):
+        """Kill it, if it lives; stopped or not."""
+        if self._pipe.closed:
+            return
+        self._process.kill()
+        self._process.join(30)
+        self._process.close()
+        self._pipe.close()

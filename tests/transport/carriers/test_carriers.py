@@ -1,0 +1,216 @@
+"""What holds for every carrier with both ends in one process: payloads, order, room, sizes, keys."""
+
+import asyncio
+import random
+import threading
+
+import pytest
+import torch
+
+from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
+from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
+from tests.transport.carriers.conftest import POOL_BYTES, send_all, until
+from tests.transport.carriers.peer import HOST, pattern
+
+SIZES = [1, 2, 7, 8, 4095, 4096, 4097, 65_536, 1_000_003, 1 << 20, (4 << 20) + 1]
+
+
+async def test_payloads_arrive_whole_and_in_order(ends):
+    generator = random.Random(1)
+    payloads = [generator.randbytes(size) for size in [*SIZES, *reversed(SIZES)]]
+    async with ends.attempt(1) as (outlet, inlet):
+        for payload in payloads:  # one after the other
+            sending = asyncio.create_task(outlet.send(memoryview(payload)))
+            region = await inlet.receive(len(payload), on_device=False)
+            assert bytes(region.payload) == payload
+            region.release()
+            await sending
+    assert await ends.transfer(2, payloads) == payloads  # all under way at once
+
+
+@pytest.mark.parametrize("pool_bytes", [1 << 30])
+async def test_a_gibibyte(ends):
+    size = 1 << 30
+    payload = bytearray(pattern(size))
+    async with ends.attempt(1) as (outlet, inlet):
+        sending = asyncio.create_task(outlet.send(memoryview(payload)))
+        region = await inlet.receive(size, on_device=False)
+        assert torch.equal(
+            torch.frombuffer(region.payload, dtype=torch.uint8), torch.frombuffer(payload, dtype=torch.uint8)
+        )
+        region.release()
+        await sending
+
+
+async def test_64_attempts_at_once_do_not_mix(ends):
+    async def one(key):
+        generator = random.Random(key)
+        payloads = [generator.randbytes(generator.randint(1, 300_000)) for _ in range(6)]
+        assert await ends.transfer(key, payloads) == payloads
+
+    await asyncio.gather(*(one((1 << 63) + key) for key in range(64)))
+
+
+async def test_a_payload_that_was_sent_is_read_no_more(ends):
+    for key in range(8):
+        payload = bytearray(pattern(1 << 20, key))
+        want = bytes(payload)
+        async with ends.attempt(key) as (outlet, inlet):
+            sending = asyncio.create_task(outlet.send(memoryview(payload)))
+            region = await inlet.receive(len(payload), on_device=False)
+            arrived = bytes(region.payload)
+            region.release()
+            await sending
+            payload[:] = bytes(len(payload))
+            assert arrived == want
+
+
+async def test_what_was_sent_arrives_though_the_sender_closes_at_once(ends):
+    payloads = [pattern(2 << 20, seed) for seed in range(3)]
+    for key in range(10):
+        outlet, inlet = await ends.open(key)
+
+        async def send_and_close(outlet=outlet):
+            await send_all(outlet, payloads)
+            await outlet.aclose()
+
+        async def take_slowly(inlet=inlet):
+            for payload in payloads:
+                region = await inlet.receive(len(payload), on_device=False)
+                await asyncio.sleep(0.005)
+                assert bytes(region.payload) == payload
+                region.release()
+
+        await asyncio.gather(send_and_close(), take_slowly())
+        await inlet.aclose()
+
+
+async def test_send_waits_for_a_receiver_that_is_behind(ends):
+    async with ends.attempt(1) as (outlet, inlet):
+        sending = asyncio.create_task(outlet.send(memoryview(pattern(4 << 20))))
+        await asyncio.sleep(0.05)
+        assert not sending.done()
+        (await inlet.receive(4 << 20, on_device=False)).release()
+        await sending
+
+
+async def test_a_full_pool_is_waited_for(ends):
+    room = ends.pool.buffer.numel() // 2
+    payloads = [pattern(room, seed) for seed in range(5)]
+    async with ends.attempt(1) as (outlet, inlet), ends.attempt(2) as (other_outlet, other_inlet):
+        sending = asyncio.create_task(send_all(outlet, payloads))
+        regions = [await inlet.receive(room, on_device=False) for _ in range(2)]
+        assert ends.pool.free_bytes == 0
+        third = asyncio.create_task(inlet.receive(room, on_device=False))
+        # Another attempt waits as well, and is given up meanwhile.
+        other = asyncio.create_task(other_inlet.receive(10, on_device=False))
+        other_sending = asyncio.create_task(other_outlet.send(memoryview(bytes(10))))
+        await asyncio.sleep(0.05)
+        assert not third.done() and not other.done() and not sending.done()
+        await other_inlet.aclose()
+        with pytest.raises(TransferAbortedError):
+            await other
+        with pytest.raises(TransferAbortedError):
+            await other_sending
+        for region in regions:
+            threading.Thread(target=region.release).start()
+        regions = [await third]
+        for payload in payloads[2:]:
+            assert bytes(regions[-1].payload) == payload
+            regions.pop().release()
+            if payload is not payloads[-1]:
+                regions.append(await inlet.receive(room, on_device=False))
+        await sending
+
+
+async def test_regions_stay_valid_after_the_inlet_is_closed(ends):
+    outlet, inlet = await ends.open(1)
+    payload = pattern(1 << 20)
+    sending = asyncio.create_task(outlet.send(memoryview(payload)))
+    region = await inlet.receive(len(payload), on_device=False)
+    await inlet.aclose()
+    assert await ends.transfer(2, [bytes(1 << 20)] * 3) == [bytes(1 << 20)] * 3
+    assert bytes(region.payload) == payload
+    region.release()
+    region.release()
+    await sending
+    await outlet.aclose()
+
+
+@pytest.mark.parametrize(("sent", "asked"), [(10, 11), (11, 10), (1 << 20, 1), (1, 1 << 20), (4 << 20, (4 << 20) - 1)])
+async def test_another_size_is_a_frame_error(ends, sent, asked):
+    async with ends.attempt(1) as (outlet, inlet):
+        first = asyncio.create_task(outlet.send(memoryview(b"abc")))
+        (await inlet.receive(3, on_device=False)).release()
+        await first
+        sending = asyncio.create_task(outlet.send(memoryview(pattern(sent))))
+        with pytest.raises(FrameError):
+            await inlet.receive(asked, on_device=False)
+        await asyncio.gather(inlet.aclose(), outlet.aclose())
+        with pytest.raises(TransferAbortedError):
+            await sending
+    assert await ends.transfer(2, [b"after"]) == [b"after"]
+
+
+async def test_what_the_pool_can_never_hold_is_refused(ends):
+    size = ends.pool.buffer.numel() + 1
+    async with ends.attempt(1) as (_, inlet):
+        with pytest.raises(FrameError, match=str(size)):
+            await inlet.receive(size, on_device=False)
+    assert await ends.transfer(2, [b"after"]) == [b"after"]
+
+
+async def test_a_key_is_good_for_one_attempt(ends):
+    key = 0x1234_5678_9ABC_DEF0
+    assert await ends.transfer(key, [b"first"]) == [b"first"]
+    outlet, inlet = await ends.open(key + 1)
+    with pytest.raises((TransferAbortedError, WorkerUnavailableError)):  # at the latest where it would receive
+        stale = await ends.receiver.inlet(Peer(ends.sender.address, HOST), key)
+        try:
+            await stale.receive(5, on_device=False)
+        finally:
+            await stale.aclose()
+    sending = asyncio.create_task(outlet.send(memoryview(b"later")))
+    region = await inlet.receive(5, on_device=False)
+    assert bytes(region.payload) == b"later"
+    region.release()
+    await sending
+    await asyncio.gather(inlet.aclose(), outlet.aclose())
+
+
+async def test_late_payloads_meet_nobody(ends):
+    """A sender that was given up sends on; the next attempt with another key gets its own bytes."""
+    outlet, inlet = await ends.open(1)
+    sends = [asyncio.create_task(outlet.send(memoryview(b"\xee" * (1 << 20)))) for _ in range(3)]
+    (await inlet.receive(1 << 20, on_device=False)).release()
+    await inlet.aclose()
+    mine = pattern(1 << 20)
+    assert await ends.transfer(2, [mine] * 4) == [mine] * 4
+    ended = await asyncio.gather(*sends, return_exceptions=True)
+    assert ended[0] is None and all(isinstance(error, TransferAbortedError) for error in ended[1:])
+    await outlet.aclose()
+
+
+async def test_an_address_is_short_and_stays(ends):
+    address = ends.sender.address
+    assert len(address) <= MAX_ADDRESS_BYTES
+    await ends.transfer(1, [b"x"])
+    assert ends.sender.address == address
+
+
+async def test_a_peer_that_is_not_there(kind):
+    if kind.one_object:
+        pytest.skip("both ends are one object")
+    gone, receiver = await kind.start(POOL_BYTES), await kind.start(POOL_BYTES)
+    address = gone.address
+    await gone.aclose()
+    with pytest.raises((WorkerUnavailableError, TransferAbortedError)):
+        async with asyncio.timeout(60):
+            inlet = await receiver.inlet(Peer(address, HOST), 1)
+            try:
+                await inlet.receive(10, on_device=False)
+            finally:
+                await inlet.aclose()
+    pool = kind.pool(receiver)
+    await until(lambda: pool.free_bytes == POOL_BYTES)
+    await receiver.aclose()

@@ -1,0 +1,165 @@
+"""What holds for every carrier where the other end is another process: it works, dies, stops and comes back."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from kvrail.errors import TransferAbortedError
+from kvrail.transport.base import Peer
+from tests.transport.carriers.conftest import held, until
+from tests.transport.carriers.peer import HOST, PeerProcess, pattern
+
+SIZE = 256 << 20
+CLOSE_S = 20
+
+
+@pytest.fixture
+def kind(kind):
+    if not kind.processes:
+        pytest.skip("both ends are in one process")
+    return kind
+
+
+@pytest.fixture
+def pool_bytes():
+    return SIZE
+
+
+@contextlib.contextmanager
+def peer_of(kind, pool_bytes=1 << 20):
+    peer = PeerProcess(kind, pool_bytes)
+    try:
+        yield peer
+    finally:
+        peer.kill()
+
+
+@contextlib.asynccontextmanager
+async def receiving(ends, peer, key, size=SIZE):
+    """An inlet and its first `receive`, with the sender elsewhere."""
+    address = await peer.says()
+    peer.order("send", ends.receiver.address, key, size)
+    assert await peer.says() == "ready"
+    inlet = await ends.receiver.inlet(Peer(address, HOST), key)
+    task = asyncio.create_task(inlet.receive(size, on_device=False))
+    try:
+        yield inlet, task
+    finally:
+        await inlet.aclose()
+
+
+async def begun(pool):
+    """Return in the middle of a payload that is under way: its first byte is there."""
+    async with asyncio.timeout(60):
+        while not pool.buffer[0]:
+            await asyncio.sleep(0)
+
+
+async def ends_aborted(task, kind, end):
+    """The task ends by itself where the carrier notices; else once its end is closed, in bounded time."""
+    if kind.notices_death:
+        await asyncio.wait((task,), timeout=CLOSE_S)
+        assert task.done()
+    async with asyncio.timeout(CLOSE_S):
+        await end.aclose()
+    with pytest.raises(TransferAbortedError):
+        await task
+
+
+async def test_a_payload_from_and_to_another_process(ends):
+    size = 10 << 20
+    with peer_of(ends.kind, size) as peer:
+        async with receiving(ends, peer, 1, size) as (_, task):
+            region = await task
+            assert bytes(region.payload) == pattern(size)
+            region.release()
+        assert await peer.says() == "done"
+        outlet = await ends.sender.outlet(Peer(b"", HOST), 2)
+        peer.order("receive", ends.sender.address, 2, size)
+        assert await peer.says() == "ready"
+        await outlet.send(memoryview(pattern(size)))
+        assert await peer.says() == "done"
+        await outlet.aclose()
+        await peer.close()
+
+
+async def test_the_sender_is_killed_in_the_middle(ends):
+    for key in range(2):
+        with peer_of(ends.kind) as peer:
+            async with receiving(ends, peer, key) as (inlet, task):
+                await begun(ends.pool)
+                peer.stop()
+                assert not ends.pool.buffer[-1], "the whole payload came before the sender could be stopped"
+                peer.kill()
+                await ends_aborted(task, ends.kind, inlet)
+        ends.pool.buffer.zero_()
+    payload = pattern(1 << 20)
+    assert await ends.transfer(9, [payload]) == [payload]
+
+
+async def test_the_sender_stands_still_and_is_given_up(ends):
+    with peer_of(ends.kind) as peer:
+        async with receiving(ends, peer, 1) as (inlet, task):
+            await begun(ends.pool)
+            peer.stop()
+            assert not ends.pool.buffer[-1], "the whole payload came before the sender could be stopped"
+            async with asyncio.timeout(CLOSE_S):
+                await inlet.aclose()
+            with pytest.raises(TransferAbortedError):
+                await task
+            assert ends.pool.free_bytes == SIZE
+            ends.pool.buffer.zero_()  # the payload has no zero
+            peer.go_on()
+            assert await peer.says() == "TransferAbortedError"
+            assert not ends.pool.buffer.any()
+        await peer.close()
+
+
+async def test_the_receiver_is_killed_in_the_middle(ends):
+    payload = memoryview(pattern(SIZE))
+    with peer_of(ends.kind, SIZE) as peer:
+        await peer.says()
+        outlet = await ends.sender.outlet(Peer(b"", HOST), 1)
+        sending = asyncio.create_task(outlet.send(payload))
+        peer.order("receive", ends.sender.address, 1, SIZE)
+        assert await peer.says() == "ready"
+        await asyncio.sleep(0.02)
+        peer.stop()
+        assert not sending.done(), "the whole payload left before the receiver could be stopped"
+        peer.kill()
+        await ends_aborted(sending, ends.kind, outlet)
+    assert await ends.transfer(2, [b"after"]) == [b"after"]
+
+
+async def test_the_receiver_stands_still_and_is_given_up(ends):
+    payload = memoryview(pattern(SIZE))
+    with peer_of(ends.kind, SIZE) as peer:
+        await peer.says()
+        outlet = await ends.sender.outlet(Peer(b"", HOST), 1)
+        sending = asyncio.create_task(outlet.send(payload))
+        peer.order("receive", ends.sender.address, 1, SIZE)
+        assert await peer.says() == "ready"
+        await asyncio.sleep(0.02)
+        peer.stop()
+        assert not sending.done(), "the whole payload left before the receiver could be stopped"
+        async with asyncio.timeout(CLOSE_S):
+            await outlet.aclose()
+        with pytest.raises(TransferAbortedError):
+            await sending
+        peer.go_on()
+        assert await peer.says() == "TransferAbortedError"
+        await peer.close()
+
+
+async def test_a_peer_comes_back_again_and_again(ends):
+    size, holds = 1 << 20, []
+    for key in range(4):
+        with peer_of(ends.kind) as peer:
+            async with receiving(ends, peer, key, size) as (_, task):
+                region = await task
+                assert bytes(region.payload) == pattern(size)
+                region.release()
+        await asyncio.sleep(0.1)
+        holds.append(held())
+    await until(lambda: held()[0] <= holds[0][0] and held()[1] <= holds[0][1])

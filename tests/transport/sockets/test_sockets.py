@@ -1,0 +1,289 @@
+"""The data port: who may come in, how long one may stand still, what is told of it."""
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import threading
+
+import pytest
+import torch
+
+from kvrail.errors import ConfigError, FrameError, TransferAbortedError, WorkerUnavailableError
+from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
+from kvrail.transport.regions import RegionPool
+from kvrail.transport.sockets import SocketCarrier, Timeouts
+from kvrail.transport.sockets import carrier as carrier_module
+from kvrail.transport.sockets.messages import HELLO_BYTES, SIZE, Address, hello, read_hello
+from kvrail.transport.sockets.stream import Stream
+
+HOST = "127.0.0.1"
+HASTY = Timeouts(connect_s=2, hello_s=0.3, come_s=20, linger_s=0.3)
+
+
+def some_pool(size=1 << 20):
+    return RegionPool(torch.zeros(size, dtype=torch.uint8))
+
+
+@pytest.fixture
+async def sender():
+    carrier = await SocketCarrier.start(host=HOST, timeouts=HASTY)
+    yield carrier
+    await carrier.aclose()
+
+
+@pytest.fixture
+async def receiver():
+    carrier = await SocketCarrier.start(some_pool())
+    yield carrier
+    await carrier.aclose()
+
+
+class Stranger:
+    """A connection that speaks for itself."""
+
+    @classmethod
+    async def come(cls, carrier, said=b""):
+        self = cls()
+        self.address = Address.of(Peer(carrier.address, HOST))
+        self.reader, self.writer = await asyncio.open_connection(HOST, self.address.port)
+        self.writer.write(said)
+        return self
+
+    async def is_shown_out(self, patience_s=20):
+        async with asyncio.timeout(patience_s):
+            with contextlib.suppress(ConnectionResetError):
+                assert await self.reader.read() == b""
+        self.writer.close()
+
+
+async def both(sender, receiver, key, payload=b"still works"):
+    outlet = await sender.outlet(Peer(b""), key)
+    inlet = await receiver.inlet(Peer(sender.address, HOST), key)
+    sending = asyncio.create_task(outlet.send(memoryview(payload)))
+    async with asyncio.timeout(20):
+        region = await inlet.receive(len(payload), on_device=False)
+        assert bytes(region.payload) == payload
+        region.release()
+        await sending
+        await asyncio.gather(inlet.aclose(), outlet.aclose())
+
+
+def address_of(carrier):
+    return Address.of(Peer(carrier.address, HOST))
+
+
+async def test_strangers_are_shown_out_and_get_nothing(sender, receiver):
+    outlet = await sender.outlet(Peer(b""), 7)
+    secret = address_of(sender).secret
+    wrong = bytes([secret[0] ^ 1]) + secret[1:]
+    for said in (
+        hello(wrong, 7),
+        hello(secret, 8),
+        hello(bytes(32), 7),
+        b"\0" + hello(secret, 7)[1:],
+        os.urandom(HELLO_BYTES),
+        b"GET / HTTP/1.1\r\nHost: kvrail\r\nAccept: everything\r\n\r\n",
+        os.urandom(1 << 20),
+    ):
+        await (await Stranger.come(sender, said)).is_shown_out()
+    assert not outlet.connected
+    await outlet.aclose()
+    await (await Stranger.come(sender, hello(secret, 7))).is_shown_out()  # late: the outlet has been closed
+    await both(sender, receiver, 9)
+
+
+async def test_the_silent_and_the_slow_are_shown_out(sender, receiver):
+    silent = await Stranger.come(sender)
+    half = await Stranger.come(sender, hello(address_of(sender).secret, 7)[:-1])
+    dripping = await Stranger.come(sender)
+
+    async def drip():
+        for byte in bytes(HELLO_BYTES):
+            dripping.writer.write(bytes([byte]))
+            await asyncio.sleep(0.1)
+
+    dropping = asyncio.create_task(drip())
+    await asyncio.gather(*(stranger.is_shown_out() for stranger in (silent, half, dripping)))
+    dropping.cancel()
+    await both(sender, receiver, 9)
+
+
+async def test_strangers_are_bounded_and_keep_nobody_out_for_long(sender, receiver, monkeypatch):
+    monkeypatch.setattr(carrier_module, "MAX_STRANGERS", 4)
+    threads = threading.active_count()
+    crowd = [await Stranger.come(sender) for _ in range(20)]
+    transfer = asyncio.create_task(both(sender, receiver, 9))
+    most = 0
+    while not transfer.done():
+        most = max(most, threading.active_count() - threads)
+        await asyncio.sleep(0.01)
+    await transfer
+    assert most <= 4 + 2, "each stranger had a thread"
+    await asyncio.gather(*(stranger.is_shown_out() for stranger in crowd))
+
+
+async def test_the_second_with_a_key_is_refused(sender, receiver):
+    outlet = await sender.outlet(Peer(b""), 7)
+    inlet = await receiver.inlet(Peer(sender.address, HOST), 7)
+    sending = asyncio.create_task(outlet.send(memoryview(b"mine")))
+    region = await inlet.receive(4, on_device=False)
+    await sending
+    await (await Stranger.come(sender, hello(address_of(sender).secret, 7))).is_shown_out()
+    with pytest.raises(TransferAbortedError, match="in use"):
+        await sender.outlet(Peer(b""), 7)
+    assert bytes(region.payload) == b"mine"
+    region.release()
+    await asyncio.gather(inlet.aclose(), outlet.aclose())
+
+
+async def test_a_receiver_that_never_comes():
+    sender = await SocketCarrier.start(host=HOST, timeouts=Timeouts(come_s=0.3))
+    outlet = await sender.outlet(Peer(b""), 1)
+    first, second = (asyncio.create_task(outlet.send(memoryview(b"x"))) for _ in range(2))
+    for sending in (first, second):
+        with pytest.raises(TransferAbortedError, match=r"within 0\.3 s"):
+            await sending
+    await outlet.aclose()
+    await sender.aclose()
+
+
+async def test_a_receiver_that_never_reads_the_rest_is_left(sender):
+    outlet = await sender.outlet(Peer(b""), 1)
+    stranger = await Stranger.come(sender, hello(address_of(sender).secret, 1) + SIZE.pack(100) * 3)
+    await outlet.send(memoryview(bytes(100)))
+    await outlet.aclose()  # what has left may still be read, but not for ever
+    async with asyncio.timeout(20):
+        assert await stranger.reader.read() == SIZE.pack(100) + bytes(100)
+        while sender._lingering:
+            await asyncio.sleep(0.01)
+    stranger.writer.close()
+
+
+class FakeSender:
+    """A listener in a thread that answers as it is told."""
+
+    def __init__(self, answer):
+        self._listener = socket.create_server((HOST, 0))
+        self.peer = Peer(Address(self._listener.getsockname()[1], bytes(32), HOST).pack())
+        self._thread = threading.Thread(target=self._serve, args=(answer,))
+        self._thread.start()
+
+    def _serve(self, answer):
+        sock, _ = self._listener.accept()
+        with sock:
+            said = sock.recv(HELLO_BYTES + SIZE.size, socket.MSG_WAITALL)
+            assert read_hello(said[:HELLO_BYTES]) == (bytes(32), 5)
+            for part in answer:
+                sock.sendall(part)
+            while sock.recv(100):
+                pass
+
+    def close(self):
+        self._thread.join(20)
+        self._listener.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ([SIZE.pack(101) + bytes(100)], FrameError),
+        ([SIZE.pack(0) + bytes(100)], FrameError),
+        ([SIZE.pack((1 << 64) - 2) + bytes(4096)], FrameError),
+        ([SIZE.pack(100) + bytes(100) + bytes(1 << 16)], None),  # what nobody asked for is not read
+    ],
+)
+async def test_what_a_sender_says_is_held_against_what_was_asked(receiver, answer, error):
+    buffer = receiver.pool.buffer
+    buffer.fill_(7)
+    fake = FakeSender(answer)
+    inlet = await receiver.inlet(fake.peer, 5)
+    if error is None:
+        region = await inlet.receive(100, on_device=False)
+        assert bytes(region.payload) == bytes(100)
+        region.release()
+    else:
+        with pytest.raises(error):
+            await inlet.receive(100, on_device=False)
+    await inlet.aclose()
+    await asyncio.to_thread(fake.close)
+    assert bool((buffer[100:] == 7).all()), "bytes outside of the region were written"
+    assert receiver.pool.free_bytes == buffer.numel()
+
+
+async def test_a_payload_that_stands_still_ends(receiver):
+    async def hasty(sock):
+        return Stream(sock, stall_s=0.2)
+
+    carrier = await SocketCarrier.start(some_pool(), wrap=hasty)
+    fake = FakeSender([SIZE.pack(1000) + bytes(10)])
+    inlet = await carrier.inlet(fake.peer, 5)
+    with pytest.raises(TransferAbortedError, match="stood still"):
+        await inlet.receive(1000, on_device=False)
+    await inlet.aclose()
+    await asyncio.to_thread(fake.close)
+    assert carrier.pool.free_bytes == carrier.pool.buffer.numel()
+    await carrier.aclose()
+
+
+async def test_a_receiver_that_stands_still_in_a_payload_ends():
+    async def hasty(sock):
+        return Stream(sock, stall_s=0.2)
+
+    sender = await SocketCarrier.start(host=HOST, wrap=hasty)
+    outlet = await sender.outlet(Peer(b""), 1)
+    size = 256 << 20
+    stranger = socket.create_connection((HOST, address_of(sender).port))
+    stranger.sendall(hello(address_of(sender).secret, 1))
+    sending = asyncio.create_task(outlet.send(memoryview(bytes(size))))
+    await asyncio.sleep(0.5)
+    assert not sending.done()  # no room has been granted: that is no stall
+    stranger.sendall(SIZE.pack(size))
+    with pytest.raises(TransferAbortedError, match="stood still"):
+        await sending
+    await outlet.aclose()
+    stranger.close()
+    await sender.aclose()
+
+
+async def test_devices_are_refused(sender, receiver):
+    outlet = await sender.outlet(Peer(b""), 1)
+    inlet = await receiver.inlet(Peer(sender.address, HOST), 1)
+    with pytest.raises(FrameError, match="copy the payload to the host"):
+        await outlet.send(torch.empty(10, dtype=torch.uint8, device="meta"))
+    with pytest.raises(FrameError, match="copy the payload to the host"):
+        await inlet.receive(10, on_device=True)
+    assert not sender.on_device
+    await asyncio.gather(inlet.aclose(), outlet.aclose())
+
+
+async def test_addresses():
+    secret = random.Random(0).randbytes(32)
+    packed = Address(4711, secret, "décode.example").pack()
+    assert len(packed) <= MAX_ADDRESS_BYTES
+    assert Address.of(Peer(packed, "other")) == Address(4711, secret, "décode.example")
+    assert Address.of(Peer(Address(1, secret).pack(), "told")) == Address(1, secret, "told")
+    for bad in (b"", b"\1", packed[:10], b"\2" + packed[1:], packed + bytes(5000), packed + b"\xff"):
+        with pytest.raises(WorkerUnavailableError):
+            Address.of(Peer(bad, "host"))
+    with pytest.raises(WorkerUnavailableError, match="no host"):
+        Address.of(Peer(Address(1, secret).pack()))
+
+
+async def test_an_end_that_lacks_a_part_says_so(sender, receiver):
+    with pytest.raises(ConfigError, match="pool"):
+        await sender.inlet(Peer(sender.address, HOST), 1)
+    with pytest.raises(ConfigError, match="listen"):
+        await receiver.outlet(Peer(b""), 1)
+    with pytest.raises(ConfigError, match="another host or port"):
+        await SocketCarrier.start(host=HOST, port=address_of(sender).port)
+    with pytest.raises(WorkerUnavailableError, match="data port"):
+        await receiver.inlet(Peer(receiver.address, HOST), 1)
+
+
+async def test_secrets_differ():
+    carriers = [await SocketCarrier.start(host=HOST) for _ in range(2)]
+    assert len({address_of(carrier).secret for carrier in carriers}) == 2
+    for carrier in carriers:
+        await carrier.aclose()
