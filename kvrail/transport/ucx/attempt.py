@@ -1,0 +1,54 @@
+"""What both ends of one attempt need of their carrier."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from kvrail.transport.ucx.links import Link
+from kvrail.transport.ucx.tags import DIRECTION_MASK, Kind, tag
+from kvrail.transport.ucx.worker import Operation, UcxWorker
+
+LINGER_S = 30.0
+"""So long after its end an attempt waits for the other end's word that it has ended, too."""
+_SETTLE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One end's share of an attempt at a transfer."""
+
+    worker: UcxWorker
+    link: Link
+    key: int
+    grace_s: float
+    count: Callable[[int], None]
+    """Told the size of each payload that has crossed."""
+    leave: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+    """Called once, when the end was closed: runs what is left to do, then lets the link go."""
+
+    def send(self, buffer: Any, kind: Kind, number: int = 0) -> Operation:
+        """Send a message of this attempt."""
+        return self.worker.send(self.link.endpoint, buffer, tag(self.key, kind, number))
+
+    def receive(self, buffer: Any, kind: Kind, number: int = 0) -> Operation:
+        """Receive a message of this attempt."""
+        return self.worker.receive(self.link.endpoint, buffer, tag(self.key, kind, number))
+
+    def end(self, kind: Kind, number: int = 0) -> None:
+        """End a receive that nothing has matched."""
+        self.worker.end(tag(self.key, kind, number))
+
+    async def sweep(self, kind: Kind) -> None:
+        """Take what is left over of this attempt, of all kinds that travel in one direction with `kind`.
+
+        The other end's last word has come, and with it all that it sent before. What `end` may have left over when it
+        met a message on its way takes a moment.
+        """
+        self.sweep_now(kind)
+        await asyncio.sleep(_SETTLE_S)
+        self.sweep_now(kind)
+
+    def sweep_now(self, kind: Kind) -> None:
+        """Take what has come already."""
+        self.worker.sweep(tag(self.key, kind), DIRECTION_MASK)

@@ -1,0 +1,208 @@
+"""The receiving end of one attempt."""
+
+import asyncio
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrail.errors import FrameError, TransferAbortedError
+from kvrail.transport.regions import PooledRegion, RegionPool
+from kvrail.transport.ucx.attempt import LINGER_S, Attempt
+from kvrail.transport.ucx.quarantine import Quarantine
+from kvrail.transport.ucx.tags import PAYLOADS, Kind
+from kvrail.transport.ucx.worker import Operation
+
+logger = logging.getLogger(__name__)
+
+_SWEEPS_S = (0.01, 0.05, 0.2, 1.0, 5.0)
+"""Pauses between sweeps for what comes late; the last one repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """What payloads are received into."""
+
+    host: RegionPool
+    device: RegionPool | None = None
+
+
+@dataclass(slots=True)
+class _Landing:
+    """A receive that has been posted: where it goes, and what UCX has under way there."""
+
+    number: int
+    region: PooledRegion
+    size: bytearray = field(default_factory=lambda: bytearray(8))
+    operations: dict[Kind, Operation] = field(default_factory=dict)
+
+    def pending(self) -> set[Operation]:
+        return {operation for operation in self.operations.values() if not operation.done()}
+
+
+class UcxInlet:
+    """Posts a receive for a payload once it has a region for it, and for its size beside."""
+
+    def __init__(self, attempt: Attempt, pools: Pools, quarantine: Quarantine) -> None:
+        self._attempt, self._pools, self._quarantine = attempt, pools, quarantine
+        self._loop = asyncio.get_running_loop()
+        self._number = 0
+        self._landings: set[asyncio.Task[None]] = set()  # what is being given back
+        self._posted: set[_Landing] = set()
+        self._closed = False
+        self._coming = PAYLOADS  # payloads of this number or above will not come
+        self._news: asyncio.Future[None] = self._loop.create_future()
+        self._last = bytearray(8)
+        self._end = attempt.receive(self._last, Kind.END)
+        self._end.add_done_callback(self._ended)
+
+    async def receive(self, size: int, *, on_device: bool) -> PooledRegion:
+        """As `Inlet.receive` says."""
+        number = self._number
+        self._check(number)
+        self._number += 1
+        pool = self._pools.device if on_device else self._pools.host
+        if pool is None:
+            raise FrameError(f"payload {number} lies on a device, and this worker receives in host memory only")
+        landing = _Landing(number, await self._take(pool, size, number))
+        self._posted.add(landing)
+        try:
+            self._post(landing, size)
+            await self._wait(landing.pending(), number)
+            self._judge(landing, size)
+        except BaseException:
+            await self._give_back(landing)
+            raise
+        self._posted.discard(landing)
+        self._attempt.send(bytes(8), Kind.ACK, number)
+        self._attempt.count(size)
+        return landing.region
+
+    async def aclose(self) -> None:
+        """As `Inlet.aclose` says, within three graces.
+
+        Receives that nothing has matched end at once. A payload that is on its way is waited for: a peer that lives
+        sends it to its end, and one on the same host need not even live, as UCX reads from its memory. From a peer that
+        does neither the endpoint is cut, and UCX then ends what was under way. Should it not, the region stays in
+        quarantine until it does.
+        """
+        first, self._closed = not self._closed, True
+        if first:
+            self._tell()
+            if self._attempt.link.alive:
+                self._attempt.send(bytes(8), Kind.STOP)
+            self._attempt.sweep_now(Kind.BODY)
+        giving = [self._begin_to_give_back(landing) for landing in list(self._posted)]
+        waited = {*self._landings, *giving}
+        if waited:
+            await asyncio.wait(waited)
+        if first:
+            self._attempt.leave(self._linger)
+
+    async def _linger(self) -> None:
+        """Sweep away what still comes, until the sender has ended or long enough."""
+        until = self._loop.time() + LINGER_S
+        pauses = iter(_SWEEPS_S)
+        while not self._end.done() and self._loop.time() < until:
+            self._attempt.sweep_now(Kind.BODY)
+            await asyncio.wait({self._end}, timeout=next(pauses, _SWEEPS_S[-1]))
+        if not self._end.done():
+            self._attempt.end(Kind.END)
+        await self._attempt.sweep(Kind.BODY)
+
+    async def _take(self, pool: RegionPool, size: int, number: int) -> PooledRegion:
+        taking = self._loop.create_task(pool.take(size))
+        try:
+            await self._wait({taking}, number)
+        except BaseException:
+            taking.cancel()
+            taking.add_done_callback(_release)
+            raise
+        return taking.result()
+
+    def _post(self, landing: _Landing, size: int) -> None:
+        landing.operations[Kind.SIZE] = self._attempt.receive(landing.size, Kind.SIZE, landing.number)
+        if size:
+            landing.operations[Kind.BODY] = self._attempt.receive(landing.region.payload, Kind.BODY, landing.number)
+
+    async def _wait(self, pending: Collection[asyncio.Future[Any]], number: int) -> None:
+        """Wait until all are done or one has failed. Raises TransferAbortedError once the payload will not come."""
+        waited = set(pending)
+        while waited := {each for each in waited if not each.done()}:
+            self._check(number)
+            done, _ = await asyncio.wait({*waited, self._news}, return_when=asyncio.FIRST_COMPLETED)
+            if any(each is not self._news and each.exception() is not None for each in done):
+                return
+        if self._closed:
+            self._check(number)
+
+    def _check(self, number: int) -> None:
+        if self._closed or number >= self._coming or not self._attempt.link.alive:
+            reason = "the inlet is closed" if self._closed else "the sender has ended or is gone"
+            raise TransferAbortedError(f"payload {number} was not received: {reason}")
+        if number == PAYLOADS:
+            raise FrameError(f"an attempt has at most {PAYLOADS} payloads; raise the sender's --max-frame-bytes")
+
+    def _judge(self, landing: _Landing, size: int) -> None:
+        """Raise where the payload did not come as announced."""
+        failed = [operation.exception() for operation in landing.operations.values() if operation.done()]
+        sent = int.from_bytes(landing.size, "little")
+        if any(isinstance(each, self._attempt.worker.truncated) for each in failed):
+            raise FrameError(f"payload {landing.number} is longer than the {size} bytes that were announced")
+        for each in failed:
+            if each is not None:
+                raise TransferAbortedError(f"payload {landing.number} was not received: {each}")
+        if not self._attempt.link.alive:
+            # Read from the memory of a sender that has given up, and may have used it for something else since.
+            raise TransferAbortedError(f"payload {landing.number} was not received: the sender is gone")
+        if sent != size:
+            raise FrameError(f"payload {landing.number} has {sent} bytes, {size} were announced")
+
+    async def _give_back(self, landing: _Landing) -> None:
+        await asyncio.shield(self._begin_to_give_back(landing))
+
+    def _begin_to_give_back(self, landing: _Landing) -> asyncio.Task[None]:
+        """End what is under way for a landing, then release its region. Belongs to the inlet, whoever waits for it."""
+        self._posted.discard(landing)
+        giving = self._loop.create_task(self._reclaim(landing))
+        self._landings.add(giving)
+        giving.add_done_callback(self._landings.discard)
+        return giving
+
+    async def _reclaim(self, landing: _Landing) -> None:
+        for kind, operation in landing.operations.items():
+            if not operation.done():
+                self._attempt.end(kind, landing.number)
+        pending = landing.pending()
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=self._attempt.grace_s)
+        if pending:
+            logger.warning("payload %d came to no end: the sender's endpoint is cut", landing.number)
+            await self._attempt.link.cut()
+            pending = landing.pending()
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=self._attempt.grace_s)
+        if pending:
+            self._quarantine.keep(landing.region, pending)
+        else:
+            landing.region.release()
+
+    def _ended(self, end: Operation) -> None:
+        """The sender has ended: it said after how many payloads, and whether it gives up those under way."""
+        said = int.from_bytes(self._last, "little")
+        given_up = said & 1
+        failed = end.cancelled() or end.exception() is not None
+        self._coming = 0 if failed or given_up else said >> 1
+        if given_up and not failed:
+            self._attempt.sweep_now(Kind.BODY)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake every receive: something about this attempt has changed."""
+        self._news.set_result(None)
+        self._news = self._loop.create_future()
+
+
+def _release(taking: asyncio.Task[PooledRegion]) -> None:
+    if not taking.cancelled() and taking.exception() is None:
+        taking.result().release()

@@ -1,0 +1,111 @@
+"""The sending end of one attempt."""
+
+import asyncio
+import logging
+from typing import Any
+
+import torch
+
+from kvrail.errors import FrameError, TransferAbortedError
+from kvrail.transport.base import Payload
+from kvrail.transport.ucx.attempt import LINGER_S, Attempt
+from kvrail.transport.ucx.tags import PAYLOADS, Kind
+from kvrail.transport.ucx.worker import Operation
+
+logger = logging.getLogger(__name__)
+
+
+class UcxOutlet:
+    """Sends payloads, each with its size, until the receiver says that it has them; at last, that there are no more."""
+
+    def __init__(self, attempt: Attempt, *, on_device: bool) -> None:
+        self._attempt = attempt
+        self._on_device = on_device
+        self._number = 0
+        self._reading: set[Operation] = set()  # UCX reads payloads for these
+        self._unacknowledged: set[int] = set()
+        self._ending: asyncio.Task[None] | None = None
+        self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = attempt.receive(bytearray(8), Kind.STOP)
+
+    async def send(self, payload: Payload) -> None:
+        """As `Outlet.send` says. Raises FrameError where the payload lies where it cannot be sent from."""
+        self._check(payload)
+        number = self._number
+        self._number += 1
+        arrived = self._attempt.receive(bytearray(8), Kind.ACK, number)
+        self._unacknowledged.add(number)
+        arrived.add_done_callback(lambda _: self._unacknowledged.discard(number))
+        self._attempt.send(payload.nbytes.to_bytes(8, "little"), Kind.SIZE, number)
+        reading = {self._read(payload, number)} if payload.nbytes else set()
+        await self._until(reading, self._given_up)
+        await self._until({arrived}, self._stop)
+        failed = [each.exception() for each in (arrived, *reading) if each.done()]
+        if self._ending is not None or not arrived.done() or any(failed):
+            reason = "the outlet was closed" if self._ending is not None else f"the receiver is gone {failed}"
+            raise TransferAbortedError(f"payload {number} was not sent: {reason}")
+        self._attempt.count(payload.nbytes)
+
+    async def aclose(self) -> None:
+        """As `Outlet.aclose` says, within two graces.
+
+        A peer that still answers gives up what it has not begun to read, and finishes the rest. From one that does not
+        the endpoint is cut. A peer of the same host that was stopped while it read by cma or cuda_ipc may read on when
+        it is woken; then it finds its endpoint gone, and throws away what it read.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        reading, link = set(self._reading), self._attempt.link
+        if link.alive:
+            given_up = bool(reading or self._unacknowledged)
+            self._attempt.send((self._number << 1 | given_up).to_bytes(8, "little"), Kind.END)
+        for number in self._unacknowledged:
+            self._attempt.end(Kind.ACK, number)
+        if reading:
+            _, reading = await asyncio.wait(reading, timeout=self._attempt.grace_s)
+        if reading:
+            logger.warning("a receiver took too long to give up %d payloads: its endpoint is cut", len(reading))
+            await link.cut()
+            _, reading = await asyncio.wait(reading, timeout=self._attempt.grace_s)
+        if reading:
+            logger.error("UCX still holds %d payloads of a closed endpoint", len(reading))
+        self._given_up.set_result(None)
+        self._attempt.leave(self._linger)
+
+    async def _linger(self) -> None:
+        """Wait for the receiver's STOP, which is its last message, so that nothing is left over."""
+        if not self._stop.done():
+            await asyncio.wait({self._stop}, timeout=LINGER_S)
+        if not self._stop.done():
+            self._attempt.end(Kind.STOP)
+        await self._attempt.sweep(Kind.STOP)
+
+    async def _until(self, operations: set[Operation], other: asyncio.Future[None]) -> None:
+        """Wait until all operations are done, or the other is."""
+        waited = {each for each in operations if not each.done()}
+        while waited and not other.done():
+            await asyncio.wait({*waited, other}, return_when=asyncio.FIRST_COMPLETED)
+            waited = {each for each in waited if not each.done()}
+
+    def _check(self, payload: Payload) -> None:
+        if self._ending is not None or self._stop.done() or not self._attempt.link.alive:
+            reason = "the outlet is closed" if self._ending is not None else "the receiver is gone"
+            raise TransferAbortedError(f"payload {self._number} was not sent: {reason}")
+        if self._number == PAYLOADS:
+            raise FrameError(f"an attempt has at most {PAYLOADS} payloads; raise --max-frame-bytes")
+        if isinstance(payload, torch.Tensor):
+            if not payload.is_cuda or not self._on_device:
+                raise FrameError(f"a tensor on {payload.device} cannot leave: UCX needs CUDA at both ends, or bytes")
+            if payload.dtype != torch.uint8 or not payload.is_contiguous():
+                raise FrameError(f"a payload of {payload.dtype}, shape {tuple(payload.shape)}, is not contiguous bytes")
+        elif not payload.c_contiguous:
+            raise FrameError(f"a payload of {payload.nbytes} bytes is not contiguous")
+
+    def _read(self, buffer: Any, number: int) -> Operation:
+        operation = self._attempt.send(buffer, Kind.BODY, number)
+        self._reading.add(operation)
+        operation.add_done_callback(self._reading.discard)
+        return operation

@@ -1,0 +1,17 @@
+"""Carriers on loopback: by tcp alone, as between hosts, and with cma, as within one."""
+
+from types import MappingProxyType
+
+from kvrail.transport.ucx import UcxCarrier, UcxSettings
+
+LOOPBACK = MappingProxyType({"NET_DEVICES": "lo"})
+TCP = UcxSettings(transports="tcp,self", extra=LOOPBACK)
+CMA = UcxSettings(transports="tcp,cma,self", extra=LOOPBACK)
+
+
+async def start_tcp(pool_bytes, **others):
+    return await UcxCarrier.start(host_bytes=pool_bytes, settings=TCP, **others)
+
+
+async def start_cma(pool_bytes, **others):
+    return await UcxCarrier.start(host_bytes=pool_bytes, settings=CMA, **others)
