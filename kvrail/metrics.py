@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvrail.lifecycle import PARTS
+from kvrail.tally import TallyHistogram
 
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 """Buckets from a short local answer to the default deadline."""
@@ -144,8 +145,12 @@ class RouterMetrics:
         self.time_to_token = {
             (k, kind): times.labels(model_name, k, kind) for k in COUNTED_TOKENS for kind in ("verified", "provisional")
         }
-        self.inter_token = make.histogram(
-            "kvrail_inter_token_seconds", "Time between two tokens of one sequence.", TOKEN_SECONDS
+        self.inter_token = TallyHistogram(
+            "kvrail_inter_token_seconds",
+            "Time between two tokens of one sequence.",
+            model_name,
+            TOKEN_SECONDS,
+            registry,
         )
         self.request_prompt_tokens = make.histogram(
             "kvrail_request_prompt_tokens", "Prompt tokens of a request.", TOKENS
