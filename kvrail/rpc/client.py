@@ -35,7 +35,7 @@ class DecodeClient:
         request: decode_pb2.GenerateRequest,
         *,
         timeout_s: float | None = None,
-        on_overflow: Callable[[], None] | None = None,
+        on_overflow: Callable[[], object] | None = None,
     ) -> ReplyStream:
         """Begin one generation, over the stream that all share; `timeout_s` travels with it as its deadline.
 

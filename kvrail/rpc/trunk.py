@@ -1,7 +1,7 @@
 """The caller's end of a trunk: all its calls to one decode worker over one gRPC stream.
 
-A trunk opens with its first call and stays. Where it breaks, every call on it hears that the worker is lost, and the next
-call opens another. One call's replies never wait for another's reader: what its own reader does not take waits
+A trunk opens with its first call and stays. Where it breaks, every call on it hears that the worker is lost, and the
+next call opens another. One call's replies never wait for another's reader: what its own reader does not take waits
 here, up to a bound, and beyond it that call alone is ended.
 """
 
@@ -39,7 +39,7 @@ class ReplyStream:
     Leaving the stream unfinished requires `cancel()`; used as an async context manager it does so by itself.
     """
 
-    def __init__(self, line: "_Line", call: int, peer: str, on_overflow: Callable[[], None] | None) -> None:
+    def __init__(self, line: "_Line", call: int, peer: str, on_overflow: Callable[[], object] | None) -> None:
         self._line = line
         self._call = call
         self._peer = peer
@@ -169,7 +169,7 @@ class _Line:
         self._ways = asyncio.create_task(self._read()), asyncio.create_task(self._write())
 
     def begin(
-        self, request: decode_pb2.GenerateRequest, timeout_s: float | None, on_overflow: Callable[[], None] | None
+        self, request: decode_pb2.GenerateRequest, timeout_s: float | None, on_overflow: Callable[[], object] | None
     ) -> ReplyStream:
         self._last += 1
         call = self._calls[self._last] = ReplyStream(self, self._last, self._peer, on_overflow)
@@ -245,7 +245,7 @@ class Trunk:
         request: decode_pb2.GenerateRequest,
         *,
         timeout_s: float | None = None,
-        on_overflow: Callable[[], None] | None = None,
+        on_overflow: Callable[[], object] | None = None,
     ) -> ReplyStream:
         """Begin a call; `timeout_s` travels with it as its deadline. Raises InvalidRequestError for one too large.
 

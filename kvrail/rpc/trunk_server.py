@@ -21,7 +21,7 @@ from kvrail.wire.v1 import decode_pb2
 log = logging.getLogger(__name__)
 
 MAX_WAITING_REPLIES = 1024
-"""Replies that wait for a trunk before its calls do. Then the caller as a whole is slow: it reads ahead of its clients."""
+"""Replies that wait for a trunk before its calls do: a caller reads ahead of its clients, so it is slow as a whole."""
 
 Method = Callable[[decode_pb2.GenerateRequest, Any], Any]
 """A servicer's Generate: an async generator, or a coroutine that writes to its context."""
@@ -178,7 +178,7 @@ class TrunkServer:
 
 async def _complete(replies: Any, context: CallContext) -> None:
     """Take what a method gives to its end."""
-    if not inspect.isasyncgen(replies):
+    if inspect.isawaitable(replies):
         await replies
         return
     async with aclosing(replies):

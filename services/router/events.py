@@ -1,4 +1,4 @@
-"""Server-sent events: JSON objects as bytes, and the common one among them, a chunk of text, without building it anew."""
+"""Server-sent events: JSON objects as bytes; the most common, a chunk of text, is not built anew each time."""
 
 import json
 import uuid

@@ -15,7 +15,7 @@ from kvrail.errors import (
 )
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import RouterMetrics
-from kvrail.rpc.client import ReplyStream
+from kvrail.rpc.trunk import ReplyStream
 from kvrail.sampling import FinishReason, TokenLogprobs
 from kvrail.wire.convert import finish_reason_from_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
@@ -81,7 +81,7 @@ class _Call:
         self.metrics = metrics
         self.timeline = timeline
         self.cancelled = False
-        self.on_overflow: Callable[[], None] | None = None
+        self.on_overflow: Callable[[], object] | None = None
         self._timeout_s = timeout_s
         self._open: set[ReplyStream] = set()
 
@@ -254,7 +254,7 @@ class Generation:
         """End all calls; `updates` then raises RequestCancelledError."""
         self._call.cancel()
 
-    def when_overflown(self, give_up: Callable[[], None]) -> None:
+    def when_overflown(self, give_up: Callable[[], object]) -> None:
         """Call `give_up` where a prompt's call is ended because more of its output waits than may; before `updates`."""
         self._call.on_overflow = give_up
 

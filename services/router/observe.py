@@ -27,7 +27,7 @@ class RequestRecord:
         metrics.waiting.inc()
 
     def take(self, updates: Updates) -> None:
-        """Take note of what came at one moment; tokens of one choice that came together share the time since the last."""
+        """Take note of what came at one moment; a choice's tokens among it share the time since its last ones."""
         tokens: dict[int, int] = {}
         for update in updates:
             if isinstance(update, Delta):
