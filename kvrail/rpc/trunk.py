@@ -29,6 +29,8 @@ MAX_REQUEST_BYTES = DEFAULT_MAX_MESSAGE_BYTES - MESSAGE_OVERHEAD_BYTES
 """A larger request would break the trunk for all calls."""
 MAX_UNREAD_BYTES = 1 << 20
 """Replies of one call that wait for a slow reader: some 20,000 tokens without log probabilities."""
+TAKEN_EVERY = 4
+"""Messages after which the worker is told that they were taken; half of what it has on their way."""
 UNREAD_OVERHEAD_BYTES = 64
 """What a waiting reply takes beside its own bytes."""
 
@@ -195,6 +197,7 @@ class _Line:
         await asyncio.gather(*self._ways, return_exceptions=True)
 
     async def _read(self) -> None:
+        untold = 0
         error: KvrailError = WorkerUnavailableError(f"{self._peer} ended its stream; ask another worker")
         try:
             while (message := await self._stream.read()) is not grpc.aio.EOF:
@@ -204,6 +207,10 @@ class _Line:
                 for news in message.calls:
                     if (call := self._calls.get(news.call)) is not None:
                         call.take(news)
+                untold += 1
+                if untold == TAKEN_EVERY:
+                    self.order(decode_pb2.TrunkRequest(taken=untold))
+                    untold = 0
         except grpc.aio.AioRpcError as broken:
             error = from_rpc_error(broken, peer=self._peer)
             if isinstance(error, RequestCancelledError):  # by the worker: nobody here cancelled

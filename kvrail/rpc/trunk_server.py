@@ -1,7 +1,8 @@
 """The worker's end of a trunk: one gRPC stream that carries many calls of Generate.
 
-A call is served by the same method that serves one alone. What all of them say while a message is on its way to the
-socket leaves together in the next one, so a step of the engine costs one message and not one for each request.
+A call is served by the same method that serves one alone. What all of them say at one moment leaves in one message, so
+a step of the engine costs one message and not one for each request. Only a few messages are on their way at a time: a
+caller that is slow to take them gets fewer and larger ones, in which each call has several replies.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ from kvrail.wire.v1 import decode_pb2
 
 log = logging.getLogger(__name__)
 
+MAX_UNTAKEN_MESSAGES = 8
+"""Messages on their way that the caller has not said to have taken; it says so every TAKEN_EVERY (kvrail/rpc/trunk.py)."""
 MAX_WAITING_REPLIES = 1024
 """Replies that wait for a trunk before its calls do: a caller reads ahead of its clients, so it is slow as a whole."""
 
@@ -95,7 +98,8 @@ class TrunkServer:
         self._message = decode_pb2.TrunkReply()
         self._parts: dict[int, decode_pb2.CallReplies] = {}  # of the message, by call
         self._count = 0
-        self._any, self._room = asyncio.Event(), asyncio.Event()
+        self._untaken = 0  # messages
+        self._any, self._room, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
         """Serve until the caller closes the trunk; whatever ends it ends its calls, and waits for their end."""
@@ -137,6 +141,9 @@ class TrunkServer:
         while (order := await self._context.read()) is not grpc.aio.EOF:
             if order is None:  # what gRPC makes of bytes that it cannot read
                 raise IncompatibleError("the caller sent what is no message of this protocol version")
+            if order.taken:
+                self._untaken -= order.taken
+                self._taken.set()
             if order.HasField("start"):
                 self._begin(order)
             elif (task := self._tasks.get(order.call)) is not None:
@@ -169,7 +176,11 @@ class TrunkServer:
     async def _write(self) -> None:
         while True:
             await self._any.wait()
+            while self._untaken >= MAX_UNTAKEN_MESSAGES:
+                self._taken.clear()
+                await self._taken.wait()
             self._any.clear()
+            self._untaken += 1
             message = self._message
             self._message, self._parts, self._count = decode_pb2.TrunkReply(), {}, 0
             self._room.set()

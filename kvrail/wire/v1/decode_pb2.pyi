@@ -38,14 +38,16 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., provisional: _Optional[bool] = ...) -> None: ...
 
 class TrunkRequest(_message.Message):
-    __slots__ = ("call", "start", "timeout_s")
+    __slots__ = ("call", "start", "timeout_s", "taken")
     CALL_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     call: int
     start: GenerateRequest
     timeout_s: float
-    def __init__(self, call: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    taken: int
+    def __init__(self, call: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., taken: _Optional[int] = ...) -> None: ...
 
 class Drafted(_message.Message):
     __slots__ = ("position", "token_ids", "text")
