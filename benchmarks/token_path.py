@@ -5,8 +5,8 @@
 Two halves. `router`: a stub worker gives each stream a token a step, the real router passes them on, one client reads
 the events of all streams; beside it, in turns, a bare asyncio proxy that copies events from sockets to HTTP chunks.
 `worker`: the real servicer of a decode worker over a stub engine, read by the router's client. With --step-ms 0 a step
-follows the last one at once: the most tokens a second. With a step's time the load is the same for all, and the CPU time
-for each token compares. Correctness first: each stream must bring exactly its tokens and the end.
+follows the last one at once: the most tokens a second. With a step's time the load is the same for all, and the CPU
+time for each token compares. Correctness first: each stream must bring exactly its tokens and the end.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MANY = 500
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One run. tokens_per_s: all streams together. cpu_us: CPU of each process (or thread) for each token, microseconds."""
+    """One run. tokens_per_s: all streams together. cpu_us: microseconds of CPU per token, of each process or thread."""
 
     half: str
     streams: int
@@ -143,9 +143,7 @@ def cpu_of(child: psutil.Process) -> float:
     return times.user + times.system
 
 
-def measure_http(
-    half: str, port: int, processes: dict[str, psutil.Process], streams: int, rounds: int
-) -> list[Figure]:
+def measure_http(half: str, port: int, processes: dict[str, psutil.Process], streams: int, rounds: int) -> list[Figure]:
     """Runs of one server, after one that is not counted."""
     tokens = TOKENS.get(streams, MANY)
     asyncio.run(read_answers(port, streams, tokens // 4))

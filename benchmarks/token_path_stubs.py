@@ -1,9 +1,9 @@
 """Processes of benchmarks/token_path.py: workers without a model, a source of lines and the bare proxy before it.
 
-    python -m benchmarks.token_path_stubs worker|servicer|proxy [TARGET]
+    python -m benchmarks.token_path_stubs worker|servicer|source|proxy [TARGET]
 
-Each prints the port that it listens on and serves until it is killed. The step of all of them is the same: one token for
-each stream that runs, then the next step as soon as what was told has been taken, or STEP_MS after the last one.
+Each prints the port that it listens on and serves until it is killed. The step of all is the same: one token for each
+stream that runs, then the next step as soon as what was told has been taken, or STEP_MS after the last one.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from kvrail import loops
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
 from kvrail.wire import PROTOCOL_VERSION
@@ -250,4 +251,4 @@ async def _announce(port: int) -> None:
 
 if __name__ == "__main__":
     roles = {"worker": serve_worker, "servicer": serve_servicer, "source": serve_source, "proxy": serve_proxy}
-    asyncio.run(roles[sys.argv[1]](*sys.argv[2:]))
+    loops.run(roles[sys.argv[1]](*sys.argv[2:]))

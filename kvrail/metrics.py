@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvrail.lifecycle import PARTS
-from kvrail.tally import TallyHistogram
+from kvrail.tally import TallyCounter, TallyHistogram
 
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 """Buckets from a short local answer to the default deadline."""
@@ -160,7 +160,9 @@ class RouterMetrics:
         )
         self.prompt_tokens = make.counter("kvrail_prompt_tokens", "Prompt tokens of answered requests.")
         self.cached_tokens = make.counter("kvrail_cached_prompt_tokens", "Prompt tokens whose KV was held already.")
-        self.generation_tokens = make.counter("kvrail_generation_tokens", "Generated tokens that reached the router.")
+        self.generation_tokens = TallyCounter(
+            "kvrail_generation_tokens", "Generated tokens that reached the router.", model_name, registry
+        )
         self.failovers = make.counter("kvrail_failovers", "Streams moved to another decode worker before a token.")
         self._workers = Gauge(
             "kvrail_worker_up",

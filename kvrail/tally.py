@@ -1,13 +1,34 @@
-"""A histogram for what is observed once a token: counted by one thread without a lock, put in shape when it is read."""
+"""Metrics of what happens once a token: counted by one thread without a lock, put in shape when they are read."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+
+class TallyCounter(Collector):
+    """Shows what `prometheus_client.Counter` would."""
+
+    def __init__(self, name: str, documentation: str, model_name: str, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._model = model_name
+        self._count = 0
+        registry.register(self)
+
+    def inc(self, amount: int) -> None:
+        """Count so many more; always from the same thread."""
+        self._count += amount
+
+    def collect(self) -> Iterator[Metric]:
+        """The one family, as it is now."""
+        family = CounterMetricFamily(self._name, self._documentation, labels=["model_name"])
+        family.add_metric([self._model], self._count)
+        yield family
 
 
 class TallyHistogram(Collector):

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvrail import logs
+from kvrail import logs, loops
 from kvrail.calls import ActiveCalls
 from kvrail.config import WorkerSettings
 from kvrail.engine.aio import EventRouter
@@ -25,6 +25,7 @@ from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
 from kvrail.exposition import render, render_vllm
 from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.rpc.http_side import start_side_server
+from kvrail.rpc.options import DEFAULT_MAX_MESSAGE_BYTES
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.text import load_tokenizer
 from kvrail.tuning import in_passing_thread, tune_process
@@ -182,7 +183,7 @@ def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, No
     tune_process()
     logs.setup(settings.log_level, settings.log_format, role)
     try:
-        asyncio.run(main)
+        loops.run(main)
     except KvrailError as error:
         logger.error("%s", error)
         return 1
@@ -195,7 +196,9 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
     add: puts the worker's service on the server.
     """
     settings = worker.settings
-    rpc = await build_server(max_message_bytes=settings.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES)
+    rpc = await build_server(
+        max_message_bytes=max(settings.max_frame_bytes + PROTOCOL_OVERHEAD_BYTES, DEFAULT_MAX_MESSAGE_BYTES)
+    )
     add(rpc)
     bound = rpc.bind(settings.host, port)
     metrics_port, stop_side = await start_side_server(

@@ -22,7 +22,7 @@ from kvrail.wire.v1 import decode_pb2
 log = logging.getLogger(__name__)
 
 MAX_UNTAKEN_MESSAGES = 8
-"""Messages on their way that the caller has not said to have taken; it says so every TAKEN_EVERY (kvrail/rpc/trunk.py)."""
+"""Messages on their way that the caller has not said to have taken; it says so each TAKEN_EVERY (trunk.py)."""
 MAX_WAITING_REPLIES = 1024
 """Replies that wait for a trunk before its calls do: a caller reads ahead of its clients, so it is slow as a whole."""
 
@@ -99,18 +99,23 @@ class TrunkServer:
         self._parts: dict[int, decode_pb2.CallReplies] = {}  # of the message, by call
         self._count = 0
         self._untaken = 0  # messages
+        self._closing = False
         self._any, self._room, self._taken = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
         """Serve until the caller closes the trunk; whatever ends it ends its calls, and waits for their end."""
-        ways = asyncio.create_task(self._read()), asyncio.create_task(self._write())
+        reading, writing = asyncio.create_task(self._read()), asyncio.create_task(self._write())
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                if way.done():
-                    way.result()
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                # gRPC cannot send a status while a message is half sent: the writer ends by itself.
+                self._closing = True
+                for event in (self._any, self._taken):
+                    event.set()
+            await writing
+            reading.result()
         finally:
-            running = [*ways, *self._tasks.values()]
+            running = [reading, writing, *self._tasks.values()]
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -176,9 +181,11 @@ class TrunkServer:
     async def _write(self) -> None:
         while True:
             await self._any.wait()
-            while self._untaken >= MAX_UNTAKEN_MESSAGES:
+            while self._untaken >= MAX_UNTAKEN_MESSAGES and not self._closing:
                 self._taken.clear()
                 await self._taken.wait()
+            if self._closing:
+                return
             self._any.clear()
             self._untaken += 1
             message = self._message

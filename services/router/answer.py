@@ -156,6 +156,7 @@ class Answer(Response):
         """Send each update as an event of its own; those that came at one moment in one write."""
         outcome = "stop"
         tokens = 0
+        counted = self._job.request.continuous_usage
         texts = TextEvents(lambda delta: self._chunk(delta, prepared, 0))
         async with aclosing(prepared.generation.updates()) as batches:
             async for updates in batches:
@@ -170,7 +171,7 @@ class Answer(Response):
                     if isinstance(update, Delta):
                         tokens += len(update.token_ids)
                         outcome = _outcome(outcome, update)
-                        if is_plain(update) and not self._job.request.continuous_usage:
+                        if is_plain(update) and not counted:
                             events.append(texts.encode(update))
                             continue
                     chunk = self._chunk(update, prepared, tokens)

@@ -118,6 +118,8 @@ class _PromptStream:
         self._call = call
         self._request = request
         self._first_index = first_index
+        self._n = request.sampling.n
+        self._has_logprobs = request.sampling.HasField("logprobs")
         self._drafts: dict[int, Settled] = {}  # of each choice that has any, as if all were wrong
         self._unfinished: set[int] = set()  # choices whose end the present worker has not told
         self._began = self._finished = False
@@ -142,7 +144,7 @@ class _PromptStream:
                     self._call.pool.lost(worker, str(error))
                 if self._finished:
                     return  # only the summary is missing
-                if position == len(workers) - 1 or (self._began and self._request.sampling.n > 1):
+                if position == len(workers) - 1 or (self._began and self._n > 1):
                     raise
                 self._call.metrics.failovers.inc()
                 if self._drafts:
@@ -159,14 +161,15 @@ class _PromptStream:
             self._call.pool.count_prefill(prefill[0])
         dispatched = self._call.timeline.mark(Stage.DISPATCHED)
         offset = self._call.timeline.elapsed() - dispatched
-        self._unfinished = set(range(self._first_index, self._first_index + self._request.sampling.n))
+        self._unfinished = set(range(self._first_index, self._first_index + self._n))
         async with self._call.stream(worker, self._request) as stream:
             while replies := await stream.read_waiting():
                 updates: list[Update] = []
                 for reply in replies:
-                    if reply.HasField("summary"):
+                    news = reply.WhichOneof("news")
+                    if news == "summary":
                         self.ended = Ended(reply.summary, offset)
-                    if reply.HasField("drafted") or reply.HasField("verified"):
+                    elif news:
                         updates.append(self._draft_news(reply))
                     if reply.token_ids or reply.text or reply.finish_reason:
                         updates.append(self._delta(reply))
@@ -176,9 +179,8 @@ class _PromptStream:
             raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
 
     def _index(self, reply: decode_pb2.GenerateReply) -> int:
-        n = self._request.sampling.n
-        if reply.index >= n:
-            raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {n}")
+        if reply.index >= self._n:
+            raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {self._n}")
         return self._first_index + reply.index
 
     def _draft_news(self, reply: decode_pb2.GenerateReply) -> Drafted | Settled:
@@ -193,14 +195,15 @@ class _PromptStream:
     def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
         """The reply's output, of which note is taken for a failover."""
         index = self._index(reply)
-        if self._request.sampling.HasField("logprobs") and len(reply.logprobs) != len(reply.token_ids):
-            raise IncompatibleError(
-                f"the decode worker sent {len(reply.logprobs)} log probabilities with {len(reply.token_ids)} tokens"
-            )
         self._began = True
-        token_ids = tuple(reply.token_ids)
+        # A protobuf list is slow to walk: what is mostly empty or read by nobody is not walked here.
+        token_ids, logprobs = reply.token_ids, reply.logprobs
         finish_reason = finish_reason_from_proto(reply.finish_reason) if reply.finish_reason else None
-        if self._request.sampling.n == 1:
+        if self._has_logprobs and len(logprobs) != len(token_ids):
+            raise IncompatibleError(
+                f"the decode worker sent {len(logprobs)} log probabilities with {len(token_ids)} tokens"
+            )
+        if self._n == 1:
             self._finished = finish_reason is not None
             self._request.resumed_token_ids.extend(token_ids)
         if finish_reason is not None:
@@ -209,15 +212,13 @@ class _PromptStream:
             index,
             reply.text,
             token_ids,
-            [logprobs_from_proto(entry) for entry in reply.logprobs],
+            [logprobs_from_proto(entry) for entry in logprobs] if logprobs else (),
             finish_reason,
-            self._stop_reason(reply.stop_reason),
+            self._stop_reason(reply.stop_reason) if reply.stop_reason else None,
         )
 
-    def _stop_reason(self, said: str) -> str | int | None:
+    def _stop_reason(self, said: str) -> str | int:
         """A stop string is text; what is none of the request's stop strings is a token id."""
-        if not said:
-            return None
         return said if said in self._request.sampling.stop or not said.isdigit() else int(said)
 
 

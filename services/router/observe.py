@@ -31,12 +31,39 @@ class RequestRecord:
         tokens: dict[int, int] = {}
         for update in updates:
             if isinstance(update, Delta):
-                if update.token_ids:
-                    tokens[update.index] = tokens.get(update.index, 0) + len(update.token_ids)
+                if count := len(update.token_ids):
+                    tokens[update.index] = tokens.get(update.index, 0) + count
             elif isinstance(update, Drafted):
                 self._reached("provisional", self._shown, update.index, update.position + len(update.token_ids))
         if tokens:
-            self._came(tokens)
+            now = time.perf_counter()
+            if self._first_token is None:
+                self._begun()
+            for index, count in tokens.items():
+                self._came(index, count, now)
+
+    def _begun(self) -> None:
+        """Take note of the first token."""
+        self._first_token = self._timeline.elapsed()
+        self._metrics.time_to_first_token.observe(self._first_token)
+        self._metrics.waiting.dec()
+        self._metrics.running.inc()
+
+    def _came(self, index: int, count: int, now: float) -> None:
+        """Take note of so many new tokens of a choice."""
+        before = self._verified.get(index, 0)
+        if before < COUNTED_TOKENS[-1]:
+            self._reached("verified", self._verified, index, before + count)
+            self._reached("provisional", self._shown, index, before + count)
+        self._verified[index] = before + count
+        last = self._last.get(index)
+        self._last[index] = now
+        if last is not None:
+            self._metrics.inter_token.observe((now - last) / count, count)
+        elif count > 1:
+            self._metrics.inter_token.observe(0.0, count - 1)  # the first token has none before it
+        self.completion_tokens += count
+        self._metrics.generation_tokens.inc(count)
 
     def _reached(self, kind: str, counts: dict[int, int] | None, index: int, count: int) -> None:
         """A choice has `count` tokens now; observe those numbers of tokens that it did not have before."""
@@ -44,32 +71,9 @@ class RequestRecord:
             return
         before = counts.get(index, 0)
         counts[index] = max(before, count)
-        if before >= COUNTED_TOKENS[-1]:
-            return
         for k in COUNTED_TOKENS:
             if before < k <= count:
                 self._metrics.time_to_token[k, kind].observe(self._timeline.elapsed())
-
-    def _came(self, tokens: dict[int, int]) -> None:
-        """Take note of so many new tokens of each choice."""
-        now = time.perf_counter()
-        if self._first_token is None:
-            self._first_token = self._timeline.elapsed()
-            self._metrics.time_to_first_token.observe(self._first_token)
-            self._metrics.waiting.dec()
-            self._metrics.running.inc()
-        for index, count in tokens.items():
-            total = self._verified.get(index, 0) + count
-            self._reached("verified", self._verified, index, total)
-            self._reached("provisional", self._shown, index, total)
-            last = self._last.get(index)
-            gaps = count if last is not None else count - 1  # a choice's first token has none before it
-            self._last[index] = now
-            if gaps:
-                self._metrics.inter_token.observe((now - (now if last is None else last)) / gaps, gaps)
-        came = sum(tokens.values())
-        self.completion_tokens += came
-        self._metrics.generation_tokens.inc(came)
 
     def close(self, outcome: str, generation: Generation | None) -> None:
         """Take note of the end; the last byte has left, or nobody waits for it."""
