@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvrail.lifecycle import PARTS
+from kvrail.tally import TallyCounter, TallyHistogram
 
 REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 """Buckets from a short local answer to the default deadline."""
@@ -144,8 +145,12 @@ class RouterMetrics:
         self.time_to_token = {
             (k, kind): times.labels(model_name, k, kind) for k in COUNTED_TOKENS for kind in ("verified", "provisional")
         }
-        self.inter_token = make.histogram(
-            "kvrail_inter_token_seconds", "Time between two tokens of one sequence.", TOKEN_SECONDS
+        self.inter_token = TallyHistogram(
+            "kvrail_inter_token_seconds",
+            "Time between two tokens of one sequence.",
+            model_name,
+            TOKEN_SECONDS,
+            registry,
         )
         self.request_prompt_tokens = make.histogram(
             "kvrail_request_prompt_tokens", "Prompt tokens of a request.", TOKENS
@@ -155,7 +160,9 @@ class RouterMetrics:
         )
         self.prompt_tokens = make.counter("kvrail_prompt_tokens", "Prompt tokens of answered requests.")
         self.cached_tokens = make.counter("kvrail_cached_prompt_tokens", "Prompt tokens whose KV was held already.")
-        self.generation_tokens = make.counter("kvrail_generation_tokens", "Generated tokens that reached the router.")
+        self.generation_tokens = TallyCounter(
+            "kvrail_generation_tokens", "Generated tokens that reached the router.", model_name, registry
+        )
         self.failovers = make.counter("kvrail_failovers", "Streams moved to another decode worker before a token.")
         self._workers = Gauge(
             "kvrail_worker_up",

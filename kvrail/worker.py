@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvrail import logs
+from kvrail import logs, loops
 from kvrail.calls import ActiveCalls
 from kvrail.config import WorkerSettings
 from kvrail.engine.aio import EventRouter
@@ -179,7 +179,7 @@ def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, No
     tune_process()
     logs.setup(settings.log_level, settings.log_format, role)
     try:
-        asyncio.run(main)
+        loops.run(main)
     except KvrailError as error:
         logger.error("%s", error)
         return 1

@@ -1,6 +1,7 @@
 """The engine's events on an asyncio loop: one stream a request."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 
 from kvrail.engine.engine import Engine
@@ -10,53 +11,70 @@ from kvrail.errors import InvalidRequestError, KvrailError
 
 
 class EventRouter:
-    """Carries events from the engine's thread to the streams that wait for them on `loop`."""
+    """Carries events from the engine's thread to the streams that wait for them on `loop`.
+
+    To wake the loop costs a system call and a fight for the interpreter, so it is woken once for all that is delivered
+    before it comes to look.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._streams: dict[str, EventStream] = {}
+        self._deliveries: deque[Delivery] = deque()
+        self._called = False
 
     def deliver(self, events: Delivery) -> None:
-        """Hand over a batch of events; called from any thread, wakes the loop once."""
-        if events and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._dispatch, events)
+        """Hand over a batch of events; called from any thread, in whose order they arrive."""
+        if not events or self._loop.is_closed():
+            return
+        # First append, then ask; `_dispatch` clears the flag before it looks. So either it sees these events, or it is
+        # called again.
+        self._deliveries.append(events)
+        if not self._called:
+            self._called = True
+            self._loop.call_soon_threadsafe(self._dispatch)
 
-    def _dispatch(self, events: Delivery) -> None:
-        for request_id, event in events:
-            queue = self._queues.get(request_id)
-            if queue is not None:
-                queue.put_nowait(event)
+    def _dispatch(self) -> None:
+        self._called = False
+        while self._deliveries:
+            for request_id, event in self._deliveries.popleft():
+                stream = self._streams.get(request_id)
+                if stream is not None:
+                    stream.put(event)
 
     def open(self, engine: Engine, request: EngineRequest) -> "EventStream":
         """Submit a request; raises what `Engine.submit` raises. The stream must be closed."""
-        queue: asyncio.Queue[Event] = asyncio.Queue()
-        if request.request_id in self._queues:
+        if request.request_id in self._streams:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        self._queues[request.request_id] = queue
+        stream = self._streams[request.request_id] = EventStream(self, engine, request.request_id)
         try:
             engine.submit(request)
         except BaseException:
-            del self._queues[request.request_id]
+            del self._streams[request.request_id]
             raise
-        return EventStream(self, engine, request.request_id, queue)
+        return stream
 
     def forget(self, request_id: str) -> None:
         """Stop carrying a request's events."""
-        self._queues.pop(request_id, None)
+        self._streams.pop(request_id, None)
 
 
 class EventStream:
     """Events of one request, until it ends. Closing it drops the request and returns its pages."""
 
-    def __init__(self, router: EventRouter, engine: Engine, request_id: str, queue: "asyncio.Queue[Event]") -> None:
+    def __init__(self, router: EventRouter, engine: Engine, request_id: str) -> None:
         self._router = router
         self._engine = engine
         self._request_id = request_id
-        self._queue = queue
+        self._waiting: deque[Event] = deque()
+        self._reader: asyncio.Future[None] | None = None
 
     async def get(self) -> Event:
         """The next event; raises the error of a request that failed."""
-        event = await self._queue.get()
+        while not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        event = self._waiting.popleft()
         if isinstance(event, Failed):
             raise event.error
         return event
@@ -68,9 +86,15 @@ class EventStream:
             if isinstance(event, Finished | Prefilled):
                 return
 
+    def put(self, event: Event) -> None:
+        """Take in the request's next event; called on the loop."""
+        self._waiting.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
     def fail(self, error: KvrailError) -> None:
         """End the stream with an error from outside the engine; called on the loop."""
-        self._queue.put_nowait(Failed(error))
+        self.put(Failed(error))
 
     def close(self) -> None:
         """Drop the request if it still lives."""

@@ -1,62 +1,15 @@
 """Typed clients: the error tree instead of gRPC's errors, and streams that end by themselves."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
 
-from kvrail.errors import IncompatibleError, RequestCancelledError
-from kvrail.rpc.errors import from_rpc_error, is_cancelling
+from kvrail.errors import IncompatibleError
+from kvrail.rpc.errors import from_rpc_error
+from kvrail.rpc.trunk import ReplyStream, Trunk
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
-
-Reply = TypeVar("Reply")
-
-
-class ReplyStream(Generic[Reply]):
-    """The replies of one response-streaming call; `async for` or `read` takes them in order.
-
-    Leaving the stream unfinished requires `cancel()`; used as an async context manager it does so by itself.
-    """
-
-    def __init__(self, call: Any, peer: str) -> None:
-        self._call = call
-        self._peer = peer
-
-    async def read(self) -> Reply | None:
-        """Take the next reply, or None at the end; raises the error that the peer raised.
-
-        After `cancel()` from another task: RequestCancelledError.
-        """
-        try:
-            reply = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, peer=self._peer) from error
-        except asyncio.CancelledError:
-            if is_cancelling():
-                raise
-            raise RequestCancelledError(f"the call to {self._peer} was cancelled here") from None
-        if reply is grpc.aio.EOF:
-            return None
-        if reply is None:  # what gRPC makes of bytes that it cannot read
-            self.cancel()
-            raise IncompatibleError(f"{self._peer} sent a reply that is no message of this protocol version")
-        return cast(Reply, reply)
-
-    async def __aiter__(self) -> AsyncIterator[Reply]:
-        while (reply := await self.read()) is not None:
-            yield reply
-
-    def cancel(self) -> None:
-        """End the call now; harmless where it has ended."""
-        self._call.cancel()
-
-    async def __aenter__(self) -> "ReplyStream[Reply]":
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.cancel()
 
 
 async def _status(stub: Any, peer: str, timeout_s: float) -> common_pb2.WorkerStatus:
@@ -75,12 +28,25 @@ class DecodeClient:
     def __init__(self, channel: grpc.aio.Channel, peer: str = "the decode worker") -> None:
         self._stub: Any = decode_pb2_grpc.DecodeStub(channel)  # type: ignore[no-untyped-call]
         self._peer = peer
+        self._trunk = Trunk(self._stub.GenerateMany, peer)
 
     def generate(
-        self, request: decode_pb2.GenerateRequest, *, timeout_s: float | None = None
-    ) -> ReplyStream[decode_pb2.GenerateReply]:
-        """Open one generation; `timeout_s` travels with it as its deadline."""
-        return ReplyStream(self._stub.Generate(request, timeout=timeout_s), self._peer)
+        self,
+        request: decode_pb2.GenerateRequest,
+        *,
+        timeout_s: float | None = None,
+        on_overflow: Callable[[], object] | None = None,
+    ) -> ReplyStream:
+        """Begin one generation, over the stream that all share; `timeout_s` travels with it as its deadline.
+
+        on_overflow: called where it is ended because its replies are not read. Raises InvalidRequestError for a request
+        that is too large to send.
+        """
+        return self._trunk.call(request, timeout_s=timeout_s, on_overflow=on_overflow)
+
+    async def close(self) -> None:
+        """End what still runs."""
+        await self._trunk.close()
 
     async def get_status(self, *, timeout_s: float) -> common_pb2.WorkerStatus:
         """Ask for identity, limits and load."""

@@ -10,7 +10,7 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -107,14 +107,27 @@ def _from_trailer(trailer: bytes, message: str) -> KvrailError | None:
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> KvrailError:
     """Give the error that a peer raised, or the one that its plain status means; `peer` is named in the latter."""
-    code, details = error.code(), error.details() or ""
-    for key, value in error.trailing_metadata() or ():
-        if key == TRAILER and (known := _from_trailer(value, details)) is not None:
+    trailers = [value for key, value in error.trailing_metadata() or () if key == TRAILER]
+    return from_status(error.code(), error.details() or "", trailers, peer=peer)
+
+
+def from_status(code: grpc.StatusCode, details: str, trailers: Iterable[bytes] = (), *, peer: str = "") -> KvrailError:
+    """Give the error that a status and its trailers, as `to_status` makes them, stand for."""
+    for trailer in trailers:
+        if (known := _from_trailer(trailer, details)) is not None:
             return known
     message = f"{peer or 'the peer'} answered {code.name}: {details}"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
         return FrameError(message)  # gRPC's own bound, not a lack of capacity: to retry would not help
     return _FOREIGN.get(code, KvrailError)(message)
+
+
+_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def code_of(number: int) -> grpc.StatusCode:
+    """The status code that has this number; UNKNOWN where none has."""
+    return _BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN)
 
 
 async def abort_with(context: grpc.aio.ServicerContext, error: KvrailError) -> NoReturn:

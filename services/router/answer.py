@@ -1,12 +1,10 @@
 """The answer to one generation request: whole or as server-sent events, ended at once when the client goes away."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,8 +15,9 @@ from kvrail.metrics import RouterMetrics
 from kvrail.sampling import FinishReason
 from services.router.admission import Admission
 from services.router.errors import error_response, outcome_of, to_http
+from services.router.events import DONE, TextEvents, encode_event, encode_json, is_plain
 from services.router.formats import Format, Json
-from services.router.generation import Delta, Generation
+from services.router.generation import Delta, Generation, Update
 from services.router.observe import RequestRecord
 from services.router.schema import Request
 from services.router.usage import final_usage, usage_so_far
@@ -30,11 +29,6 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
-
-
-def encode_json(value: Json) -> bytes:
-    """Compact UTF-8 JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +61,14 @@ class Answer(Response):
         self._admission = admission
         self._metrics = metrics
         self._generation: Generation | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._cancelled = False
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; the work is cancelled where the client disconnects first."""
+        """Answer; the work is cancelled where the client disconnects first, or falls too far behind."""
         work = asyncio.create_task(self._work(scope, receive, send))
-        watch = asyncio.create_task(_disconnected(receive))
+        watch = self._watch = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -119,7 +114,7 @@ class Answer(Response):
 
     async def _break_off(self, send: Send, error: KvrailError) -> None:
         """End a stream with an error event; clients know by the missing [DONE] too."""
-        await self._event(send, to_http(error)[1])
+        await _write(send, encode_event(to_http(error)[1]))
         await send({"type": "http.response.body", "body": b""})
 
     def _cancel(self) -> None:
@@ -131,6 +126,8 @@ class Answer(Response):
         """Generate and send; returns the outcome."""
         prepared = await self._job.prepare()
         self._generation = prepared.generation
+        if self._watch is not None:
+            prepared.generation.when_overflown(self._watch.cancel)  # whoever does not read counts as gone
         if self._cancelled:
             prepared.generation.cancel()
         run = self._stream if self._job.request.stream else self._whole
@@ -138,12 +135,13 @@ class Answer(Response):
 
     async def _whole(self, prepared: Prepared, record: RequestRecord, send: Send) -> str:
         outcome = "stop"
-        async with aclosing(prepared.generation.updates()) as updates:
-            async for update in updates:
-                record.update(update)
-                if isinstance(update, Delta):  # drafts are for streams alone
-                    prepared.format.add(update)
-                    outcome = _outcome(outcome, update)
+        async with aclosing(prepared.generation.updates()) as batches:
+            async for updates in batches:
+                record.take(updates)
+                for update in updates:
+                    if isinstance(update, Delta):  # drafts are for streams alone
+                        prepared.format.add(update)
+                        outcome = _outcome(outcome, update)
         body = prepared.format.whole()
         body["usage"] = final_usage(prepared.generation, record.completion_tokens, self._job.timeline)
         payload = encode_json(body)
@@ -155,29 +153,45 @@ class Answer(Response):
         return outcome
 
     async def _stream(self, prepared: Prepared, record: RequestRecord, send: Send) -> str:
+        """Send each update as an event of its own; those that came at one moment in one write."""
         outcome = "stop"
-        async with aclosing(prepared.generation.updates()) as updates:
-            async for update in updates:
-                record.update(update)
+        tokens = 0
+        counted = self._job.request.continuous_usage
+        texts = TextEvents(lambda delta: self._chunk(delta, prepared, 0))
+        async with aclosing(prepared.generation.updates()) as batches:
+            async for updates in batches:
+                record.take(updates)
+                events = []
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-                    for chunk in prepared.format.opening():
-                        await self._event(send, self._with_usage(chunk, prepared, 0))
-                if isinstance(update, Delta):
-                    outcome = _outcome(outcome, update)
-                    shown = prepared.format.chunk(update)
-                else:
-                    shown = prepared.format.draft_chunk(update)
-                if shown is not None:
-                    await self._event(send, self._with_usage(shown, prepared, record.completion_tokens))
+                    opening = prepared.format.opening()
+                    events += [encode_event(self._with_usage(chunk, prepared, 0)) for chunk in opening]
+                for update in updates:
+                    if isinstance(update, Delta):
+                        tokens += len(update.token_ids)
+                        outcome = _outcome(outcome, update)
+                        if is_plain(update) and not counted:
+                            events.append(texts.encode(update))
+                            continue
+                    chunk = self._chunk(update, prepared, tokens)
+                    if chunk is not None:
+                        events.append(encode_event(chunk))
+                if events:
+                    await _write(send, b"".join(events))
+        end = b""
         if self._job.request.include_usage:
             usage = final_usage(prepared.generation, record.completion_tokens, self._job.timeline)
-            await self._event(send, {**prepared.format.last(), "usage": usage})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+            end = encode_event({**prepared.format.last(), "usage": usage})
+        await _write(send, end + DONE)
         await send({"type": "http.response.body", "body": b""})
         self._job.timeline.mark(Stage.RESPONDED)
         return outcome
+
+    def _chunk(self, update: Update, prepared: Prepared, completion_tokens: int) -> Json | None:
+        """The chunk for an update; None where it has nothing to show."""
+        shown = prepared.format.chunk(update) if isinstance(update, Delta) else prepared.format.draft_chunk(update)
+        return None if shown is None else self._with_usage(shown, prepared, completion_tokens)
 
     def _with_usage(self, chunk: Json, prepared: Prepared, completion_tokens: int) -> Json:
         """Add the usage field that the stream options ask for."""
@@ -187,8 +201,9 @@ class Answer(Response):
             chunk["usage"] = None
         return chunk
 
-    async def _event(self, send: Send, value: dict[str, Any]) -> None:
-        await send({"type": "http.response.body", "body": b"data: " + encode_json(value) + b"\n\n", "more_body": True})
+
+async def _write(send: Send, events: bytes) -> None:
+    await send({"type": "http.response.body", "body": events, "more_body": True})
 
 
 def _outcome(before: str, delta: Delta) -> str:

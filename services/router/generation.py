@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from kvrail.errors import (
 )
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import RouterMetrics
-from kvrail.rpc.client import ReplyStream
+from kvrail.rpc.trunk import ReplyStream
 from kvrail.sampling import FinishReason, TokenLogprobs
 from kvrail.wire.convert import finish_reason_from_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
@@ -23,7 +23,7 @@ from services.router.translate import Plan
 from services.router.workers import DecodeWorker, WorkerPool
 
 MERGE_QUEUE = 64
-"""Replies of several prompts that wait for a slow client before their workers do."""
+"""Batches of updates of several prompts that wait for a slow client before what feeds them does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,9 @@ class Settled:
 Update = Delta | Drafted | Settled
 """What a generation tells; a Settled comes before the deltas that repeat what it accepted."""
 
+Updates = Sequence[Update]
+"""What waited at one moment, in order; never empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -78,8 +81,9 @@ class _Call:
         self.metrics = metrics
         self.timeline = timeline
         self.cancelled = False
+        self.on_overflow: Callable[[], object] | None = None
         self._timeout_s = timeout_s
-        self._open: set[ReplyStream[decode_pb2.GenerateReply]] = set()
+        self._open: set[ReplyStream] = set()
 
     def check(self) -> float:
         """Seconds left; raises DeadlineError or RequestCancelledError."""
@@ -91,11 +95,10 @@ class _Call:
         return left
 
     @contextlib.asynccontextmanager
-    async def stream(
-        self, worker: DecodeWorker, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[ReplyStream[decode_pb2.GenerateReply]]:
-        """One open gRPC stream, cancelled when left."""
-        async with worker.client.generate(request, timeout_s=self.check()) as stream:
+    async def stream(self, worker: DecodeWorker, request: decode_pb2.GenerateRequest) -> AsyncIterator[ReplyStream]:
+        """One call to a decode worker, cancelled when left."""
+        timeout_s = self.check()
+        async with worker.client.generate(request, timeout_s=timeout_s, on_overflow=self.on_overflow) as stream:
             self._open.add(stream)
             try:
                 yield stream
@@ -115,42 +118,41 @@ class _PromptStream:
         self._call = call
         self._request = request
         self._first_index = first_index
+        self._n = request.sampling.n
+        self._has_logprobs = request.sampling.HasField("logprobs")
         self._drafts: dict[int, Settled] = {}  # of each choice that has any, as if all were wrong
+        self._unfinished: set[int] = set()  # choices whose end the present worker has not told
+        self._began = self._finished = False
         self.ended: Ended | None = None
 
-    async def updates(self) -> AsyncGenerator[Update]:
-        """Replies in order; raises from the error tree.
+    async def updates(self) -> AsyncGenerator[Updates]:
+        """What the replies tell, in order; raises from the error tree.
 
         Where a worker is lost, the next one continues what was said. Of n > 1 sequences only the whole can move, and
         only before the first output.
         """
         workers = self._call.pool.decode_order()
         for position, worker in enumerate(workers):
-            began = finished = False
+            self._began = self._finished = False
             try:
-                async with aclosing(self._from(worker)) as updates:
-                    async for update in updates:
-                        if isinstance(update, Delta):
-                            began = True
-                            if self._request.sampling.n == 1:
-                                finished = update.finish_reason is not None
-                                self._request.resumed_token_ids.extend(update.token_ids)
-                        yield update
+                async with aclosing(self._from(worker)) as batches:
+                    async for updates in batches:
+                        yield updates
                 return
             except (WorkerUnavailableError, OverloadedError) as error:
                 if isinstance(error, WorkerUnavailableError):
                     self._call.pool.lost(worker, str(error))
-                if finished:
+                if self._finished:
                     return  # only the summary is missing
-                if position == len(workers) - 1 or (began and self._request.sampling.n > 1):
+                if position == len(workers) - 1 or (self._began and self._n > 1):
                     raise
                 self._call.metrics.failovers.inc()
-                for lost in self._drafts.values():
-                    yield lost
-                self._drafts.clear()
+                if self._drafts:
+                    yield list(self._drafts.values())
+                    self._drafts.clear()
 
-    async def _from(self, worker: DecodeWorker) -> AsyncGenerator[Update]:
-        """Replies of one worker."""
+    async def _from(self, worker: DecodeWorker) -> AsyncGenerator[Updates]:
+        """What one worker's replies tell."""
         prefill = self._call.pool.prefill_order()
         del self._request.prefill_workers[:]
         self._request.prefill_workers.extend(prefill)
@@ -159,25 +161,26 @@ class _PromptStream:
             self._call.pool.count_prefill(prefill[0])
         dispatched = self._call.timeline.mark(Stage.DISPATCHED)
         offset = self._call.timeline.elapsed() - dispatched
-        unfinished = set(range(self._first_index, self._first_index + self._request.sampling.n))
+        self._unfinished = set(range(self._first_index, self._first_index + self._n))
         async with self._call.stream(worker, self._request) as stream:
-            async for reply in stream:
-                if reply.HasField("summary"):
-                    self.ended = Ended(reply.summary, offset)
-                if reply.HasField("drafted") or reply.HasField("verified"):
-                    yield self._draft_news(reply)
-                if reply.token_ids or reply.text or reply.finish_reason:
-                    delta = self._delta(reply)
-                    if delta.finish_reason is not None:
-                        unfinished.discard(delta.index)
-                    yield delta
-        if unfinished or self.ended is None:
+            while replies := await stream.read_waiting():
+                updates: list[Update] = []
+                for reply in replies:
+                    news = reply.WhichOneof("news")
+                    if news == "summary":
+                        self.ended = Ended(reply.summary, offset)
+                    elif news:
+                        updates.append(self._draft_news(reply))
+                    if reply.token_ids or reply.text or reply.finish_reason:
+                        updates.append(self._delta(reply))
+                if updates:
+                    yield updates
+        if self._unfinished or self.ended is None:
             raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
 
     def _index(self, reply: decode_pb2.GenerateReply) -> int:
-        n = self._request.sampling.n
-        if reply.index >= n:
-            raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {n}")
+        if reply.index >= self._n:
+            raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {self._n}")
         return self._first_index + reply.index
 
     def _draft_news(self, reply: decode_pb2.GenerateReply) -> Drafted | Settled:
@@ -190,23 +193,33 @@ class _PromptStream:
         return Drafted(index, drafted.position, drafted.token_ids, drafted.text)
 
     def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
+        """The reply's output, of which note is taken for a failover."""
         index = self._index(reply)
-        if self._request.sampling.HasField("logprobs") and len(reply.logprobs) != len(reply.token_ids):
+        self._began = True
+        # A protobuf list is slow to walk: what is mostly empty or read by nobody is not walked here.
+        token_ids, logprobs = reply.token_ids, reply.logprobs
+        finish_reason = finish_reason_from_proto(reply.finish_reason) if reply.finish_reason else None
+        if self._has_logprobs and len(logprobs) != len(token_ids):
             raise IncompatibleError(
-                f"the decode worker sent {len(reply.logprobs)} log probabilities with {len(reply.token_ids)} tokens"
+                f"the decode worker sent {len(logprobs)} log probabilities with {len(token_ids)} tokens"
             )
+        if self._n == 1:
+            self._finished = finish_reason is not None
+            self._request.resumed_token_ids.extend(token_ids)
+        if finish_reason is not None:
+            self._unfinished.discard(index)
         return Delta(
             index,
             reply.text,
-            reply.token_ids,
-            [logprobs_from_proto(entry) for entry in reply.logprobs],
-            finish_reason_from_proto(reply.finish_reason),
-            self._stop_reason(reply.stop_reason),
+            token_ids,
+            [logprobs_from_proto(entry) for entry in logprobs] if logprobs else (),
+            finish_reason,
+            self._stop_reason(reply.stop_reason) if reply.stop_reason else None,
         )
 
-    def _stop_reason(self, said: str) -> str | int | None:
+    def _stop_reason(self, said: str) -> str | int:
         """A stop string is text; what is none of the request's stop strings is a token id."""
-        return said or None if said in self._request.sampling.stop or not said.isdigit() else int(said)
+        return said if said in self._request.sampling.stop or not said.isdigit() else int(said)
 
 
 class Generation:
@@ -242,32 +255,36 @@ class Generation:
         """End all calls; `updates` then raises RequestCancelledError."""
         self._call.cancel()
 
+    def when_overflown(self, give_up: Callable[[], object]) -> None:
+        """Call `give_up` where a prompt's call is ended because more of its output waits than may; before `updates`."""
+        self._call.on_overflow = give_up
+
     @property
     def summaries(self) -> list[decode_pb2.GenerateSummary]:
         """What workers said at the end of each prompt's stream that has ended."""
         return [stream.ended.summary for stream in self._streams if stream.ended is not None]
 
-    async def updates(self) -> AsyncGenerator[Update]:
+    async def updates(self) -> AsyncGenerator[Updates]:
         """Output of all choices as it comes; raises the first error of any. Close it to cancel."""
         try:
             source = self._streams[0].updates() if len(self._streams) == 1 else self._merged()
-            async with aclosing(source) as updates:
-                async for update in updates:
-                    yield update
+            async with aclosing(source) as batches:
+                async for updates in batches:
+                    yield updates
         except RequestCancelledError:
             self._call.check()  # says so where it was this server that cancelled
             raise
         self._adopt_marks()
 
-    async def _merged(self) -> AsyncGenerator[Update]:
+    async def _merged(self) -> AsyncGenerator[Updates]:
         """Updates of all prompts through one bounded queue; None marks the end of one."""
-        queue: asyncio.Queue[Update | Exception | None] = asyncio.Queue(MERGE_QUEUE)
+        queue: asyncio.Queue[Updates | Exception | None] = asyncio.Queue(MERGE_QUEUE)
 
         async def pump(stream: _PromptStream) -> None:
             try:
-                async with aclosing(stream.updates()) as updates:
-                    async for update in updates:
-                        await queue.put(update)
+                async with aclosing(stream.updates()) as batches:
+                    async for updates in batches:
+                        await queue.put(updates)
                 await queue.put(None)
             except Exception as error:  # noqa: BLE001 - raised again where the queue is read
                 await queue.put(error)

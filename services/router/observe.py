@@ -5,7 +5,7 @@ import time
 
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import COUNTED_TOKENS, RouterMetrics
-from services.router.generation import Delta, Drafted, Generation, Update
+from services.router.generation import Delta, Drafted, Generation, Updates
 
 log = logging.getLogger("kvrail.router.observe")
 
@@ -26,12 +26,44 @@ class RequestRecord:
         self.completion_tokens = 0
         metrics.waiting.inc()
 
-    def update(self, update: Update) -> None:
-        """Take note of what came."""
-        if isinstance(update, Delta):
-            self._delta(update)
-        elif isinstance(update, Drafted):
-            self._reached("provisional", self._shown, update.index, update.position + len(update.token_ids))
+    def take(self, updates: Updates) -> None:
+        """Take note of what came at one moment; a choice's tokens among it share the time since its last ones."""
+        tokens: dict[int, int] = {}
+        for update in updates:
+            if isinstance(update, Delta):
+                if count := len(update.token_ids):
+                    tokens[update.index] = tokens.get(update.index, 0) + count
+            elif isinstance(update, Drafted):
+                self._reached("provisional", self._shown, update.index, update.position + len(update.token_ids))
+        if tokens:
+            now = time.perf_counter()
+            if self._first_token is None:
+                self._begun()
+            for index, count in tokens.items():
+                self._came(index, count, now)
+
+    def _begun(self) -> None:
+        """Take note of the first token."""
+        self._first_token = self._timeline.elapsed()
+        self._metrics.time_to_first_token.observe(self._first_token)
+        self._metrics.waiting.dec()
+        self._metrics.running.inc()
+
+    def _came(self, index: int, count: int, now: float) -> None:
+        """Take note of so many new tokens of a choice."""
+        before = self._verified.get(index, 0)
+        if before < COUNTED_TOKENS[-1]:
+            self._reached("verified", self._verified, index, before + count)
+            self._reached("provisional", self._shown, index, before + count)
+        self._verified[index] = before + count
+        last = self._last.get(index)
+        self._last[index] = now
+        if last is not None:
+            self._metrics.inter_token.observe((now - last) / count, count)
+        elif count > 1:
+            self._metrics.inter_token.observe(0.0, count - 1)  # the first token has none before it
+        self.completion_tokens += count
+        self._metrics.generation_tokens.inc(count)
 
     def _reached(self, kind: str, counts: dict[int, int] | None, index: int, count: int) -> None:
         """A choice has `count` tokens now; observe those numbers of tokens that it did not have before."""
@@ -42,29 +74,6 @@ class RequestRecord:
         for k in COUNTED_TOKENS:
             if before < k <= count:
                 self._metrics.time_to_token[k, kind].observe(self._timeline.elapsed())
-
-    def _delta(self, delta: Delta) -> None:
-        count = len(delta.token_ids)
-        if count == 0:
-            return
-        total = self._verified.get(delta.index, 0) + count
-        self._reached("verified", self._verified, delta.index, total)
-        self._reached("provisional", self._shown, delta.index, total)
-        now = time.perf_counter()
-        if self._first_token is None:
-            self._first_token = self._timeline.elapsed()
-            self._metrics.time_to_first_token.observe(self._first_token)
-            self._metrics.waiting.dec()
-            self._metrics.running.inc()
-        last = self._last.get(delta.index)
-        if last is None:
-            count -= 1  # the first token has none before it
-            last = now
-        self._last[delta.index] = now
-        for _ in range(count):
-            self._metrics.inter_token.observe((now - last) / count)
-        self.completion_tokens += len(delta.token_ids)
-        self._metrics.generation_tokens.inc(len(delta.token_ids))
 
     def close(self, outcome: str, generation: Generation | None) -> None:
         """Take note of the end; the last byte has left, or nobody waits for it."""

@@ -145,6 +145,8 @@ class WorkerPool:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        for decode in self.decode.values():
+            await decode.client.close()
         for worker in self.workers:
             await worker.channel.close()
 

@@ -1,4 +1,5 @@
 import asyncio
+import importlib.util
 from contextlib import asynccontextmanager
 
 import pytest
@@ -57,3 +58,13 @@ class Grpc:
 @pytest.fixture(params=[Inproc, Grpc])
 def transport(request):
     return request.param()
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """gRPC brings a poller of its own, so it is tried on both loops where both are installed."""
+    factories = {"asyncio": asyncio.new_event_loop}
+    if importlib.util.find_spec("uvloop") is not None:
+        import uvloop
+
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories

@@ -37,6 +37,18 @@ class GenerateRequest(_message.Message):
     provisional: bool
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., provisional: _Optional[bool] = ...) -> None: ...
 
+class TrunkRequest(_message.Message):
+    __slots__ = ("call", "start", "timeout_s", "taken")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    start: GenerateRequest
+    timeout_s: float
+    taken: int
+    def __init__(self, call: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., taken: _Optional[int] = ...) -> None: ...
+
 class Drafted(_message.Message):
     __slots__ = ("position", "token_ids", "text")
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +90,32 @@ class GenerateReply(_message.Message):
     drafted: Drafted
     verified: Verified
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., summary: _Optional[_Union[GenerateSummary, _Mapping]] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ...) -> None: ...
+
+class TrunkReply(_message.Message):
+    __slots__ = ("calls",)
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedCompositeFieldContainer[CallReplies]
+    def __init__(self, calls: _Optional[_Iterable[_Union[CallReplies, _Mapping]]] = ...) -> None: ...
+
+class CallReplies(_message.Message):
+    __slots__ = ("call", "replies", "end")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    REPLIES_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    replies: _containers.RepeatedCompositeFieldContainer[GenerateReply]
+    end: CallEnd
+    def __init__(self, call: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[GenerateReply, _Mapping]]] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ...) -> None: ...
+
+class CallEnd(_message.Message):
+    __slots__ = ("code", "message", "error")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    error: bytes
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., error: _Optional[bytes] = ...) -> None: ...
 
 class GenerateSummary(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes", "lossy", "drafts_proposed", "drafts_accepted", "codec_reason")

@@ -40,6 +40,11 @@ class DecodeStub:
                 request_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateReply.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/kvrail.v1.Decode/GenerateMany',
+                request_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkRequest.SerializeToString,
+                response_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkReply.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/kvrail.v1.Decode/GetStatus',
                 request_serializer=kvrail_dot_wire_dot_v1_dot_common__pb2.StatusRequest.SerializeToString,
@@ -52,6 +57,14 @@ class DecodeServicer:
 
     def Generate(self, request, context):
         """Generates the output of one request; closing the stream cancels it and returns its pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """The same for any number of requests over one stream, the trunk: what their calls have to say at one moment leaves in
+        one message. Closing the trunk cancels all its calls and returns their pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,6 +84,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateRequest.FromString,
                     response_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateReply.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkRequest.FromString,
+                    response_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkReply.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -105,6 +123,33 @@ class Decode:
             '/kvrail.v1.Decode/Generate',
             kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateRequest.SerializeToString,
             kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvrail.v1.Decode/GenerateMany',
+            kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkRequest.SerializeToString,
+            kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,246 @@
+"""What Python does for one token, from the engine's event to the client's socket; no model, no torch in the router.
+
+    python -m benchmarks.token_path [--streams 1,8,64] [--step-ms 0] [--rounds 3] [--json FILE]
+
+Two halves. `router`: a stub worker gives each stream a token a step, the real router passes them on, one client reads
+the events of all streams; beside it, in turns, a bare asyncio proxy that copies events from sockets to HTTP chunks.
+`worker`: the real servicer of a decode worker over a stub engine, read by the router's client. With --step-ms 0 a step
+follows the last one at once: the most tokens a second. With a step's time the load is the same for all, and the CPU
+time for each token compares. Correctness first: each stream must bring exactly its tokens and the end.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.token_path_stubs import MODEL
+from kvrail.rpc.channel import open_channel
+from kvrail.rpc.client import DecodeClient
+from kvrail.sampling import SamplingParams
+from kvrail.wire.convert import sampling_to_proto
+from kvrail.wire.v1 import decode_pb2
+
+TOKENS = {1: 2000, 8: 1000}
+"""Tokens of a stream, by number of streams; of more streams, MANY."""
+MANY = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One run. tokens_per_s: all streams together. cpu_us: microseconds of CPU per token, of each process or thread."""
+
+    half: str
+    streams: int
+    tokens_per_s: float
+    cpu_us: dict[str, float]
+
+
+@contextmanager
+def process(*command: str, step_ms: float) -> Iterator[tuple[psutil.Process, int]]:
+    """A stub process and its port."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.token_path_stubs", *command],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "STEP_MS": str(step_ms)},
+    )
+    try:
+        assert child.stdout is not None
+        yield psutil.Process(child.pid), int(child.stdout.readline())
+    finally:
+        child.kill()
+        child.wait()
+
+
+@contextmanager
+def router(worker_port: int) -> Iterator[tuple[psutil.Process, int]]:
+    """A router before the worker; ready when this is entered."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--port", str(port), "--decode-workers", f"127.0.0.1:{worker_port}", "--prefill-workers", ""]
+    command = [sys.executable, "-m", "services.cli.main", "router", *flags, "--log-level", "warning"]
+    child = subprocess.Popen(command)
+    try:
+        url = f"http://127.0.0.1:{port}/health"
+        while True:
+            try:
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    if answer.status == 200:
+                        break
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.1)
+        yield psutil.Process(child.pid), port
+    finally:
+        child.terminate()
+        child.wait()
+
+
+class Reader(asyncio.Protocol):
+    """Reads one answer and counts its events, with as little work as can be."""
+
+    def __init__(self, port: int, tokens: int) -> None:
+        self._request = _request(port, tokens)
+        self._tail = b""
+        self.events = 0
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask."""
+        self._transport = transport
+        transport.write(self._request)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        """Count."""
+        data = self._tail + data
+        self.events += data.count(b"data: ")
+        self._tail = data[-5:] if data[-5:] != b"data: "[:5] else b""
+        if b"[DONE]" in data and not self.done.done():
+            self.done.set_result(None)
+            self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever waits hears of it."""
+        if not self.done.done():
+            self.done.set_exception(ConnectionError("the answer broke off"))
+
+
+def _request(port: int, tokens: int) -> bytes:
+    body = json.dumps({"model": MODEL, "prompt": [1, 2, 3], "max_tokens": tokens, "ignore_eos": True, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+
+async def read_answers(port: int, streams: int, tokens: int) -> float:
+    """Seconds in which so many answers came; raises RuntimeError where one brought another number of tokens."""
+    loop = asyncio.get_running_loop()
+    begin = time.perf_counter()
+    pairs = [await loop.create_connection(lambda: Reader(port, tokens), "127.0.0.1", port) for _ in range(streams)]
+    await asyncio.gather(*(reader.done for _, reader in pairs))
+    seconds = time.perf_counter() - begin
+    for _, reader in pairs:
+        if reader.events != tokens + 1:
+            raise RuntimeError(f"an answer has {reader.events - 1} events for {tokens} tokens")
+    return seconds
+
+
+def cpu_of(child: psutil.Process) -> float:
+    """Seconds of CPU of a process."""
+    times = child.cpu_times()
+    return times.user + times.system
+
+
+def measure_http(half: str, port: int, processes: dict[str, psutil.Process], streams: int, rounds: int) -> list[Figure]:
+    """Runs of one server, after one that is not counted."""
+    tokens = TOKENS.get(streams, MANY)
+    asyncio.run(read_answers(port, streams, tokens // 4))
+    figures = []
+    for _ in range(rounds):
+        before = {name: cpu_of(child) for name, child in processes.items()}
+        seconds = asyncio.run(read_answers(port, streams, tokens))
+        total = streams * tokens
+        cpu = {name: (cpu_of(child) - before[name]) / total * 1e6 for name, child in processes.items()}
+        figures.append(Figure(half, streams, total / seconds, cpu))
+    return figures
+
+
+async def read_replies(port: int, streams: int, tokens: int, rounds: int) -> list[Figure]:
+    """Runs of the servicer: the CPU of its loop's thread, of its engine's, and of the threads of gRPC below."""
+    sampling = sampling_to_proto(SamplingParams(max_tokens=tokens, ignore_eos=True))
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        client = DecodeClient(channel)
+
+        async def ask(number: str) -> int:
+            request = decode_pb2.GenerateRequest(
+                request_id=number, model=MODEL, prompt_token_ids=[1, 2, 3], sampling=sampling, codec="raw"
+            )
+            count = 0
+            async with client.generate(request, timeout_s=600) as replies:
+                async for reply in replies:
+                    count += len(reply.token_ids)
+            return count
+
+        figures = []
+        for turn in range(rounds + 1):
+            before = await client.get_status(timeout_s=60)
+            begin = time.perf_counter()
+            counts = await asyncio.gather(*(ask(f"{turn}-{i}") for i in range(streams)))
+            seconds = time.perf_counter() - begin
+            after = await client.get_status(timeout_s=60)
+            if set(counts) != {tokens}:
+                raise RuntimeError(f"streams brought {set(counts)} tokens instead of {tokens}")
+            total = streams * tokens
+            cpu = {
+                "loop": (after.running - before.running) / total,
+                "engine thread": (after.waiting - before.waiting) / total,
+            }
+            figures.append(Figure("worker", streams, total / seconds, cpu))
+    return figures[1:]
+
+
+def measure_worker(streams: int, rounds: int, step_ms: float) -> list[Figure]:
+    """Runs of the real servicer over a stub engine, with the CPU of the process beside its threads'."""
+    with process("servicer", step_ms=step_ms) as (_, port):
+        return asyncio.run(read_replies(port, streams, TOKENS.get(streams, MANY), rounds))
+
+
+def run(streams: list[int], rounds: int, step_ms: float) -> list[Figure]:
+    """All figures; router and proxy take turns."""
+    figures = []
+    with ExitStack() as stack:
+        worker, worker_port = stack.enter_context(process("worker", step_ms=step_ms))
+        routing, router_port = stack.enter_context(router(worker_port))
+        source, source_port = stack.enter_context(process("source", step_ms=step_ms))
+        proxying, proxy_port = stack.enter_context(process("proxy", f"127.0.0.1:{source_port}", step_ms=step_ms))
+        for count in streams:
+            ours = {"router": routing, "stub worker": worker}
+            bare = {"proxy": proxying, "source": source}
+            for _ in range(rounds):
+                figures += measure_http("router", router_port, ours, count, 1)
+                figures += measure_http("bare proxy", proxy_port, bare, count, 1)
+    for count in streams:
+        figures += measure_worker(count, rounds, step_ms)
+    return figures
+
+
+def table(figures: list[Figure]) -> str:
+    """Medians, one row a half and number of streams."""
+    lines = ["| half | streams | tokens/s | CPU µs per token |", "|---|---|---|---|"]
+    for half, streams in dict.fromkeys((figure.half, figure.streams) for figure in figures):
+        rows = [figure for figure in figures if (figure.half, figure.streams) == (half, streams)]
+        rate = statistics.median(row.tokens_per_s for row in rows)
+        cpu = {name: statistics.median(row.cpu_us[name] for row in rows) for name in rows[0].cpu_us}
+        shown = ", ".join(f"{name} {value:.0f}" for name, value in cpu.items())
+        lines.append(f"| {half} | {streams} | {rate:,.0f} | {shown} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", default="1,8,64", help="numbers of streams, with commas")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each; medians are shown")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step in milliseconds; 0: at once")
+    parser.add_argument("--json", type=Path, help="also write every run here")
+    arguments = parser.parse_args()
+    figures = run([int(part) for part in arguments.streams.split(",")], arguments.rounds, arguments.step_ms)
+    print(table(figures))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
