@@ -52,8 +52,9 @@ class Draws(Protocol):
         """One token a row."""
 
 
-LayerObserver = Callable[[int, Sequence[WrittenPages]], None]
-"""Called on the engine's thread once a layer's work of a prefill step is enqueued: (layer, pages it completes)."""
+LayerObserver = Callable[[range, Sequence[WrittenPages]], None]
+"""Called on the engine's thread once some layers' work of a prefill step is enqueued: (layers, pages they complete). Over
+a step the ranges follow on one another, from the first layer to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,14 @@ class Engine:
         observe = self._on_layer
         if observe is None or not step.written:
             return None
-        return lambda layer: observe(layer, step.written)
+        begin = 0
+
+        def tell(layer: int) -> None:
+            nonlocal begin
+            layers, begin = range(begin, layer + 1), layer + 1
+            observe(layers, step.written)
+
+        return tell
 
     def _record(self, step: Step, seconds: float) -> None:
         metrics = self._metrics

@@ -32,7 +32,7 @@ ENCODER_THREADS = 2
 
 
 class PageObserver:
-    """Passes on, from the engine's thread to the loop, which pages each layer has completed."""
+    """Passes on, from the engine's thread to the loop, which pages layers have completed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -43,16 +43,16 @@ class PageObserver:
         """Name the worker whose engine calls; before it starts."""
         self._worker = worker
 
-    def layer_written(self, layer: int, written: Sequence[WrittenPages]) -> None:
-        """A layer's work of the current step is enqueued."""
+    def layers_written(self, layers: range, written: Sequence[WrittenPages]) -> None:
+        """The work of neighbouring layers of the current step is enqueued."""
         assert self._worker is not None
-        self._loop.call_soon_threadsafe(self._add, layer, written, self._worker.side.mark())
+        self._loop.call_soon_threadsafe(self._add, layers, written, self._worker.side.mark())
 
-    def _add(self, layer: int, written: Sequence[WrittenPages], ready: torch.Event | None) -> None:
+    def _add(self, layers: range, written: Sequence[WrittenPages], ready: torch.Event | None) -> None:
         for pages in written:
             shipment = self._shipments.get(pages.request_id)
             if shipment is not None:
-                shipment.add(Piece(layer, layer + 1, pages.first_page, pages.end_page, ready))
+                shipment.add(Piece(layers.start, layers.stop, pages.first_page, pages.end_page, ready))
 
     def watch(self, request_id: str, shipment: Shipment) -> None:
         """Pass a request's pages to `shipment`."""
