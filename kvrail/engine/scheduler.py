@@ -1,7 +1,8 @@
 """What to compute next. Decides over sequences and pages; knows no tensors and no clock.
 
 Each step has a budget of tokens. Sequences that decode come first, one token each, so that prefills never stall them;
-then drafts are verified, then made, one a sequence; chunks of prompts share what is left, oldest first. Sequences wait
+then drafts are verified, then made, one a sequence; chunks of prompts share what is left, oldest first. Beside other
+work they may get less than that: a step lasts as long as its chunks take, and who decodes waits for it. Sequences wait
 first come, first served: the head of the queue is never overtaken, so none starves. Where a decoding sequence needs a
 page and none can be had, drafts give up theirs, youngest first. Where there are none, the youngest running sequence
 gives up its pages and goes back to the head of the queue; it computes its KV again, or finds it cached.
@@ -19,13 +20,22 @@ from kvrail.engine.sequence import Sequence, Status
 class Limits:
     """Bounds of one step and of the queue.
 
-    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all.
+    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all. mixed_batch_tokens: of a
+    step that computes chunks of prompts beside other work; 0: max_batch_tokens.
     """
 
     max_batch_tokens: int
     max_running: int
     max_waiting: int
     local_prefill_tokens: int = 0
+    mixed_batch_tokens: int = 0
+
+    def chunk_tokens(self, others: int) -> int:
+        """Tokens of prompts in a step that computes so many others. However many these are, prompts get on."""
+        room = self.max_batch_tokens - others
+        if not others or not self.mixed_batch_tokens:
+            return room
+        return min(room, max(self.mixed_batch_tokens - others, -(-self.mixed_batch_tokens // 4)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,7 @@ class Scheduler:
                 self._extend(sequence)
                 work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
+        budget = self.limits.chunk_tokens(self.limits.max_batch_tokens - budget)
         for sequence in self._running:
             if budget and not sequence.is_decoding() and not sequence.drafts:
                 # A first token that came from elsewhere may lie behind the prompt's pages: it decodes after them.
