@@ -7,7 +7,8 @@ import numpy.typing as npt
 import torch
 
 from kvrail.engine.attention.meta import BLOCK_FIELDS, Extents, StepMeta
-from kvrail.engine.inputs import fill_meta
+from kvrail.engine.batch import Feed
+from kvrail.engine.inputs import fill_meta, take_fed
 from kvrail.engine.packing import PackedStep, idle_blocks, most_blocks, query_blocks
 
 _ALIGN = 16
@@ -26,10 +27,10 @@ class StepSize:
     queries: int = 0
 
     def starts(self) -> list[int]:
-        """Where token ids, positions, rows of logits and attention's integers begin in a buffer, and where it ends."""
-        tokens = self.extents.tokens
+        """Where each of `Sections` begins in a buffer, and where it ends."""
+        tokens, rows = self.extents.tokens, self.extents.rows
         begins = [0]
-        for count in (8 * tokens, 8 * tokens, 8 * self.logit_rows, 4 * self.extents.words()):
+        for count in (8 * tokens, 8 * tokens, 8 * self.logit_rows, 8 * rows, 4 * self.extents.words()):
             begins.append(begins[-1] + -(-count // _ALIGN) * _ALIGN)
         return begins
 
@@ -47,11 +48,13 @@ def mixed_size(tokens: int, sequences: int, width: int, kv_heads: int, logit_row
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sections:
-    """Parts of a buffer. token_ids, positions: int64 [tokens]; logit_rows: int64; data: int32, see attention.meta."""
+    """Parts of a buffer. token_ids, positions: int64 [tokens]; logit_rows: int64; fed_rows: int64, see batch.Feed; data:
+    int32, see attention.meta."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
+    fed_rows: torch.Tensor
     data: torch.Tensor
 
 
@@ -60,13 +63,13 @@ def sections(buffer: torch.Tensor, size: StepSize) -> Sections:
     tokens, begins = size.extents.tokens, size.starts()
     wide = [
         buffer[begin : begin + 8 * count].view(torch.int64)
-        for begin, count in zip(begins, (tokens, tokens, size.logit_rows), strict=False)
+        for begin, count in zip(begins, (tokens, tokens, size.logit_rows, size.extents.rows), strict=False)
     ]
-    return Sections(*wide, buffer[begins[3] : begins[3] + 4 * size.extents.words()].view(torch.int32))
+    return Sections(*wide, buffer[begins[4] : begins[4] + 4 * size.extents.words()].view(torch.int32))
 
 
 class StepBuffer:
-    """One step of fixed size, on the host (pinned for CUDA) and on the device; `fill`, then copy `host` to `device`."""
+    """One step of fixed size, on the host (pinned for CUDA) and on the device; `fill`, then `send`."""
 
     def __init__(self, size: StepSize, device: torch.device) -> None:
         self.size = size
@@ -75,6 +78,7 @@ class StepBuffer:
         self._token_ids: npt.NDArray[np.int64] = here.token_ids.numpy()
         self._positions: npt.NDArray[np.int64] = here.positions.numpy()
         self._logit_rows: npt.NDArray[np.int64] = here.logit_rows.numpy()
+        self._fed_rows: npt.NDArray[np.int64] = here.fed_rows.numpy()
         self._meta: StepMeta = size.extents.sections(here.data.numpy())
         self._meta.slots[:] = -1
         if size.queries:
@@ -83,14 +87,22 @@ class StepBuffer:
         self.device = self.host.to(device, copy=True)
         self.there = sections(self.device, size)
 
-    def fill(self, packed: PackedStep) -> None:
+    def fill(self, packed: PackedStep, feed: Feed | None = None) -> None:
         """Write a step that fits. Token ids, positions and rows behind its own keep what they had: nobody looks there."""
         tokens, size = len(packed.token_ids), self.size
         self._token_ids[:tokens] = packed.token_ids
         self._positions[:tokens] = packed.positions
         if size.logit_rows:
             self._logit_rows[: len(packed.logit_rows)] = packed.logit_rows
+        if feed is not None:
+            self._fed_rows[: len(feed.rows)] = feed.rows
         blocks = np.zeros((0, BLOCK_FIELDS), np.int64)
         if size.queries:
             blocks = query_blocks(packed, size.queries, size.extents.tokens)
         fill_meta(self._meta, packed, blocks)
+
+    def send(self, feed: Feed | None = None) -> None:
+        """Enqueue the copy of what was filled in, and of what the device alone knows."""
+        self.device.copy_(self.host, non_blocking=True)
+        if feed is not None:
+            take_fed(self.there.token_ids, feed, self.there.fed_rows[: len(feed.rows)])

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from kvrail.engine.attention.step import PagedStep
+from kvrail.engine.batch import Feed
 from kvrail.engine.buffers import StepBuffer, StepSize, decode_size, mixed_size
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.inputs import StepInputs
@@ -90,17 +91,19 @@ class StepGraphs:
             self._mixed[-1].logits.shape[0],
         )
 
-    def run(self, packed: PackedStep, on_layer: Callable[[int], None] | None) -> torch.Tensor | None:
+    def run(
+        self, packed: PackedStep, on_layer: Callable[[int], None] | None = None, feed: Feed | None = None
+    ) -> torch.Tensor | None:
         """Replay `packed`: float32 logits [rows, vocab], valid until the next call; None where no size holds it.
 
-        on_layer: see ModelRunner.execute.
+        on_layer, feed: see ModelRunner.execute.
         """
         step = self._size_for(packed, on_layer is not None)
         if step is None:
             return None
         self._copied.synchronize()  # the host arrays are free again once the last copy has read them
-        step.buffer.fill(packed)
-        step.buffer.device.copy_(step.buffer.host, non_blocking=True)
+        step.buffer.fill(packed, feed)
+        step.buffer.send(feed)
         self._copied.record()
         for graph, layer in step.graphs:
             graph.replay()

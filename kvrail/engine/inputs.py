@@ -9,6 +9,7 @@ import torch
 
 from kvrail.engine.attention.meta import Extents, StepMeta
 from kvrail.engine.attention.step import PagedStep
+from kvrail.engine.batch import Feed
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.packing import Ints, PackedStep, query_blocks
 
@@ -33,16 +34,22 @@ class StepInputs:
 
 
 def step_inputs(
-    cache: PagedCache, packed: PackedStep, dtype: torch.dtype, on_layer: Callable[[int], None] | None = None
+    cache: PagedCache,
+    packed: PackedStep,
+    dtype: torch.dtype,
+    on_layer: Callable[[int], None] | None = None,
+    feed: Feed | None = None,
 ) -> StepInputs:
     """Inputs of `packed` over the pages of `cache`, for a model that computes in `dtype`.
 
     On a CPU padded to a multiple of ROWS: there a token's float32 results do not depend on what else is computed.
     """
     if cache.device.type == "cuda":
-        return _cuda_inputs(cache, packed, dtype, on_layer)
+        return _cuda_inputs(cache, packed, dtype, on_layer, feed)
     arrays = [_padded(array) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
     ids, positions, rows = (torch.from_numpy(array) for array in arrays)
+    if feed is not None:
+        take_fed(ids, feed, torch.tensor(feed.rows))
     meta = StepMeta(
         slots=torch.from_numpy(packed.slots.astype(np.int32)),
         page_tables=torch.from_numpy(packed.page_tables.astype(np.int32)),
@@ -54,7 +61,11 @@ def step_inputs(
 
 
 def _cuda_inputs(
-    cache: PagedCache, packed: PackedStep, dtype: torch.dtype, on_layer: Callable[[int], None] | None
+    cache: PagedCache,
+    packed: PackedStep,
+    dtype: torch.dtype,
+    on_layer: Callable[[int], None] | None,
+    feed: Feed | None,
 ) -> StepInputs:
     from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
 
@@ -69,13 +80,21 @@ def _cuda_inputs(
     )
     data = np.zeros(extents.words(), np.int32)
     fill_meta(extents.sections(data), packed, blocks)
-    ids, positions, rows, on_device = upload(
-        [packed.token_ids, packed.positions, packed.logit_rows, data], cache.device
+    fed = np.asarray(feed.rows if feed else (), np.int64)
+    ids, positions, rows, fed_rows, on_device = upload(
+        [packed.token_ids, packed.positions, packed.logit_rows, fed, data], cache.device
     )
+    if feed is not None:
+        take_fed(ids, feed, fed_rows)
     step = PagedStep(
         cache.keys, cache.values, cache.key_scales, cache.value_scales, on_device, extents.plan(), on_layer
     )
     return StepInputs(ids, positions, rows, len(packed.logit_rows), step)
+
+
+def take_fed(token_ids: torch.Tensor, feed: Feed, rows: torch.Tensor) -> None:
+    """Overwrite the first of `token_ids`, int64 [tokens], by what `feed` says; rows: int64, its rows on the device."""
+    torch.index_select(feed.tokens, 0, rows, out=token_ids[: len(rows)])
 
 
 def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints) -> None:

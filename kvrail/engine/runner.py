@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kvrail.engine.batch import SequenceSlice
+from kvrail.engine.batch import Feed, SequenceSlice
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.fusion import compile_layers
 from kvrail.engine.graphs import StepGraphs, batch_sizes
@@ -82,12 +82,17 @@ class ModelRunner:
             "captured" if self._wants_graphs else "not captured, as asked: every kernel is launched by itself",
         )
 
-    def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def execute(
+        self,
+        slices: Sequence[SequenceSlice],
+        on_layer: Callable[[int], None] | None = None,
+        feed: Feed | None = None,
+    ) -> torch.Tensor:
         """Compute the slices' new tokens and keep their KV in the pages.
 
         Returns float32 logits [rows, vocab] on the device, `num_logits` rows a slice, in order; on CUDA they are valid
         until the next call. on_layer(i) is called on the host once the work of all layers up to i has been enqueued, in
-        order, for the last layer and for some or all of those before.
+        order, for the last layer and for some or all of those before. feed: stands for the tokens of the first slices.
         """
         packed = pack(slices, self.loaded.layout.page_size)
         tokens, sequences = len(packed.token_ids), len(packed.plan)
@@ -100,10 +105,10 @@ class ModelRunner:
             if piece.copied_page is not None:
                 self.cache.copy_page(piece.copied_page, piece.page_table[piece.start // self.loaded.layout.page_size])
         if self._graphs is not None:
-            logits = self._graphs.run(packed, on_layer)
+            logits = self._graphs.run(packed, on_layer, feed)
             if logits is not None:
                 return logits
-        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer)
+        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer, feed)
         if self.launches_async or tokens * self._weights >= _PRODUCTS_FOR_ALL_CORES:
             return self.loaded.logits(inputs)
         compute_with(1)
