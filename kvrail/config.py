@@ -149,10 +149,16 @@ class WorkerSettings(ServiceSettings):
     num_pages: int = Field(0, ge=0, description="pages; overrides --kv-memory-gib where not 0")
     max_model_len: int = Field(0, ge=0, description="context limit in tokens; 0: the model's own")
     max_batch_tokens: PositiveInt = Field(2048, description="tokens of one engine step")
+    mixed_batch_tokens: int = Field(
+        0,
+        ge=0,
+        description="tokens of a step that computes prompts while other sequences decode; 0: 512 on CUDA, no less than"
+        " other steps on a CPU",
+    )
     max_running: PositiveInt = Field(64, description="sequences in one engine step")
     max_waiting: PositiveInt = Field(256, description="requests that may wait; more are refused as overload")
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
-    cuda_graphs: bool = Field(True, description="capture decode steps on CUDA")
+    cuda_graphs: bool = Field(True, description="capture steps on CUDA, so that a few launches replay each")
     compile: bool = Field(True, description="fuse each layer's elementwise work with torch.compile on CUDA")
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"

@@ -34,6 +34,12 @@ from kvrail.wire.v1 import common_pb2
 
 logger = logging.getLogger("kvrail.worker")
 
+MIXED_TOKENS = 512
+"""Tokens of a step on a GPU in which chunks of prompts go beside decodes. With an 8B model on an H200 a step of 2,048
+tokens takes 50 ms, one of 512 some 13, and decodes add little to either: so many more of them get a token meanwhile that
+32 streams of 1,024 tokens in and 128 out need 1.35 s of the GPU instead of 1.65, and nobody waits 50 ms for a token.
+Smaller chunks would fill the chip less well."""
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -105,7 +111,13 @@ def build_worker(
     loaded, runner = in_passing_thread(lambda: _load(settings)) if on_cpu else _load(settings)
     registry = CollectorRegistry()
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
-    limits = Limits(settings.max_batch_tokens, settings.max_running, settings.max_waiting, local_prefill_tokens)
+    limits = Limits(
+        settings.max_batch_tokens,
+        settings.max_running,
+        settings.max_waiting,
+        local_prefill_tokens,
+        settings.mixed_batch_tokens or (0 if on_cpu else MIXED_TOKENS),
+    )
     events = EventRouter(asyncio.get_running_loop())
     engine = Engine(
         runner,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from kvrail.sampling import SamplingParams, TokenLogprobs
 
@@ -47,3 +48,25 @@ class SampledToken:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feed:
+    """Tokens that the host need not know: the one new token of the first len(rows) slices is tokens[rows[i]].
+
+    tokens: what the step before drew, int64 [its draws] on the device.
+    """
+
+    tokens: Any
+    rows: Sequence[int]
+
+
+class Drawing(Protocol):
+    """Draws under way. tokens: the drawn ids on the device, int64 [rows], or None where only the host has them."""
+
+    @property
+    def tokens(self) -> Any: ...
+
+    def wait(self) -> list[SampledToken]:
+        """The tokens, once they are here: one a row."""
+        ...

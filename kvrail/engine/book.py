@@ -19,7 +19,7 @@ from kvrail.engine.events import (
     Verified,
 )
 from kvrail.engine.output import Booked, SequenceText, ending_of
-from kvrail.engine.planning import Step, plan_step
+from kvrail.engine.planning import Step, draws_ahead, plan_step
 from kvrail.engine.requests import EngineRequest, ModelLimits
 from kvrail.engine.scheduler import Scheduler, Work
 from kvrail.engine.sequence import Sequence as Seq
@@ -66,8 +66,8 @@ class RequestBook:
         self._arrivals = 0
         self._unclaimed: dict[str, PageLease] = {}
         self._claimed = 0
-        self._computing: set[Seq] = set()  # sequences of the step that computes now
-        self._doomed: set[Seq] = set()  # of these, the ones to finish when it is over
+        self._computing: list[set[Seq]] = []  # sequences of each step that computes now or will next
+        self._doomed: set[Seq] = set()  # of these, the ones to finish when no such step has them any more
         self._drawn: list[tuple[Seq, Booked | Draft | Verified]] = []  # not told yet, since text must be made first
 
     @property
@@ -205,10 +205,29 @@ class RequestBook:
 
     def plan(self) -> tuple[Step, Events]:
         """The next step, and the requests whose prefill it starts."""
-        events: Events = []
         work = self._scheduler.schedule()
         self._withdraw_dropped()
-        self._computing = {item.sequence for item in work}
+        return self._begin(work)
+
+    def plan_ahead(self, step: Step) -> tuple[Step, Events] | None:
+        """The step behind `step`, which computes now; None where it depends on what that draws.
+
+        A sequence that ends for a reason that cannot be foreseen is in it all the same; what it draws is dropped.
+        """
+        ending: set[Seq] = set()
+        for sequence in step.drawn_for:
+            if sequence.prefill_only or self._ends_by_length(sequence):
+                ending.add(sequence)
+            elif not draws_ahead(sequence):
+                return None
+        rows = {sequence: row for row, sequence in enumerate(step.drawn_for)}
+        work = self._scheduler.schedule_ahead(step.work, rows, ending)
+        return self._begin(work) if work else None
+
+    def _begin(self, work: list[Work]) -> tuple[Step, Events]:
+        events: Events = []
+        if work:
+            self._computing.append({item.sequence for item in work})
         for item in work:
             state = self._requests[item.sequence.request_id]
             if not state.prefill_started and item.drafts is None:
@@ -222,7 +241,8 @@ class RequestBook:
         booked = sum(self._book(item, drawn[item.sequence]) for item in step.work if item.sequence in drawn)
         self._metrics.generation_tokens.inc(booked)
         self._scheduler.computed(step.work)
-        self.abandon()
+        self._computing.pop(0)
+        self._finish_doomed()
         events: Events = []
         for sequence, new in drawn.items():
             if sequence.status is not Status.RUNNING:
@@ -236,18 +256,30 @@ class RequestBook:
                     self._finish(sibling)
         return events
 
-    def abandon(self) -> None:
-        """The step is over, well or not: finish what was dropped while it computed."""
-        self._computing = set()
-        for sequence in self._doomed:
-            self._scheduler.finish(sequence)
-        self._doomed = set()
+    def abandon(self, steps: Sequence[Step]) -> None:
+        """These steps, the last ones that were planned, are over without result."""
+        del self._computing[len(self._computing) - len(steps) :]
+        self._finish_doomed()
 
     def emit_drawn(self, request_id: str | None = None) -> Events:
         """All that was drawn since the last call, or for one request."""
         now = [(s, t) for s, t in self._drawn if request_id in (None, s.request_id)]
         self._drawn = [] if request_id is None else [(s, t) for s, t in self._drawn if s.request_id != request_id]
         return [event for sequence, token in now for event in self._emit(sequence, token)]
+
+    def _finish_doomed(self) -> None:
+        for sequence in [s for s in self._doomed if not self._is_computing(s)]:
+            self._doomed.remove(sequence)
+            self._scheduler.finish(sequence)
+
+    def _is_computing(self, sequence: Seq) -> bool:
+        return any(sequence in step for step in self._computing)
+
+    def _ends_by_length(self, sequence: Seq) -> bool:
+        """Whether the next token is the last, whatever it is."""
+        length = sequence.length() + 1
+        made = length - len(sequence.prompt_ids)
+        return made >= sequence.params.max_tokens or length >= self._limits.max_model_len
 
     # -- details -------------------------------------------------------------------------------------------------
 
@@ -358,7 +390,7 @@ class RequestBook:
         return events
 
     def _finish(self, sequence: Seq) -> None:
-        if sequence in self._computing:
+        if self._is_computing(sequence):
             self._doomed.add(sequence)
             sequence.status = Status.FINISHED
         elif sequence.status is not Status.FINISHED:

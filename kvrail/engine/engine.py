@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from kvrail.engine.batch import SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.batch import Drawing, Feed, SampledToken, SampleRow, SequenceSlice
 from kvrail.engine.book import RequestBook
 from kvrail.engine.events import Delivery, PageLease
 from kvrail.engine.pages import PageCounts
@@ -41,19 +41,38 @@ class Runner(Protocol):
     def bind_thread(self) -> None:
         """Called once by the thread that will execute."""
 
-    def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def execute(
+        self,
+        slices: Sequence[SequenceSlice],
+        on_layer: Callable[[int], None] | None = None,
+        feed: Feed | None = None,
+    ) -> torch.Tensor:
         """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices."""
 
 
 class Draws(Protocol):
     """Draws tokens from logits (kvrail.engine.sampler)."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """One token a row."""
+    def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawing:
+        """One token a row; may return before the device has drawn them."""
 
 
-LayerObserver = Callable[[int, Sequence[WrittenPages]], None]
-"""Called on the engine's thread once a layer's work of a prefill step is enqueued: (layer, pages it completes)."""
+LayerObserver = Callable[[range, Sequence[WrittenPages]], None]
+"""Called on the engine's thread once some layers' work of a prefill step is enqueued: (layers, pages they complete). Over
+a step the ranges follow on one another, from the first layer to the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the device has, and its draws."""
+
+    step: Step
+    drawing: Drawing | None
+    begin: float
+
+    def land(self) -> Sequence[SampledToken]:
+        """The tokens, once they are here."""
+        return () if self.drawing is None else self.drawing.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +113,8 @@ class Engine:
         self._deliver = deliver
         self._on_layer = on_layer
         self._changed = threading.Condition(threading.RLock())
+        self._flight: _Flight | None = None
+        self._landed = 0.0
         self._failures = 0
         self._preemptions = 0
         self._stopping = False
@@ -183,35 +204,73 @@ class Engine:
     def pending(self) -> bool:
         """Whether a step would do anything: compute, or emit what was drawn."""
         with self._changed:
-            return self._scheduler.has_work() or self._book.has_drawn
+            return self._flight is not None or self._scheduler.has_work() or self._book.has_drawn
 
     def step(self) -> None:
-        """Plan, compute and draw once. Text of the tokens drawn before is made while the device computes."""
+        """Take one step to its end. While the device computes it, the next is planned and enqueued, if that can be done
+        without knowing what it draws, and the text of tokens drawn before is made."""
         if not self._runner.launches_async:
             self._emit_drawn()
+        flight, self._flight = self._flight, None
+        if flight is None:
+            flight = self._launch(self._plan())
+        if flight is not None:
+            self._flight = self._launch_ahead(flight)
+        if self._runner.launches_async or flight is None:
+            self._emit_drawn()
+        if flight is not None:
+            self._land(flight)
+
+    def _plan(self) -> Step:
         with self._changed:
             events = self._book.admit()
             step, started = self._book.plan()
         self._deliver(events + started)
+        return step
+
+    def _launch(self, step: Step, before: Drawing | None = None) -> _Flight | None:
+        """Enqueue a step; None where there is nothing to compute or it failed. before: draws that it takes tokens of."""
         if not step.work:
-            self._emit_drawn()
-            return
+            return None
         begin = perf_counter()
+        feed = Feed(before.tokens, step.sources) if before is not None and step.sources else None
         try:
-            logits = self._runner.execute(step.slices, self._observer(step))
-            if self._runner.launches_async:
-                self._emit_drawn()
+            logits = self._runner.execute(step.slices, self._observer(step), feed)
             if len(step.logit_rows) != logits.shape[0]:
                 logits = logits[step.logit_rows]
-            tokens = self._sampler.sample(logits, step.rows) if step.rows else []
+            return _Flight(step, self._sampler.begin(logits, step.rows) if step.rows else None, begin)
         except Exception as error:  # noqa: BLE001 whatever broke a step, its requests must hear of it
-            self._step_failed(step, error)
+            self._step_failed([step], error)
+            return None
+
+    def _launch_ahead(self, flight: _Flight) -> _Flight | None:
+        """Enqueue the step behind `flight`; None where it depends on what that draws."""
+        drawing = flight.drawing
+        if not self._runner.launches_async or (drawing is not None and drawing.tokens is None):
+            return None
+        with self._changed:
+            if self._stopping:
+                return None
+            events = self._book.admit()
+            planned = self._book.plan_ahead(flight.step)
+        self._deliver(events if planned is None else events + planned[1])
+        return None if planned is None else self._launch(planned[0], drawing)
+
+    def _land(self, flight: _Flight) -> None:
+        """Wait for a step's draws and book them."""
+        try:
+            tokens = flight.land()
+        except Exception as error:  # noqa: BLE001 see _launch
+            behind, self._flight = self._flight, None
+            self._step_failed([each.step for each in (flight, behind) if each is not None], error)
             return
         self._failures = 0
         with self._changed:
-            events = self._book.settle(step, tokens)
+            events = self._book.settle(flight.step, tokens)
         self._deliver(events)
-        self._record(step, perf_counter() - begin)
+        now = perf_counter()
+        self._record(flight.step, now - max(flight.begin, self._landed))  # enqueued ahead, it waited for its turn
+        self._landed = now
 
     def _loop(self) -> None:
         self._runner.bind_thread()
@@ -220,8 +279,11 @@ class Engine:
                 while not (self._stopping or self.pending()):
                     self._changed.wait()
                 if self._stopping:
-                    return
+                    break
             self.step()
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight)  # its pages are written until then
 
     def _alive(self) -> bool:
         return not self._stopping and self._failures < MAX_FAILURES
@@ -238,7 +300,14 @@ class Engine:
         observe = self._on_layer
         if observe is None or not step.written:
             return None
-        return lambda layer: observe(layer, step.written)
+        begin = 0
+
+        def tell(layer: int) -> None:
+            nonlocal begin
+            layers, begin = range(begin, layer + 1), layer + 1
+            observe(layers, step.written)
+
+        return tell
 
     def _record(self, step: Step, seconds: float) -> None:
         metrics = self._metrics
@@ -261,12 +330,12 @@ class Engine:
             events = self._book.emit_drawn()
         self._deliver(events)
 
-    def _step_failed(self, step: Step, error: Exception) -> None:
-        logger.exception("a step failed; its %d sequences are failed", len(step.work))
+    def _step_failed(self, steps: Sequence[Step], error: Exception) -> None:
+        computing = {item.sequence.request_id for step in steps for item in step.work}
+        logger.exception("a step failed; its %d requests are failed", len(computing))
         known = error if isinstance(error, KvrailError) else KvrailError(f"the engine failed: {type(error).__name__}")
         with self._changed:
             self._failures += 1
-            self._book.abandon()
-            ids = {item.sequence.request_id for item in step.work} if self._alive() else self._book.ids()
-            events = self._book.fail(ids, known)
+            self._book.abandon(steps)
+            events = self._book.fail(computing if self._alive() else self._book.ids(), known)
         self._deliver(events)

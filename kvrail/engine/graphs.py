@@ -1,128 +1,208 @@
-"""Decode steps captured as CUDA graphs: one launch replays the whole model.
+"""Steps captured as CUDA graphs: a few launches replay the whole model, whatever the step's lengths.
 
-A graph replays fixed shapes over fixed addresses, so there is one for each of a few batch sizes, and the integers of a
-step are copied to where the graph reads them. Rows that pad a step to its batch size have no tokens: they store nothing
-and attend to nothing.
+A graph replays fixed shapes over fixed addresses, so there is one for each of a few sizes, and the integers of a step
+are copied to where the graph reads them. Attention reads every length from there. Tokens that pad a step to its size
+store nothing, attend to nothing and get zeros.
+
+There are two kinds. Steps in which each sequence has one new token are one graph each. All others are captured for
+numbers of tokens, for any mix of chunks and decodes, as one graph for each group of layers: between two of them the
+host can be told that the group's pages are under way.
 """
 
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvrail.engine.attention.meta import StepMeta, decode, encode
 from kvrail.engine.attention.step import PagedStep
+from kvrail.engine.batch import Feed
+from kvrail.engine.buffers import StepBuffer, StepSize, decode_size, mixed_size
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.inputs import StepInputs
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.packing import PackedStep
 from kvrail.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Views:
-    """Where the integers of a step of `size` sequences lie in a byte buffer, on the host or on the device."""
-
-    token_ids: torch.Tensor  # int64 [size]
-    positions: torch.Tensor  # int64 [size]
-    data: torch.Tensor  # int32, see attention.meta
+GROUPS = 12
+"""Groups of layers of a step: what is still to be sent behind the last one is a twelfth of the step's pages."""
+VERIFIED_ROWS = 64
+"""Rows of logits beyond one a sequence, as many as one sequence's drafts. The head reads its weights in about the time
+in which it computes two hundred rows, so these cost little where nobody drafts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
-    """One batch size: the bytes to copy, their parts to fill, the graph and the logits that it leaves."""
+    """One size. graphs: in order, each with the last layer that it completes, or None. logits: float32, what they
+    leave: a row for each row of logits."""
 
-    host: torch.Tensor
-    device: torch.Tensor
-    token_ids: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.int64]
-    kv_lens: npt.NDArray[np.int32]
-    page_tables: npt.NDArray[np.int32]
-    graph: torch.cuda.CUDAGraph
+    buffer: StepBuffer
+    graphs: list[tuple[torch.cuda.CUDAGraph, int | None]]
     logits: torch.Tensor
 
 
-class DecodeGraphs:
-    """Captured decode steps of one model over one page pool."""
+class StepGraphs:
+    """Captured steps of one model over one page pool. All sizes share one memory pool: only one runs at a time."""
 
-    def __init__(self, loaded: LoadedModel, cache: PagedCache, max_running: int) -> None:
+    def __init__(self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int) -> None:
+        from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
+
         self._loaded = loaded
         self._cache = cache
-        self._width = min(cache.layout.pages_for(loaded.max_model_len), cache.num_pages)
         self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._sizes = batch_sizes(max_running)
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
+        self._last_layer = len(loaded.layers) - 1
+        layout = cache.layout
+        width = min(layout.pages_for(loaded.max_model_len), cache.num_pages)
+        queries = queries_of_a_block(layout, loaded.dtype)
+        begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
+        gc.collect()
+        torch.cuda.empty_cache()
         # The largest first: the others find their memory in what it took.
-        self._captured = {size: self._capture(size) for size in reversed(self._sizes)}
-
-    def run(self, packed: PackedStep) -> torch.Tensor:
-        """Replay `packed`, a step of sequences with one new token each: float32 logits [sequences, vocab].
-
-        They are valid until the next call.
-        """
-        rows = len(packed.plan)
-        step = self._captured[next(size for size in self._sizes if size >= rows)]
-        self._copied.synchronize()  # the host arrays are free again once the last copy has read them
-        step.token_ids[:rows] = packed.token_ids
-        step.positions[:rows] = packed.positions
-        step.kv_lens[:rows] = packed.plan[:, 1]
-        step.kv_lens[rows:] = 0
-        step.page_tables[:rows, : packed.page_tables.shape[1]] = packed.page_tables
-        step.device.copy_(step.host, non_blocking=True)
-        self._copied.record()
-        step.graph.replay()
-        return step.logits[:rows]
-
-    def _padding(self, size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """A step of `size` rows that all are padding, encoded."""
-        sums, none = np.zeros(1, np.int64), np.zeros(0, np.int64)
-        tables, lengths = np.zeros((size, self._width), np.int64), np.zeros(size, np.int64)
-        counters = np.zeros(size * self._cache.layout.num_kv_heads, np.int64)
-        return encode(StepMeta([(1, 1)] * size, lengths, lengths, tables, sums, sums, none, counters))
-
-    def _capture(self, size: int) -> _Captured:
-        """Run twice, so that everything is compiled and allocated, then capture."""
-        cache, device = self._cache, self._loaded.device
-        data, plan = self._padding(size)
-        here = torch.zeros(16 * size + data.nbytes, dtype=torch.uint8, pin_memory=True)
-        there = here.to(device)
-        host, place = _views(here, size), _views(there, size)
-        step = PagedStep(
-            cache.keys, cache.values, cache.key_scales, cache.value_scales, place.data, torch.from_numpy(plan)
+        self._mixed = [
+            self._capture(
+                mixed_size(tokens, max_running, width, layout.num_kv_heads, max_running + VERIFIED_ROWS, queries),
+                -(-len(loaded.layers) // GROUPS),
+            )
+            for tokens in reversed(token_sizes(max_tokens))
+        ][::-1]
+        self._decodes = [
+            self._capture(decode_size(rows, width, layout.num_kv_heads), 0)
+            for rows in reversed(batch_sizes(max_running))
+        ][::-1]
+        taken = free - torch.cuda.mem_get_info(loaded.device)[0]
+        logger.info(
+            "captured decode steps of up to %d sequences (%d sizes) and other steps of up to %d tokens (%d sizes, %d"
+            " graphs each) in %.1f s, %.0f MiB; not captured: steps that want more than %d rows of logits",
+            max_running,
+            len(self._decodes),
+            max_tokens,
+            len(self._mixed),
+            len(self._mixed[0].graphs),
+            perf_counter() - begin,
+            taken / (1 << 20),
+            self._mixed[-1].logits.shape[0],
         )
-        inputs = StepInputs(place.token_ids, place.positions, 0, size, step)
-        graph = torch.cuda.CUDAGraph()
+
+    def run(
+        self, packed: PackedStep, on_layer: Callable[[int], None] | None = None, feed: Feed | None = None
+    ) -> torch.Tensor | None:
+        """Replay `packed`: float32 logits [rows, vocab], valid until the next call; None where no size holds it.
+
+        on_layer, feed: see ModelRunner.execute.
+        """
+        step = self._size_for(packed, on_layer is not None)
+        if step is None:
+            return None
+        self._copied.synchronize()  # the host arrays are free again once the last copy has read them
+        step.buffer.fill(packed, feed)
+        step.buffer.send(feed)
+        self._copied.record()
+        for graph, layer in step.graphs:
+            graph.replay()
+            if on_layer is not None and layer is not None:
+                on_layer(layer)
+        return step.logits[: len(packed.logit_rows)]
+
+    def _size_for(self, packed: PackedStep, grouped: bool) -> _Captured | None:
+        """The smallest size that holds a step; grouped: of those that tell of layers."""
+        tokens, rows = len(packed.token_ids), len(packed.logit_rows)
+        if not grouped and tokens == len(packed.plan) == rows:
+            return next((step for step in self._decodes if step.buffer.size.extents.tokens >= tokens), None)
+        for step in self._mixed:
+            size = step.buffer.size
+            if size.extents.tokens >= tokens and size.logit_rows >= rows:
+                return step
+        return None
+
+    def _capture(self, size: StepSize, group: int) -> _Captured:
+        """Run a step of padding, so that everything is compiled and allocated, then capture it.
+
+        group: layers of a graph; 0: all are one graph.
+        """
+        buffer = StepBuffer(size, self._loaded.device)
+        recorder = _Recorder(self._pool, self._stream)
+        ends = set(range(group - 1, self._last_layer, group)) | {self._last_layer} if group else set()
         try:
             for _ in range(2):
-                self._loaded.logits(inputs)
-            torch.cuda.synchronize(device)
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = self._loaded.logits(inputs)
+                self._loaded.logits(self._inputs(buffer, None))
+            torch.cuda.synchronize(self._loaded.device)
+            with recorder.recording():
+                logits = self._loaded.logits(
+                    self._inputs(buffer, lambda layer: recorder.cut(layer) if layer in ends else None)
+                )
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise ConfigError(f"decode steps cannot be captured ({error}); set cuda_graphs to false") from error
-        meta = decode(host.data, torch.from_numpy(plan))
-        return _Captured(
-            host=here,
-            device=there,
-            token_ids=host.token_ids.numpy(),
-            positions=host.positions.numpy(),
-            kv_lens=meta.kv_lens.numpy(),
-            page_tables=meta.page_tables.numpy(),
-            graph=graph,
-            logits=logits,
+            raise ConfigError(f"steps cannot be captured ({error}); set cuda_graphs to false") from error
+        return _Captured(buffer, recorder.graphs, logits)
+
+    def _inputs(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> StepInputs:
+        cache, there, size = self._cache, buffer.there, buffer.size
+        step = PagedStep(
+            cache.keys, cache.values, cache.key_scales, cache.value_scales, there.data, size.extents.plan(), on_layer
         )
+        rows = there.logit_rows if size.logit_rows else 0
+        return StepInputs(there.token_ids, there.positions, rows, size.logit_rows or size.extents.tokens, step)
 
 
-def _views(buffer: torch.Tensor, size: int) -> _Views:
-    ids, positions, data = buffer[: 8 * size], buffer[8 * size : 16 * size], buffer[16 * size :]
-    return _Views(ids.view(torch.int64), positions.view(torch.int64), data.view(torch.int32))
+class _Recorder:
+    """Captures what one thread enqueues as several graphs, one after the other.
+
+    Tensors may be made in one graph and used in later ones: as long as the code that is captured holds them, the pool
+    gives their memory to nobody else, and replays come in the same order.
+    """
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self.graphs: list[tuple[torch.cuda.CUDAGraph, int | None]] = []
+        self._pool = pool
+        self._stream = stream
+        self._open: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Capture the block; on an error the capture is ended, and its graphs are of no use."""
+        with torch.cuda.stream(self._stream):
+            self._begin()
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # the first error tells more
+                    if self._open is not None:
+                        self._open.capture_end()
+                raise
+            self._end(None)
+
+    def cut(self, layer: int) -> None:
+        """End one graph, behind `layer`, and begin the next."""
+        self._end(layer)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._open = torch.cuda.CUDAGraph()
+        self._open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self, layer: int | None) -> None:
+        graph, self._open = self._open, None
+        assert graph is not None
+        graph.capture_end()
+        self.graphs.append((graph, layer))
 
 
 def batch_sizes(max_running: int) -> list[int]:
     """1, 2, 4, 8, 16, 24, 32, … and last `max_running`."""
     small = [size for size in (1, 2, 4, 8) if size < max_running]
     return [*small, *range(16, max_running, 8), max_running]
+
+
+def token_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens, and last `max_tokens`; for 512 tokens or more, never more than an eighth beyond a step's."""
+    sizes = [32, *range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, max_tokens, 256)]
+    return [*(size for size in sizes if size < max_tokens), max_tokens]

@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.engine.attention.meta import StepMeta, decode, encode
+from kvrail.engine.attention.meta import Extents, StepMeta
 from kvrail.engine.attention.step import PagedStep
+from kvrail.engine.batch import Feed
 from kvrail.engine.cache import PagedCache
-from kvrail.engine.packing import Ints, PackedStep, token_slots
+from kvrail.engine.packing import Ints, PackedStep, query_blocks
 
 _ALIGN = 16
 ROWS = 4
@@ -33,51 +34,85 @@ class StepInputs:
 
 
 def step_inputs(
-    cache: PagedCache, packed: PackedStep, dtype: torch.dtype, on_layer: Callable[[int], None] | None = None
+    cache: PagedCache,
+    packed: PackedStep,
+    dtype: torch.dtype,
+    on_layer: Callable[[int], None] | None = None,
+    feed: Feed | None = None,
 ) -> StepInputs:
     """Inputs of `packed` over the pages of `cache`, for a model that computes in `dtype`.
 
     On a CPU padded to a multiple of ROWS: there a token's float32 results do not depend on what else is computed.
     """
-    prefills = packed.plan[packed.decodes :]
-    new_is_all = cache.keys.dtype == dtype and bool((prefills[:, 0] == prefills[:, 1]).all())
-    data, plan = encode(
-        StepMeta(
-            plan=packed.plan.tolist(),
-            slots=packed.slots,
-            kv_lens=packed.plan[:, 1],
-            page_tables=packed.page_tables,
-            cu_queries=_running_sum(prefills[:, 0]),
-            cu_tokens=_running_sum(prefills[:, 1]),
-            gather_slots=np.zeros(0, np.int64) if new_is_all else token_slots(packed, cache.layout.page_size),
-            counters=np.zeros(packed.decodes * cache.layout.num_kv_heads, np.int64),
-        )
+    if cache.device.type == "cuda":
+        return _cuda_inputs(cache, packed, dtype, on_layer, feed)
+    arrays = [_padded(array) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
+    ids, positions, rows = (torch.from_numpy(array) for array in arrays)
+    if feed is not None:
+        take_fed(ids, feed, torch.tensor(feed.rows))
+    meta = StepMeta(
+        slots=torch.from_numpy(packed.slots.astype(np.int32)),
+        page_tables=torch.from_numpy(packed.page_tables.astype(np.int32)),
+        plan=[(new, total) for new, total in packed.plan.tolist()],
     )
-    on_cuda = cache.device.type == "cuda"
-    multiple = 1 if on_cuda else ROWS
-    arrays = [_padded(array, multiple) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
-    ids, positions, rows, on_device = upload([*arrays, data], cache.device)
-    on_host = torch.from_numpy(plan)
+    none = torch.zeros(0, dtype=torch.int64)
+    step = PagedStep(cache.keys, cache.values, cache.key_scales, cache.value_scales, none, none, on_layer, meta)
+    return StepInputs(ids, positions, rows, len(packed.logit_rows), step)
+
+
+def _cuda_inputs(
+    cache: PagedCache,
+    packed: PackedStep,
+    dtype: torch.dtype,
+    on_layer: Callable[[int], None] | None,
+    feed: Feed | None,
+) -> StepInputs:
+    from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
+
+    blocks = query_blocks(packed, queries_of_a_block(cache.layout, dtype))
+    extents = Extents(
+        tokens=len(packed.token_ids),
+        sequences=len(packed.page_tables),
+        width=packed.page_tables.shape[1],
+        rows=packed.decodes,
+        blocks=len(blocks),
+        kv_heads=cache.layout.num_kv_heads,
+    )
+    data = np.zeros(extents.words(), np.int32)
+    fill_meta(extents.sections(data), packed, blocks)
+    fed = np.asarray(feed.rows if feed else (), np.int64)
+    ids, positions, rows, fed_rows, on_device = upload(
+        [packed.token_ids, packed.positions, packed.logit_rows, fed, data], cache.device
+    )
+    if feed is not None:
+        take_fed(ids, feed, fed_rows)
     step = PagedStep(
-        cache.keys,
-        cache.values,
-        cache.key_scales,
-        cache.value_scales,
-        on_device,
-        on_host,
-        on_layer,
-        None if on_cuda else decode(on_device, on_host),
+        cache.keys, cache.values, cache.key_scales, cache.value_scales, on_device, extents.plan(), on_layer
     )
     return StepInputs(ids, positions, rows, len(packed.logit_rows), step)
 
 
-def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
-    """Tensors with the arrays' contents on `device`; on CUDA one asynchronous copy from pinned memory.
+def take_fed(token_ids: torch.Tensor, feed: Feed, rows: torch.Tensor) -> None:
+    """Overwrite the first of `token_ids`, int64 [tokens], by what `feed` says; rows: int64, its rows on the device."""
+    torch.index_select(feed.tokens, 0, rows, out=token_ids[: len(rows)])
 
-    On a CPU the tensors share the arrays' memory.
-    """
-    if device.type != "cuda":
-        return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+
+def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints) -> None:
+    """Write a step into sections on the host, at least as long as it is; what is left of them becomes padding."""
+    rows, tokens = packed.decodes, len(packed.token_ids)
+    sequences, width = packed.page_tables.shape
+    meta.slots[:rows] = -1  # attention of one new token stores it by itself
+    meta.slots[rows:tokens] = packed.slots[rows:]
+    meta.slots[tokens:] = -1
+    meta.page_tables[:sequences, :width] = packed.page_tables
+    meta.kv_lens[:rows] = packed.plan[:rows, 1]
+    meta.kv_lens[rows:] = 0
+    meta.blocks[: len(blocks)] = blocks
+    meta.blocks[len(blocks) :] = 0
+
+
+def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
+    """Tensors with the arrays' contents on `device`, a CUDA device: one asynchronous copy from pinned memory."""
     offsets = [0]
     for a in arrays:
         offsets.append(offsets[-1] + -(-a.nbytes // _ALIGN) * _ALIGN)
@@ -92,10 +127,6 @@ def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> l
     ]
 
 
-def _padded(array: Ints, multiple: int) -> Ints:
-    """Zeros behind `array`, up to a multiple."""
-    return np.pad(array, (0, -len(array) % multiple))
-
-
-def _running_sum(lengths: Ints) -> Ints:
-    return np.concatenate([[0], np.cumsum(lengths)])
+def _padded(array: Ints) -> Ints:
+    """Zeros behind `array`, up to a multiple of ROWS."""
+    return np.pad(array, (0, -len(array) % ROWS))

@@ -70,9 +70,31 @@ def _page_tables(slices: Sequence[SequenceSlice], used: Ints) -> Ints:
     return tables
 
 
-def token_slots(packed: PackedStep, page_size: int) -> Ints:
-    """Slots of all tokens of the sequences with more than one new token, one sequence after the other."""
-    lengths = packed.plan[packed.decodes :, 1]
-    owner = np.repeat(np.arange(packed.decodes, len(packed.plan)), lengths)
-    token = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return packed.page_tables[owner, token // page_size] * page_size + token % page_size
+def query_blocks(packed: PackedStep, most: int, padded: int = 0) -> Ints:
+    """The queries of the sequences with more than one new token, as attention.meta.StepMeta.blocks: [blocks, 4].
+
+    most: queries of a block. Blocks that see the most tokens come first: they take longest. Tokens from the step's own
+    up to `padded` are padding, in blocks of their own.
+    """
+    new, total = packed.plan[packed.decodes :].T
+    counts = -(-new // most)
+    owner = np.repeat(np.arange(len(new)), counts)
+    begin = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
+    start = packed.decodes + np.cumsum(new) - new
+    size = np.minimum(new[owner] - begin, most)
+    position = (total - new)[owner] + begin
+    blocks = np.stack([start[owner] + begin, size, position, packed.decodes + owner], axis=1)
+    blocks = blocks[np.argsort(-(position + size), kind="stable")]
+    return np.concatenate([blocks, idle_blocks(len(packed.token_ids), padded, most)])
+
+
+def idle_blocks(begin: int, end: int, most: int) -> Ints:
+    """Blocks of the padding from token `begin` to `end` - 1."""
+    first = np.arange(begin, end, most)
+    return np.stack([first, np.minimum(end - first, most), np.zeros_like(first), np.full_like(first, -1)], axis=1)
+
+
+def most_blocks(tokens: int, sequences: int, most: int) -> int:
+    """The most blocks that `query_blocks` makes of a step padded to `tokens`, with at most so many sequences."""
+    several = min(sequences, tokens // 2)
+    return tokens // most + several + 1

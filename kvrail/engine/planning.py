@@ -9,13 +9,16 @@ from kvrail.engine.requests import WrittenPages
 from kvrail.engine.scheduler import Work
 from kvrail.engine.sequence import Sequence as Seq
 
+UNKNOWN = (0,)
+"""Stands for one token that the step before draws."""
+
 
 @dataclass(slots=True)
 class Step:
     """One step: the scheduler's work as slices for the runner and rows for the sampler.
 
     drawn_for: the sequence of each row. logit_rows: for each row, which row of the runner's logits it draws from; a
-    prompt's logits serve n rows.
+    prompt's logits serve n rows. sources: the first slices' tokens are these draws of the step before.
     """
 
     work: list[Work]
@@ -24,6 +27,7 @@ class Step:
     rows: list[SampleRow] = field(default_factory=list)
     drawn_for: list[Seq] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
 
     def draws(self, tokens: Sequence[SampledToken]) -> dict[Seq, list[SampledToken]]:
         """The tokens drawn for the rows, by sequence."""
@@ -39,16 +43,37 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
     num_logits = 0
     for item in step.work:
         sequence, end = item.sequence, item.start + item.count
+        if item.source is not None:
+            step.sources.append(item.source)
+            _add_rows(step, sequence, end, num_logits, eos_token_ids)
+            step.slices.append(SequenceSlice(UNKNOWN, item.start, sequence.page_table, 1))
+            num_logits += 1
+            continue
         # The newest token and each draft behind it have a draw to make or to repeat; a step that drafts makes one.
         draws = 1 if item.drafts is not None else max(0, end - len(sequence.token_ids) + 1)
         for position in range(end - draws + 1, end + 1):
             _add_rows(step, sequence, position, num_logits, eos_token_ids)
             num_logits += 1
         tokens = sequence.slice(item.start, end)
-        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, draws, sequence.copied_page))
+        # What a step that computes now copies is not to be copied again over what it computes.
+        copied = sequence.copied_page if item.start == sequence.computed else None
+        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, draws, copied))
         if sequence.prefill_only:
-            _add_written(step, sequence, end, page_size)
+            _add_written(step, sequence, item.start, end, page_size)
     return step
+
+
+def draws_ahead(sequence: Seq) -> bool:
+    """Whether the draw behind the next token can be laid out before that token is known.
+
+    Not where the draw depends on it by way of penalties, where the host takes part in the draw, or where the next token
+    is the first of several sequences.
+    """
+    params = sequence.params
+    several = params.n > 1 and not sequence.output_ids
+    penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
+    edited = penalised or params.logit_bias or len(sequence.output_ids) + 1 < params.min_tokens
+    return not (several or sequence.drafts or edited or params.logprobs is not None)
 
 
 def _add_rows(step: Step, sequence: Seq, position: int, logit_row: int, eos_token_ids: frozenset[int]) -> None:
@@ -70,8 +95,8 @@ def _add_rows(step: Step, sequence: Seq, position: int, logit_row: int, eos_toke
         )
 
 
-def _add_written(step: Step, sequence: Seq, end: int, page_size: int) -> None:
+def _add_written(step: Step, sequence: Seq, start: int, end: int, page_size: int) -> None:
     complete = -(-end // page_size) if end == len(sequence.prompt_ids) else end // page_size
-    first = sequence.computed // page_size
+    first = start // page_size
     if first < complete:
         step.written.append(WrittenPages(sequence.request_id, first, complete))

@@ -12,11 +12,23 @@ def to_list(tensor: torch.Tensor) -> list[Any]:
     waits for the step to end, and with it every other thread that copies pages: transfers then advance by one frame a
     decode step.
     """
-    if not tensor.is_cuda:
-        return tensor.tolist()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record(torch.cuda.current_stream(tensor.device))
-    done.synchronize()
-    return host.tolist()
+    return Readback(tensor).wait()
+
+
+class Readback:
+    """A copy on its way to the host, enqueued behind what computes the tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host = tensor
+        self._done: Any = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> list[Any]:
+        """Its elements, once they are here."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host.tolist()

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kvrail.engine.batch import SequenceSlice
+from kvrail.engine.batch import Feed, SequenceSlice
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.fusion import compile_layers
-from kvrail.engine.graphs import DecodeGraphs, batch_sizes
+from kvrail.engine.graphs import StepGraphs, batch_sizes
 from kvrail.engine.inputs import step_inputs
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.packed_linear import mean_weights
@@ -47,7 +47,7 @@ class ModelRunner:
         self._max_tokens = max(max_batch_tokens, max_running)
         self._wants_graphs = cuda_graphs and self.launches_async
         self._wants_compiled = compile and self.launches_async
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._threads = torch.get_num_threads()
         self._weights = mean_weights(loaded.model)
 
@@ -74,15 +74,25 @@ class ModelRunner:
         for slices in self._rehearsals():
             self.execute(slices)
         if self._wants_graphs:
-            self._graphs = DecodeGraphs(self.loaded, self.cache, self._max_running)
+            self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens)
         torch.cuda.synchronize(self.loaded.device)
-        logger.info("warmed up: compiled %s, graphs %s", self._wants_compiled, self._wants_graphs)
+        logger.info(
+            "warmed up: layers %s, steps %s",
+            "compiled" if self._wants_compiled else "not compiled, as asked",
+            "captured" if self._wants_graphs else "not captured, as asked: every kernel is launched by itself",
+        )
 
-    def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def execute(
+        self,
+        slices: Sequence[SequenceSlice],
+        on_layer: Callable[[int], None] | None = None,
+        feed: Feed | None = None,
+    ) -> torch.Tensor:
         """Compute the slices' new tokens and keep their KV in the pages.
 
         Returns float32 logits [rows, vocab] on the device, `num_logits` rows a slice, in order; on CUDA they are valid
-        until the next call. on_layer(i) is called on the host right after layer i's work has been enqueued.
+        until the next call. on_layer(i) is called on the host once the work of all layers up to i has been enqueued, in
+        order, for the last layer and for some or all of those before. feed: stands for the tokens of the first slices.
         """
         packed = pack(slices, self.loaded.layout.page_size)
         tokens, sequences = len(packed.token_ids), len(packed.plan)
@@ -94,9 +104,11 @@ class ModelRunner:
         for piece in slices:
             if piece.copied_page is not None:
                 self.cache.copy_page(piece.copied_page, piece.page_table[piece.start // self.loaded.layout.page_size])
-        if self._graphs is not None and on_layer is None and len(packed.logit_rows) == tokens == sequences:
-            return self._graphs.run(packed)
-        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer)
+        if self._graphs is not None:
+            logits = self._graphs.run(packed, on_layer, feed)
+            if logits is not None:
+                return logits
+        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer, feed)
         if self.launches_async or tokens * self._weights >= _PRODUCTS_FOR_ALL_CORES:
             return self.loaded.logits(inputs)
         compute_with(1)

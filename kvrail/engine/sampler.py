@@ -15,10 +15,11 @@ from kvrail.engine.batch import SampledToken, SampleRow
 from kvrail.engine.draw import DrawParams, draw_on_cpu
 from kvrail.engine.edits import edit_logits, is_edited
 from kvrail.engine.logprobs import token_logprobs
-from kvrail.engine.readback import to_list
+from kvrail.engine.readback import Readback, to_list
 from kvrail.errors import ConfigError
 
-Draw = Callable[[Tensor, Sequence[DrawParams]], list[int]]
+Draw = Callable[[Tensor, Sequence[DrawParams]], Tensor]
+"""Token ids, int64 [R], where the logits are."""
 
 
 class Sampler:
@@ -36,25 +37,49 @@ class Sampler:
 
         logits: float32 [R, V], rows contiguous; not modified. rows: R of them, in the same order.
         """
+        return self.begin(logits, rows).wait()
+
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> "Draws":
+        """The same, without waiting for the tokens unless some row's logits are edited or its log probabilities asked.
+
+        On a CPU everything is done here.
+        """
         if logits.shape != (len(rows), self._vocab_size) or logits.dtype != torch.float32:
             raise ValueError(
                 f"logits are {logits.dtype} {tuple(logits.shape)}; expected float32 {(len(rows), self._vocab_size)}"
             )
         if not rows:
-            return []
-        if all(row.params.greedy and row.params.logprobs is None and not is_edited(row) for row in rows):
-            return [SampledToken(token_id) for token_id in to_list(logits.argmax(dim=-1))]
+            return Draws(None, [])
+        plain = not any(row.params.logprobs is not None or is_edited(row) for row in rows)
+        if plain and all(row.params.greedy for row in rows):
+            return Draws(logits.argmax(dim=-1))
         token_ids = self._draw(edit_logits(logits, rows), [DrawParams.of(row) for row in rows])
-        return _with_logprobs(logits, rows, token_ids)
+        return Draws(token_ids) if plain else Draws(None, _with_logprobs(logits, rows, to_list(token_ids)))
+
+
+class Draws:
+    """Draws under way: kvrail.engine.batch.Drawing."""
+
+    def __init__(self, tokens: Tensor | None, known: list[SampledToken] | None = None) -> None:
+        self.tokens = tokens
+        self._known = known
+        self._readback = None if tokens is None else Readback(tokens)
+
+    def wait(self) -> list[SampledToken]:
+        """One token a row, once they are here."""
+        if self._known is None:
+            assert self._readback is not None
+            self._known = [SampledToken(token_id) for token_id in self._readback.wait()]
+        return self._known
 
 
 def _draw_for(device: torch.device) -> Draw:
     if device.type == "cpu":
-        return draw_on_cpu
+        return lambda logits, params: torch.tensor(draw_on_cpu(logits, params), dtype=torch.int64)
     if device.type == "cuda":
-        from kvrail.engine.sampling_kernels import draw_on_cuda  # Triton is installed only where it can run
+        from kvrail.engine.sampling_kernels import begin_draw  # Triton is installed only where it can run
 
-        return draw_on_cuda
+        return begin_draw
     raise ConfigError(f"device {device} has no sampler; choose cpu or cuda")
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvrail.engine.draw import MASS_SCALE, DrawParams
+from kvrail.engine.inputs import upload
 from kvrail.engine.noise import LARGEST_V, MULTIPLIER_1, MULTIPLIER_2, MULTIPLIER_3
 from kvrail.engine.readback import to_list
 
@@ -125,17 +126,21 @@ def _draw_kernel(logits, row_words, out, stride, vocab_size, BLOCK: tl.constexpr
 
 def draw_on_cuda(logits: Tensor, params: Sequence[DrawParams], block: int = 16384) -> list[int]:
     """Draw one token id from each row of `logits`, float32 [R, V]; the same ids as draw_on_cpu up to float rounding."""
+    return [int(token_id) for token_id in to_list(begin_draw(logits, params, block))]
+
+
+def begin_draw(logits: Tensor, params: Sequence[DrawParams], block: int = 16384) -> Tensor:
+    """The same, enqueued: int64 [R] on the device."""
     words = np.empty((len(params), PARAMS.value), dtype=np.int32)
     floats = words.view(np.float32)
-    for i, param in enumerate(params):
-        words[i, :2] = np.array(param.key, dtype=np.uint32).view(np.int32)
-        floats[i, 2] = param.temperature
-        floats[i, 3] = abs(param.min_score)
-        words[i, 4] = param.top_k
-        floats[i, 5] = param.top_p
+    words[:, :2] = np.array([param.key for param in params], dtype=np.uint32).view(np.int32)
+    floats[:, 2] = [param.temperature for param in params]
+    floats[:, 3] = [abs(param.min_score) for param in params]
+    words[:, 4] = [param.top_k for param in params]
+    floats[:, 5] = [param.top_p for param in params]
     out = torch.empty(len(params), dtype=torch.int64, device=logits.device)
-    uploaded = torch.from_numpy(words).to(logits.device, non_blocking=True)
+    (uploaded,) = upload([words], logits.device) if logits.is_cuda else (torch.from_numpy(words),)
     _draw_kernel[(len(params),)](
         logits, uploaded, out, logits.stride(0), logits.shape[1], BLOCK=block, num_warps=max(1, block // 1024)
     )
-    return [int(token_id) for token_id in to_list(out)]
+    return out

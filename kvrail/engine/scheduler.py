@@ -1,14 +1,15 @@
 """What to compute next. Decides over sequences and pages; knows no tensors and no clock.
 
 Each step has a budget of tokens. Sequences that decode come first, one token each, so that prefills never stall them;
-then drafts are verified, then made, one a sequence; chunks of prompts share what is left, oldest first. Sequences wait
+then drafts are verified, then made, one a sequence; chunks of prompts share what is left, oldest first. Beside other
+work they may get less than that: a step lasts as long as its chunks take, and who decodes waits for it. Sequences wait
 first come, first served: the head of the queue is never overtaken, so none starves. Where a decoding sequence needs a
 page and none can be had, drafts give up theirs, youngest first. Where there are none, the youngest running sequence
 gives up its pages and goes back to the head of the queue; it computes its KV again, or finds it cached.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvrail.engine.pages import PagePool
@@ -19,26 +20,37 @@ from kvrail.engine.sequence import Sequence, Status
 class Limits:
     """Bounds of one step and of the queue.
 
-    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all.
+    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all. mixed_batch_tokens: of a
+    step that computes chunks of prompts beside other work; 0: max_batch_tokens.
     """
 
     max_batch_tokens: int
     max_running: int
     max_waiting: int
     local_prefill_tokens: int = 0
+    mixed_batch_tokens: int = 0
+
+    def chunk_tokens(self, others: int) -> int:
+        """Tokens of prompts in a step that computes so many others. However many these are, prompts get on."""
+        room = self.max_batch_tokens - others
+        if not others or not self.mixed_batch_tokens:
+            return room
+        return min(room, max(self.mixed_batch_tokens - others, -(-self.mixed_batch_tokens // 4)))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """One sequence's part of a step: its next `count` tokens, those after the `start` first ones.
 
-    drafts: the list to which the step adds a draft; None where the step computes what counts.
+    drafts: the list to which the step adds a draft; None where the step computes what counts. source: where the one token
+    is not known yet: which draw of the step before it is.
     """
 
     sequence: Sequence
     start: int
     count: int
     drafts: list[int] | None = None
+    source: int | None = None
 
 
 class Scheduler:
@@ -106,12 +118,45 @@ class Scheduler:
                 self._extend(sequence)
                 work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
+        budget = self.limits.chunk_tokens(self.limits.max_batch_tokens - budget)
         for sequence in self._running:
             if budget and not sequence.is_decoding() and not sequence.drafts:
-                # A first token that came from elsewhere may lie behind the prompt's pages: it decodes after them.
-                in_pages = len(sequence.page_table) * self.pool.page_size - sequence.computed
-                count = min(budget, sequence.to_compute(), in_pages)
+                count = self._chunk(sequence, sequence.computed, budget)
                 work.append(Work(sequence, sequence.computed, count))
+                budget -= count
+        return work
+
+    def schedule_ahead(
+        self, current: Iterable[Work], rows: Mapping[Sequence, int], ending: Container[Sequence]
+    ) -> list[Work] | None:
+        """The work of the step behind `current`, which computes now; tokens that it draws come first, as sources.
+
+        rows: which of current's draws is a sequence's next token. ending: sequences that end with theirs. None where
+        the next step cannot be planned yet: drafts are made or verified, or pages are short. Takes pages.
+        """
+        current = list(current)
+        drafting = any(item.drafts is not None for item in current)
+        if drafting or any(s.drafts or s.status is Status.DRAFTING for s in (*self._running, *self._receiving)):
+            return None
+        after = {item.sequence: item.start + item.count for item in current}
+        alive = [s for s in self._running if s.status is Status.RUNNING and s not in ending]
+        work = [Work(s, after[s], 1, source=rows[s]) for s in alive if s in rows]
+        known = [s for s in alive if s not in rows and s.output_ids]
+        last = [s for s in known if after.get(s, s.computed) == len(s.token_ids) - 1]  # drawn elsewhere, or just admitted
+        work += [Work(s, len(s.token_ids) - 1, 1) for s in last]
+        missing = [max(0, self._pages_for(item.start + 1) - len(item.sequence.page_table)) for item in work]
+        if len(work) > self.limits.max_batch_tokens or not self.pool.can_allocate(sum(missing)):
+            return None
+        for item, count in zip(work, missing, strict=True):
+            if count:
+                item.sequence.page_table += self.pool.allocate(count)
+        decoding = {item.sequence for item in work}
+        budget = self.limits.chunk_tokens(len(work))
+        for sequence in alive:
+            if budget and sequence not in decoding:
+                start = after.get(sequence, sequence.computed)
+                count = self._chunk(sequence, start, budget)
+                work.append(Work(sequence, start, count))
                 budget -= count
         return work
 
@@ -246,6 +291,14 @@ class Scheduler:
                 chosen.append(sequence)
         # A later one may have preempted an earlier one.
         return [Work(s, s.computed, 1) for s in chosen if s.status is Status.RUNNING]
+
+    def _chunk(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Tokens of the next chunk of a prompt from `start` on.
+
+        A first token that came from elsewhere may lie behind the prompt's pages: it decodes after them.
+        """
+        in_pages = len(sequence.page_table) * self.pool.page_size - start
+        return min(budget, len(sequence.token_ids) - start, in_pages)
 
     def _missing_pages(self, sequence: Sequence) -> int:
         return max(0, self._pages_for(sequence.length()) - len(sequence.page_table))

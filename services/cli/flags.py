@@ -17,7 +17,19 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster", ("prefill_workers", "decode_workers", "startup_timeout_s")),
     ("network", ("host", "port", "metrics_port")),
     ("model", ("model", "served_model_name", "load_format", "max_model_len")),
-    ("compute", ("device", "dtype", "max_batch_tokens", "max_running", "max_waiting", "cuda_graphs", "compile")),
+    (
+        "compute",
+        (
+            "device",
+            "dtype",
+            "max_batch_tokens",
+            "mixed_batch_tokens",
+            "max_running",
+            "max_waiting",
+            "cuda_graphs",
+            "compile",
+        ),
+    ),
     ("KV cache", ("kv_dtype", "page_size", "kv_memory_gib", "num_pages", "prefix_cache")),
     (
         "KV transfer",

@@ -52,12 +52,12 @@ class PageObserver:
         """Name the worker whose engine calls; before it starts."""
         self._worker = worker
 
-    def layer_written(self, layer: int, written: Sequence[WrittenPages]) -> None:
-        """A layer's work of the current step is enqueued, and that of all layers before it."""
+    def layers_written(self, layers: range, written: Sequence[WrittenPages]) -> None:
+        """The work of neighbouring layers of the current step is enqueued, after that of the layers before them."""
         assert self._worker is not None
         if written is not self._step:
             self._step, self._first_layer, self._group = written, 0, self._layers_per_frame(written)
-        end = layer + 1
+        end = layers.stop
         if end - self._first_layer < self._group and end < self._worker.loaded.layout.num_layers:
             return
         mark = self._worker.side.mark()

@@ -139,7 +139,7 @@ async def cluster(
         options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
         observer = PageObserver(loop)
         codecs = Codecs(options, allow_lossy=True)
-        worker = build_worker(options, codecs=codecs.names, on_layer=observer.layer_written, detokenize=False)
+        worker = build_worker(options, codecs=codecs.names, on_layer=observer.layers_written, detokenize=False)
         codecs.check_codebook(worker.loaded)
         observer.attach(worker)
         carriers = await carriers_for(transport, options, worker.loaded.device)

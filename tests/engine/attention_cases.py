@@ -24,24 +24,30 @@ class Case:
     options: ScoreOptions
 
     @property
-    def kv_lens(self) -> torch.Tensor:
-        return torch.tensor([total for _, total in self.plan], dtype=torch.int32, device=self.query.device)
-
-    @property
     def decodes(self) -> int:
         return sum(new == 1 for new, _ in self.plan)
 
-    def sums(self, column: int) -> torch.Tensor:
-        lengths = torch.tensor([0] + [entry[column] for entry in self.plan[self.decodes :]])
-        return lengths.cumsum(0).to(self.query.device, torch.int32)
+    @property
+    def kv_lens(self) -> torch.Tensor:
+        lengths = [total for _, total in self.plan[: self.decodes]]
+        return torch.tensor(lengths, dtype=torch.int32, device=self.query.device)
 
-    def token_slots(self) -> torch.Tensor:
-        size, found = self.pages.keys.shape[1], []
-        for row, (_, total) in enumerate(self.plan):
-            if row >= self.decodes:
-                token = torch.arange(total, device=self.query.device)
-                found.append(self.page_tables[row, token // size].long() * size + token % size)
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=self.query.device)
+    def blocks(self, most: int, padding: int = 0) -> torch.Tensor:
+        """Queries of all sequences with more than one, last ones first; then `padding` tokens, and a block of none."""
+        found, begin = [], 0
+        for row, (new, total) in enumerate(self.plan):
+            for first in range(0, new if row >= self.decodes else 0, most):
+                found.insert(0, [begin + first, min(most, new - first), total - new + first, row])
+            begin += new
+        found += [[begin + first, min(most, padding - first), 0, -1] for first in range(0, padding, most)]
+        return torch.tensor([*found, [7, 0, 7, 7]], dtype=torch.int32, device=self.query.device)
+
+    @property
+    def stored_apart(self) -> torch.Tensor:
+        """Slots, -1 where attention of one new token stores it."""
+        slots = self.slots.int().clone()
+        slots[: self.decodes] = -1
+        return slots
 
 
 def make_case(

@@ -15,12 +15,11 @@ from kvrail.metrics import EngineMetrics
 from kvrail.sampling import SamplingParams
 from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expected
 
-
 class Bench:
-    def __init__(self, num_pages=32, page_size=4, prefix_cache=True, on_layer=None, max_drafts=64, **limits):
+    def __init__(self, num_pages=32, page_size=4, prefix_cache=True, on_layer=None, max_drafts=64, ahead=False, **limits):
         settings = {"max_batch_tokens": 16, "max_running": 8, "max_waiting": 64, **limits}
         self.registry = CollectorRegistry()
-        self.machine = PageMachine(num_pages, page_size)
+        self.machine = PageMachine(num_pages, page_size, ahead=ahead)
         self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache)
         self.events: dict[str, list] = {}
         self.scheduler = Scheduler(self.pool, Limits(**settings))

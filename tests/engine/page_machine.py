@@ -6,11 +6,12 @@ preemption or transfer changes the output. `expected` is the same machine withou
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from kvrail.engine.batch import SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.batch import Feed, SampledToken, SampleRow, SequenceSlice
 
 VOCAB = 101
 
@@ -27,9 +28,11 @@ def expected(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
 
 
 class PageMachine:
-    launches_async = False
+    """ahead: steps are enqueued before the draws of the one before are known, as on a GPU."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, ahead: bool = False) -> None:
+        self.launches_async = ahead
+        self.fed = 0
         self.cells = np.full((num_pages, page_size), -1, dtype=np.int64)
         self.page_size = page_size
         self.steps: list[list[int]] = []
@@ -45,8 +48,17 @@ class PageMachine:
     def read(self, page_table: Sequence[int], count: int) -> list[int]:
         return self.cells[list(page_table)].reshape(-1)[:count].tolist()
 
-    def execute(self, slices: Sequence[SequenceSlice], on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def execute(
+        self,
+        slices: Sequence[SequenceSlice],
+        on_layer: Callable[[int], None] | None = None,
+        feed: Feed | None = None,
+    ) -> torch.Tensor:
         self.steps.append([len(piece.token_ids) for piece in slices])
+        if feed is not None:
+            self.fed += len(feed.rows)
+            fed = [replace(piece, token_ids=feed.tokens[[row]].tolist()) for piece, row in zip(slices, feed.rows, strict=False)]
+            slices = [*fed, *slices[len(fed) :]]
         rows = []
         for piece in slices:
             if piece.copied_page is not None:
@@ -63,12 +75,26 @@ class PageMachine:
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
 
+@dataclass
+class Drawn:
+    """Draws that are known at once and asked for once."""
+
+    tokens: torch.Tensor
+    asked: bool = False
+
+    def wait(self) -> list[SampledToken]:
+        assert not self.asked
+        self.asked = True
+        return [SampledToken(token) for token in self.tokens.tolist()]
+
+
 class FirstIndexShift:
     """Draws the machine's token; the n sequences of a request differ in their first one."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
+        return self.begin(logits, rows).wait()
+
+    def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
         assert logits.shape == (len(rows), VOCAB)
-        return [
-            SampledToken((int(row.argmax()) + (0 if ask.output_ids else ask.index)) % VOCAB)
-            for row, ask in zip(logits, rows, strict=True)
-        ]
+        first = [ask.index if ask.position == len(ask.prompt_ids) else 0 for ask in rows]
+        return Drawn((logits.argmax(1) + torch.tensor(first)) % VOCAB)

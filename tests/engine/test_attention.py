@@ -1,13 +1,18 @@
 """The CPU path against the readable reference, which itself is checked against torch's attention."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvrail.engine.attention import cpu, cpu_kernel, reference
-from kvrail.engine.attention.meta import StepMeta, decode, encode
+from kvrail.engine.attention.meta import Extents, StepMeta, decode
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.batch import SequenceSlice
+from kvrail.engine.inputs import fill_meta
+from kvrail.engine.packing import most_blocks, pack, query_blocks
 from tests.engine.attention_cases import Case, expected, make_case, relative_error
 
 MIXES = {
@@ -33,8 +38,7 @@ OPTIONS = {
 
 
 def meta_of(case: Case) -> StepMeta:
-    none = torch.zeros(0, dtype=torch.int32)
-    return StepMeta(case.plan, case.slots.int(), case.kv_lens, case.page_tables, none, none, none, none)
+    return StepMeta(case.slots.int(), case.page_tables, case.plan)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -135,21 +139,39 @@ def test_eight_bit_rows_keep_their_largest_value(dtype: torch.dtype) -> None:
 
 
 def test_meta_survives_the_way_through_the_model() -> None:
-    given = StepMeta(
-        plan=[(1, 9), (3, 3)],
-        slots=np.array([8, 40, 41, 42]),
-        kv_lens=np.array([9, 3]),
-        page_tables=np.array([[0, 7, 0], [5, 0, 0]]),
-        cu_queries=np.array([0, 3]),
-        cu_tokens=np.array([0, 3]),
-        gather_slots=np.array([40, 41, 42]),
-        counters=np.zeros(2),
-    )
-    data, plan = encode(given)
-    back = decode(torch.from_numpy(data), torch.from_numpy(plan))
-    assert back.plan == given.plan and back.decodes == 1
-    for name in ("slots", "kv_lens", "page_tables", "cu_queries", "cu_tokens", "gather_slots", "counters"):
-        section = getattr(back, name)
+    packed = pack([SequenceSlice([5], 8, [2, 7], 1), SequenceSlice([1, 2, 3], 0, [5], 1)], page_size=8)
+    extents = Extents(tokens=6, sequences=3, width=4, rows=2, blocks=5, kv_heads=3)
+    data = np.full(extents.words(), 9, np.int32)
+    fill_meta(extents.sections(data), packed, query_blocks(packed, 2, 6))
+    back = decode(torch.from_numpy(data), extents.plan())
+    assert back.slots.tolist() == [-1, 40, 41, 42, -1, -1]  # one new token alone is stored by attention itself
+    assert back.page_tables[:2].tolist() == [[2, 7, 9, 9], [5, 0, 9, 9]]
+    assert back.kv_lens.tolist() == [9, 0]
+    assert back.blocks.tolist() == [[3, 1, 2, 1], [1, 2, 0, 1], [4, 2, 0, -1], [0] * 4, [0] * 4]
+    assert len(back.counters) == 6
+    for section in (back.slots, back.page_tables, back.kv_lens, back.counters, back.blocks):
         assert section.dtype == torch.int32
-        np.testing.assert_array_equal(section.numpy(), getattr(given, name))
         assert section.data_ptr() % 16 == torch.from_numpy(data).data_ptr() % 16
+
+
+@pytest.mark.parametrize("most", [1, 16, 64])
+def test_blocks_hold_every_query_once_and_fit(most: int) -> None:
+    choice = random.Random(most)
+    for _ in range(200):
+        new = [choice.choice([1, 2, 3, 17, 64, 65, 130]) for _ in range(choice.randint(1, 6))]
+        start = [choice.randint(0, 90) for _ in new]
+        slices = [SequenceSlice([0] * n, s, range(40), 0) for n, s in zip(new, start, strict=True)]
+        packed = pack(slices, 8)
+        tokens = len(packed.token_ids)
+        size = tokens + choice.randint(0, 70)
+        blocks = query_blocks(packed, most, size)
+        assert len(blocks) <= most_blocks(size, len(new), most)
+        assert (blocks[:, 1] <= most).all()
+        real = blocks[blocks[:, 3] >= 0]
+        assert (np.diff(real[:, 2] + real[:, 1]) <= 0).all()  # what takes longest first
+        seen = {first + i: (sequence, at + i) for first, n, at, sequence in blocks.tolist() for i in range(n)}
+        assert sorted(seen) == list(range(packed.decodes, size))
+        for token in range(packed.decodes, tokens):
+            sequence, at = seen[token]
+            assert at == packed.positions[token]
+            assert packed.slots[token] == packed.page_tables[sequence, at // 8] * 8 + at % 8

@@ -12,8 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before
 
 from kvrail.engine.attention import reference
 from kvrail.engine.attention.decode_kernel import decode_attention, splits_for
-from kvrail.engine.attention.page_kernels import gather_tokens, write_pages
-from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention
+from kvrail.engine.attention.page_kernels import write_pages
+from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention, tuning_of
 from kvrail.engine.cache import LayerPages
 from tests.engine.attention_cases import Case, expected, make_case, relative_error
 
@@ -99,28 +99,30 @@ def test_prefill(shape: dict, tuning: PrefillTuning | None) -> None:
     case = make_case([(7, 7), (30, 65), (17, 80), (2, 100), (16, 16), (33, 33)], **shape)
     wanted = expected(case)
     reference.write_pages(case.pages, case.key, case.value, case.slots)
-    key, value = gather_tokens(case.pages, case.token_slots(), torch.float32)
-    out = torch.full(wanted.shape, float("nan"))
-    prefill_attention(case.query, key, value, case.sums(0), case.sums(1), 33, out, case.options, tuning)
-    assert relative_error(out, wanted) < 1e-5
+    out = torch.full((len(wanted) + 20, *wanted.shape[1:]), float("nan"))
+    query = torch.cat([case.query, torch.full((20, *case.query.shape[1:]), float("nan"))])
+    chosen = tuning or tuning_of(case.query.shape[2], case.value.shape[2], 4)
+    blocks = case.blocks(chosen.queries, padding=17)
+    prefill_attention(query, case.pages, case.page_tables, blocks, out, case.options, chosen)
+    assert relative_error(out[: len(wanted)], wanted) < 1e-5
+    assert (out[len(wanted) : -3] == 0).all() and out[-3:].isnan().all()
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "float8_e5m2", "float8_e4m3fn"])
-def test_write_then_gather(kv_dtype: str) -> None:
+def test_write(kv_dtype: str) -> None:
     shape = {"heads": 6, "kv_heads": 3, "key_dim": 24, "value_dim": 40, "kv_dtype": kv_dtype}
     case, other = make_case([(5, 5), (3, 20)], **shape), make_case([(5, 5), (3, 20)], **shape)
     for new in (case.key, case.value):
         if case.pages.key_scales is not None:
             make_exact(new, getattr(torch, kv_dtype))
     case.key[2] = 0.0
-    write_pages(case.pages, case.key, case.value, case.slots)
-    reference.write_pages(other.pages, case.key, case.value, case.slots)
+    slots = case.slots.int()
+    slots[[0, 6]] = -1  # passed over
+    write_pages(case.pages, case.key, case.value, slots)
+    there = slots >= 0
+    reference.write_pages(other.pages, case.key[there], case.value[there], case.slots[there])
     for ours, theirs in zip(tensors(case.pages), tensors(other.pages), strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-    slots = case.slots.flip(0)
-    key, value = gather_tokens(case.pages, slots, torch.float32)
-    k, v = reference.read_pages(other.pages, torch.arange(len(other.pages.keys)), torch.float32)
-    assert torch.equal(key, k[slots]) and torch.equal(value, v[slots])
 
 
 def make_exact(new: torch.Tensor, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ import pytest
 from kvrail.engine.batch import SampleRow, SequenceSlice
 from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled
 from kvrail.engine.requests import EngineRequest
+from kvrail.engine.scheduler import Limits
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.sampling import FinishReason, SamplingParams
 from tests.engine.bench import Bench, prompts
@@ -167,6 +168,38 @@ def test_pages_of_a_dropped_transfer_wait_for_its_writer():
     bench.engine.release_lease(lease)
     assert bench.of("next", Admitted)
     bench.run()
+
+
+def test_chunks_are_smaller_beside_decodes():
+    bench = Bench(num_pages=200, max_batch_tokens=40, mixed_batch_tokens=10, max_running=16)
+    bench.submit("first", [1] * 60, max_tokens=30)
+    bench.step(2)
+    assert bench.machine.steps == [[40], [20]]  # nobody decodes
+    for number in range(4):
+        bench.submit(f"long {number}", [2 + number] * 20, max_tokens=30)
+    bench.step(3)
+    assert bench.machine.steps[2:] == [[1, 9], [1, 9], [1, 2, 7]]
+    bench.run()
+    assert bench.tokens("long 3") == expected([5] * 20, 30)
+
+
+def test_chunks_get_on_beside_any_number_of_decodes():
+    bench = Bench(num_pages=200, max_batch_tokens=24, mixed_batch_tokens=8, max_running=16)
+    for number in range(10):
+        bench.submit(str(number), [number], max_tokens=30)
+    bench.step(2)
+    bench.submit("long", [7] * 9, max_tokens=3)
+    bench.step(2)
+    assert bench.machine.steps[2:] == [[1] * 10 + [2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("others", "tokens"), [(0, 2048), (1, 511), (384, 128), (400, 128), (1000, 128), (2000, 48), (2048, 0)]
+)
+def test_tokens_of_chunks_beside_others(others, tokens):
+    assert Limits(2048, 64, 64, mixed_batch_tokens=512).chunk_tokens(others) == tokens
+    assert Limits(2048, 64, 64).chunk_tokens(others) == 2048 - others
+    assert Limits(256, 64, 64, mixed_batch_tokens=512).chunk_tokens(min(others, 256)) == 256 - min(others, 256)
 
 
 def test_short_remote_prompts_are_computed_here():

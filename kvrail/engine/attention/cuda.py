@@ -7,9 +7,10 @@ import torch
 from kvrail.engine.attention.decode_kernel import decode_attention
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.page_kernels import gather_tokens, write_pages
-from kvrail.engine.attention.prefill_kernel import prefill_attention
+from kvrail.engine.attention.page_kernels import write_pages
+from kvrail.engine.attention.prefill_kernel import prefill_attention, tuning_of
 from kvrail.engine.cache import LayerPages
+from kvrail.layout import KVLayout
 
 
 def paged_attention(
@@ -23,31 +24,32 @@ def paged_attention(
     """Store the new tokens, then attend each sequence to its own pages.
 
     query, key, value: [tokens, heads, dim], sequences one after the other, those with one new token first. Returns
-    [tokens, heads, value_dim].
+    [tokens, heads, value_dim]; zeros where `meta` says padding. What is launched depends on shapes alone.
     """
-    decodes, tokens = meta.decodes, len(query)
-    out = query.new_empty(tokens, query.shape[1], value.shape[2])
-    if decodes:
+    rows = len(meta.kv_lens)
+    out = query.new_empty(len(query), query.shape[1], value.shape[2])
+    if rows:  # before the blocks: rows that are no sequence's one token get zeros here, and what is theirs there
         decode_attention(
-            query[:decodes],
-            key[:decodes],
-            value[:decodes],
+            query[:rows],
+            key[:rows],
+            value[:rows],
             layer,
-            meta.page_tables[:decodes],
-            meta.kv_lens[:decodes],
+            meta.page_tables[:rows],
+            meta.kv_lens,
             meta.counters,
-            out[:decodes],
+            out[:rows],
             options,
             _processors(query.device),
         )
-    if decodes < tokens:
-        q, k, v = query[decodes:], key[decodes:], value[decodes:]
-        write_pages(layer, k, v, meta.slots[decodes:])
-        if len(meta.gather_slots):
-            k, v = gather_tokens(layer, meta.gather_slots, query.dtype)
-        longest = max(new for new, _ in meta.plan)
-        prefill_attention(q, k, v, meta.cu_queries, meta.cu_tokens, longest, out[decodes:], options)
+    if len(meta.blocks):
+        write_pages(layer, key, value, meta.slots)
+        prefill_attention(query, layer, meta.page_tables, meta.blocks, out, options)
     return out
+
+
+def queries_of_a_block(layout: KVLayout, dtype: torch.dtype) -> int:
+    """The most queries of an entry of StepMeta.blocks, for a model that computes in `dtype`."""
+    return tuning_of(layout.key_dim, layout.value_dim, dtype.itemsize).queries
 
 
 @functools.cache

@@ -299,7 +299,7 @@ def decode_attention(
     rows, heads, key_dim = query.shape
     page_size, kv_heads = layer.keys.shape[1:3]
     value_dim = out.shape[2]
-    tuning = tuning or tuning_for(_padded(max(key_dim, value_dim)), layer.keys.element_size())
+    tuning = tuning or tuning_for(padded(max(key_dim, value_dim)), layer.keys.element_size())
     splits, shortest = splits_for(rows, kv_heads, tuning.programs * processors, tuning.block)
     part_out = torch.empty(rows, heads, splits, value_dim, device=query.device)
     part_lse = torch.empty(rows, heads, splits, device=query.device)
@@ -336,7 +336,7 @@ def decode_attention(
     )
 
 
-def _padded(dim: int) -> int:
+def padded(dim: int) -> int:
     """A size that tl.dot takes."""
     return max(16, int(triton.next_power_of_2(dim)))
 
@@ -350,8 +350,8 @@ def _dims(kv_heads: int, group: int, key_dim: int, value_dim: int) -> dict[str, 
         "GROUP_PADDED": max(16, joined),
         "GROUP_JOINED": joined,
         "KEY_DIM": key_dim,
-        "KEY_DIM_PADDED": _padded(key_dim),
+        "KEY_DIM_PADDED": padded(key_dim),
         "VALUE_DIM": value_dim,
-        "VALUE_DIM_PADDED": _padded(value_dim),
-        "AT_ONCE": max(1, min(8, _JOIN_ELEMENTS // (joined * _padded(value_dim)))),
+        "VALUE_DIM_PADDED": padded(value_dim),
+        "AT_ONCE": max(1, min(8, _JOIN_ELEMENTS // (joined * padded(value_dim)))),
     }

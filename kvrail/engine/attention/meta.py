@@ -7,75 +7,88 @@ case of its own); two that are never that short give it none.
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-_HEADER = 5
 _ALIGN = 4
 """Sections begin at multiples of 16 bytes, so that kernels may load wide."""
+
+BLOCK_FIELDS = 4
+"""Integers of a block of queries: see StepMeta.blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
     """The integers of one step, unpacked: arrays before, tensors after the way through the model.
 
-    plan: (new tokens, tokens in all) a sequence; sequences with one new token first.
-    slots: int32 [tokens], where each new token's KV goes: page * page_size + offset.
-    kv_lens: int32 [sequences], tokens in all, the new ones included. page_tables: int32 [sequences, width].
-    shared: on a CPU, what the first layer of each window has worked out for the others.
-    The rest serves CUDA. counters: int32 [sequences with one new token * kv_heads], zeros between two layers.
-    Of the sequences with more than one new token:
-    cu_queries, cu_tokens: int32 [such sequences + 1], running sums of their new tokens and of all their tokens.
-    gather_slots: int32 [sum of all their tokens], slots of all their tokens in order; empty where all of them begin
-    at token 0 and the pages keep the computed type, so that new keys and values are all there is.
+    slots: int32 [tokens], where each new token's KV goes: page * page_size + offset. On CUDA -1 where nothing is to be
+    stored by way of it: padding, and sequences with one new token, whose attention stores it.
+    page_tables: int32 [sequences, width]; sequences with one new token first.
+    plan, on a CPU: (new tokens, tokens in all) a sequence. shared, likewise: what the first layer of each window has
+    worked out for the others.
+    The rest serves CUDA, where every length is read from device memory, so that a captured step serves any lengths.
+    kv_lens: int32 [rows], of leading sequences with one new token: tokens in all, the new one included; 0: the row is
+    padding, or the token of a sequence with more. counters: int32 [rows * kv_heads], zeros between two layers.
+    blocks: int32 [blocks, 4], queries of sequences with more than one new token, in any order: (first packed token, how
+    many, the first one's position in its sequence, the sequence's page table or -1: padding, which gets zeros). A block
+    of no tokens is passed over.
     """
 
-    plan: list[tuple[int, int]]
     slots: Any
-    kv_lens: Any
     page_tables: Any
-    cu_queries: Any
-    cu_tokens: Any
-    gather_slots: Any
-    counters: Any
+    plan: list[tuple[int, int]] = field(default_factory=list)
+    kv_lens: Any = None
+    counters: Any = None
+    blocks: Any = None
     shared: dict[int, Any] = field(default_factory=dict, init=False)
 
-    @property
-    def decodes(self) -> int:
-        """How many leading sequences have one new token."""
-        return next((i for i, (new, _) in enumerate(self.plan) if new > 1), len(self.plan))
 
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The lengths of a CUDA step's sections: see StepMeta for what they hold."""
 
-def encode(meta: StepMeta) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """(data, plan): data goes to the device, plan stays on the host."""
-    arrays = (
-        meta.slots,
-        meta.kv_lens,
-        meta.page_tables,
-        meta.cu_queries,
-        meta.cu_tokens,
-        meta.gather_slots,
-        meta.counters,
-    )
-    begins = section_starts([array.size for array in arrays])
-    data = np.zeros(max(begins[-1], 2), np.int32)
-    for array, begin in zip(arrays, begins, strict=False):
-        data[begin : begin + array.size] = array.reshape(-1)
-    header = [len(meta.plan), len(meta.slots), meta.page_tables.shape[1], len(meta.gather_slots), len(meta.counters)]
-    return data, np.concatenate([header, np.asarray(meta.plan, np.int64).reshape(-1)])
+    tokens: int
+    sequences: int
+    width: int
+    rows: int
+    blocks: int
+    kv_heads: int
+
+    def sizes(self) -> list[int]:
+        """Integers in each section: slots, page_tables, kv_lens, counters, blocks."""
+        return [
+            self.tokens,
+            self.sequences * self.width,
+            self.rows,
+            self.rows * self.kv_heads,
+            self.blocks * BLOCK_FIELDS,
+        ]
+
+    def plan(self) -> torch.Tensor:
+        """What stays on the host: int64 [6] on the CPU."""
+        return torch.tensor([self.tokens, self.sequences, self.width, self.rows, self.blocks, self.kv_heads])
+
+    def words(self) -> int:
+        """Integers of all sections, room between them included; never so few that torch.compile sees a special case."""
+        return max(section_starts(self.sizes())[-1], 2)
+
+    def sections(self, data: Any) -> StepMeta:
+        """Views of `data`, int32 [words], an array or a tensor."""
+        sizes = self.sizes()
+        slots, tables, kv_lens, counters, blocks = (
+            data[begin : begin + size] for begin, size in zip(section_starts(sizes), sizes, strict=False)
+        )
+        return StepMeta(
+            slots=slots,
+            page_tables=tables.reshape(self.sequences, self.width),
+            kv_lens=kv_lens,
+            counters=counters,
+            blocks=blocks.reshape(self.blocks, BLOCK_FIELDS),
+        )
 
 
 def decode(data: torch.Tensor, plan: torch.Tensor) -> StepMeta:
-    """What `encode` packed; tensors are views of `data`."""
-    numbers = plan.tolist()
-    sequences, tokens, width, gathered, counters = numbers[:_HEADER]
-    pairs = list(zip(numbers[_HEADER::2], numbers[_HEADER + 1 :: 2], strict=True))
-    sums = 1 + sum(new > 1 for new, _ in pairs)
-    sizes = [tokens, sequences, sequences * width, sums, sums, gathered, counters]
-    sections = [data[begin : begin + size] for begin, size in zip(section_starts(sizes), sizes, strict=False)]
-    sections[2] = sections[2].view(sequences, width)
-    return StepMeta(pairs, *sections)
+    """The sections of a step on CUDA, views of `data`; plan: what Extents.plan gives."""
+    return Extents(*plan.tolist()).sections(data)
 
 
 def section_starts(sizes: list[int]) -> list[int]:

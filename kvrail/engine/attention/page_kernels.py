@@ -1,4 +1,4 @@
-"""Triton kernels that move keys and values between packed tokens and pages."""
+"""Triton kernel that stores packed tokens' keys and values in pages."""
 
 import torch
 import triton
@@ -65,6 +65,8 @@ def _write_kernel(
     """Grid: (tokens, 2): keys, then values."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
     if tl.program_id(1) == 0:
         store_rows(
             key, keys, key_scales, slot, token, key_stride_head, key_stride_token,
@@ -77,58 +79,11 @@ def _write_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _load_rows(
-    target,
-    pool,
-    scales,
-    slot,
-    token,
-    HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    head = tl.arange(0, HEADS_PADDED)[:, None]
-    dim = tl.arange(0, DIM_PADDED)[None, :]
-    mask = (head < HEADS) & (dim < DIM)
-    rows = tl.load(pool + slot * HEADS * DIM + head * DIM + dim, mask=mask)
-    if SCALED:
-        heads = tl.arange(0, HEADS_PADDED)
-        scale = tl.load(scales + slot * HEADS + heads, mask=heads < HEADS)
-        rows = rows.to(tl.float32) * scale[:, None]
-    tl.store(target + token * HEADS * DIM + head * DIM + dim, rows.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _gather_kernel(
-    key,
-    value,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    slots,
-    HEADS: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_DIM_PADDED: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """Grid: (tokens, 2): keys, then values."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    if tl.program_id(1) == 0:
-        _load_rows(key, keys, key_scales, slot, token, HEADS, HEADS_PADDED, KEY_DIM, KEY_DIM_PADDED, SCALED)
-    else:
-        _load_rows(value, values, value_scales, slot, token, HEADS, HEADS_PADDED, VALUE_DIM, VALUE_DIM_PADDED, SCALED)
-
-
 def write_pages(layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store new tokens; the same as reference.write_pages. key, value: [tokens, kv_heads, dim], dim contiguous."""
+    """Store new tokens; the same as reference.write_pages, but that a slot of -1 is passed over.
+
+    key, value: [tokens, kv_heads, dim].
+    """
     tokens, heads, key_dim = key.shape
     value_dim = value.shape[2]
     if tokens == 0:
@@ -154,32 +109,6 @@ def write_pages(layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots
         VALUE_DIM_PADDED=triton.next_power_of_2(value_dim),
         LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
     )
-
-
-def gather_tokens(layer: LayerPages, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the tokens in `slots` as `dtype`, contiguous: two of [tokens, kv_heads, dim]."""
-    heads, key_dim = layer.keys.shape[2:]
-    value_dim = layer.values.shape[3]
-    key = torch.empty(len(slots), heads, key_dim, dtype=dtype, device=slots.device)
-    value = torch.empty(len(slots), heads, value_dim, dtype=dtype, device=slots.device)
-    if len(slots):
-        _gather_kernel[(len(slots), 2)](
-            key,
-            value,
-            layer.keys,
-            layer.values,
-            layer.key_scales,
-            layer.value_scales,
-            slots,
-            HEADS=heads,
-            HEADS_PADDED=triton.next_power_of_2(heads),
-            KEY_DIM=key_dim,
-            KEY_DIM_PADDED=triton.next_power_of_2(key_dim),
-            VALUE_DIM=value_dim,
-            VALUE_DIM_PADDED=triton.next_power_of_2(value_dim),
-            SCALED=layer.key_scales is not None,
-        )
-    return key, value
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:

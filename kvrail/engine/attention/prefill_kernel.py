@@ -1,8 +1,8 @@
-"""Triton kernel: causal attention of packed sequences whose queries are their last tokens.
+"""Triton kernel: causal attention of packed sequences whose queries are their last tokens, over their pages.
 
-Flash attention (Dao, "FlashAttention-2", 2023) over keys and values that lie one sequence after the other. On an H200
-it takes 0.65 to 0.8 of the time of torch's variable-length flash kernel (heads of 128, bfloat16, 300 to 8,192 tokens).
-cuDNN's is faster still on long prompts (0.7 of ours), but builds a plan for each length, 30 ms a thread and length.
+Flash attention (Dao, "FlashAttention-2", 2023). Which queries a program computes is read from a list of blocks that
+the host makes, so that a launch's shape depends on tensor shapes alone and a captured one serves any lengths. Keys and
+values are read where they lie, in pages: nothing is gathered before.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrail.engine.attention.decode_kernel import tanh
+from kvrail.engine.attention.decode_kernel import padded, tanh
+from kvrail.engine.attention.meta import BLOCK_FIELDS
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.page_kernels import unit_stride
+from kvrail.engine.cache import LayerPages
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_FIELDS = tl.constexpr(BLOCK_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,50 +40,72 @@ def tuning_for(dim: int, element_bytes: int) -> PrefillTuning:
     return PrefillTuning(queries=64, block=32, warps=4, stages=2)
 
 
+def tuning_of(key_dim: int, value_dim: int, element_bytes: int) -> PrefillTuning:
+    """The same for heads of any widths."""
+    return tuning_for(padded(max(key_dim, value_dim)), element_bytes)
+
+
 @triton.jit
 def _step(
     q,
-    key,
-    value,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    kv_head,
     acc,
     top,
     total,
     block,
     position,
-    kv_len,
-    key_stride_token,
-    value_stride_token,
+    end,
     scale,
     softcap,
+    KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_DIM_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One block of tokens. MASKED: some query does not see some token of it; else all see all."""
-    token = block + tl.arange(0, BLOCK)
+    offset = tl.arange(0, BLOCK)
+    token = block + offset
     key_dim = tl.arange(0, KEY_DIM_PADDED)
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     key_mask = (key_dim < KEY_DIM)[:, None]
     value_mask = (value_dim < VALUE_DIM)[None, :]
     if MASKED:
-        key_mask &= (token < kv_len)[None, :]
-        value_mask &= (token < kv_len)[:, None]
-    far = token.to(tl.int64)
-    if MASKED or KEY_DIM < KEY_DIM_PADDED:
-        k = tl.load(key + far[None, :] * key_stride_token + key_dim[:, None], mask=key_mask, other=0.0)
+        key_mask &= (token < end)[None, :]
+        value_mask &= (token < end)[:, None]
+    if PAGE_SIZE % BLOCK == 0:  # the whole block lies in one page: one look-up, and short offsets within it
+        page = tl.load(table + block // PAGE_SIZE).to(tl.int64)
+        base = (page * PAGE_SIZE + block % PAGE_SIZE) * KV_HEADS + kv_head
+        rows = offset * KV_HEADS
     else:
-        k = tl.load(key + far[None, :] * key_stride_token + key_dim[:, None])
-    scores = tl.dot(q, k, input_precision="ieee") * scale
+        page = tl.load(table + token // PAGE_SIZE, mask=token < end, other=0).to(tl.int64)
+        base = kv_head
+        rows = (page * PAGE_SIZE + token % PAGE_SIZE) * KV_HEADS
+    key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
+    value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
+    if MASKED or KEY_DIM < KEY_DIM_PADDED:
+        k = tl.load(key, mask=key_mask, other=0.0)
+    else:
+        k = tl.load(key)
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    if SCALED:
+        scores *= tl.load(key_scales + base + rows, mask=token < end, other=0.0)[None, :]
     if SOFTCAP:
         scores = softcap * tanh(scores / softcap)
     scores *= _LOG2E
     if MASKED:
-        seen = (token[None, :] <= position[:, None]) & (token < kv_len)[None, :]
+        seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
         if WINDOW > 0:
             seen &= token[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
@@ -88,57 +113,59 @@ def _step(
     weights = tl.exp2(scores - higher[:, None])
     shrink = tl.exp2(top - higher)
     total = total * shrink + tl.sum(weights, axis=1)
+    if SCALED:
+        weights *= tl.load(value_scales + base + rows, mask=token < end, other=0.0)[None, :]
     if MASKED or VALUE_DIM < VALUE_DIM_PADDED:
-        v = tl.load(value + far[:, None] * value_stride_token + value_dim[None, :], mask=value_mask, other=0.0)
+        v = tl.load(value, mask=value_mask, other=0.0)
     else:
-        v = tl.load(value + far[:, None] * value_stride_token + value_dim[None, :])
-    acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        v = tl.load(value)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total
 
 
-@triton.jit(do_not_specialize_on_alignment=["cu_queries", "cu_tokens"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["page_tables", "blocks"])
 def _prefill_kernel(
     query,
-    key,
-    value,
-    cu_queries,
-    cu_tokens,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    page_tables,
+    blocks,
     sinks,
     out,
     query_stride_token,
     query_stride_head,
-    key_stride_token,
-    key_stride_head,
-    value_stride_token,
-    value_stride_head,
+    table_stride,
     scale,
     softcap,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_DIM_PADDED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Grid: (blocks of queries, HEADS, sequences); the last queries, which see the most, come first."""
-    head, row = tl.program_id(1), tl.program_id(2)
-    start = tl.load(cu_queries + row)
-    count = tl.load(cu_queries + row + 1) - start
-    low = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    if low >= count:
+    """Grid: (blocks, HEADS). A block's fields: see StepMeta.blocks."""
+    fields = blocks + tl.program_id(0) * _FIELDS
+    head = tl.program_id(1)
+    kv_head = head // (HEADS // KV_HEADS)
+    first, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
+    lowest, sequence = tl.load(fields + 2), tl.load(fields + 3)
+    if count == 0:
         return
-    first_token = tl.load(cu_tokens + row)
-    kv_len = tl.load(cu_tokens + row + 1) - first_token
-    key += first_token.to(tl.int64) * key_stride_token + head // GROUP * key_stride_head
-    value += first_token.to(tl.int64) * value_stride_token + head // GROUP * value_stride_head
-    local = low + tl.arange(0, QUERIES)
-    position = kv_len - count + local
-    packed = (start + local).to(tl.int64)
+    end = tl.where(sequence >= 0, lowest + count, 0)  # the queries' own tokens are the last that any of them sees
+    table = page_tables + tl.maximum(sequence, 0).to(tl.int64) * table_stride
+    local = tl.arange(0, QUERIES)
+    position = lowest + local
+    packed = first + local
     key_dim = tl.arange(0, KEY_DIM_PADDED)
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     q = tl.load(
@@ -149,21 +176,21 @@ def _prefill_kernel(
     top = tl.full([QUERIES], -1.0e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, VALUE_DIM_PADDED], tl.float32)
-    lowest = kv_len - count + low
-    end = tl.minimum(lowest + QUERIES, kv_len)
     if WINDOW > 0:  # a window begins somewhere in the middle of blocks: all of them are masked
         masked_from = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK * BLOCK
     else:
-        masked_from = (lowest + 1) // BLOCK * BLOCK
+        masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
         for block in range(0, masked_from, BLOCK):
             acc, top, total = _step(
-                q, key, value, acc, top, total, block, position, kv_len, key_stride_token, value_stride_token, scale,
-                softcap, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, False,
+                q, keys, values, key_scales, value_scales, table, kv_head, acc, top, total, block, position, end,
+                scale, softcap, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK,
+                WINDOW, SOFTCAP, SCALED, False,
             )  # fmt: skip
     for block in range(masked_from, end, BLOCK):
         acc, top, total = _step(
-            q, key, value, acc, top, total, block, position, kv_len, key_stride_token, value_stride_token, scale,
-            softcap, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, True,
+            q, keys, values, key_scales, value_scales, table, kv_head, acc, top, total, block, position, end,
+            scale, softcap, KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, BLOCK,
+            WINDOW, SOFTCAP, SCALED, True,
         )  # fmt: skip
     if SINKS:
         total += tl.exp2(tl.load(sinks + head).to(tl.float32) * _LOG2E - top)
@@ -177,53 +204,47 @@ def _prefill_kernel(
 
 def prefill_attention(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_queries: torch.Tensor,
-    cu_tokens: torch.Tensor,
-    max_queries: int,
+    layer: LayerPages,
+    page_tables: torch.Tensor,
+    blocks: torch.Tensor,
     out: torch.Tensor,
     options: ScoreOptions,
     tuning: PrefillTuning | None = None,
 ) -> None:
-    """Attend each sequence's last tokens to all of its tokens.
+    """Attend the queries of `blocks` to their sequences' tokens up to themselves; all of these are in the pages.
 
-    query: [queries, heads, key_dim]; key, value: [tokens, kv_heads, dim]; sequences one after the other, beginning at
-    cu_queries and cu_tokens, int32 [sequences + 1]; max_queries: the most queries of one; out: [queries, heads,
-    value_dim], contiguous. tuning: launch parameters, by default those of `tuning_for`.
+    query: [tokens, heads, key_dim]; page_tables: int32 [sequences, width]; blocks: int32 [blocks, 4], of at most
+    `tuning.queries` queries each, see StepMeta.blocks; out: [tokens, heads, value_dim], contiguous: rows that are in no
+    block are left alone. tuning: launch parameters, by default those of `tuning_of`.
     """
-    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
+    query = unit_stride(query)
     heads, key_dim = query.shape[1:]
-    kv_heads, value_dim = value.shape[1:]
-    key_padded, value_padded = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
-    tuning = tuning or tuning_for(max(key_padded, value_padded), query.element_size())
-    _prefill_kernel[(triton.cdiv(max_queries, tuning.queries), heads, len(cu_queries) - 1)](
+    page_size, kv_heads, value_dim = layer.values.shape[1:]
+    tuning = tuning or tuning_of(key_dim, value_dim, query.element_size())
+    _prefill_kernel[(len(blocks), heads)](
         query,
-        key,
-        value,
-        cu_queries,
-        cu_tokens,
+        *(layer.keys, layer.values, layer.key_scales, layer.value_scales),
+        page_tables,
+        blocks,
         options.sinks,
         out,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
+        *query.stride()[:2],
+        page_tables.stride(0),
         options.scale,
         options.softcap,
         HEADS=heads,
-        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
         KEY_DIM=key_dim,
-        KEY_DIM_PADDED=key_padded,
+        KEY_DIM_PADDED=padded(key_dim),
         VALUE_DIM=value_dim,
-        VALUE_DIM_PADDED=value_padded,
+        VALUE_DIM_PADDED=padded(value_dim),
+        PAGE_SIZE=page_size,
         QUERIES=tuning.queries,
         BLOCK=tuning.block,
         WINDOW=options.window,
         SOFTCAP=options.softcap != 0,
         SINKS=options.sinks is not None,
+        SCALED=layer.key_scales is not None,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )

@@ -38,8 +38,8 @@ class AttentionStep(Protocol):
 class PagedStep:
     """One packed step over the page pool.
 
-    keys, values, key_scales, value_scales: the whole pools of PagedCache. data, plan: see attention.meta. meta: on a
-    CPU, the same, unpacked once for all layers.
+    keys, values, key_scales, value_scales: the whole pools of PagedCache. data, plan: on CUDA, see attention.meta.
+    meta: on a CPU, what takes their place.
     """
 
     keys: torch.Tensor

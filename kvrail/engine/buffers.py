@@ -1,0 +1,108 @@
+"""The integers of a step of fixed size: filled on the host, read on the device at addresses that never change."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrail.engine.attention.meta import BLOCK_FIELDS, Extents, StepMeta
+from kvrail.engine.batch import Feed
+from kvrail.engine.inputs import fill_meta, take_fed
+from kvrail.engine.packing import PackedStep, idle_blocks, most_blocks, query_blocks
+
+_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step of fixed size holds at most.
+
+    logit_rows: rows of logits; 0: one for every token. queries: the most queries of a block (see attention.meta); 0: no
+    sequence has more than one new token.
+    """
+
+    extents: Extents
+    logit_rows: int = 0
+    queries: int = 0
+
+    def starts(self) -> list[int]:
+        """Where each of `Sections` begins in a buffer, and where it ends."""
+        tokens, rows = self.extents.tokens, self.extents.rows
+        begins = [0]
+        for count in (8 * tokens, 8 * tokens, 8 * self.logit_rows, 8 * rows, 4 * self.extents.words()):
+            begins.append(begins[-1] + -(-count // _ALIGN) * _ALIGN)
+        return begins
+
+
+def decode_size(rows: int, width: int, kv_heads: int) -> StepSize:
+    """Of at most `rows` sequences with one new token each and page tables of `width` pages."""
+    return StepSize(Extents(rows, rows, width, rows, 0, kv_heads))
+
+
+def mixed_size(tokens: int, sequences: int, width: int, kv_heads: int, logit_rows: int, queries: int) -> StepSize:
+    """Of at most `tokens` new tokens of at most so many sequences, in any mix of one and more new tokens each."""
+    rows, blocks = min(tokens, sequences), most_blocks(tokens, sequences, queries)
+    return StepSize(Extents(tokens, sequences, width, rows, blocks, kv_heads), min(tokens, logit_rows), queries)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sections:
+    """Parts of a buffer. token_ids, positions: int64 [tokens]; logit_rows: int64; fed_rows: int64, see batch.Feed; data:
+    int32, see attention.meta."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    fed_rows: torch.Tensor
+    data: torch.Tensor
+
+
+def sections(buffer: torch.Tensor, size: StepSize) -> Sections:
+    """Views of `buffer`, uint8 [size.starts()[-1]]."""
+    tokens, begins = size.extents.tokens, size.starts()
+    wide = [
+        buffer[begin : begin + 8 * count].view(torch.int64)
+        for begin, count in zip(begins, (tokens, tokens, size.logit_rows, size.extents.rows), strict=False)
+    ]
+    return Sections(*wide, buffer[begins[4] : begins[4] + 4 * size.extents.words()].view(torch.int32))
+
+
+class StepBuffer:
+    """One step of fixed size, on the host (pinned for CUDA) and on the device; `fill`, then `send`."""
+
+    def __init__(self, size: StepSize, device: torch.device) -> None:
+        self.size = size
+        self.host = torch.zeros(size.starts()[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        here = sections(self.host, size)
+        self._token_ids: npt.NDArray[np.int64] = here.token_ids.numpy()
+        self._positions: npt.NDArray[np.int64] = here.positions.numpy()
+        self._logit_rows: npt.NDArray[np.int64] = here.logit_rows.numpy()
+        self._fed_rows: npt.NDArray[np.int64] = here.fed_rows.numpy()
+        self._meta: StepMeta = size.extents.sections(here.data.numpy())
+        self._meta.slots[:] = -1
+        if size.queries:
+            idle = idle_blocks(0, size.extents.tokens, size.queries)
+            self._meta.blocks[: len(idle)] = idle
+        self.device = self.host.to(device, copy=True)
+        self.there = sections(self.device, size)
+
+    def fill(self, packed: PackedStep, feed: Feed | None = None) -> None:
+        """Write a step that fits. Token ids, positions and rows behind its own keep what they had: nobody looks there."""
+        tokens, size = len(packed.token_ids), self.size
+        self._token_ids[:tokens] = packed.token_ids
+        self._positions[:tokens] = packed.positions
+        if size.logit_rows:
+            self._logit_rows[: len(packed.logit_rows)] = packed.logit_rows
+        if feed is not None:
+            self._fed_rows[: len(feed.rows)] = feed.rows
+        blocks = np.zeros((0, BLOCK_FIELDS), np.int64)
+        if size.queries:
+            blocks = query_blocks(packed, size.queries, size.extents.tokens)
+        fill_meta(self._meta, packed, blocks)
+
+    def send(self, feed: Feed | None = None) -> None:
+        """Enqueue the copy of what was filled in, and of what the device alone knows."""
+        self.device.copy_(self.host, non_blocking=True)
+        if feed is not None:
+            take_fed(self.there.token_ids, feed, self.there.fed_rows[: len(feed.rows)])
