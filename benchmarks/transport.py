@@ -18,16 +18,16 @@ from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
+from kvrail.transport.frames import Expectation
+from kvrail.transport.grpc import PrefillClient, serve_prefill
+from kvrail.transport.replies import PrefillReplies
+from kvrail.wire.replies import seal
 
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.options import MESSAGE_OVERHEAD_BYTES
 from kvrail.rpc.server import build_server
-from kvrail.transport.frames import Expectation
-from kvrail.transport.grpc import PrefillClient, serve_prefill
 from kvrail.transport.inproc import Handler, InprocPrefillClient
-from kvrail.transport.replies import PrefillReplies
-from kvrail.wire.replies import seal
 from kvrail.wire.v1 import prefill_pb2_grpc
 from kvrail.wire.v1.prefill_pb2 import Accepted, PrefillReply, PrefillRequest
 

@@ -7,8 +7,9 @@ import torch
 
 from kvrail.config import DecodeSettings, PrefillSettings, WorkerSettings, flag_name
 from kvrail.errors import IncompatibleError
+from kvrail.transport import ucx
 from kvrail.transport.base import Carrier
-from kvrail.transport.regions import RegionPool
+from kvrail.transport.regions import ALIGNMENT, RegionPool
 from kvrail.transport.sockets import SocketCarrier
 
 logger = logging.getLogger("kvrail.carriers")
@@ -24,7 +25,7 @@ class Carriers:
     @classmethod
     async def to_send(cls, settings: PrefillSettings, device: torch.device) -> "Carriers":
         """A prefill worker's. Raises ConfigError where one that the settings name cannot be started."""
-        carriers, obstacle = await _ucx(settings, device, 0)
+        carriers, obstacle = await _ucx(settings, device, ALIGNMENT)
         if settings.transport != "ucx":
             carriers.append(await SocketCarrier.start(host=settings.host, port=settings.data_port))
         return cls._told(carriers, settings, obstacle)
@@ -72,4 +73,12 @@ class Carriers:
 
 async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) -> tuple[list[Carrier], str]:
     """The UCX carrier, where the settings want it and, with auto, where it can be had; else why not."""
-    return [], "not in this build"
+    if settings.transport == "grpc":
+        return [], ""
+    if settings.transport == "auto" and (obstacle := ucx.available()):
+        return [], obstacle
+    on_cuda = device.type == "cuda"
+    carrier = await ucx.UcxCarrier.start(
+        host_bytes=pool_bytes, device=device if on_cuda else None, device_bytes=pool_bytes if on_cuda else 0
+    )
+    return [carrier], ""

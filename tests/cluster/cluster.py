@@ -12,9 +12,9 @@ from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.prefill import InprocPrefillClient
 from kvrail.rpc.server import build_server
 from kvrail.sampling import SamplingParams
+from kvrail.transport.inproc import InprocCarrier
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
-from kvrail.transport.inproc import InprocCarrier
 from kvrail.worker import Worker, build_worker
 from services.carriers import Carriers
 from services.codecs import Codecs

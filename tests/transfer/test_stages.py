@@ -1,6 +1,7 @@
 """Payloads of earlier stages: which of them are kept for whom, and that none is left behind."""
 
 import pytest
+
 from codec.base import BlockSpec
 from codec.frame import FrameHeader
 from kvrail.transfer.stages import KeptStages
