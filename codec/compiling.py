@@ -7,7 +7,8 @@
 
 Triton's cache and numba's are found again by every process of the same user, so that who uses a codec afterwards loads
 what was compiled. On CUDA the process has a context of its own on the same device, some hundred MiB, while it lives.
-It ends when all is done, when its input ends, or within a second of its parent's death.
+It ends when all is done, when its input ends, or within a second of its parent's death; while it still imports
+torch, when that is done.
 """
 
 import json
@@ -33,7 +34,9 @@ logger = logging.getLogger("kvrail.codecs")
 
 LIFELINE_S = 1.0
 """How often the process looks whether its parent lives, besides waiting for its input to end."""
-_COMMAND = "import os; os.nice(10); from codec.compiling import main; main()"  # nice before it imports anything
+NICENESS = 10
+"""A tenth of what others get where they want all cores. With 19 a busy host leaves it less than it needs to start."""
+_COMMAND = "import os; os.nice({}); from codec.compiling import main; main()"  # before it imports anything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ def _start() -> "subprocess.Popen[str]":
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _COMMAND],
+        [sys.executable, "-P", "-c", _COMMAND.format(NICENESS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
@@ -202,7 +205,18 @@ def _read_line() -> bytes:
 
 
 def main() -> None:
-    """Do one order."""
+    """Do one order, then end at once: an orderly end takes torch a second."""
+    code = 0
+    try:
+        _do_order()
+    except Exception:
+        logger.exception("the process that compiles kernels has failed")
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _do_order() -> None:
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     told_order = json.loads(_read_line())

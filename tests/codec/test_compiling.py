@@ -23,11 +23,19 @@ LOADED = SimpleNamespace(layout=KVLayout(2, 2, 8, 8, 16, "bfloat16"), device=tor
 PARENT = """
 import sys, time
 from codec.base import BlockSpec
+from codec import compiling
 from codec.compiling import CompilerProcess, Order
+compiling.NICENESS = 0
 process = CompilerProcess(Order(BlockSpec("bfloat16", 1, 1, 16, 2, 8, 8, False), "cpu", "", ("raw", "lynx-exact")))
 print(process.pid, flush=True)
 time.sleep(1000)
 """
+
+
+@pytest.fixture(autouse=True)
+def not_nice(monkeypatch):
+    """On a busy machine the tests would wait long."""
+    monkeypatch.setattr(compiling, "NICENESS", 0)
 
 
 def alive(pid):
@@ -50,7 +58,7 @@ def test_using_a_codec_once_is_what_a_transfer_does(name):
 def test_what_is_done_is_told_and_what_fails_too():
     process = CompilerProcess(Order(SPEC, "cpu", "", ("raw", "no-such", "int8")))
     try:
-        assert [process.outcome(name).result(120) for name in ("raw", "no-such", "int8")] == [True, False, True]
+        assert [process.outcome(name).result(250) for name in ("raw", "no-such", "int8")] == [True, False, True]
     finally:
         process.close()
     assert not alive(process.pid)
@@ -58,14 +66,14 @@ def test_what_is_done_is_told_and_what_fails_too():
 
 def test_a_codebook_that_is_gone_fails_all_and_raises_nothing():
     process = CompilerProcess(Order(SPEC, "cpu", "/nowhere/book.json", ("raw",)))
-    assert process.outcome("raw").result(120) is False
+    assert process.outcome("raw").result(250) is False
     process.hurry("raw")
 
 
 def test_a_process_that_cannot_start_fails_all(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     process = CompilerProcess(Order(SPEC, "cpu", "", ("raw",)))
-    assert process.outcome("raw").result(120) is False and process.pid == 0
+    assert process.outcome("raw").result(250) is False and process.pid == 0
     process.close()
 
 
