@@ -24,6 +24,9 @@ _CODECS = {
 }
 
 
+_UNCOMPILED = {"cpu": frozenset({"raw", "int8", "int4"}), "cuda": frozenset({"int8", "int4"})}
+"""By the kind of device: codecs that have no kernels of their own there."""
+
 # Modules that say whether what a codec needs is there.
 _NEEDS = {"splitzip-ans": "codec.splitzip.entropy_ans"}
 
@@ -36,6 +39,11 @@ class UnknownCodecError(LookupError):
 def names() -> tuple[str, ...]:
     """Names of all codecs that can be made here."""
     return tuple(name for name in _CODECS if name not in _NEEDS or importlib.import_module(_NEEDS[name]).is_available())
+
+
+def compiles(name: str, device_kind: str) -> bool:
+    """Whether the first use of a codec on "cpu" or "cuda" compiles kernels."""
+    return name not in _UNCOMPILED[device_kind]
 
 
 def get(name: str, codebook: "Codebook | None" = None) -> Codec:

@@ -1,21 +1,25 @@
-"""The codecs of one worker: made once, at start."""
+"""The codecs of one worker: made once, at start; their kernels compiled before they are needed, and not in its way."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Collection
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 
 from codec import registry
-from codec.base import Codec, PagedBlock
+from codec.base import BlockSpec, Codec, PagedBlock
+from codec.compiling import CompilerProcess, Order, sample_pages, use_once
 from codec.splitzip.codebook import Codebook, CodebookError
 from kvrail.config import WorkerSettings, flag_name
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.streams import SideStream
 from kvrail.errors import ConfigError
+from kvrail.tuning import compute_with
 from services.pages import paged_block
 
 logger = logging.getLogger("kvrail.codecs")
@@ -29,6 +33,8 @@ AUTO = "auto"
 """In place of a codec's name: the decode worker chooses (services/decode/choice.py)."""
 MEASURED_BYTES = 1 << 20
 """KV on which a codec's cost is measured."""
+MEASURED_RUNS = 3
+"""Of a codec that is measured beside requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,11 @@ class Codecs:
         self._path = settings.codebook
         self._codebook = _load(settings.codebook) if settings.codebook else None
         self._all = {name: registry.get(name, self._codebook) for name in registry.names()}
+        self._loaded: LoadedModel | None = None
+        self._compiler: CompilerProcess | None = None
+        self._first_uses: dict[str, Future[None]] = {}
+        self._asking = threading.Lock()
+        self._loading = threading.Lock()  # one codec at a time
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,30 +138,122 @@ class Codecs:
             raise ConfigError(f"{flag_name('codebook')} {self._path}: {error}") from None
 
     def warm_up(self, name: str, loaded: LoadedModel) -> None:
-        """Encode and decode a page with codec `name`, so that no request waits for kernels to be compiled."""
-        _run(self.get(name), _random_pages(loaded, 1))
+        """Compile codec `name`, or load what was compiled before, in this thread, before requests come.
+
+        Raises CodecChoiceError as `get`.
+        """
+        self._loaded = loaded
+        use_once(self.get(name), sample_pages(_page_spec(loaded), loaded.device))
+        self._mark_used(name)
 
     def warm_up_others(self, ready: Collection[str], loaded: LoadedModel) -> None:
-        """The same for all codecs but those `ready`, in a thread beside the serving of requests."""
+        """Begin to compile all codecs but those `ready`, in a process of its own (codec/compiling.py).
 
-        def warm_up() -> None:
-            for name in self.names:
-                if name not in ready:
-                    self.warm_up(name, loaded)
+        In this process nothing is compiled or loaded until `ready` asks for it.
+        """
+        self._loaded = loaded
+        kind = loaded.device.type
+        names = tuple(name for name in self.names if name not in ready and registry.compiles(name, kind))
+        if names and self._compiler is None:
+            self._compiler = CompilerProcess(Order(_page_spec(loaded), str(loaded.device), self._path, names))
 
-        threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+    async def ready(self, name: str) -> Codec:
+        """The codec called `name`, once nothing is left to be compiled for it; to be awaited before its first use.
+
+        Where it is being compiled, that is waited for, and it comes next; then a thread loads it. Where compiling ahead
+        has failed that thread compiles it. Later calls return at once. Raises CodecChoiceError as `get`.
+        """
+        codec = self.get(name)
+        used = self._first_use(name)
+        if not used.done():
+            await asyncio.shield(asyncio.wrap_future(used))  # others may wait for the same
+        return codec
+
+    async def measured(self, name: str) -> CodecCost:
+        """The cost here of codec `name`, measured in a thread beside whatever runs; raises CodecChoiceError as `get`.
+
+        What runs beside it can only make a run longer, so the shortest of some counts. Needs a warm-up before.
+        """
+        codec, loaded = await self.ready(name), self._loaded
+        assert loaded is not None, "measured comes after warm_up or warm_up_others"
+        return await asyncio.to_thread(_least_cost, codec, loaded)
+
+    def close(self) -> None:
+        """End the process that compiles, if it still runs. It also ends with this one, however that ends."""
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _mark_used(self, name: str) -> None:
+        with self._asking:
+            self._first_uses.setdefault(name, Future())
+            if not self._first_uses[name].done():
+                self._first_uses[name].set_result(None)
+
+    def _first_use(self, name: str) -> "Future[None]":
+        """Done once `name` has been used here; begins what leads there where nobody has."""
+        with self._asking:
+            used = self._first_uses.get(name)
+            if used is not None:
+                return used
+            used = self._first_uses[name] = Future()
+        loaded, compiler = self._loaded, self._compiler
+        if loaded is None or not registry.compiles(name, loaded.device.type):
+            used.set_result(None)
+            return used
+
+        def load(_: object = None) -> None:
+            arguments = (self._all[name], loaded, used)
+            threading.Thread(target=self._load, args=arguments, name=f"load {name}", daemon=True).start()
+
+        if compiler is not None and compiler.knows(name):
+            compiler.hurry(name)
+            compiler.outcome(name).add_done_callback(load)
+        else:
+            load()
+        return used
+
+    def _load(self, codec: Codec, loaded: LoadedModel, used: "Future[None]") -> None:
+        """Use a codec once, in a thread of its own."""
+        try:
+            compute_with(1)
+            with self._loading:
+                use_once(codec, sample_pages(_page_spec(loaded), loaded.device))
+        except Exception:
+            logger.exception("codec %s could not be warmed up; requests will try it", codec.name)
+        finally:
+            used.set_result(None)
 
     def measure(self, loaded: LoadedModel) -> dict[str, CodecCost]:
         """The cost here of each exact codec that can be asked for, on normally distributed KV, with warm kernels."""
-        layer_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
-        pages = _random_pages(loaded, max(1, MEASURED_BYTES // layer_bytes))
-        costs = {}
+        self._loaded = loaded
+        pages, costs = _measured_pages(loaded), {}
         for name in self.names:
             codec = self.get(name)
             if codec.exact:
                 _run(codec, pages)
                 costs[name] = _run(codec, pages)
+                self._mark_used(name)
         return costs
+
+
+def _page_spec(loaded: LoadedModel) -> BlockSpec:
+    """One page of one layer: what kernels are compiled for does not depend on how many there are."""
+    layout = loaded.layout
+    shape = (1, 1, layout.page_size, layout.num_kv_heads, layout.key_dim, layout.value_dim)
+    return BlockSpec(layout.dtype, *shape, layout.scaled)
+
+
+def _least_cost(codec: Codec, loaded: LoadedModel) -> CodecCost:
+    compute_with(1)
+    pages = _measured_pages(loaded)
+    runs = [_run(codec, pages) for _ in range(MEASURED_RUNS)]
+    return CodecCost(min(run.encode_s for run in runs), min(run.decode_s for run in runs), runs[0].stages)
+
+
+def _measured_pages(loaded: LoadedModel) -> PagedBlock:
+    """Pages of one layer, MEASURED_BYTES in all about."""
+    layer_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
+    return _random_pages(loaded, max(1, MEASURED_BYTES // layer_bytes))
 
 
 def _random_pages(loaded: LoadedModel, count: int) -> PagedBlock:
