@@ -27,7 +27,7 @@ class Pools:
     device: RegionPool | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Landing:
     """A receive that has been posted: where it goes, and what UCX has under way there."""
 
@@ -67,6 +67,7 @@ class UcxInlet:
         landing = _Landing(number, await self._take(pool, size, number))
         self._posted.add(landing)
         try:
+            self._check(number)  # the link may have gone while the pool was waited for
             self._post(landing, size)
             await self._wait(landing.pending(), number)
             self._judge(landing, size)

@@ -30,7 +30,7 @@ class Link:
     @property
     def alive(self) -> bool:
         """Whether payloads can be sent: neither closed nor known to have lost its peer."""
-        return self._closing is None and bool(self.endpoint.alive)
+        return self._closing is None and self.endpoint is not None and bool(self.endpoint.alive)
 
     async def cut(self) -> None:
         """Close by force: every operation through this endpoint ends, other attempts' too."""
@@ -41,6 +41,7 @@ class Link:
     def _close(self) -> None:
         self.endpoint.remove_close_callback()
         self.endpoint.close_blocking(period=_PERIOD_NS, max_attempts=_ATTEMPTS)
+        self.endpoint = None  # it would keep the worker alive, for as long as an attempt remembers it
 
 
 class Links:

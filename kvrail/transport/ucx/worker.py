@@ -150,6 +150,8 @@ class UcxWorker:
         self._own.close_blocking(period=1_000_000_000, max_attempts=1)
         self._worker.stop_progress_thread()
         self._worker.clear_python_futures_pool()
+        # UCX closes its port, and whoever connects is refused, when the last of these is gone.
+        self._own = self._worker = self._context = None
 
 
 async def _finish(request: Any, buffer: Any) -> None:
