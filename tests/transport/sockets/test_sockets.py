@@ -202,6 +202,22 @@ async def test_a_job_that_is_cancelled_has_stopped():
     theirs.close()
 
 
+async def test_a_sender_that_waits_for_room_hears_of_the_close():
+    """It must be told with a reset: of a mere end, a sender whose window is shut hears nothing for a minute."""
+    with socket.create_server((HOST, 0)) as listener:
+        sending = Lane(Stream(socket.create_connection(listener.getsockname())))
+        receiver = Stream(listener.accept()[0])
+    job = sending.run(lambda stream: stream.send(memoryview(bytes(256 << 20))))
+    await asyncio.sleep(1)  # the receiver's buffer is full now
+    receiver.shutdown()
+    with pytest.raises(ConnectionResetError, match="closed"):  # it takes what lies there, as a thread in `receive` does
+        receiver.receive(memoryview(bytearray(256 << 20)))
+    receiver.close()
+    with pytest.raises(ConnectionError):  # not TimeoutError
+        await sending.wait(job)
+    await sending.aclose()
+
+
 class FakeSender:
     """A listener in a thread that answers as it is told."""
 
