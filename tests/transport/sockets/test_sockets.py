@@ -15,6 +15,7 @@ from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.sockets import SocketCarrier, Timeouts
 from kvrail.transport.sockets import carrier as carrier_module
+from kvrail.transport.sockets.lane import Lane
 from kvrail.transport.sockets.messages import HELLO_BYTES, SIZE, Address, hello, read_hello
 from kvrail.transport.sockets.stream import Stream
 
@@ -159,6 +160,62 @@ async def test_a_receiver_that_never_reads_the_rest_is_left(sender):
         while sender._lingering:
             await asyncio.sleep(0.01)
     stranger.writer.close()
+
+
+async def test_what_was_sent_arrives_though_more_was_asked_for(sender):
+    """A close with grants unread would reset the connection and discard what the receiver has not read yet."""
+    outlet = await sender.outlet(Peer(b""), 1)
+    payload = random.Random(0).randbytes(300_000)
+    with socket.create_connection((HOST, address_of(sender).port)) as stranger:
+        stranger.sendall(hello(address_of(sender).secret, 1) + SIZE.pack(len(payload)) * 3)
+        async with asyncio.timeout(20):
+            await outlet.send(memoryview(payload))
+        await outlet.aclose()
+        await asyncio.sleep(0.05)
+        want = SIZE.pack(len(payload)) + payload
+        assert stranger.recv(len(want), socket.MSG_WAITALL) == want
+
+
+async def test_a_job_that_is_cancelled_has_stopped():
+    """Whoever stops waiting for a thread may use its memory only once that thread has left it."""
+    with socket.create_server((HOST, 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    lane, left, leave = Lane(Stream(ours)), threading.Event(), threading.Event()
+
+    def job(stream):
+        leave.wait(20)
+        left.set()
+
+    waiting = asyncio.create_task(lane.wait(lane.run(job)))
+    for _ in range(3):  # once and again
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    leave.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert left.is_set()
+    await lane.aclose()
+    assert theirs.recv(1) == b""
+    theirs.close()
+
+
+async def test_a_sender_that_waits_for_room_hears_of_the_close():
+    """It must be told with a reset: of a mere end, a sender whose window is shut hears nothing for a minute."""
+    with socket.create_server((HOST, 0)) as listener:
+        sending = Lane(Stream(socket.create_connection(listener.getsockname())))
+        receiver = Stream(listener.accept()[0])
+    job = sending.run(lambda stream: stream.send(memoryview(bytes(256 << 20))))
+    await asyncio.sleep(1)  # the receiver's buffer is full now
+    receiver.shutdown()
+    with pytest.raises(ConnectionResetError, match="closed"):  # it takes what lies there, as a thread in `receive` does
+        receiver.receive(memoryview(bytearray(256 << 20)))
+    receiver.close()
+    with pytest.raises(ConnectionError):  # not TimeoutError
+        await sending.wait(job)
+    await sending.aclose()
 
 
 class FakeSender:
