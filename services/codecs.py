@@ -1,7 +1,6 @@
 """The codecs of one worker: made once, at start."""
 
 import logging
-import threading
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -11,6 +10,7 @@ import torch
 from codec import registry
 from codec.base import Codec, PagedBlock
 from codec.splitzip.codebook import Codebook, CodebookError
+from kvrail import background
 from kvrail.config import WorkerSettings, flag_name
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.loader import LoadedModel
@@ -135,10 +135,10 @@ class Codecs:
 
         def warm_up() -> None:
             for name in self.names:
-                if name not in ready:
+                if name not in ready and not background.stopping():
                     self.warm_up(name, loaded)
 
-        threading.Thread(target=warm_up, name="warm-up", daemon=True).start()
+        background.start("warm-up", warm_up)
 
     def measure(self, loaded: LoadedModel) -> dict[str, CodecCost]:
         """The cost here of each exact codec that can be asked for, on normally distributed KV, with warm kernels."""
