@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 log = logging.getLogger("kvrail.background")
 
-WAIT_S = 5.0
-"""Seconds that threads get to end after everything else has."""
+WAIT_S = 1.0
+"""Seconds that threads get to end after everything else has; a compiler may take minutes."""
 HARMLESS = frozenset({"parent watch"})
 """Threads that stay in one system call and have no C++ on their stack (services/cli/watch.py)."""
 
@@ -44,7 +44,6 @@ def end(status: int) -> int:
     gc.collect()  # gRPC's poller ends with the last server and channel
     deadline = time.monotonic() + WAIT_S
     running = [thread for thread in threading.enumerate() if _matters(thread)]
-    log.warning("THREADS %s", [(t.name, t.daemon) for t in threading.enumerate()])
     for thread in running:
         thread.join(max(0.0, deadline - time.monotonic()))
     names = [thread.name for thread in running if thread.is_alive()]
