@@ -18,7 +18,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 
 .PHONY: help up test test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
 	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-cpu-step
+	bench-attention-error bench-progressive bench-cpu-step bench-token-path
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -108,6 +108,9 @@ bench-progressive: $(VENV)/.dev  ## when a client has the k-th token behind a sl
 
 bench-cpu-step: $(VENV)/.dev  ## a step on a CPU, and what parts of its design bring
 	$(BIN)/python -m benchmarks.cpu_step $(ARGS)
+
+bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and decode worker, without a model
+	$(BIN)/python -m benchmarks.token_path $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)

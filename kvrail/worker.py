@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,12 +207,14 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
     rpc = await build_server()
     add(rpc)
     bound = rpc.bind(settings.host, port)
-    metrics_port, stop_side = await start_side_server(
-        settings.host, settings.metrics_port, worker.render_metrics, worker.healthy
-    )
     worker.engine.start()
+    stop_side = None
     try:
         await rpc.start()
+        # The last thing before signals are taken: whoever reads that this worker is healthy may send one at once.
+        metrics_port, stop_side = await start_side_server(
+            settings.host, settings.metrics_port, worker.render_metrics, worker.healthy
+        )
         logger.info("listening on %s:%d, metrics on %d", settings.host, bound, metrics_port)
         await serve_until_signal(
             rpc,
@@ -221,9 +223,7 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
             grace_period_s=settings.grace_period_s,
         )
     finally:
-        await _stop(worker, stop_side)
-
-
-async def _stop(worker: Worker, stop_side: Callable[[], Awaitable[None]]) -> None:
-    await asyncio.to_thread(worker.engine.stop)
-    await stop_side()
+        await rpc.stop()
+        await asyncio.to_thread(worker.engine.stop)
+        if stop_side is not None:
+            await stop_side()

@@ -14,6 +14,7 @@ from codec import registry
 from codec.base import BlockSpec, Codec, PagedBlock
 from codec.compiling import CompilerProcess, Order, sample_pages, use_once
 from codec.splitzip.codebook import Codebook, CodebookError
+from kvrail import background
 from kvrail.config import WorkerSettings, flag_name
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.loader import LoadedModel
@@ -202,8 +203,7 @@ class Codecs:
             return used
 
         def load(_: object = None) -> None:
-            arguments = (self._all[name], loaded, used)
-            threading.Thread(target=self._load, args=arguments, name=f"load {name}", daemon=True).start()
+            background.start(f"load {name}", lambda: self._load(self._all[name], loaded, used))
 
         if compiler is not None and compiler.knows(name):
             compiler.hurry(name)

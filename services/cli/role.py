@@ -7,6 +7,7 @@ import os
 from functools import partial
 from typing import cast
 
+from kvrail import background
 from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, ServiceSettings
 from kvrail.errors import ConfigError
 from services.cli.flags import Commands, add_command, add_config, add_settings, environment_help, given_flags
@@ -54,7 +55,8 @@ def run(role: str, arguments: argparse.Namespace) -> int:
         check_worker_installed(role)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read once, when torch is imported
     importlib.import_module("kvrail.logs").setup(settings.log_level, settings.log_format, role)
-    return cast(int, importlib.import_module(f"services.{role}.main").run(settings))
+    status = cast(int, importlib.import_module(f"services.{role}.main").run(settings))
+    return background.end(status)
 
 
 def check_worker_installed(command: str) -> None:

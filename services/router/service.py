@@ -80,6 +80,7 @@ class RouterService:
     ) -> Answer:
         async def prepare() -> Prepared:
             self.check_model(request.model)
+            await self.pool.settle()
             plan = await plan_request()
             generation = Generation(
                 plan,
@@ -137,9 +138,20 @@ class RouterService:
         }
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and body of /health: 200 only while requests can be served."""
-        word = "draining" if self.admission.draining else "ok" if self.pool.healthy else "unavailable"
-        return 200 if word == "ok" else 503, {
+        """Status and body of /health: 200 only while requests can be served the way that was configured.
+
+        degraded: they are served, but without a worker that was found once or that the start did not wait for any more.
+        """
+        pool = self.pool
+        if self.admission.draining:
+            word = "draining"
+        elif pool.starting:
+            word = "starting"
+        elif pool.healthy:
+            word = "ok" if pool.complete else "degraded"
+        else:
+            word = "unavailable"
+        return 200 if word in ("ok", "degraded") else 503, {
             "status": word,
             "model": self.model,
             "fingerprint": self.pool.fingerprint or None,

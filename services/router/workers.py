@@ -30,6 +30,10 @@ log = logging.getLogger("kvrail.router.workers")
 
 STATUS_TIMEOUT_S = 3.0
 """A worker that does not say how it is for so long counts as lost."""
+STARTUP_GRACE_S = 30.0
+"""How long a router that has just started looks for workers before it does without those that never answered."""
+STARTUP_WAIT_S = 2.0
+"""How long a request waits for that at most: it comes when the router has been up for an instant."""
 
 
 class StatusClient(Protocol):
@@ -50,6 +54,7 @@ class Worker:
         self.detail = "has not answered yet"
         self.answer: common_pb2.WorkerStatus | None = None
         self.failure = ""
+        self.heard = False  # ever
         self._client = client
         self._sent = 0
         self._sent_before_answer = 0
@@ -63,6 +68,7 @@ class Worker:
             self.lost(str(error))
             return
         self.answer, self.failure, self._sent_before_answer = answer, "", sent
+        self.heard = True
 
     def lost(self, reason: str) -> None:
         """Take note that the worker did not answer."""
@@ -126,6 +132,8 @@ class WorkerPool:
         self.prefill = {target: PrefillWorker(target) for target in settings.prefill_workers}
         self.fingerprint = ""
         self._tasks: list[asyncio.Task[None]] = []
+        self._settled = asyncio.Event()
+        self._grace: asyncio.TimerHandle | None = None
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -134,12 +142,15 @@ class WorkerPool:
 
     def start(self) -> None:
         """Begin to watch; returns at once, whether or not any worker is up."""
+        self._grace = asyncio.get_running_loop().call_later(STARTUP_GRACE_S, self._settled.set)
         for worker in self.workers:
             self._metrics.worker_up(worker.role, worker.target, False)
             self._tasks.append(asyncio.create_task(self._watch(worker), name=f"watch {worker.target}"))
 
     async def close(self) -> None:
         """Stop watching and close the channels, which ends what still runs on them."""
+        if self._grace is not None:
+            self._grace.cancel()
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -164,6 +175,8 @@ class WorkerPool:
             state, detail = self._judge(worker)
             if state is not worker.state or detail != worker.detail:
                 self._announce(worker, state, detail)
+        if all(worker.heard for worker in self.workers):
+            self._settled.set()
 
     def _judge(self, worker: Worker) -> tuple[WorkerState, str]:
         """A worker's state and why."""
@@ -195,6 +208,26 @@ class WorkerPool:
     def healthy(self) -> bool:
         """Whether any decode worker takes requests."""
         return any(worker.state is WorkerState.HEALTHY for worker in self.decode.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers take requests."""
+        return all(worker.state is WorkerState.HEALTHY for worker in self.workers)
+
+    @property
+    def starting(self) -> bool:
+        """Whether workers are still to be found: not each has answered once, unless the grace for that is over.
+
+        Without any decode worker ever, it starts for as long as that takes.
+        """
+        return not self._settled.is_set() or not any(worker.heard for worker in self.decode.values())
+
+    async def settle(self) -> None:
+        """Wait a little while the workers are still to be found; then a request goes the way that there is."""
+        if not self._settled.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STARTUP_WAIT_S):
+                    await self._settled.wait()
 
     def decode_order(self) -> list[DecodeWorker]:
         """Decode workers that take requests, the best first. Raises WorkerUnavailableError where there is none."""

@@ -1,0 +1,92 @@
+"""SIGTERM in a worker's first seconds, when threads still compile kernels beside the requests, idle and under load.
+
+KVRAIL_END_ROUNDS=10 tries it so often.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+
+import httpx
+import pytest
+
+from kvrail.rpc.channel import open_channel
+from kvrail.rpc.client import DecodeClient
+from kvrail.sampling import SamplingParams
+from kvrail.wire.convert import sampling_to_proto
+from kvrail.wire.v1 import decode_pb2
+
+ROUNDS = int(os.environ.get("KVRAIL_END_ROUNDS", "1"))
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+Z (DEBUG|INFO) ")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def start(role: str, port: int) -> asyncio.subprocess.Process:
+    """A worker with the demo model, healthy."""
+    metrics_port = free_port()
+    flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--num-pages", "50"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli.main", role, *flags, stderr=asyncio.subprocess.PIPE
+    )
+    async with httpx.AsyncClient(trust_env=False) as http:
+        while process.returncode is None:
+            try:
+                if (await http.get(f"http://127.0.0.1:{metrics_port}/health", timeout=5)).status_code == 200:
+                    break
+            except httpx.TransportError:
+                await asyncio.sleep(0.05)
+    return process
+
+
+async def ended(process: asyncio.subprocess.Process) -> None:
+    """It ended with 0 and said nothing but log lines."""
+    _, said = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    assert [line for line in said.decode().splitlines() if not LOG_LINE.match(line)] == []
+
+
+async def stream(client: DecodeClient, number: int, begun: asyncio.Event) -> int:
+    """Tokens of one answer."""
+    request = decode_pb2.GenerateRequest(
+        request_id=f"r{number}",
+        model="kvrail-demo",
+        prompt_token_ids=[5, 6, 7 + number],
+        sampling=sampling_to_proto(SamplingParams(max_tokens=60, ignore_eos=True)),
+    )
+    tokens = 0
+    async with client.generate(request, timeout_s=120) as replies:
+        async for reply in replies:
+            tokens += len(reply.token_ids)
+            begun.set()
+    return tokens
+
+
+@pytest.mark.parametrize("wait_s", [0.3 * turn for turn in range(ROUNDS)])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_sigterm_right_after_ready(role: str, wait_s: float):
+    process = await start(role, 0)
+    await asyncio.sleep(wait_s)
+    process.send_signal(signal.SIGTERM)
+    await ended(process)
+
+
+@pytest.mark.parametrize("turn", range(ROUNDS))
+async def test_sigterm_under_load_lets_answers_end(turn: int):
+    port = free_port()
+    process = await start("decode", port)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        client, begun = DecodeClient(channel), asyncio.Event()
+        answers = [asyncio.create_task(stream(client, number, begun)) for number in range(8)]
+        await begun.wait()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.gather(*answers) == [60] * 8
+        await ended(process)
+        await client.close()

@@ -1,0 +1,44 @@
+"""Chunks of text are written from a template; their bytes are those of the whole object."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrail.sampling import FinishReason, TokenLogprobs
+from services.router.events import TextEvents, encode_event, is_plain
+from services.router.formats import ChatFormat, CompletionFormat, Head
+from services.router.generation import Delta
+
+HEAD = Head('cmpl-"data"\u2028', 1, "mo\\del", "fp_0")
+FORMATS = {
+    "chat": ChatFormat(HEAD, None, choices=3, logprobs=False),
+    "completions": CompletionFormat(HEAD, None, prefixes=["", "a", "b"], logprobs=False),
+}
+
+
+@pytest.mark.parametrize("api", FORMATS)
+@pytest.mark.parametrize("usage", [False, True])
+@given(texts=st.lists(st.tuples(st.integers(0, 2), st.text(st.characters(exclude_categories=["Cs"]), min_size=1))))
+def test_a_text_event_is_the_whole_objects_bytes(api: str, usage: bool, texts: list[tuple[int, str]]):
+    form = FORMATS[api]
+
+    def build(delta: Delta):
+        chunk = form.chunk(delta)
+        return {**chunk, "usage": None} if usage else chunk
+
+    events = TextEvents(build)
+    for index, text in texts:
+        delta = Delta(index, text, [7], (), None, None)
+        assert is_plain(delta)
+        event = events.encode(delta)
+        assert event == encode_event(build(delta))
+        assert event.count(b"\n") == 2
+        assert json.loads(event.removeprefix(b"data: ")) == build(delta)
+
+
+def test_what_brings_more_than_text_is_not_plain():
+    assert not is_plain(Delta(0, "", [7], (), None, None))
+    assert not is_plain(Delta(0, "x", [7], (), FinishReason.STOP, None))
+    assert not is_plain(Delta(0, "x", [7], [TokenLogprobs(-1.0, ())], None, None))
