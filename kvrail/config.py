@@ -192,8 +192,7 @@ class DecodeSettings(WorkerSettings):
 
     port: Port = Field(7002, description="gRPC port")
     codec: str = Field(
-        "",
-        description="KV codec to ask for, or auto; default: splitzip-channel, for float32 raw",
+        "auto", min_length=1, description="KV codec to ask for; auto: whichever gives tokens soonest on the link at hand"
     )
     allow_lossy: bool = Field(
         False, description="let the codec and requests name KV codecs that do not restore every bit"

@@ -11,6 +11,7 @@ from kvrail.transport import ucx
 from kvrail.transport.base import Carrier
 from kvrail.transport.regions import ALIGNMENT, RegionPool
 from kvrail.transport.sockets import SocketCarrier
+from services.codecs import WITHOUT_CODE
 
 logger = logging.getLogger("kvrail.carriers")
 
@@ -57,6 +58,10 @@ class Carriers:
     def on_device(self) -> bool:
         """Whether the best one can leave payloads on the GPUs."""
         return self.all[0].on_device
+
+    def first_codec(self, usual: str) -> str:
+        """Name of the codec to begin with, before the link has been measured: nothing pays from GPU to GPU."""
+        return WITHOUT_CODE if self.on_device else usual
 
     def get(self, name: str) -> Carrier:
         """The carrier called `name`; raises IncompatibleError where this worker has none."""

@@ -25,11 +25,8 @@ from services.pages import paged_block
 
 logger = logging.getLogger("kvrail.codecs")
 
-DEFAULT_CODEC = "splitzip-channel"
+USUAL_CODEC = "splitzip-channel"
 WITHOUT_CODE = "raw"
-"""Asked for by default where the default codec does not take the pages."""
-
-
 AUTO = "auto"
 """In place of a codec's name: the decode worker chooses (services/decode/choice.py)."""
 MEASURED_BYTES = 1 << 20
@@ -105,22 +102,24 @@ class Codecs:
             )
         return codec
 
-    def default(self, setting: str = "") -> str:
-        """Name of the codec to ask for: `setting` (or AUTO), or where it is empty the default, which suits the pages.
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Names of those that restore every bit, the plain bytes first."""
+        return tuple(
+            sorted((name for name in self.names if self._all[name].exact), key=lambda name: name != WITHOUT_CODE)
+        )
 
-        Raises ConfigError where `setting` names a codec that cannot be used.
-        """
-        if setting == AUTO:
-            return AUTO
-        if setting:
-            try:
-                return self.get(setting).name
-            except CodecChoiceError as error:
-                raise ConfigError(f"{flag_name('codec')}: {error}") from None
-        if DEFAULT_CODEC in self.names:
-            return DEFAULT_CODEC
-        logger.info("KV crosses with codec %s: %s takes no %s pages", WITHOUT_CODE, DEFAULT_CODEC, self._dtype)
-        return WITHOUT_CODE
+    @property
+    def usual(self) -> str:
+        """Name of the codec to ask for while nothing is known of a link that passes through hosts."""
+        return USUAL_CODEC if USUAL_CODEC in self.names else WITHOUT_CODE
+
+    def check(self, setting: str) -> str:
+        """A codec's name, or AUTO. Raises ConfigError where `setting` names a codec that cannot be used."""
+        try:
+            return AUTO if setting == AUTO else self.get(setting).name
+        except CodecChoiceError as error:
+            raise ConfigError(f"{flag_name('codec')}: {error}") from None
 
     def check_codebook(self, loaded: LoadedModel) -> None:
         """Raise ConfigError where the codebook was made for another model, or has no windows for these pages."""
@@ -137,6 +136,12 @@ class Codecs:
             book.tops(self._dtype, "keys", range(loaded.layout.num_layers))
         except CodebookError as error:
             raise ConfigError(f"{flag_name('codebook')} {self._path}: {error}") from None
+
+    def prepare(self, first: str, loaded: LoadedModel) -> None:
+        """Compile what plain bytes and codec `first` need, here, before requests come; the others beside them."""
+        for name in {WITHOUT_CODE, first}:
+            self.warm_up(name, loaded)
+        self.warm_up_others((WITHOUT_CODE, first), loaded)
 
     def warm_up(self, name: str, loaded: LoadedModel) -> None:
         """Compile codec `name`, or load what was compiled before, in this thread, before requests come.
@@ -170,14 +175,15 @@ class Codecs:
             await asyncio.shield(asyncio.wrap_future(used))  # others may wait for the same
         return codec
 
-    async def measured(self, name: str) -> CodecCost:
+    async def measured(self, name: str, *, on_device: bool = False) -> CodecCost:
         """The cost here of codec `name`, measured in a thread beside whatever runs; raises CodecChoiceError as `get`.
 
-        What runs beside it can only make a run longer, so the shortest of some counts. Needs a warm-up before.
+        on_device: payloads stay on the device if the codec has such. What runs beside it can only make a run longer, so
+        the shortest of some counts. Needs a warm-up before.
         """
         codec, loaded = await self.ready(name), self._loaded
         assert loaded is not None, "measured comes after warm_up or warm_up_others"
-        return await asyncio.to_thread(_least_cost, codec, loaded)
+        return await asyncio.to_thread(_least_cost, codec, loaded, on_device and codec.device_payloads)
 
     def close(self) -> None:
         """End the process that compiles, if it still runs. It also ends with this one, however that ends."""
@@ -223,18 +229,6 @@ class Codecs:
         finally:
             used.set_result(None)
 
-    def measure(self, loaded: LoadedModel) -> dict[str, CodecCost]:
-        """The cost here of each exact codec that can be asked for, on normally distributed KV, with warm kernels."""
-        self._loaded = loaded
-        pages, costs = _measured_pages(loaded), {}
-        for name in self.names:
-            codec = self.get(name)
-            if codec.exact:
-                _run(codec, pages)
-                costs[name] = _run(codec, pages)
-                self._mark_used(name)
-        return costs
-
 
 def _page_spec(loaded: LoadedModel) -> BlockSpec:
     """One page of one layer: what kernels are compiled for does not depend on how many there are."""
@@ -243,17 +237,12 @@ def _page_spec(loaded: LoadedModel) -> BlockSpec:
     return BlockSpec(layout.dtype, *shape, layout.scaled)
 
 
-def _least_cost(codec: Codec, loaded: LoadedModel) -> CodecCost:
+def _least_cost(codec: Codec, loaded: LoadedModel, on_device: bool) -> CodecCost:
     compute_with(1)
-    pages = _measured_pages(loaded)
-    runs = [_run(codec, pages) for _ in range(MEASURED_RUNS)]
-    return CodecCost(min(run.encode_s for run in runs), min(run.decode_s for run in runs), runs[0].stages)
-
-
-def _measured_pages(loaded: LoadedModel) -> PagedBlock:
-    """Pages of one layer, MEASURED_BYTES in all about."""
     layer_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
-    return _random_pages(loaded, max(1, MEASURED_BYTES // layer_bytes))
+    pages = _random_pages(loaded, max(1, MEASURED_BYTES // layer_bytes))
+    runs = [_run(codec, pages, on_device) for _ in range(MEASURED_RUNS)]
+    return CodecCost(min(run.encode_s for run in runs), min(run.decode_s for run in runs), runs[0].stages)
 
 
 def _random_pages(loaded: LoadedModel, count: int) -> PagedBlock:
@@ -264,12 +253,12 @@ def _random_pages(loaded: LoadedModel, count: int) -> PagedBlock:
     return paged_block(cache, range(1), range(count))
 
 
-def _run(codec: Codec, pages: PagedBlock) -> CodecCost:
+def _run(codec: Codec, pages: PagedBlock, on_device: bool) -> CodecCost:
     """Encode and decode once."""
     side = SideStream(pages.device)
     begin = perf_counter()
     with side.after(side.mark()):  # as transfers do it, also on a GPU that is not this thread's current one
-        payloads = codec.encode(pages).stages()
+        payloads = codec.encode(pages, on_device=on_device).stages()
         encoded = perf_counter()
         for stage in range(len(payloads)):
             codec.decode(stage, payloads[: stage + 1], pages)

@@ -110,19 +110,18 @@ class LinkWatch:
 class Chooser:
     """Keeps the running means behind `choose`. Belongs to one event loop.
 
-    costs: of the codecs to choose from; empty until they were measured. fallback: taken while a link is not known.
+    costs: of the codecs to choose from, filled as they are measured. fallback: taken while a link is not known, or
+    what it costs to send plain bytes.
     """
 
-    def __init__(
-        self, metrics: TransferMetrics, max_drafts: int, fallback: str, costs: Mapping[str, CodecCost]
-    ) -> None:
+    def __init__(self, metrics: TransferMetrics, max_drafts: int, fallback: str) -> None:
         self._metrics = metrics
         self._max_drafts = max_drafts
         self._fallback = fallback
         self._links: dict[str, float] = {}
         self._step_s = FIRST_STEP_S
         self._acceptance = FIRST_ACCEPTANCE
-        self.costs = costs
+        self.costs: dict[str, CodecCost] = {}
 
     def choose(self, prefill_workers: Sequence[str], raw_bytes: int) -> Choice:
         """The codec for a transfer of `raw_bytes` from the first of `prefill_workers`; counted."""
@@ -131,6 +130,8 @@ class Chooser:
         if link is None:
             sentence = f"the link to {worker} has not been measured yet"
             choice = Choice(self._fallback, "link_unknown", sentence)
+        elif WITHOUT_CODE not in self.costs:
+            choice = Choice(self._fallback, "costs_unknown", "the codecs have not been measured yet")
         else:
             at = Situation(raw_bytes, link, self._step_s, self._max_drafts, self._acceptance)
             choice = choose(self.costs, at)

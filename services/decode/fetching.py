@@ -1,8 +1,7 @@
 """Where a prompt's KV comes from: the first prefill worker that can send it, else this worker's own engine."""
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from kvrail.rpc.prefill import PrefillClient
 from kvrail.tuning import compute_with
 from kvrail.worker import Worker
 from services.carriers import Carriers
-from services.codecs import AUTO, CodecChoiceError, CodecCost, Codecs
+from services.codecs import AUTO, CodecChoiceError, Codecs
 from services.decode.choice import Chooser
 from services.decode.progress import Progress
 from services.decode.transfer import Fetch
@@ -36,7 +35,7 @@ class PrefillWorkers(Protocol):
 class Fetcher:
     """Fetches prompts' KV for one decode worker. Belongs to one event loop.
 
-    default_codec: a codec's name, or AUTO. costs: of codecs; measured when they are first needed where empty.
+    asked_codec: a codec's name, or AUTO; first_codec: what AUTO takes as long as it knows nothing of a link.
     """
 
     def __init__(
@@ -45,22 +44,20 @@ class Fetcher:
         settings: DecodeSettings,
         codecs: Codecs,
         carriers: Carriers,
-        default_codec: str,
+        asked_codec: str,
+        first_codec: str,
         prefill_workers: PrefillWorkers,
-        costs: Mapping[str, CodecCost],
     ) -> None:
         self._worker = worker
         self._silence_s = settings.transfer_timeout_s
         self._codecs = codecs
         self._carriers = carriers
-        self._default_codec = default_codec
+        self._asked_codec = asked_codec
         self._decoders = ThreadPoolExecutor(
             DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
         )
         self._prefill_workers = prefill_workers
-        fallback = codecs.default() if default_codec == AUTO else default_codec
-        self._chooser = Chooser(worker.transfers, settings.max_drafts, fallback, costs)
-        self._measuring = asyncio.Lock()
+        self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
 
     def codec_for(self, asked: str) -> str:
         """Name of the codec of a request that asked for this one, or for none; or AUTO.
@@ -68,10 +65,18 @@ class Fetcher:
         Raises InvalidRequestError where it cannot be had.
         """
         try:
-            name = asked or self._default_codec
+            name = asked or self._asked_codec
             return AUTO if name == AUTO else self._codecs.get(name).name
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
+
+    async def measure_codecs(self) -> None:
+        """Find out what each exact codec costs here, one after the other, beside the requests; then AUTO can choose."""
+        for name in self._codecs.exact:
+            try:
+                self._chooser.costs[name] = await self._codecs.measured(name, on_device=self._carriers.on_device)
+            except Exception:
+                logger.exception("codec %s could not be measured; codec %s leaves it out", name, AUTO)
 
     def learn(self, progress: Progress) -> None:
         """Measure a request that has come to its end."""
@@ -119,7 +124,7 @@ class Fetcher:
     ) -> bool:
         """Whether a worker has filled the pages; then nothing writes them any more."""
         asked, engine, metrics = progress.request, self._worker.engine, self._worker.transfers
-        codec = await self._choose(codec_name, workers, asked, admitted, progress)
+        codec = self._choose(codec_name, workers, asked, admitted, progress)
         await self._codecs.ready(codec.name)
         lease = engine.claim_lease(asked.request_id)
         if lease is None:
@@ -157,18 +162,12 @@ class Fetcher:
         finally:
             fetch.release()
 
-    async def _choose(
+    def _choose(
         self, name: str, workers: Sequence[str], asked: EngineRequest, admitted: Admitted, progress: Progress
     ) -> Codec:
         """The codec called `name`; for AUTO the one that suits what is missing here and the link."""
         if name != AUTO:
             return self._codecs.get(name)
-        async with self._measuring:
-            if not self._chooser.costs:
-                measuring = asyncio.get_running_loop().run_in_executor(
-                    self._decoders, self._codecs.measure, self._worker.loaded
-                )
-                self._chooser.costs = await measuring
         layout = self._worker.loaded.layout
         pages = layout.pages_for(len(asked.prompt_ids)) - admitted.cached_tokens // layout.page_size
         choice = self._chooser.choose(workers, pages * layout.page_bytes)

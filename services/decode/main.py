@@ -1,5 +1,7 @@
 """Runs a decode worker."""
 
+import asyncio
+
 from kvrail.config import DecodeSettings
 from kvrail.worker import build_worker, run_worker, serve
 from services.carriers import Carriers
@@ -16,7 +18,7 @@ def run(settings: DecodeSettings) -> int:
 
 async def _main(settings: DecodeSettings) -> None:
     codecs = Codecs(settings, allow_lossy=settings.allow_lossy)
-    default = codecs.default(settings.codec)
+    asked = codecs.check(settings.codec)
     worker = build_worker(
         settings,
         codecs=codecs.names,
@@ -25,16 +27,18 @@ async def _main(settings: DecodeSettings) -> None:
         detokenize=True,
     )
     codecs.check_codebook(worker.loaded)
-    costs = codecs.measure(worker.loaded) if default == AUTO else {}
-    if default != AUTO:
-        codecs.warm_up(default, worker.loaded)
-    codecs.warm_up_others([*costs, default], worker.loaded)
     prefill_workers = GrpcPrefillWorkers()
     carriers = await Carriers.to_receive(settings, worker.loaded.device)
-    fetcher = Fetcher(worker, settings, codecs, carriers, default, prefill_workers, costs)
+    first = carriers.first_codec(codecs.usual) if asked == AUTO else asked
+    codecs.prepare(first, worker.loaded)
+    fetcher = Fetcher(worker, settings, codecs, carriers, asked, first, prefill_workers)
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
+    measuring = asyncio.create_task(fetcher.measure_codecs())
     try:
         await serve(worker, settings.port, lambda rpc: rpc.add_decode(servicer))
     finally:
+        codecs.close()
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)
         await prefill_workers.close()
         await carriers.aclose()

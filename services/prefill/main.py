@@ -19,13 +19,12 @@ async def _main(settings: PrefillSettings) -> None:
     codecs = Codecs(settings, allow_lossy=True)
     worker = build_worker(settings, codecs=codecs.names, on_layer=observer.layers_written, detokenize=False)
     codecs.check_codebook(worker.loaded)
-    default = codecs.default()
-    codecs.warm_up(default, worker.loaded)
-    codecs.warm_up_others([default], worker.loaded)
     observer.attach(worker)
     carriers = await Carriers.to_send(settings, worker.loaded.device)
+    codecs.prepare(carriers.first_codec(codecs.usual), worker.loaded)
     servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
     try:
         await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))
     finally:
+        codecs.close()
         await carriers.aclose()

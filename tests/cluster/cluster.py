@@ -17,7 +17,7 @@ from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
 from kvrail.worker import Worker, build_worker
 from services.carriers import Carriers
-from services.codecs import Codecs
+from services.codecs import AUTO, Codecs
 from services.decode.fetching import Fetcher
 from services.decode.prefill_workers import GrpcPrefillWorkers
 from services.decode.servicer import DecodeServicer
@@ -167,7 +167,8 @@ async def cluster(
     channels = GrpcPrefillWorkers()
     reach = InprocWorkers(servicers) if here else channels
     carriers = await carriers_for(transport, options, worker.loaded.device)
-    fetcher = Fetcher(worker, options, codecs, carriers, codecs.default(options.codec), reach, {})
+    asked = codecs.check(options.codec)
+    fetcher = Fetcher(worker, options, codecs, carriers, asked, codecs.usual if asked == AUTO else asked, reach)
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
     rpc = await build_server()
     rpc.add_decode(servicer)
