@@ -65,7 +65,9 @@ class Drawing(Protocol):
     """Draws under way. tokens: the drawn ids on the device, int64 [rows], or None where only the host has them."""
 
     @property
-    def tokens(self) -> Any: ...
+    def tokens(self) -> Any:
+        """See above."""
+        ...
 
     def wait(self) -> list[SampledToken]:
         """The tokens, once they are here: one a row."""

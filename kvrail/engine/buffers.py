@@ -48,8 +48,11 @@ def mixed_size(tokens: int, sequences: int, width: int, kv_heads: int, logit_row
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sections:
-    """Parts of a buffer. token_ids, positions: int64 [tokens]; logit_rows: int64; fed_rows: int64, see batch.Feed; data:
-    int32, see attention.meta."""
+    """Parts of a buffer.
+
+    token_ids, positions: int64 [tokens]; logit_rows: int64; fed_rows: int64, see batch.Feed; data: int32, see
+    attention.meta.
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -60,12 +63,13 @@ class Sections:
 
 def sections(buffer: torch.Tensor, size: StepSize) -> Sections:
     """Views of `buffer`, uint8 [size.starts()[-1]]."""
-    tokens, begins = size.extents.tokens, size.starts()
-    wide = [
-        buffer[begin : begin + 8 * count].view(torch.int64)
-        for begin, count in zip(begins, (tokens, tokens, size.logit_rows, size.extents.rows), strict=False)
-    ]
-    return Sections(*wide, buffer[begins[4] : begins[4] + 4 * size.extents.words()].view(torch.int32))
+    tokens, rows, begins = size.extents.tokens, size.extents.rows, size.starts()
+
+    def wide(number: int, count: int) -> torch.Tensor:
+        return buffer[begins[number] : begins[number] + 8 * count].view(torch.int64)
+
+    data = buffer[begins[4] : begins[4] + 4 * size.extents.words()].view(torch.int32)
+    return Sections(wide(0, tokens), wide(1, tokens), wide(2, size.logit_rows), wide(3, rows), data)
 
 
 class StepBuffer:
@@ -88,7 +92,7 @@ class StepBuffer:
         self.there = sections(self.device, size)
 
     def fill(self, packed: PackedStep, feed: Feed | None = None) -> None:
-        """Write a step that fits. Token ids, positions and rows behind its own keep what they had: nobody looks there."""
+        """Write a step that fits. Token ids, positions and rows behind its own keep what they had: nobody looks."""
         tokens, size = len(packed.token_ids), self.size
         self._token_ids[:tokens] = packed.token_ids
         self._positions[:tokens] = packed.positions

@@ -58,8 +58,8 @@ class Draws(Protocol):
 
 
 LayerObserver = Callable[[range, Sequence[WrittenPages]], None]
-"""Called on the engine's thread once some layers' work of a prefill step is enqueued: (layers, pages they complete). Over
-a step the ranges follow on one another, from the first layer to the last."""
+"""Called on the engine's thread once some layers' work of a prefill step is enqueued: (layers, pages they complete).
+Over a step the ranges follow on one another, from the first layer to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +207,11 @@ class Engine:
             return self._flight is not None or self._scheduler.has_work() or self._book.has_drawn
 
     def step(self) -> None:
-        """Take one step to its end. While the device computes it, the next is planned and enqueued, if that can be done
-        without knowing what it draws, and the text of tokens drawn before is made."""
+        """Take one step to its end.
+
+        While the device computes it, the next is planned and enqueued, if that can be done without knowing what it
+        draws, and the text of tokens drawn before is made.
+        """
         if not self._runner.launches_async:
             self._emit_drawn()
         flight, self._flight = self._flight, None
@@ -229,7 +232,7 @@ class Engine:
         return step
 
     def _launch(self, step: Step, before: Drawing | None = None) -> _Flight | None:
-        """Enqueue a step; None where there is nothing to compute or it failed. before: draws that it takes tokens of."""
+        """Enqueue a step; None where nothing is to be computed or that failed. before: draws it takes tokens from."""
         if not step.work:
             return None
         begin = perf_counter()

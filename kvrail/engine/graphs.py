@@ -39,8 +39,10 @@ in which it computes two hundred rows, so these cost little where nobody drafts.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
-    """One size. graphs: in order, each with the last layer that it completes, or None. logits: float32, what they
-    leave: a row for each row of logits."""
+    """One size.
+
+    graphs: in order, each with the last layer that it completes, or None. logits: float32, what they leave.
+    """
 
     buffer: StepBuffer
     graphs: list[tuple[torch.cuda.CUDAGraph, int | None]]

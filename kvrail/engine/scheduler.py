@@ -20,8 +20,8 @@ from kvrail.engine.sequence import Sequence, Status
 class Limits:
     """Bounds of one step and of the queue.
 
-    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all. mixed_batch_tokens: of a
-    step that computes chunks of prompts beside other work; 0: max_batch_tokens.
+    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all. mixed_batch_tokens:
+    of a step that computes chunks of prompts beside other work; 0: max_batch_tokens.
     """
 
     max_batch_tokens: int
@@ -42,8 +42,8 @@ class Limits:
 class Work:
     """One sequence's part of a step: its next `count` tokens, those after the `start` first ones.
 
-    drafts: the list to which the step adds a draft; None where the step computes what counts. source: where the one token
-    is not known yet: which draw of the step before it is.
+    drafts: the list to which the step adds a draft; None where the step computes what counts. source: where the one
+    token is not known yet: which draw of the step before it is.
     """
 
     sequence: Sequence
@@ -142,7 +142,9 @@ class Scheduler:
         alive = [s for s in self._running if s.status is Status.RUNNING and s not in ending]
         work = [Work(s, after[s], 1, source=rows[s]) for s in alive if s in rows]
         known = [s for s in alive if s not in rows and s.output_ids]
-        last = [s for s in known if after.get(s, s.computed) == len(s.token_ids) - 1]  # drawn elsewhere, or just admitted
+        last = [
+            s for s in known if after.get(s, s.computed) == len(s.token_ids) - 1
+        ]  # drawn elsewhere, or just admitted
         work += [Work(s, len(s.token_ids) - 1, 1) for s in last]
         missing = [max(0, self._pages_for(item.start + 1) - len(item.sequence.page_table)) for item in work]
         if len(work) > self.limits.max_batch_tokens or not self.pool.can_allocate(sum(missing)):

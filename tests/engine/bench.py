@@ -15,8 +15,11 @@ from kvrail.metrics import EngineMetrics
 from kvrail.sampling import SamplingParams
 from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expected
 
+
 class Bench:
-    def __init__(self, num_pages=32, page_size=4, prefix_cache=True, on_layer=None, max_drafts=64, ahead=False, **limits):
+    def __init__(
+        self, num_pages=32, page_size=4, prefix_cache=True, on_layer=None, max_drafts=64, ahead=False, **limits
+    ):
         settings = {"max_batch_tokens": 16, "max_running": 8, "max_waiting": 64, **limits}
         self.registry = CollectorRegistry()
         self.machine = PageMachine(num_pages, page_size, ahead=ahead)

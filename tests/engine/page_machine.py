@@ -57,7 +57,10 @@ class PageMachine:
         self.steps.append([len(piece.token_ids) for piece in slices])
         if feed is not None:
             self.fed += len(feed.rows)
-            fed = [replace(piece, token_ids=feed.tokens[[row]].tolist()) for piece, row in zip(slices, feed.rows, strict=False)]
+            fed = [
+                replace(piece, token_ids=feed.tokens[[row]].tolist())
+                for piece, row in zip(slices, feed.rows, strict=False)
+            ]
             slices = [*fed, *slices[len(fed) :]]
         rows = []
         for piece in slices:

@@ -79,59 +79,83 @@ def test_a_step_that_fails_takes_its_own_requests_along(where, monkeypatch):
     bench.engine.check()
 
 
+KINDS = ("plain", "plain", "stops", "several", "prefill", "remote")
+
+
+class Traffic:
+    """Requests of all kinds over one engine; their transfers and ends come at any moment."""
+
+    def __init__(self, bench: Bench, seed: int) -> None:
+        self.bench, self.rng = bench, random.Random(seed)
+        self.prompts: dict[str, list[int]] = {}
+        self.remote: list[str] = []
+        self.aborted: set[str] = set()
+
+    def ask(self, prompt: list[int]) -> None:
+        name, kind = str(len(self.prompts)), self.rng.choice(KINDS)
+        options = {
+            "stops": {"stop_token_ids": tuple(self.rng.sample(range(VOCAB), 12))},
+            "several": {"n": 2},
+            "prefill": {"prefill_only": True},
+            "remote": {"remote": True},
+        }.get(kind, {})
+        self.bench.submit(name, prompt, max_tokens=self.rng.randint(1, 12), **options)
+        self.prompts[name] = prompt
+        if kind == "remote":
+            self.remote.append(name)
+
+    def abort_one(self) -> None:
+        name = self.rng.choice(list(self.prompts))
+        self.aborted.add(name)
+        self.remote = [each for each in self.remote if each != name]
+        self.bench.engine.abort(name)
+
+    def advance(self) -> None:
+        """One transfer that can, ends; leases that nobody claims return."""
+        for name in self.prompts:
+            if self.bench.of(name, Prefilled):
+                self.bench.engine.abort(name)
+        arrived = [name for name in self.remote if self.bench.of(name, Admitted)]
+        if arrived:
+            self.remote.remove(arrived[0])
+            self.transfer(arrived[0])
+
+    def transfer(self, name: str) -> None:
+        transfer = Transfer(self.bench, name, self.prompts[name])
+        transfer.first()
+        if self.rng.random() < 0.4:
+            transfer.coarse(wrong=self.rng.random() < 0.5)
+            self.bench.step(self.rng.randint(0, 3))
+        if self.rng.random() < 0.2:
+            transfer.lose()
+        else:
+            transfer.exact()
+
+    def check(self) -> None:
+        for name, prompt in self.prompts.items():
+            assert not self.bench.of(name, Failed)
+            assert name in self.aborted or self.bench.of(name, Finished) or self.bench.of(name, Prefilled)
+            for index in range(2):
+                tokens = self.bench.tokens(name, index)
+                assert tokens == expected(prompt, len(tokens), index)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_pages", [16, 60])
 def test_traffic_of_all_kinds(seed, num_pages):
-    """Aborts, stops, preemptions, several sequences, prefills for others and transfers, at any moment."""
-    rng = random.Random(seed)
-    bench = Bench(num_pages=num_pages, ahead=True, max_batch_tokens=24, mixed_batch_tokens=rng.choice([0, 8]))
-    asked, waiting = {}, {}
-    for number, prompt in enumerate(prompts(60, longest=30, seed=seed)):
-        name = str(number)
-        kind = rng.choice(["plain", "plain", "stops", "several", "prefill", "remote"])
-        options = {"max_tokens": rng.randint(1, 12)}
-        if kind == "stops":
-            options["stop_token_ids"] = tuple(rng.sample(range(VOCAB), 12))
-        if kind == "several":
-            options["n"] = 2
-        options |= {"prefill_only": True} if kind == "prefill" else {"remote": True} if kind == "remote" else {}
-        bench.submit(name, prompt, **options)
-        asked[name] = (prompt, kind)
-        if kind == "remote":
-            waiting[name] = prompt
-        for _ in range(rng.randint(0, 5)):
+    bench = Bench(num_pages=num_pages, ahead=True, max_batch_tokens=24, mixed_batch_tokens=8 * (seed % 2))
+    traffic = Traffic(bench, seed)
+    for prompt in prompts(60, longest=30, seed=seed):
+        traffic.ask(prompt)
+        for _ in range(traffic.rng.randint(0, 5)):
             bench.step(1)
-            arrived = [each for each in waiting if bench.of(each, Admitted)]
-            if arrived and rng.random() < 0.5:
-                finish_transfer(bench, rng, arrived[0], waiting.pop(arrived[0]))
-        if rng.random() < 0.2:
-            aborted = rng.choice(list(asked))
-            waiting.pop(aborted, None)
-            bench.engine.abort(aborted)
+            if traffic.rng.random() < 0.5:
+                traffic.advance()
+        if traffic.rng.random() < 0.2:
+            traffic.abort_one()
     for _ in range(200):
         bench.run()
-        for name in asked:
-            if bench.of(name, Prefilled):
-                bench.engine.abort(name)  # nobody claims its lease
-        for name in [each for each in waiting if bench.of(each, Admitted)]:
-            finish_transfer(bench, rng, name, waiting.pop(name))
-    assert not waiting
+        traffic.advance()
     assert bench.engine.status().pages.used == 0
     assert bench.machine.fed > 50
-    for name, (prompt, _) in asked.items():
-        assert not bench.of(name, Failed)
-        for index in range(2):
-            tokens = bench.tokens(name, index)
-            assert tokens == expected(prompt, len(tokens), index)
-
-
-def finish_transfer(bench, rng, name, prompt):
-    transfer = Transfer(bench, name, prompt)
-    transfer.first()
-    if rng.random() < 0.4:
-        transfer.coarse(wrong=rng.random() < 0.5)
-        bench.step(rng.randint(0, 3))
-    if rng.random() < 0.2:
-        transfer.lose()
-    else:
-        transfer.exact()
+    traffic.check()

@@ -1,7 +1,6 @@
 """Steps of fixed size, as CUDA graphs replay them, with the GPU's attention in Triton's interpreter on a CPU."""
 
 import os
-import random
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from kvrail.engine.inputs import StepInputs
 from kvrail.engine.packing import pack
 from kvrail.engine.runner import ModelRunner
 from tests.engine import tiny_models
+from tests.engine.mixed_steps import steps_of
 from tests.engine.test_runner import poisoned_runner, tokens
 
 TOLERANCE = 1e-5
@@ -41,7 +41,7 @@ class FixedSize:
     def run(self, slices: list[SequenceSlice]) -> torch.Tensor:
         packed, size, there = pack(slices, self.runner.loaded.layout.page_size), self.buffer.size, self.buffer.there
         self.buffer.fill(packed)
-        self.buffer.device.copy_(self.buffer.host)
+        self.buffer.send()
         cache = self.runner.cache
         step = PagedStep(
             cache.keys, cache.values, cache.key_scales, cache.value_scales, there.data, size.extents.plan()
@@ -51,28 +51,8 @@ class FixedSize:
         return self.runner.loaded.logits(inputs)[: len(packed.logit_rows)]
 
 
-def steps_of(sequences: list[list[int]], seed: int) -> list[list[SequenceSlice]]:
-    """Chunks and decodes of all sequences, mixed, up to 40 tokens at once."""
-    choice, done, steps = random.Random(seed), [0] * len(sequences), []
-    pages = choice.sample(range(64), 64)
-    tables = [[pages.pop() for _ in range(-(-len(ids) // 16))] for ids in sequences]
-    while any(at < len(ids) for at, ids in zip(done, sequences, strict=True)):
-        slices, room = [], 40
-        for i, ids in enumerate(sequences):
-            count = min(choice.choice([0, 1, 1, 2, 17, 30]), len(ids) - done[i], room)
-            if count:
-                new = ids[done[i] : done[i] + count]
-                slices.append(SequenceSlice(new, done[i], tables[i], choice.randint(0, count)))
-                done[i], room = done[i] + count, room - count
-        if slices:
-            steps.append(slices)
-    return steps
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_a_step_of_fixed_size_computes_what_one_of_its_own_size_does(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_step_of_fixed_size_computes_what_one_of_its_own_size_does(name: str, request: pytest.FixtureRequest) -> None:
     loaded = tiny_models.load(name)
     own, fixed = poisoned_runner(loaded), poisoned_runner(loaded)
     steps = steps_of([tokens(n, n) for n in (37, 20, 5)], seed=3)

@@ -1,6 +1,7 @@
 """Whole models on CUDA: float32 against a CPU, served types against float64, captured steps against eager ones."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from kvrail.engine.batch import SequenceSlice  # noqa: E402
+from kvrail.engine.batch import Feed, SequenceSlice  # noqa: E402
+from kvrail.engine.packing import pack  # noqa: E402
 from kvrail.engine.runner import ModelRunner  # noqa: E402
 from services.pages import paged_block  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
+from tests.engine.mixed_steps import steps_of  # noqa: E402
 from tests.engine.test_runner import TOLERANCE, errors, poisoned_runner, run_schedule, tokens  # noqa: E402
 
 SEQUENCES = [tokens(75, 1), tokens(41, 2), tokens(33, 3)]
@@ -70,20 +73,23 @@ def test_bfloat16_is_as_near_to_float64_as_transformers(name: str) -> None:
     assert sum(ours) / len(ours) < 1.5 * sum(theirs) / len(theirs) < 0.3
 
 
-def graph_runner(name: str, *, compile: bool, **options: object) -> ModelRunner:
+def graph_runner(name: str, *, compile: bool, kv_dtype: str = "bfloat16", **options: object) -> ModelRunner:
     torch._dynamo.reset()
-    loaded = tiny_models.load(name, device="cuda", kv_dtype="bfloat16", **options)
+    loaded = tiny_models.load(name, device="cuda", kv_dtype=kv_dtype, **options)
     runner = ModelRunner(loaded, 96, max_running=12, max_batch_tokens=256, cuda_graphs=True, compile=compile)
     runner.warm_up()
     return runner
 
 
-def decode_steps(runner: ModelRunner, batch: int) -> list[torch.Tensor]:
-    """Prefill `batch` sequences of uneven length, then four decode steps."""
+def decode_steps(runner: ModelRunner, batch: int, prefill: ModelRunner | None = None) -> list[torch.Tensor]:
+    """Prefill `batch` sequences of uneven length, by runner `prefill` if given, then four decode steps."""
     tables = [list(range(6 * i, 6 * i + 6)) for i in range(batch)]
     ids = [tokens(20 + 5 * i, i) for i in range(batch)]
     for seq, table in zip(ids, tables, strict=True):
-        runner.execute([SequenceSlice(seq[:-4], 0, table, 0)])
+        (prefill or runner).execute([SequenceSlice(seq[:-4], 0, table, 0)])
+    if prefill is not None:
+        runner.cache.keys.copy_(prefill.cache.keys)
+        runner.cache.values.copy_(prefill.cache.values)
     found = []
     for step in range(4, 0, -1):
         slices = [
@@ -99,11 +105,69 @@ def test_captured_steps_equal_eager_ones(name: str) -> None:
     captured = graph_runner(name, compile=False)
     eager = ModelRunner(captured.loaded, 96, max_running=12, max_batch_tokens=256, cuda_graphs=False, compile=False)
     for batch in (1, 4, 12):  # batch sizes that have a graph of their own: the same kernels in the same shapes
-        for one, other in zip(decode_steps(captured, batch), decode_steps(eager, batch), strict=True):
+        for one, other in zip(decode_steps(captured, batch, eager), decode_steps(eager, batch), strict=True):
             assert torch.equal(one, other)
     for batch in (3, 9, 11):
         for one, other in zip(decode_steps(captured, batch), decode_steps(eager, batch), strict=True):
             assert (one - other).norm() < 0.03 * other.norm()
+
+
+def note(seen: list[tuple[int, torch.Tensor]], runner: ModelRunner, layer: int) -> None:
+    seen.append((layer, runner.cache.keys[layer].clone()))
+
+
+def bits(runner: ModelRunner) -> list[torch.Tensor]:
+    cache = runner.cache
+    pools = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    return [pool.view(torch.uint8).clone() for pool in pools if pool is not None]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("compile", [False, True], ids=["as it is", "compiled"])
+def test_captured_chunks_equal_the_same_step_enqueued(name: str, kv_dtype: str, compile: bool) -> None:
+    """The same padded step through its graphs and kernel by kernel: the same kernels on the same rows."""
+    runner = graph_runner(name, compile=compile, kv_dtype=kv_dtype)
+    eager = ModelRunner(runner.loaded, 96, max_running=12, max_batch_tokens=256, cuda_graphs=False, compile=False)
+    graphs, size = runner._graphs, runner.loaded.layout.page_size
+    assert graphs is not None
+    captured = 0
+    for slices in steps_of([tokens(n, n) for n in (70, 33, 50, 5, 41)], seed=3):
+        packed = pack(slices, size)
+        seen: list[tuple[int, torch.Tensor]] = []
+        logits = graphs.run(packed, partial(note, seen, runner))
+        assert logits is not None
+        logits, pages = logits.clone(), bits(runner)
+        assert [layer for layer, _ in seen] == [0, 1, 2]
+        for layer, then in seen:  # what a layer stores is there when the layer is told of
+            assert torch.equal(then.view(torch.uint8), runner.cache.keys[layer].view(torch.uint8))
+        step = graphs._size_for(packed, grouped=True)
+        assert step is not None
+        again = runner.loaded.logits(graphs._inputs(step.buffer, None))[: len(packed.logit_rows)]
+        assert torch.equal(logits, again)
+        assert all(torch.equal(one, other) for one, other in zip(pages, bits(runner), strict=True))
+        own = eager.execute(slices)  # unpadded: products of other sizes may take other kernels, which round otherwise
+        assert (logits - own).norm() <= 0.05 * own.norm()
+        captured += 1
+    assert captured > 3
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["captured", "enqueued"])
+def test_tokens_that_the_host_does_not_know(graphs: bool) -> None:
+    """A decode step and a mixed one take tokens from the device, in another order than they were drawn in."""
+    loaded = tiny_models.load("llama", device="cuda", kv_dtype="bfloat16")
+    runner = ModelRunner(loaded, 96, max_running=12, max_batch_tokens=256, cuda_graphs=graphs, compile=False)
+    runner.warm_up()
+    tables = [list(range(6 * i, 6 * i + 6)) for i in range(4)]
+    ids = [tokens(20 + 5 * i, i) for i in range(4)]
+    runner.execute([SequenceSlice(seq[:-1], 0, table, 0) for seq, table in zip(ids, tables, strict=True)])
+    drawn = torch.tensor([seq[-1] for seq in ids], device="cuda")
+    order = [2, 0, 3]
+    for rest in ([], [SequenceSlice(tokens(30, 9), 0, list(range(40, 46)), 1)]):
+        known = [SequenceSlice(ids[i][-1:], len(ids[i]) - 1, tables[i], 1) for i in order] + rest
+        unknown = [SequenceSlice([0], len(ids[i]) - 1, tables[i], 1) for i in order] + rest
+        wanted = runner.execute(known).clone()
+        assert torch.equal(runner.execute(unknown, None, Feed(drawn, order)), wanted)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -94,7 +94,7 @@ def _step(
         rows = (page * PAGE_SIZE + token % PAGE_SIZE) * KV_HEADS
     key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
     value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
-    if MASKED or KEY_DIM < KEY_DIM_PADDED:
+    if MASKED or KEY_DIM < KEY_DIM_PADDED:  # noqa: SIM108 compiled apart, a branch of constants costs nothing
         k = tl.load(key, mask=key_mask, other=0.0)
     else:
         k = tl.load(key)
@@ -115,7 +115,7 @@ def _step(
     total = total * shrink + tl.sum(weights, axis=1)
     if SCALED:
         weights *= tl.load(value_scales + base + rows, mask=token < end, other=0.0)[None, :]
-    if MASKED or VALUE_DIM < VALUE_DIM_PADDED:
+    if MASKED or VALUE_DIM < VALUE_DIM_PADDED:  # noqa: SIM108
         v = tl.load(value, mask=value_mask, other=0.0)
     else:
         v = tl.load(value)
