@@ -35,6 +35,7 @@ class _Landing:
     region: PooledRegion
     size: bytearray = field(default_factory=lambda: bytearray(8))
     operations: dict[Kind, Operation] = field(default_factory=dict)
+    giving: asyncio.Task[None] | None = None  # back to the pool
 
     def pending(self) -> set[Operation]:
         return {operation for operation in self.operations.values() if not operation.done()}
@@ -47,7 +48,7 @@ class UcxInlet:
         self._attempt, self._pools, self._quarantine = attempt, pools, quarantine
         self._loop = asyncio.get_running_loop()
         self._number = 0
-        self._landings: set[asyncio.Task[None]] = set()  # what is being given back
+        self._giving: set[asyncio.Task[None]] = set()
         self._posted: set[_Landing] = set()
         self._closed = False
         self._coming = PAYLOADS  # payloads of this number or above will not come
@@ -69,10 +70,9 @@ class UcxInlet:
         try:
             self._check(number)  # the link may have gone while the pool was waited for
             self._post(landing, size)
-            await self._wait(landing.pending(), number)
-            self._judge(landing, size)
+            await self._land(landing, size)
         except BaseException:
-            await self._give_back(landing)
+            await asyncio.shield(self._give_back(landing))
             raise
         self._posted.discard(landing)
         self._attempt.send(bytes(8), Kind.ACK, number)
@@ -93,10 +93,10 @@ class UcxInlet:
             if self._attempt.link.alive:
                 self._attempt.send(bytes(8), Kind.STOP)
             self._attempt.sweep_now(Kind.BODY)
-        giving = [self._begin_to_give_back(landing) for landing in list(self._posted)]
-        waited = {*self._landings, *giving}
-        if waited:
-            await asyncio.wait(waited)
+        for landing in list(self._posted):
+            self._give_back(landing)
+        if self._giving:
+            await asyncio.wait(self._giving)
         if first:
             self._attempt.leave(self._linger)
 
@@ -126,6 +126,14 @@ class UcxInlet:
         if size:
             landing.operations[Kind.BODY] = self._attempt.receive(landing.region.payload, Kind.BODY, landing.number)
 
+    async def _land(self, landing: _Landing, size: int) -> None:
+        """Wait for a payload. Raises where it does not come as announced."""
+        operations = landing.operations
+        await self._wait({operations[Kind.SIZE]}, landing.number)
+        if size and int.from_bytes(landing.size, "little") == size:
+            await self._wait({operations[Kind.BODY]}, landing.number)
+        self._judge(landing, size)
+
     async def _wait(self, pending: Collection[asyncio.Future[Any]], number: int) -> None:
         """Wait until all are done or one has failed. Raises TransferAbortedError once the payload will not come."""
         waited = set(pending)
@@ -153,22 +161,17 @@ class UcxInlet:
         for each in failed:
             if each is not None:
                 raise TransferAbortedError(f"payload {landing.number} was not received: {each}")
-        if not self._attempt.link.alive:
-            # Read from the memory of a sender that has given up, and may have used it for something else since.
-            raise TransferAbortedError(f"payload {landing.number} was not received: the sender is gone")
         if sent != size:
             raise FrameError(f"payload {landing.number} has {sent} bytes, {size} were announced")
 
-    async def _give_back(self, landing: _Landing) -> None:
-        await asyncio.shield(self._begin_to_give_back(landing))
-
-    def _begin_to_give_back(self, landing: _Landing) -> asyncio.Task[None]:
-        """End what is under way for a landing, then release its region. Belongs to the inlet, whoever waits for it."""
-        self._posted.discard(landing)
-        giving = self._loop.create_task(self._reclaim(landing))
-        self._landings.add(giving)
-        giving.add_done_callback(self._landings.discard)
-        return giving
+    def _give_back(self, landing: _Landing) -> asyncio.Task[None]:
+        """End what is under way for a landing, then release its region: a task of the inlet's, whoever waits for it."""
+        if landing.giving is None:
+            self._posted.discard(landing)
+            landing.giving = self._loop.create_task(self._reclaim(landing))
+            self._giving.add(landing.giving)
+            landing.giving.add_done_callback(self._giving.discard)
+        return landing.giving
 
     async def _reclaim(self, landing: _Landing) -> None:
         for kind, operation in landing.operations.items():

@@ -16,7 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class UcxOutlet:
-    """Sends payloads, each with its size, until the receiver says that it has them; at last, that there are no more."""
+    """Sends each payload, then its size, and waits for the receiver's word that it has both.
+
+    The size follows once UCX has read the payload and nobody has given up, and the receiver takes no payload without:
+    so whatever UCX reads of a payload that was given up, of memory that may serve something else by then, is not taken
+    for one.
+    """
 
     def __init__(self, attempt: Attempt, *, on_device: bool) -> None:
         self._attempt = attempt
@@ -36,9 +41,10 @@ class UcxOutlet:
         arrived = self._attempt.receive(bytearray(8), Kind.ACK, number)
         self._unacknowledged.add(number)
         arrived.add_done_callback(lambda _: self._unacknowledged.discard(number))
-        self._attempt.send(payload.nbytes.to_bytes(8, "little"), Kind.SIZE, number)
         reading = {self._read(payload, number)} if payload.nbytes else set()
         await self._until(reading, self._given_up)
+        if self._ending is None and all(each.done() and each.exception() is None for each in reading):
+            self._attempt.send(payload.nbytes.to_bytes(8, "little"), Kind.SIZE, number)
         await self._until({arrived}, self._stop)
         failed = [each.exception() for each in (arrived, *reading) if each.done()]
         if self._ending is not None or not arrived.done() or any(failed):
@@ -47,19 +53,20 @@ class UcxOutlet:
         self._attempt.count(payload.nbytes)
 
     async def aclose(self) -> None:
-        """As `Outlet.aclose` says, within two graces.
+        """As `Outlet.aclose` says, within a grace.
 
-        A peer that still answers gives up what it has not begun to read, and finishes the rest. From one that does not
-        the endpoint is cut. A peer of the same host that was stopped while it read by cma or cuda_ipc may read on when
-        it is woken; then it finds its endpoint gone, and throws away what it read.
+        A peer that still answers gives up what it has not begun to read, and finishes the rest. One that stands still
+        may read on when it is woken: nothing in UCX forbids that to a process of the same host, and an endpoint that is
+        closed in the middle of a payload over tcp can end this process once its peer wakes (decision 0016). The memory
+        is held until then, and what is read of it is thrown away.
         """
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
-        reading, link = set(self._reading), self._attempt.link
-        if link.alive:
+        reading = set(self._reading)
+        if self._attempt.link.alive:
             given_up = bool(reading or self._unacknowledged)
             self._attempt.send((self._number << 1 | given_up).to_bytes(8, "little"), Kind.END)
         for number in self._unacknowledged:
@@ -67,11 +74,7 @@ class UcxOutlet:
         if reading:
             _, reading = await asyncio.wait(reading, timeout=self._attempt.grace_s)
         if reading:
-            logger.warning("a receiver took too long to give up %d payloads: its endpoint is cut", len(reading))
-            await link.cut()
-            _, reading = await asyncio.wait(reading, timeout=self._attempt.grace_s)
-        if reading:
-            logger.error("UCX still holds %d payloads of a closed endpoint", len(reading))
+            logger.warning("a receiver stands still; %d payloads are held until it goes on or is gone", len(reading))
         self._given_up.set_result(None)
         self._attempt.leave(self._linger)
 
