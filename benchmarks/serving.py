@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Stream:
     tokens: int = 0
     text: str = ""
     stages: dict[str, float] = field(default_factory=dict)
+    codec: str = ""
 
 
 async def ask(client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int) -> Stream:
@@ -65,7 +67,8 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: list[int], max_toke
             now = time.perf_counter()
             if chunk.get("usage"):
                 stream.tokens = chunk["usage"]["completion_tokens"]
-                stream.stages = chunk["usage"].get("kvrail", {}).get("stage_seconds", {})
+                told = chunk["usage"].get("kvrail", {})
+                stream.stages, stream.codec = told.get("stage_seconds", {}), told.get("codec") or "none"
             elif chunk["choices"]:
                 if not stream.first_token:
                     stream.first_token = now - begin
@@ -116,6 +119,7 @@ async def measure(url: str, model: str, vocab: int, streams: int, args: argparse
         "gap_p99_ms": 1e3 * percentile(gaps, 0.99),
         "gap_max_ms": 1e3 * max(gaps),
         "first_gap_median_ms": 1e3 * statistics.median(stream.gaps[0] for stream in done),
+        "codecs": dict(Counter(stream.codec for stream in done)),
         "stage_median_ms": {
             name: 1e3 * statistics.median(stream.stages.get(name, 0.0) for stream in done) for name in sorted(stages)
         },
@@ -170,7 +174,7 @@ def wait_healthy(url: str, process: subprocess.Popen[bytes], log: str) -> None:
 
 def table(rows: list[dict[str, object]]) -> str:
     """Rows as a Markdown table."""
-    names = [name for name in rows[0] if name != "stage_median_ms"]
+    names = [name for name in rows[0] if name not in ("stage_median_ms", "codecs")]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
         cells = [f"{row[name]:.1f}" if isinstance(row[name], float) else str(row[name]) for name in names]
@@ -201,7 +205,7 @@ def main() -> None:
     text = f"{args.prompt_tokens} tokens in, {args.output_tokens} out\n\n{table(rows)}\n"
     sys.stdout.write(text)
     for row in rows:
-        sys.stdout.write(f"{row['streams']} streams, median ms: {json.dumps(row['stage_median_ms'])}\n")
+        sys.stdout.write(f"{row['streams']} streams, codecs {row['codecs']}, median ms: {row['stage_median_ms']}\n")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         head = {"date": datetime.now(UTC).date().isoformat(), "command": " ".join(sys.argv[1:])}

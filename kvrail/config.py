@@ -204,7 +204,7 @@ class DecodeSettings(WorkerSettings):
         64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
     )
     receive_pool_mib: PositiveInt = Field(
-        256, description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly"
+        512, description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly"
     )
     transfer_timeout_s: PositiveFloat = Field(
         60.0, description="longest silence of a prefill worker before it counts as lost"

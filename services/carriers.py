@@ -84,6 +84,9 @@ async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) 
         return [], obstacle
     on_cuda = device.type == "cuda"
     carrier = await ucx.UcxCarrier.start(
-        host_bytes=pool_bytes, device=device if on_cuda else None, device_bytes=pool_bytes if on_cuda else 0
+        host_bytes=pool_bytes,
+        device=device if on_cuda else None,
+        device_bytes=pool_bytes if on_cuda else 0,
+        settings=ucx.UcxSettings(peer_failure=not on_cuda, spin=on_cuda),
     )
     return [carrier], ""

@@ -1,8 +1,14 @@
 """What transfers tell of themselves, put into a worker's metrics."""
 
+import logging
+from time import perf_counter
+
 from codec.base import EncodingStats
 from codec.frame import FrameHeader
 from kvrail.worker import Worker
+
+
+logger = logging.getLogger("kvrail.transfer")
 
 
 class SentKV:
@@ -13,12 +19,14 @@ class SentKV:
 
     def encoded(self, codec: str, seconds: float, stats: EncodingStats) -> None:
         """A block was encoded."""
+        logger.debug("at %.6f s: a block was encoded in %.3f ms", perf_counter(), 1e3 * seconds)
         self._worker.coding.encoded(
             codec, seconds, values=stats.values, escapes=stats.escapes, raw_tensors=stats.raw_tensors
         )
 
     def sent(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame has left."""
+        logger.debug("at %.6f s: frame %d left in %.3f ms", perf_counter(), header.sequence, 1e3 * seconds)
         raw_bytes = header.spec.raw_bytes if header.stage == 0 else 0
         self._worker.transfers.sent(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
 
@@ -37,6 +45,7 @@ class ReceivedKV:
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages."""
+        logger.debug("at %.6f s: frame %d was decoded in %.3f ms", perf_counter(), header.sequence, 1e3 * seconds)
         raw_bytes = header.spec.raw_bytes if header.stage == header.num_stages - 1 else 0
         self._worker.coding.decoded(header.codec, seconds)
         self._worker.transfers.received(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)

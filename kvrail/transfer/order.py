@@ -9,6 +9,9 @@ SLOTS = 3
 """Frames that are encoded and handed to the transport at once: one leaves while the next are made. With two,
 transfers of 4,096 tokens at 10 Gb/s took 4 % longer (docs/decisions/0009-frame-size.md)."""
 
+DIRECT_SLOTS = 8
+"""The same from GPU to GPU, where a frame's way is short and what begins and ends it takes longest."""
+
 LATER_SLOTS = 2
 """How many of them may be later stages of one request, which are encoded: one leaves while the next is framed."""
 
@@ -31,6 +34,7 @@ class Link:
     """
 
     def __init__(self, max_held_bytes: int, *, slots: int = SLOTS, patience: int = PATIENCE) -> None:
+        self.slots = slots
         self._free = slots
         self._max_held_bytes = max_held_bytes
         self._patience = patience

@@ -20,10 +20,11 @@ class Piece:
 def cut(pieces: Iterable[Piece], held_pages: int, frame_pages: int, border: int = 0) -> Iterator[Piece]:
     """Pieces of at most `frame_pages` pages of a layer, without the first `held_pages` pages; each has one beyond them.
 
-    Neighbouring layers of the same pages go together. Pieces of one cut are of about the same size: codecs do worst on
-    small ones. None has pages on both sides of `border`.
+    Neighbouring layers of the same pages go together as far as a frame goes: what is joined is as late as its last
+    layer. Pieces of one cut are of about the same size: codecs do worst on small ones. None has pages on both sides of
+    `border`.
     """
-    for piece in _joined(pieces):
+    for piece in _joined(pieces, frame_pages):
         begin, middle = max(piece.first_page, held_pages), min(max(border, held_pages), piece.end_page)
         for first_page, end_page in ((begin, middle), (max(begin, middle), piece.end_page)):
             if first_page < end_page:
@@ -45,8 +46,11 @@ def _even(count: int, most: int) -> int:
     return -(-count // parts)
 
 
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces with neighbouring layers of the same pages made one; the later `ready` covers the earlier."""
+def _joined(pieces: Iterable[Piece], frame_pages: int) -> list[Piece]:
+    """Pieces with neighbouring layers of the same pages made one while it fits into a frame, or nothing is computing.
+
+    The later `ready` covers the earlier.
+    """
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
@@ -54,8 +58,14 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
             last is not None
             and last.end_layer == piece.first_layer
             and (last.first_page, last.end_page) == (piece.first_page, piece.end_page)
+            and (piece.ready is None or (piece.end_layer - last.first_layer) * _pages(piece) <= frame_pages)
         ):
             joined[-1] = Piece(last.first_layer, piece.end_layer, piece.first_page, piece.end_page, piece.ready)
         else:
             joined.append(piece)
     return joined
+
+
+def _pages(piece: Piece) -> int:
+    """Pages of one layer."""
+    return piece.end_page - piece.first_page

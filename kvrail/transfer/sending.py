@@ -25,7 +25,7 @@ from codec.digest import Digest, digest_of
 from codec.frame import FrameHeader, pack_head
 from kvrail.layout import KVLayout
 from kvrail.transfer.observer import SendingObserver
-from kvrail.transfer.order import LATER_SLOTS, SLOTS, Link
+from kvrail.transfer.order import LATER_SLOTS, Link
 from kvrail.transfer.pages import PageSource
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import first_recent_page, pages_per_frame
@@ -96,7 +96,7 @@ class PageSender:
         self._held: asyncio.Queue[bool] = asyncio.Queue()  # True for each that was put there, False at the end
         self._source: PageSource | None = None
         self._begun = asyncio.Event()
-        self._asking = asyncio.Semaphore(SLOTS + 1)
+        self._asking = asyncio.Semaphore(link.slots + 1)
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
         self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
         self._next_sequence = 0

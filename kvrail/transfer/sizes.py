@@ -11,6 +11,7 @@ FRAME_S = 0.035
 """The link is to take about this long for a frame's KV. Whatever is more urgent waits for frames on their way; but each
 frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left part of the link unused (docs/decisions/0009)."""
 LEAST_FRAME_BYTES, MOST_FRAME_BYTES = 256 << 10, 16 << 20
+MOST_DIRECT_FRAME_BYTES = 32 << 20
 USUAL_FRAME_BYTES = 4 << 20
 """Of a frame's KV where nothing is known of the link."""
 
@@ -26,6 +27,11 @@ def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int) ->
     """
     wanted = min(max(round(FRAME_S * link_bytes_per_s), LEAST_FRAME_BYTES), MOST_FRAME_BYTES)
     return min((wanted if link_bytes_per_s else USUAL_FRAME_BYTES) * num_stages, max_frame_bytes)
+
+
+def direct_frame_bytes(max_frame_bytes: int) -> int:
+    """The same from GPU to GPU: the larger, the less is lost around each; a frame of 32 MiB is 0.1 ms on NVLink."""
+    return min(MOST_DIRECT_FRAME_BYTES, max_frame_bytes)
 
 
 def pages_per_frame(layout: KVLayout, frame_bytes: int) -> int:

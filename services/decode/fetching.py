@@ -21,7 +21,7 @@ from services.decode.transfer import Fetch
 
 logger = logging.getLogger("kvrail.decode")
 
-DECODER_THREADS = 2
+DECODER_THREADS = 4
 
 
 class PrefillWorkers(Protocol):

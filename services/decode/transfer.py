@@ -1,6 +1,7 @@
 """One attempt to fetch a prompt's first tokens and KV from one prefill worker into pages that are reserved here."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable
 from concurrent.futures import Executor
@@ -31,6 +32,8 @@ from services.observing import ReceivedKV
 from services.pages import LeasedPages
 
 T = TypeVar("T")
+
+logger = logging.getLogger("kvrail.transfer")
 
 
 class Fetch:
@@ -191,6 +194,9 @@ class _Watching(ReceivedKV):
 
     def arrived(self, payload_bytes: int, waited_s: float) -> None:
         """A frame is here."""
+        logger.debug(
+            "at %.6f s: %d bytes are here, waited for during %.3f ms", perf_counter(), payload_bytes, 1e3 * waited_s
+        )
         if self._timeline.get(Stage.PREFILL_FINISHED) is not None:
             self._watch.frame(payload_bytes, waited_s)
 

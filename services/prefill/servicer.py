@@ -18,10 +18,10 @@ from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.prefill import serve_prefill
 from kvrail.rpc.prefill_replies import PrefillReplies
-from kvrail.transfer.order import Link
+from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
 from kvrail.transfer.pieces import Piece
 from kvrail.transfer.sending import Outgoing, PageSender
-from kvrail.transfer.sizes import frame_bytes
+from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
 from kvrail.tuning import compute_with
 from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -32,7 +32,7 @@ from services.observing import SentKV
 from services.pages import LeasedPages
 from services.prefill.handshake import Agreement, agree
 
-ENCODER_THREADS = 2
+ENCODER_THREADS = 4
 
 
 class PageObserver:
@@ -58,8 +58,8 @@ class PageObserver:
         if written is not self._step:
             self._step, self._first_layer, self._group = written, 0, self._layers_per_frame(written)
         end = layers.stop
-        if end - self._first_layer < self._group and end < self._worker.loaded.layout.num_layers:
-            return
+        if end + len(layers) - self._first_layer <= self._group and end < self._worker.loaded.layout.num_layers:
+            return  # the next ones fit into the same frame
         mark = self._worker.side.mark()
         self._loop.call_soon_threadsafe(self._add, range(self._first_layer, end), written, mark)
         self._first_layer = end
@@ -100,7 +100,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._codecs = codecs
         self._carriers = carriers
         self._observer = observer
-        self._links: dict[str, Link] = {}
+        self._links: dict[tuple[str, bool], Link] = {}
         self._max_held_bytes = int(settings.held_kv_gib * (1 << 30))
         self._calls = itertools.count(1)
         self._encoders = ThreadPoolExecutor(
@@ -135,7 +135,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     self._outgoing(request, agreed),
                     outlet,
                     replies.announce,
-                    self._link(receiver),
+                    self._link(receiver, agreed.on_device),
                     number,
                     self._encoders,
                     SentKV(self._worker),
@@ -190,14 +190,20 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             codec=agreed.codec,
             num_tokens=len(request.prompt_token_ids),
             held_pages=handshake.held_pages,
-            frame_bytes=frame_bytes(handshake.link_bytes_per_s, most, agreed.codec.num_stages),
+            frame_bytes=(
+                direct_frame_bytes(most)
+                if agreed.on_device
+                else frame_bytes(handshake.link_bytes_per_s, most, agreed.codec.num_stages)
+            ),
             on_device=agreed.on_device,
         )
 
-    def _link(self, receiver: str) -> Link:
-        if receiver not in self._links:
-            self._links[receiver] = Link(self._max_held_bytes)
-        return self._links[receiver]
+    def _link(self, receiver: str, on_device: bool) -> Link:
+        """What transfers to one machine share. Between GPUs they have a way of their own."""
+        way = (receiver, on_device)
+        if way not in self._links:
+            self._links[way] = Link(self._max_held_bytes, slots=DIRECT_SLOTS if on_device else SLOTS)
+        return self._links[way]
 
     def _open(self, request: prefill_pb2.PrefillRequest, engine_id: str, sender: PageSender) -> EventStream:
         """Submit to the engine; from here on its pages find the sender."""
