@@ -1,10 +1,13 @@
-"""Loopback throughput of the transports: one transfer of equal frames; for gRPC the sender is another process.
+"""Throughput of the carriers on loopback, and what they cost: the sender is another process.
 
-    python -m benchmarks.transport [--frame-mib 4] [--frames 128] [--rounds 5]
+    python -m benchmarks.transport [--mib 1 16 64] [--total-mib 2048] [--rounds 5] [--engine [sender] [receiver]]
+                                   [--only NAME ...]
 
-Correctness first: a round compares every frame with what was sent. The timed rounds then run from the call to the end
-of the transfer. `inproc` passes references: its figure is the cost of the queues alone. `plain protobuf` is the
-baseline: the same stream with the generated serializers and gRPC's defaults.
+Correctness first: a round compares every payload with what was sent. The timed rounds then run from the opening of an
+attempt to its last payload. `inproc` passes references: its figure is the cost of the queues alone. `bare socket` and
+`bare grpc.aio` are bounds: one connection or stream that does nothing else. CPU seconds per GB are those of all threads
+of the sender's and of the receiver's process. With `--engine` a thread in the named processes does small torch
+operations; the last columns say how many it does per second while payloads travel, of those that it does while none do.
 """
 
 import argparse
@@ -13,170 +16,235 @@ import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
-import grpc
-import grpc.aio
-from kvrail.transport.frames import Expectation
-from kvrail.transport.grpc import PrefillClient, serve_prefill
-from kvrail.transport.replies import PrefillReplies
-from kvrail.wire.replies import seal
+from benchmarks.transport_ends import Check, EngineLikeThread, Receiver, Road, Sender, roads
 
-from kvrail.rpc.channel import open_channel
-from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.options import MESSAGE_OVERHEAD_BYTES
-from kvrail.rpc.server import build_server
-from kvrail.transport.inproc import Handler, InprocPrefillClient
-from kvrail.wire.v1 import prefill_pb2_grpc
-from kvrail.wire.v1.prefill_pb2 import Accepted, PrefillReply, PrefillRequest
-
-Round = Callable[[int, bool], Awaitable[None]]
-"""Receives so many frames; compares each with what was sent where asked."""
+ALONE_S = 1.0
 
 
-def the_frame(size: int) -> bytes:
-    """The frame that every round sends; both processes make the same one."""
-    return random.Random(0).randbytes(size)
+@dataclass(frozen=True)
+class Meter:
+    """A process at one moment: CPU seconds without the engine-like thread, that one's steps, the clock."""
+
+    cpu_s: float
+    steps: int
+    at_s: float
+
+    @classmethod
+    def read(cls, engine: EngineLikeThread | None) -> "Meter":
+        """This process, now."""
+        busy, steps = (engine.cpu_s, engine.steps) if engine else (0.0, 0)
+        return cls(time.process_time() - busy, steps, time.perf_counter())
+
+    def cpu_since(self, before: "Meter") -> float:
+        """CPU seconds in between."""
+        return self.cpu_s - before.cpu_s
+
+    def steps_since(self, before: "Meter") -> float:
+        """Steps per second in between."""
+        return (self.steps - before.steps) / (self.at_s - before.at_s)
 
 
-def handler_for(size: int) -> Handler:
-    """A prefill worker that sends as many frames as the request has tokens."""
-    frame = the_frame(size)
-
-    async def handler(request: PrefillRequest, replies: PrefillReplies) -> None:
-        replies.accept(Accepted())
-        for _ in request.prompt_token_ids:
-            await replies.send(seal(frame))
-        await replies.commit()
-
-    return handler
+def the_payload(size: int) -> memoryview:
+    """What every round sends; both processes make the same."""
+    block = random.Random(0).randbytes(min(size, 1_000_003))
+    return memoryview((block * (size // len(block) + 1))[:size])
 
 
-class OurServicer(prefill_pb2_grpc.PrefillServicer):
-    """The gRPC transport."""
-
-    def __init__(self, size: int) -> None:
-        self._handler = handler_for(size)
-
-    @maps_errors
-    async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> None:
-        await serve_prefill(context, lambda replies: self._handler(request, replies))
-
-
-class PlainServicer(prefill_pb2_grpc.PrefillServicer):
-    """The baseline."""
-
-    def __init__(self, size: int) -> None:
-        self._frame = the_frame(size)
-
-    async def Prefill(self, request: PrefillRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[PrefillReply]:
-        for _ in request.prompt_token_ids:
-            yield PrefillReply(frame=self._frame)
+def started_engine(wanted: bool) -> EngineLikeThread | None:
+    """The thread, in its stride."""
+    if not wanted:
+        return None
+    engine = EngineLikeThread()
+    engine.start()
+    while engine.steps < 100:
+        time.sleep(0.01)
+    return engine
 
 
-async def serve(kind: str, size: int, ports: "multiprocessing.Queue[int]") -> None:
-    """Serve until the parent ends this process."""
-    if kind == "grpc":
-        rpc = await build_server(max_message_bytes=size + MESSAGE_OVERHEAD_BYTES)
-        rpc.add_prefill(OurServicer(size))
-        ports.put(rpc.bind("127.0.0.1", 0))
-        await rpc.start()
-        await rpc.server.wait_for_termination()
-    server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
-    prefill_pb2_grpc.add_PrefillServicer_to_server(PlainServicer(size), server)
-    ports.put(server.add_insecure_port("127.0.0.1:0"))
-    await server.start()
-    await server.wait_for_termination()
+class LocalSender:
+    """A sender in this process."""
+
+    def __init__(self, sender: Sender, payload: memoryview) -> None:
+        self._sender, self._payload = sender, payload
+        self.address = sender.address
+
+    async def begin(self, peer: bytes, key: int, count: int) -> asyncio.Task[None]:
+        """Start to send; the task ends with it."""
+        ready = asyncio.Event()
+        task = asyncio.create_task(self._sender.send(peer, key, self._payload, count, ready.set))
+        await ready.wait()
+        return task
+
+    async def meter(self) -> Meter | None:
+        """None: the receiver's process is this one."""
+        return None
 
 
-def serve_in_child(kind: str, size: int, ports: "multiprocessing.Queue[int]") -> None:
+async def serve(road: Road, size: int, engine: bool, pipe: Connection) -> None:
+    """A sender that another process directs."""
+    thread = started_engine(engine)
+    async with road.sender(size) as sender:
+        pipe.send(sender.address)
+        payload = the_payload(size)
+        while (order := await asyncio.to_thread(pipe.recv)) is not None:
+            if order == "meter":
+                pipe.send(Meter.read(thread))
+                continue
+            peer, key, count = order
+            await sender.send(peer, key, payload, count, lambda: pipe.send("ready"))
+            pipe.send("sent")
+    if thread:
+        thread.stop()
+
+
+def serve_in_child(name: str, size: int, engine: bool, pipe: Connection) -> None:
     """Run `serve` in an event loop of its own."""
-    asyncio.run(serve(kind, size, ports))
+    (road,) = (road for road in roads() if road.name == name)
+    asyncio.run(serve(road, size, engine, pipe))
 
 
-def call_rounds(client: InprocPrefillClient | PrefillClient, size: int) -> Round:
-    """A round over one of our transports: receives all frames, compares them where asked."""
-    frame = the_frame(size)
+class RemoteSender:
+    """A sender in another process."""
 
-    async def one_round(count: int, compare: bool) -> None:
-        async with client.prefill(PrefillRequest(request_id="bench", prompt_token_ids=range(count))) as call:
-            call.reserve(Expectation("bench", size, size * count))
-            received = 0
-            while (got := await call.receive()) is not None:
-                received += 1
-                if compare and got != frame:
-                    raise SystemExit(f"frame {received} arrived with other bytes")
-            if received != count:
-                raise SystemExit(f"{received} of {count} frames arrived")
+    def __init__(self, pipe: Connection, address: bytes) -> None:
+        self._pipe, self.address = pipe, address
 
-    return one_round
+    async def begin(self, peer: bytes, key: int, count: int) -> asyncio.Task[None]:
+        """Start to send; the task ends with it."""
+        self._pipe.send((peer, key, count))
+        await self._hear("ready")
+        return asyncio.create_task(self._hear("sent"))
 
+    async def meter(self) -> Meter:
+        """That process, now."""
+        self._pipe.send("meter")
+        answer = await asyncio.to_thread(self._pipe.recv)
+        if not isinstance(answer, Meter):
+            raise TypeError(f"the sender's process answered {answer!r}")
+        return answer
 
-def plain_rounds(channel: grpc.aio.Channel, size: int) -> Round:
-    """A round of the baseline."""
-    frame, stub = the_frame(size), prefill_pb2_grpc.PrefillStub(channel)
-
-    async def one_round(count: int, compare: bool) -> None:
-        received = 0
-        async for reply in stub.Prefill(PrefillRequest(prompt_token_ids=range(count))):
-            got = reply.frame
-            received += 1
-            if compare and got != frame:
-                raise SystemExit(f"frame {received} arrived with other bytes")
-        if received != count:
-            raise SystemExit(f"{received} of {count} frames arrived")
-
-    return one_round
+    async def _hear(self, word: str) -> None:
+        if (heard := await asyncio.to_thread(self._pipe.recv)) != word:
+            raise SystemExit(f"the sender's process said {heard!r} instead of {word!r}")
 
 
 @asynccontextmanager
-async def connected(kind: str, size: int) -> AsyncIterator[Round]:
-    """The round of one transport, with its sender running."""
-    if kind == "inproc":
-        yield call_rounds(InprocPrefillClient(handler_for(size)), size)
+async def sender_of(
+    road: Road, receiver: Receiver, size: int, engine: bool
+) -> AsyncIterator[LocalSender | RemoteSender]:
+    """A road's sender, where it belongs."""
+    if road.one_process:
+        # The receiver is the same object, which both ends of this carrier share.
+        yield LocalSender(receiver, the_payload(size))  # type: ignore[arg-type]
         return
     spawn = multiprocessing.get_context("spawn")
-    ports = spawn.Queue()
-    child = spawn.Process(target=serve_in_child, args=(kind, size, ports), daemon=True)
+    ours, theirs = spawn.Pipe()
+    child = spawn.Process(target=serve_in_child, args=(road.name, size, engine, theirs), daemon=True)
     child.start()
+    theirs.close()
     try:
-        target = f"127.0.0.1:{await asyncio.to_thread(ports.get, True, 60)}"
-        if kind == "grpc":
-            async with open_channel(target, max_message_bytes=size + MESSAGE_OVERHEAD_BYTES) as channel:
-                yield call_rounds(PrefillClient(channel), size)
-        else:
-            async with grpc.aio.insecure_channel(target, [("grpc.max_receive_message_length", -1)]) as channel:
-                yield plain_rounds(channel, size)
+        yield RemoteSender(ours, await asyncio.to_thread(ours.recv))
+        ours.send(None)
     finally:
-        child.terminate()
-        child.join()
+        child.join(10)
+        child.kill()
 
 
-async def measure(kind: str, size: int, frames: int, rounds: int) -> list[float]:
-    """GB/s of each timed round."""
-    async with connected(kind, size) as one_round:
-        await one_round(frames, True)
-        rates = []
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            await one_round(frames, False)
-            rates.append(frames * size / (time.perf_counter() - begin) / 1e9)
-    return rates
+@dataclass
+class Figures:
+    """What was measured of one road and one size."""
+
+    rates: list[float]
+    sender_cpu: list[float]
+    receiver_cpu: list[float]
+    sender_engine: list[float]
+    receiver_engine: list[float]
+
+    def row(self, name: str, mib: float) -> str:
+        """A line of the table."""
+
+        def cell(values: list[float]) -> str:
+            return f"{statistics.median(values):>10.2f}" if values else f"{'-':>10}"
+
+        rates = f"{statistics.median(self.rates):>9.2f}{min(self.rates):>9.2f}{max(self.rates):>9.2f}"
+        cells = (self.sender_cpu, self.receiver_cpu, self.sender_engine, self.receiver_engine)
+        return f"{name:<16}{mib:>6g}{rates}" + "".join(map(cell, cells))
+
+
+async def measure(road: Road, size: int, count: int, rounds: int, engines: list[str]) -> Figures:
+    """Compare, then time."""
+    figures, want = Figures([], [], [], [], []), the_payload(size)
+
+    def compare(arrived: memoryview) -> None:
+        if bytes(arrived) != want:
+            raise SystemExit(f"{road.name}: a payload arrived with other bytes")
+
+    engine = started_engine("receiver" in engines)
+    async with (
+        road.receiver(size) as receiver,
+        sender_of(road, receiver, size, "sender" in engines) as sender,
+    ):
+
+        async def one_round(key: int, check: Check) -> None:
+            sending = await sender.begin(receiver.address, key, count)
+            await receiver.receive(sender.address, key, size, count, check)
+            await sending
+
+        await one_round(0, compare)
+        for key in range(1, rounds + 1):
+            idle = await sender.meter(), Meter.read(engine)
+            if engines:
+                await asyncio.sleep(ALONE_S)
+            begin = await sender.meter(), Meter.read(engine)
+            await one_round(key, lambda arrived: None)
+            end = Meter.read(engine), await sender.meter()
+            add(figures, idle, begin, (end[1], end[0]), count * size / 1e9)
+    if engine:
+        engine.stop()
+    return figures
+
+
+Meters = tuple[Meter | None, Meter]
+"""The sender's process and this one."""
+
+
+def add(figures: Figures, idle: Meters, begin: Meters, end: Meters, gigabytes: float) -> None:
+    """One round more."""
+    figures.rates.append(gigabytes / (end[1].at_s - begin[1].at_s))
+    columns = ((figures.sender_cpu, figures.sender_engine), (figures.receiver_cpu, figures.receiver_engine))
+    for (cpu, slowed), before, first, last in zip(columns, idle, begin, end, strict=True):
+        if before is None or first is None or last is None:
+            continue
+        cpu.append(last.cpu_since(first) / gigabytes)
+        if last.steps:
+            slowed.append(last.steps_since(first) / first.steps_since(before))
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frame-mib", type=float, default=4.0)
-    parser.add_argument("--frames", type=int, default=128)
+    parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--total-mib", type=float, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--engine", nargs="*", choices=["sender", "receiver"], help="both without a name")
+    parser.add_argument("--only", nargs="+", help="names of roads")
     options = parser.parse_args()
-    size = int(options.frame_mib * (1 << 20))
-    print(f"{options.frames} frames of {options.frame_mib:g} MiB, {options.rounds} rounds, GB/s")
-    print(f"{'transport':<16}{'median':>8}{'min':>8}{'max':>8}")
-    for kind, name in (("inproc", "inproc"), ("grpc", "grpc"), ("plain", "plain protobuf")):
-        rates = await measure(kind, size, options.frames, options.rounds)
-        print(f"{name:<16}{statistics.median(rates):>8.2f}{min(rates):>8.2f}{max(rates):>8.2f}")
+    engines = ["sender", "receiver"] if options.engine == [] else options.engine or []
+    print(f"{options.total_mib:g} MiB a round, {options.rounds} rounds; GB/s, CPU s per GB, share of an engine's steps")
+    print(f"{'':<16}{'MiB':>6}{'median':>9}{'min':>9}{'max':>9}", end="")
+    print("".join(f"{head:>10}" for head in ("CPU send", "CPU recv", "eng. send", "eng. recv")))
+    for mib in options.mib:
+        size = int(mib * (1 << 20))
+        count = max(2, round(options.total_mib / mib))
+        for road in roads():
+            if options.only and road.name not in options.only:
+                continue
+            figures = await measure(road, size, count, options.rounds, engines)
+            print(figures.row(road.name, mib), flush=True)
 
 
 if __name__ == "__main__":

@@ -36,17 +36,24 @@ class RegionPool:
         """Bytes that nobody holds."""
         return sum(end - begin for begin, end in self._free)
 
+    def take_now(self, size: int) -> "PooledRegion | None":
+        """A region of `size` bytes, or None where it must be waited for.
+
+        Raises FrameError where the pool can never hold it.
+        """
+        room = self._room_for(size)
+        while self._waiting and self._waiting[0][1].done():  # given up
+            self._waiting.popleft()
+        begin = None if self._waiting else self._cut(room)
+        return None if begin is None else PooledRegion(self, begin, size, room)
+
     async def take(self, size: int) -> "PooledRegion":
         """A region of `size` bytes; waits until there is one. Raises FrameError where the pool can never hold it."""
-        room = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
-        if room > self._buffer.numel():
-            raise FrameError(
-                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; lower the"
-                " prefill workers' --max-frame-bytes"
-            )
+        if (region := self.take_now(size)) is not None:
+            return region
+        room = self._room_for(size)
         begin: asyncio.Future[int] = self._loop.create_future()
         self._waiting.append((room, begin))
-        self._serve()
         try:
             return PooledRegion(self, await begin, size, room)
         except asyncio.CancelledError:
@@ -85,14 +92,28 @@ class RegionPool:
             if begin.done():  # cancelled
                 self._waiting.popleft()
                 continue
-            place = next((i for i, (first, end) in enumerate(self._free) if end - first >= room), None)
+            place = self._cut(room)
             if place is None:
                 return
-            first, end = self._free.pop(place)
-            if end - first > room:
-                self._free.insert(place, (first + room, end))
             self._waiting.popleft()
-            begin.set_result(first)
+            begin.set_result(place)
+
+    def _cut(self, room: int) -> int | None:
+        """Take the first free piece that is large enough; returns where it begins."""
+        for i, (first, end) in enumerate(self._free):
+            if end - first >= room:
+                self._free[i : i + 1] = [(first + room, end)] if end - first > room else []
+                return first
+        return None
+
+    def _room_for(self, size: int) -> int:
+        room = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+        if room > self._buffer.numel():
+            raise FrameError(
+                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; lower the"
+                " prefill workers' --max-frame-bytes"
+            )
+        return room
 
 
 class PooledRegion:

@@ -168,6 +168,8 @@ class SocketInlet:
     async def _room(self, size: int) -> PooledRegion:
         """A region, unless the attempt ends before there is one."""
         self._check()
+        if (region := self._pool.take_now(size)) is not None:
+            return region
         taking = asyncio.ensure_future(self._pool.take(size))
         try:
             await asyncio.wait((taking, self._over), return_when=asyncio.FIRST_COMPLETED)

@@ -46,12 +46,12 @@ class Lane:
     async def wait(self, future: asyncio.Future[None]) -> None:
         """Wait for a job. Cancelled, it ends the connection, and returns once the job has stopped."""
         try:
-            await asyncio.wait((future,))
+            await future
         except asyncio.CancelledError:
             self.stream.shutdown()
-            await settled(future)
+            # The future is cancelled, the job is not. One behind it, or the thread's end, says that it has stopped.
+            await settled(self._ended if self._closing else self.run(_nothing))
             raise
-        future.result()
 
     async def aclose(self) -> None:
         """End the connection; when this returns or raises, the thread has ended. A second call waits as well."""
@@ -89,6 +89,10 @@ class Lane:
             self._loop.call_soon_threadsafe(_settle, future, error)
         except RuntimeError:
             return  # the loop has been closed; nobody waits
+
+
+def _nothing(stream: Stream) -> None:
+    """A job."""
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
