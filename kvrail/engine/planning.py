@@ -55,9 +55,7 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
             _add_rows(step, sequence, position, num_logits, eos_token_ids)
             num_logits += 1
         tokens = sequence.slice(item.start, end)
-        # What a step that computes now copies is not to be copied again over what it computes.
-        copied = sequence.copied_page if item.start == sequence.computed else None
-        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, draws, copied))
+        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, draws, sequence.copied_page))
         if sequence.prefill_only:
             _add_written(step, sequence, item.start, end, page_size)
     return step

@@ -53,6 +53,17 @@ def test_first_tokens_of_several_are_waited_for():
         assert bench.tokens("three", index) == expected(range(21), 6, index)
 
 
+def test_pages_are_kept_as_long_as_a_step_that_is_enqueued_writes_them():
+    bench = Bench(ahead=True, **{**LIMITS, "prefix_cache": False})
+    bench.submit("r", [1, 2, 3], max_tokens=20)
+    bench.step(2)  # and the third is enqueued
+    bench.engine.abort("r")
+    assert bench.engine.status().pages.used == 2
+    bench.engine.step()
+    assert bench.engine.status().pages.used == 0
+    bench.engine.check()
+
+
 @pytest.mark.parametrize("where", ["enqueue", "land"])
 def test_a_step_that_fails_takes_its_own_requests_along(where, monkeypatch):
     bench = Bench(ahead=True, **LIMITS)
@@ -146,7 +157,8 @@ def test_traffic_of_all_kinds(seed, num_pages):
     bench = Bench(num_pages=num_pages, ahead=True, max_batch_tokens=24, mixed_batch_tokens=8 * (seed % 2))
     traffic = Traffic(bench, seed)
     for prompt in prompts(60, longest=30, seed=seed):
-        traffic.ask(prompt)
+        known = traffic.rng.choice(list(traffic.prompts.values()) or [prompt])
+        traffic.ask(known if traffic.rng.random() < 0.3 else prompt)
         for _ in range(traffic.rng.randint(0, 5)):
             bench.step(1)
             if traffic.rng.random() < 0.5:
