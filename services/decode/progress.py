@@ -42,6 +42,10 @@ class Progress:
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
         """Take note of an event; returns what the caller is told, if anything."""
         match event:
+            case Output():  # by far the most common
+                self._mark_first_token()
+                self.drafts.output(event)
+                return _output_reply(event)
             case Admitted():
                 self.timeline.mark(Stage.ADMITTED)
                 self.cached_tokens = event.cached_tokens
@@ -50,10 +54,6 @@ class Progress:
             case Drafted() | Verified():
                 reply = self._take_drafts(event)
                 return reply if self.provisional else None
-            case Output():
-                self._mark_first_token()
-                self.drafts.output(event)
-                return _output_reply(event)
             case Finished():
                 self.timeline.mark(Stage.FINISHED)
                 self._completion_tokens = event.completion_tokens
@@ -119,11 +119,10 @@ class Progress:
 
 
 def _output_reply(event: Output) -> decode_pb2.GenerateReply:
-    return decode_pb2.GenerateReply(
-        index=event.index,
-        token_ids=event.token_ids,
-        text=event.text,
-        logprobs=[logprobs_to_proto(item) for item in event.logprobs],
-        finish_reason=finish_reason_to_proto(event.finish_reason),
-        stop_reason=event.stop_reason,
-    )
+    reply = decode_pb2.GenerateReply(index=event.index, token_ids=event.token_ids, text=event.text)
+    if event.logprobs:
+        reply.logprobs.extend(map(logprobs_to_proto, event.logprobs))
+    if event.finish_reason is not None:
+        reply.finish_reason = finish_reason_to_proto(event.finish_reason)
+        reply.stop_reason = event.stop_reason
+    return reply
