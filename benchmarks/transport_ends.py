@@ -19,7 +19,7 @@ import grpc.aio
 import torch
 
 from kvrail.transport.base import Carrier, Peer
-from kvrail.transport.inproc_carrier import InprocCarrier
+from kvrail.transport.inproc import InprocCarrier
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.sockets import SocketCarrier
 

@@ -73,21 +73,23 @@ class Block:
 class PagedBlock:
     """Some pages of some layers of a pool, where they lie: what codecs read from and write into.
 
-    pools: a block of all layers and all pages of the pool; page_ids: which pages, in order, none twice. Raises
-    ValueError where a layer or a page is not the pool's.
+    pools: a block of all layers and all pages of the pool; page_ids: which pages, in order, none twice; index: the same,
+    int64 [pages] on the pool's device, where whoever chose them has it there. Raises ValueError where a layer or a page
+    is not the pool's.
     """
 
     pools: Block
     layers: range
     page_ids: Sequence[int]
+    index: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num_layers, num_pages = self.pools.keys.shape[:2]
         if self.layers.step != 1 or not 0 <= self.layers.start <= self.layers.stop <= num_layers:
             raise ValueError(f"layers {self.layers} are not a run of the pool's {num_layers}")
-        for page in self.page_ids:
-            if not 0 <= page < num_pages:
-                raise ValueError(f"page {page} is outside the pool of {num_pages} pages")
+        if self.page_ids and not 0 <= min(self.page_ids) <= max(self.page_ids) < num_pages:
+            page = next(page for page in self.page_ids if not 0 <= page < num_pages)
+            raise ValueError(f"page {page} is outside the pool of {num_pages} pages")
 
     @classmethod
     def whole(cls, block: Block) -> "PagedBlock":
@@ -107,6 +109,8 @@ class PagedBlock:
 
     def page_index(self) -> torch.Tensor:
         """The page ids, int64 [pages], on the pool's device; on CUDA the copy runs on the current stream."""
+        if self.index is not None:
+            return self.index
         index = torch.tensor(self.page_ids, dtype=torch.int64)
         return index.pin_memory().to(self.device, non_blocking=True) if self.pools.keys.is_cuda else index
 

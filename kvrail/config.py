@@ -166,7 +166,7 @@ class WorkerSettings(ServiceSettings):
     codebook: str = Field(
         "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"
     )
-    max_frame_bytes: PositiveInt = Field(32 << 20, description="most KV bytes of a frame, before encoding")
+    max_frame_bytes: PositiveInt = Field(64 << 20, description="most KV bytes of a frame, before encoding")
 
 
 class PrefillSettings(WorkerSettings):

@@ -26,11 +26,20 @@ class LeasedPages:
         self._side = side
         self._pages = pages
         self._num_tokens = num_tokens
+        self._pools = _pools(cache)
+        self._indices: dict[tuple[int, int], torch.Tensor] = {}
         self._leased = side.mark()  # steps that still use these pages from before are enqueued ahead of this
 
     def block(self, layers: range, first_page: int, end_page: int) -> PagedBlock:
-        """Pages `first_page` to `end_page` - 1 of the request."""
-        return paged_block(self._cache, layers, self._pages[first_page:end_page])
+        """Pages `first_page` to `end_page` - 1 of the request; inside `reading` or `writing`."""
+        page_ids = self._pages[first_page:end_page]
+        if not self._pools.keys.is_cuda:
+            return PagedBlock(self._pools, layers, page_ids)
+        index = self._indices.get((first_page, end_page))
+        if index is None:  # once for all layers
+            block = PagedBlock(self._pools, layers, page_ids)
+            index = self._indices[first_page, end_page] = block.page_index()
+        return PagedBlock(self._pools, layers, page_ids, index)
 
     def reading(self, ready: torch.Event | None) -> AbstractContextManager[None]:
         """Inside, work on the current stream starts once `ready` has happened."""
@@ -51,7 +60,7 @@ class LeasedPages:
         last, used = divmod(self._num_tokens, self._cache.layout.page_size)
         if not used:
             return
-        for pool in _pools(self._cache).tensors():
+        for pool in self._pools.tensors():
             slots = pool[layers.start : layers.stop, self._pages[last]]
             slots[:, used:] = slots[:, used - 1 : used]
 

@@ -7,15 +7,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _move(block, pool, layer_stride, page_stride, buffer, table, num_pages, WORDS: tl.constexpr, BLOCK: tl.constexpr,
-          GATHER: tl.constexpr):  # fmt: skip
+def _move(block, pool, first_layer, layer_stride, page_stride, buffer, table, num_pages, WORDS: tl.constexpr,
+          BLOCK: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
     """One block of one page of one tensor; block: its number among the tensor's, page by page, layer by layer."""
     BLOCKS: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
     number = block // BLOCKS  # of the page, layer by layer
     layer, place = number // num_pages, number % num_pages
     where = (block % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     real = where < WORDS
-    page = pool + layer.to(tl.int64) * layer_stride + tl.load(table + place) * page_stride
+    page = pool + (first_layer + layer).to(tl.int64) * layer_stride + tl.load(table + place) * page_stride
     part = buffer + number.to(tl.int64) * WORDS
     if GATHER:
         tl.store(part + where, tl.load(page + where, mask=real), mask=real)
@@ -23,16 +23,18 @@ def _move(block, pool, layer_stride, page_stride, buffer, table, num_pages, WORD
         tl.store(page + where, tl.load(part + where, mask=real), mask=real)
 
 
-@triton.jit(do_not_specialize=["num_pages", "first_blocks"])
+@triton.jit(do_not_specialize=["first_layer", "first_start", "second_start", "num_pages", "first_blocks"])
 def move_pages_kernel(
     first_pool,
     second_pool,
+    first_layer,
     first_layer_stride: tl.int64,
     second_layer_stride: tl.int64,
     first_page_stride: tl.int64,
     second_page_stride: tl.int64,
-    first_buffer,
-    second_buffer,
+    buffer,
+    first_start: tl.int64,
+    second_start: tl.int64,
     table,
     num_pages,
     first_blocks,
@@ -44,13 +46,14 @@ def move_pages_kernel(
 ):
     """Grid: `first_blocks` blocks of the first tensor, then those of the second.
 
-    Pools and buffers: words of one size; strides in words; a page has WORDS of them, contiguous. table: int64
-    [num_pages], page ids. GATHER: from pools to buffers, else back.
+    Pools and buffer: words of one size; strides and starts in words; a page has WORDS of them, contiguous. The tensors'
+    parts of the buffer begin at their starts. table: int64 [num_pages], page ids. GATHER: from pools to the buffer,
+    else back.
     """
     block = tl.program_id(0)
     if block < first_blocks:
-        _move(block, first_pool, first_layer_stride, first_page_stride, first_buffer, table, num_pages, FIRST_WORDS,
-              FIRST_BLOCK, GATHER)  # fmt: skip
+        _move(block, first_pool, first_layer, first_layer_stride, first_page_stride, buffer + first_start, table,
+              num_pages, FIRST_WORDS, FIRST_BLOCK, GATHER)  # fmt: skip
     else:
-        _move(block - first_blocks, second_pool, second_layer_stride, second_page_stride, second_buffer, table,
-              num_pages, SECOND_WORDS, SECOND_BLOCK, GATHER)  # fmt: skip
+        _move(block - first_blocks, second_pool, first_layer, second_layer_stride, second_page_stride,
+              buffer + second_start, table, num_pages, SECOND_WORDS, SECOND_BLOCK, GATHER)  # fmt: skip
