@@ -146,22 +146,23 @@ class BareSocketSender:
 
 
 class BareSocketReceiver:
-    """A thread that does nothing but fill the same memory."""
+    """A thread that does nothing but fill as many regions as a carrier's receiver has, in turn."""
 
     address = b""
 
     def __init__(self, size: int) -> None:
-        self._memory = torch.zeros(size, dtype=torch.uint8).numpy().data.cast("B")
+        self._regions = [torch.zeros(size, dtype=torch.uint8).numpy().data.cast("B") for _ in range(UNDER_WAY)]
 
     async def receive(self, peer: bytes, key: int, size: int, count: int, check: Check) -> None:
         """One system call for each payload."""
 
         def fill() -> None:
             with socket.create_connection((HOST, int.from_bytes(peer))) as sock:
-                for _ in range(count):
-                    if sock.recv_into(self._memory, size, socket.MSG_WAITALL) != size:
+                for turn in range(count):
+                    region = self._regions[turn % UNDER_WAY]
+                    if sock.recv_into(region, size, socket.MSG_WAITALL) != size:
                         raise SystemExit("the sender ended early")
-                    check(self._memory)
+                    check(region)
 
         await asyncio.to_thread(fill)
 

@@ -117,7 +117,7 @@ class SocketCarrier:
         try:
             async with asyncio.timeout(self._timeouts.connect_s):
                 sock = await _connect(address.host, address.port)
-                stream = await self._wrap(sock)
+                stream = await self._wrap(sock, address.host)
                 stream.post(hello(address.secret, key))
             return SocketInlet(Lane(stream), self._pool)
         except BaseException as error:
@@ -182,7 +182,7 @@ class SocketCarrier:
         lane: Lane | None = None
         try:
             async with asyncio.timeout(self._timeouts.hello_s):
-                lane = Lane(await self._wrap(sock))
+                lane = Lane(await self._wrap(sock, None))
                 await lane.wait(lane.run(lambda stream: stream.receive(memoryview(said))))
             if (outlet := self._admitted(said)) is not None:
                 outlet.connect(lane)

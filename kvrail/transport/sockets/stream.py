@@ -104,10 +104,13 @@ def _without(parts: list[memoryview], count: int) -> list[memoryview]:
     return [parts[0][count:], *parts[1:]] if count else parts
 
 
-Wrap = Callable[[socket.socket], Awaitable[Stream]]
-"""Makes a stream of a connected socket, within the time that opening a connection may take."""
+Wrap = Callable[[socket.socket, str | None], Awaitable[Stream]]
+"""Makes a stream of a socket that was connected to a host, or accepted from one (None): where encryption begins.
+
+It has as long as opening a connection may take; past that it is cancelled and the socket closed.
+"""
 
 
-async def plain(sock: socket.socket) -> Stream:
+async def plain(sock: socket.socket, host: str | None) -> Stream:
     """A stream without encryption."""
     return Stream(sock)

@@ -270,7 +270,7 @@ async def test_what_a_sender_says_is_held_against_what_was_asked(receiver, answe
 
 
 async def test_a_payload_that_stands_still_ends(receiver):
-    async def hasty(sock):
+    async def hasty(sock, host):
         return Stream(sock, stall_s=0.2)
 
     carrier = await SocketCarrier.start(some_pool(), wrap=hasty)
@@ -285,7 +285,7 @@ async def test_a_payload_that_stands_still_ends(receiver):
 
 
 async def test_a_receiver_that_stands_still_in_a_payload_ends():
-    async def hasty(sock):
+    async def hasty(sock, host):
         return Stream(sock, stall_s=0.2)
 
     sender = await SocketCarrier.start(host=HOST, wrap=hasty)
