@@ -18,10 +18,9 @@ log = logging.getLogger("kvrail.background")
 
 WAIT_S = 1.0
 """Seconds that threads get to end after everything else has; a compiler may take minutes."""
-HARMLESS = frozenset({"parent watch"})
-"""Threads that stay in one system call and have no C++ on their stack (services/cli/watch.py)."""
 
 _stop = threading.Event()
+_threads: list[threading.Thread] = []
 
 
 def stopping() -> bool:
@@ -31,11 +30,13 @@ def stopping() -> bool:
 
 def start(name: str, work: Callable[[], None]) -> None:
     """Do `work` in a thread; it looks at `stopping` between its parts."""
-    threading.Thread(target=work, name=name, daemon=True).start()
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    _threads.append(thread)
+    thread.start()
 
 
 def end(status: int) -> int:
-    """Wait for all threads of the process, once nothing but its end is left to do; returns `status`.
+    """Wait for these threads, once nothing but the process's end is left to do; returns `status`.
 
     Where one still runs after WAIT_S, this does not return: logs and streams are flushed, and the process ends with
     `status` at once.
@@ -43,10 +44,9 @@ def end(status: int) -> int:
     _stop.set()
     gc.collect()  # gRPC's poller ends with the last server and channel
     deadline = time.monotonic() + WAIT_S
-    running = [thread for thread in threading.enumerate() if _matters(thread)]
-    for thread in running:
+    for thread in _threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    names = [thread.name for thread in running if thread.is_alive()]
+    names = [thread.name for thread in _threads if thread.is_alive()]
     if not names:
         return status
     log.debug("ending without waiting for: %s", ", ".join(names))
@@ -54,8 +54,3 @@ def end(status: int) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
-
-
-def _matters(thread: threading.Thread) -> bool:
-    """Others than daemons, such as executors' threads, are asked and waited for by the interpreter itself."""
-    return thread.daemon and thread is not threading.current_thread() and thread.name not in HARMLESS

@@ -89,6 +89,12 @@ class _Family:
         family = Histogram(name, documentation, ["model_name"], registry=self._registry, buckets=buckets)
         return family.labels(self._model)
 
+    def tally(self, name: str, documentation: str) -> TallyCounter:
+        return TallyCounter(name, documentation, self._model, self._registry)
+
+    def tally_histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> TallyHistogram:
+        return TallyHistogram(name, documentation, self._model, buckets, self._registry)
+
     def counters(self, name: str, documentation: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
         family = Counter(name, documentation, ["model_name", label], registry=self._registry)
         return {value: family.labels(self._model, value) for value in values}
@@ -145,12 +151,8 @@ class RouterMetrics:
         self.time_to_token = {
             (k, kind): times.labels(model_name, k, kind) for k in COUNTED_TOKENS for kind in ("verified", "provisional")
         }
-        self.inter_token = TallyHistogram(
-            "kvrail_inter_token_seconds",
-            "Time between two tokens of one sequence.",
-            model_name,
-            TOKEN_SECONDS,
-            registry,
+        self.inter_token = make.tally_histogram(
+            "kvrail_inter_token_seconds", "Time between two tokens of one sequence.", TOKEN_SECONDS
         )
         self.request_prompt_tokens = make.histogram(
             "kvrail_request_prompt_tokens", "Prompt tokens of a request.", TOKENS
@@ -160,9 +162,7 @@ class RouterMetrics:
         )
         self.prompt_tokens = make.counter("kvrail_prompt_tokens", "Prompt tokens of answered requests.")
         self.cached_tokens = make.counter("kvrail_cached_prompt_tokens", "Prompt tokens whose KV was held already.")
-        self.generation_tokens = TallyCounter(
-            "kvrail_generation_tokens", "Generated tokens that reached the router.", model_name, registry
-        )
+        self.generation_tokens = make.tally("kvrail_generation_tokens", "Generated tokens that reached the router.")
         self.failovers = make.counter("kvrail_failovers", "Streams moved to another decode worker before a token.")
         self._workers = Gauge(
             "kvrail_worker_up",
