@@ -7,8 +7,8 @@ import grpc.aio
 
 from kvrail.errors import RequestCancelledError, WorkerUnavailableError
 from kvrail.rpc.errors import from_rpc_error
-from kvrail.transport.frames import DEFAULT_QUEUED_BYTES, Deliver
 from kvrail.transport.call import PrefillCall
+from kvrail.transport.frames import DEFAULT_QUEUED_BYTES, Deliver
 from kvrail.transport.replies import Story, tell
 from kvrail.wire.replies import PREFILL_SERVICE, decode_reply
 from kvrail.wire.v1.prefill_pb2 import PrefillRequest

@@ -5,8 +5,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvrail.errors import DeadlineError
-from kvrail.transport.frames import DEFAULT_QUEUED_BYTES, Deliver
 from kvrail.transport.call import PrefillCall
+from kvrail.transport.frames import DEFAULT_QUEUED_BYTES, Deliver
 from kvrail.transport.replies import PrefillReplies, tell
 from kvrail.wire.v1.prefill_pb2 import PrefillRequest
 
