@@ -11,6 +11,7 @@ libucx's wheel or Debian's ucx-utils; it spins unless told to sleep. `copy_` is 
 
 import argparse
 import asyncio
+import multiprocessing
 import random
 import signal
 import statistics

@@ -192,7 +192,9 @@ class DecodeSettings(WorkerSettings):
 
     port: Port = Field(7002, description="gRPC port")
     codec: str = Field(
-        "auto", min_length=1, description="KV codec to ask for; auto: whichever gives tokens soonest on the link at hand"
+        "auto",
+        min_length=1,
+        description="KV codec to ask for; auto: whichever gives tokens soonest on the link at hand",
     )
     allow_lossy: bool = Field(
         False, description="let the codec and requests name KV codecs that do not restore every bit"

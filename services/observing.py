@@ -7,7 +7,6 @@ from codec.base import EncodingStats
 from codec.frame import FrameHeader
 from kvrail.worker import Worker
 
-
 logger = logging.getLogger("kvrail.transfer")
 
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _SLEEP_MS = 100
 """UCX's thread looks around so often though nothing woke it: a wakeup that a transport owes costs no more than this."""
 _NOTIFIER_NS = 500_000_000
+_POOLED = 64
+"""UCXX keeps 100 futures ready, and complains where more are begun before its thread has made others."""
 
 Operation = asyncio.Task[None]
 """A send or receive under way: ends when UCX touches its buffer no more. Never cancelled; awaited through `wait`."""
@@ -32,6 +34,7 @@ class UcxWorker:
         self._library: Library = load()
         self._loop = asyncio.get_running_loop()
         self._operations: set[Operation] = set()
+        self._begun = 0
         api = self._library.api
         config = settings.config(on_device=device is not None)
         try:
@@ -118,6 +121,9 @@ class UcxWorker:
         return self._watch(call(array, self._library.api.UCXXTag(tag)), array)
 
     def _watch(self, request: Any, buffer: Any) -> Operation:
+        self._begun += 1
+        if self._begun % _POOLED == 0:
+            self._worker.populate_python_futures_pool()
         operation = self._loop.create_task(_finish(request, buffer))
         self._operations.add(operation)
         operation.add_done_callback(self._forget)

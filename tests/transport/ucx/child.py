@@ -1,0 +1,70 @@
+"""An end of an attempt in a process of its own, which the test stops and kills."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+
+from kvrail.transport.base import Peer
+from kvrail.transport.ucx import UcxCarrier, available
+from tests.transport.ucx.starting import CMA, TCP
+
+SETTINGS = {"tcp": TCP, "cma": CMA}
+
+
+def pattern(size):
+    """Bytes of which none is zero, that no shift of them repeats."""
+    block = bytes((i * i // 7 + i) % 255 + 1 for i in range(65_521))
+    return (block * (size // len(block) + 1))[:size]
+
+
+async def _run(transport, pipe):
+    carrier = await UcxCarrier.start(host_bytes=1 << 20, settings=SETTINGS[transport], grace_s=0.5)
+    pipe.send(carrier.address)
+    while True:
+        address, key, size, times = await asyncio.to_thread(pipe.recv)
+        outlet = await carrier.outlet(Peer(address), key)
+        payload = memoryview(pattern(size))
+        pipe.send("ready")
+        try:
+            await asyncio.gather(*(outlet.send(payload) for _ in range(times)))
+            said = "done"
+        except Exception as error:  # noqa: BLE001 - the test reads it
+            said = type(error).__name__
+        await outlet.aclose()
+        pipe.send(said)
+
+
+def _main(transport, pipe):
+    if why := available():
+        raise SystemExit(why)
+    asyncio.run(_run(transport, pipe))
+
+
+class SenderProcess:
+    """Sends what it is told to."""
+
+    def __init__(self, transport):
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_main, args=(transport, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    async def hear(self):
+        return await asyncio.to_thread(self._pipe.recv)
+
+    async def send(self, address, key, size, times=1):
+        self._pipe.send((address, key, size, times))
+        assert await self.hear() == "ready"
+
+    def stop(self):
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self):
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self):
+        self._process.kill()
+        self._process.join(30)
+        self._pipe.close()

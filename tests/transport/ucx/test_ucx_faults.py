@@ -1,0 +1,168 @@
+"""Peers that die, stand still and come back, by tcp and by cma; what comes late; what is left over."""
+
+import asyncio
+import os
+import random
+
+import psutil
+import pytest
+
+from kvrail.errors import FrameError, TransferAbortedError
+from kvrail.transport.base import Peer
+from kvrail.transport.ucx import UcxCarrier, available
+from tests.transport.ucx.child import SETTINGS, SenderProcess, pattern
+
+if why := available():
+    pytest.skip(why, allow_module_level=True)
+
+POOL = 256 << 20
+PATIENCE_S = 30
+
+
+@pytest.fixture(params=["tcp", "cma"])
+def transport(request):
+    return request.param
+
+
+@pytest.fixture
+async def carrier(transport):
+    carrier = await UcxCarrier.start(host_bytes=POOL, settings=SETTINGS[transport], grace_s=0.5)
+    carrier.pools.host.buffer.zero_()
+    yield carrier
+    assert carrier.pools.host.free_bytes == POOL
+    assert carrier.quarantined_bytes == 0
+    await carrier.aclose()
+
+
+@pytest.fixture
+def sender(transport):
+    process = SenderProcess(transport)
+    yield process
+    process.kill()
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def receiving(carrier, sender, size, times=1):
+    """The inlet of an attempt that has begun, and its receives."""
+    address = await sender.hear()
+    key = random.getrandbits(64)
+    await sender.send(carrier.address, key, size, times)
+    inlet = await carrier.inlet(Peer(address), key)
+    return inlet, [asyncio.create_task(inlet.receive(size, on_device=False)) for _ in range(times)]
+
+
+async def released(tasks):
+    """What each came to; its region is given back."""
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if not isinstance(end, BaseException):
+            end.release()
+    return ends
+
+
+async def test_a_sender_dies_in_the_middle(carrier, sender):
+    """The payloads under way end by themselves: whole, where they had come, else as aborted; this process lives."""
+    inlet, tasks = await receiving(carrier, sender, POOL // 4, 4)
+    await until(lambda: carrier.pools.host.buffer[0].item())
+    sender.kill()
+    async with asyncio.timeout(PATIENCE_S):
+        ends = await released(tasks)
+    assert any(isinstance(end, TransferAbortedError) for end in ends)
+    await inlet.aclose()
+    await until(lambda: carrier.endpoints == 0)
+
+
+async def test_a_sender_stands_still_then_dies(carrier, sender):
+    inlet, tasks = await receiving(carrier, sender, POOL // 4, 4)
+    await until(lambda: carrier.pools.host.buffer[0].item())
+    sender.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        await inlet.aclose()
+        ends = await released(tasks)
+    assert any(isinstance(end, TransferAbortedError) for end in ends)
+    assert carrier.pools.host.free_bytes == POOL
+    sender.kill()
+    await until(lambda: carrier.endpoints == 0)
+
+
+async def test_nothing_is_written_after_a_sender_that_stood_still_goes_on(carrier, sender):
+    inlet, tasks = await receiving(carrier, sender, POOL // 4, 4)
+    await until(lambda: carrier.pools.host.buffer[0].item())
+    sender.stop()
+    await inlet.aclose()
+    await released(tasks)
+    carrier.pools.host.buffer.zero_()  # the payload has no zero
+    sender.go_on()
+    assert await sender.hear() == "TransferAbortedError"
+    await asyncio.sleep(0.2)
+    assert not carrier.pools.host.buffer.any()
+
+
+async def test_a_receiver_gives_up_and_comes_again(carrier, sender):
+    """A sender that lives is told: its payloads are swept away, the endpoint stays, the next attempt is whole."""
+    address = await sender.hear()
+    for _ in range(10):
+        key = random.getrandbits(64)
+        await sender.send(carrier.address, key, 4 << 20, 8)
+        inlet = await carrier.inlet(Peer(address), key)
+        tasks = [asyncio.create_task(inlet.receive(4 << 20, on_device=False)) for _ in range(3)]
+        await asyncio.sleep(random.random() * 0.01)
+        tasks[0].cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            await inlet.aclose()
+            assert await sender.hear() == "TransferAbortedError"
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled() and task.exception() is None:
+                task.result().release()
+        assert carrier.pools.host.free_bytes == POOL
+    assert carrier.endpoints == 1
+    key = random.getrandbits(64)
+    await sender.send(carrier.address, key, 4 << 20)
+    inlet = await carrier.inlet(Peer(address), key)
+    region = await inlet.receive(4 << 20, on_device=False)
+    assert bytes(region.payload) == pattern(4 << 20)
+    region.release()
+    assert await sender.hear() == "done"
+    await inlet.aclose()
+
+
+async def test_a_payload_for_a_device_that_is_not_there_is_refused(carrier, sender):
+    inlet, tasks = await receiving(carrier, sender, 1000)
+    with pytest.raises(FrameError, match="device"):
+        await inlet.receive(1000, on_device=True)
+    (region,) = await asyncio.gather(*tasks)
+    region.release()
+    await inlet.aclose()
+
+
+async def test_20_restarts_of_a_peer_leave_nothing_behind(carrier, transport):
+    async def life(seed):
+        process = SenderProcess(transport)
+        try:
+            inlet, tasks = await receiving(carrier, process, 8 << 20, 4)
+            if seed % 2:  # killed while it sends
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                process.kill()
+            await released(tasks)
+            await inlet.aclose()
+        finally:
+            process.kill()
+
+    def held():
+        return len(os.listdir("/proc/self/fd"))
+
+    for seed in range(4):
+        await life(seed)
+    await until(lambda: carrier.endpoints == 0)
+    fds, memory = held(), psutil.Process().memory_info().rss
+    for seed in range(4, 20, 2):
+        await asyncio.gather(life(seed), life(seed + 1))
+    await until(lambda: carrier.endpoints == 0)
+    await until(lambda: held() <= fds)
+    assert psutil.Process().memory_info().rss < memory + (16 << 20)

@@ -1,0 +1,130 @@
+"""What of the carrier needs no UCX: addresses, tags, settings, the reasons why it cannot start, the quarantine."""
+
+import asyncio
+import importlib.util
+import os
+import uuid
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrail.errors import ConfigError, IncompatibleError
+from kvrail.transport.base import MAX_ADDRESS_BYTES
+from kvrail.transport.regions import RegionPool
+from kvrail.transport.ucx import UcxCarrier, UcxSettings, available, library
+from kvrail.transport.ucx.address import UcxAddress
+from kvrail.transport.ucx.quarantine import Quarantine
+from kvrail.transport.ucx.tags import DIRECTION_MASK, PAYLOADS, Kind, shorten, tag
+
+
+@given(st.binary(min_size=1, max_size=2000), st.none() | st.uuids())
+def test_an_address_comes_back(worker, device):
+    address = UcxAddress(worker, device)
+    assert UcxAddress.unpack(address.pack()) == address
+
+
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_a_damaged_address_is_refused(worker, data):
+    packed = bytearray(UcxAddress(worker, uuid.UUID(int=5)).pack())
+    place = data.draw(st.integers(0, len(packed) - 1))
+    packed[place] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(IncompatibleError):
+        UcxAddress.unpack(bytes(packed))
+
+
+@given(st.binary(max_size=100))
+def test_what_is_no_address_is_refused(packed):
+    with pytest.raises(IncompatibleError):
+        UcxAddress.unpack(packed)
+
+
+def test_an_address_that_is_too_long_is_refused():
+    with pytest.raises(IncompatibleError, match="UCX_NET_DEVICES"):
+        UcxAddress(bytes(MAX_ADDRESS_BYTES)).pack()
+
+
+keys = st.integers(0, (1 << 64) - 1)
+
+
+@given(keys, st.sampled_from(Kind), st.integers(0, PAYLOADS - 1))
+def test_tags_have_64_bits_and_tell_direction(key, kind, number):
+    made = tag(key, kind, number)
+    assert 0 <= made < 1 << 64
+    to_sender = kind in (Kind.ACK, Kind.STOP, Kind.HELLO)
+    assert (made & DIRECTION_MASK == tag(key, Kind.ACK) & DIRECTION_MASK) == to_sender
+    assert (made & DIRECTION_MASK == tag(key, Kind.BODY) & DIRECTION_MASK) == (not to_sender)
+
+
+@given(keys, st.lists(st.tuples(st.sampled_from(Kind), st.integers(0, PAYLOADS - 1)), unique=True))
+def test_tags_of_an_attempt_differ(key, messages):
+    assert len({tag(key, *message) for message in messages}) == len(messages)
+
+
+def test_keys_that_follow_each_other_differ_in_their_tags():
+    assert len({shorten(key) for key in range(10_000)}) == 10_000
+
+
+def test_the_environment_overrules_settings(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "all")
+    config = UcxSettings(extra={"NET_DEVICES": "lo"}).config(on_device=False)
+    assert "TLS" not in config
+    assert config["NET_DEVICES"] == "lo"
+    monkeypatch.delenv("UCX_TLS")
+    assert UcxSettings().config(on_device=True)["TLS"] == "tcp,cma,self,cuda_copy,cuda_ipc"
+
+
+@pytest.fixture
+def absent(monkeypatch):
+    """Make packages seem not to be installed."""
+    found = importlib.util.find_spec
+    library.load.cache_clear()
+
+    def hide(*names):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else found(name))
+
+    yield hide
+    library.load.cache_clear()
+
+
+async def test_without_ucxx_the_start_says_what_to_install(absent):
+    absent("ucxx")
+    with pytest.raises(ConfigError, match=r"kvrail\[ucx\]"):
+        await UcxCarrier.start(host_bytes=1 << 20)
+    assert "kvrail[ucx]" in available()
+
+
+@pytest.mark.parametrize("missing", ["librmm", "libucx"])
+def test_half_an_installation_is_refused(absent, missing, monkeypatch):
+    if importlib.util.find_spec("ucxx") is None:
+        pytest.skip("UCXX is not installed")
+    monkeypatch.delenv(library.PREFER_SYSTEM, raising=False)
+    absent(missing)
+    assert missing in available()
+
+
+def test_loading_leaves_the_environment_alone():
+    if why := available():
+        pytest.skip(why)
+    assert not {name for name in os.environ if name.startswith("UCX_")} - {"UCX_HANDLE_ERRORS"}
+
+
+async def test_the_quarantine_keeps_a_region_until_ucx_lets_go(caplog):
+    pool = RegionPool(torch.zeros(8192, dtype=torch.uint8))
+    quarantine = Quarantine(limit_bytes=1000)
+    let_go = asyncio.Event()
+    pending = {asyncio.ensure_future(_ended(let_go)), asyncio.ensure_future(_ended(let_go))}
+    quarantine.keep(await pool.take(3000), pending)
+    assert quarantine.held_bytes == 3000
+    assert pool.free_bytes == 4096
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    let_go.set()
+    await asyncio.wait(pending)
+    await asyncio.sleep(0)
+    assert quarantine.held_bytes == 0
+    assert pool.free_bytes == 8192
+
+
+async def _ended(event):
+    await event.wait()
