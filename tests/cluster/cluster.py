@@ -46,8 +46,9 @@ class InprocWorkers:
 
 
 class Cluster:
-    def __init__(self, decode: Worker, prefills: dict[str, Worker], client: DecodeClient) -> None:
+    def __init__(self, decode: Worker, prefills: dict[str, Worker], client: DecodeClient, fetcher: Fetcher) -> None:
         self.decode = decode
+        self.fetcher = fetcher
         self.prefills = prefills
         self.client = client
         self._ids = itertools.count()
@@ -167,6 +168,7 @@ async def cluster(
     channels = GrpcPrefillWorkers()
     reach = InprocWorkers(servicers) if here else channels
     carriers = await carriers_for(transport, options, worker.loaded.device)
+    codecs.warm_up("raw", worker.loaded)
     asked = codecs.check(options.codec)
     fetcher = Fetcher(worker, options, codecs, carriers, asked, codecs.usual if asked == AUTO else asked, reach)
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
@@ -176,7 +178,7 @@ async def cluster(
     await rpc.start()
     worker.engine.start()
     try:
-        yield Cluster(worker, prefills, DecodeClient(channel))
+        yield Cluster(worker, prefills, DecodeClient(channel), fetcher)
     finally:
         await channel.close()
         await rpc.stop()

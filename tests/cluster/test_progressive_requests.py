@@ -120,6 +120,7 @@ async def test_auto_chooses_by_what_it_measured_and_says_why(llama, monkeypatch)
     monkeypatch.setattr(services.decode.choice, "LEAST_SAMPLE_BYTES", 1000)
     prompt = prompt_of(700)
     async with cluster(llama, "grpc", prefix_cache=False, decode={"codec": "auto"}, **SHARED) as c:
+        await c.fetcher.measure_codecs()
         expected = await c.ask(prompt, local=True)
         first = await c.ask(prompt)
         with monkeypatch.context() as only_now:

@@ -90,7 +90,18 @@ def test_slow_links_take_stages_and_fat_links_take_raw():
 
 def make(costs=COSTS):
     registry = CollectorRegistry()
-    return Chooser(TransferMetrics(registry, "m", tuple(COSTS)), 64, "splitzip", costs), registry
+    chooser = Chooser(TransferMetrics(registry, "m", tuple(COSTS)), 64, "splitzip")
+    chooser.costs.update(costs)
+    return chooser, registry
+
+
+def test_codecs_that_were_not_measured_are_not_chosen():
+    chooser, _ = make({})
+    chooser.observe_link("p:1", "splitzip", LinkSample(10_000_000, 0.4, 0.39))
+    choice = chooser.choose(["p:1"], 100_000_000)
+    assert (choice.codec, choice.reason) == ("splitzip", "costs_unknown")
+    chooser.costs["raw"] = COSTS["raw"]
+    assert chooser.choose(["p:1"], 100_000_000).codec == "raw"
 
 
 def test_an_unknown_link_takes_the_fallback_and_is_learnt():
