@@ -17,7 +17,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
 .PHONY: help up test test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
-	bench-engine bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
+	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-cpu-step bench-token-path
 .DEFAULT_GOAL := help
 
@@ -79,10 +79,16 @@ gpu-memcheck: $(VENV)/.dev  ## codecs' kernels on an NVIDIA GPU under compute-sa
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 		$(BIN)/python -m pytest -m gpu --timeout=1800 $(MEMCHECKED) $(ARGS)
 
+bench-engine-host: $(VENV)/.dev  ## what the host and the GPU take for a step of each kind, captured and not
+	$(BIN)/python -m benchmarks.engine_host $(ARGS)
+
+bench-codec-host-path: $(VENV)/.dev  ## payloads between GPU pages and the host, beside plain pinned copies
+	$(BIN)/python -m benchmarks.codec_host_path $(ARGS)
+
 bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
 	$(BIN)/python -m benchmarks.engine $(ARGS)
 
-bench-transport: $(VENV)/.dev  ## throughput of the KV transports
+bench-transport: $(VENV)/.dev  ## throughput of the carriers of KV beside bare transports
 	$(BIN)/python -m benchmarks.transport $(ARGS)
 
 bench-serving: $(VENV)/.dev  ## latency and throughput of a whole cluster, as a client sees it

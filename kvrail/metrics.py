@@ -233,6 +233,11 @@ class TransferMetrics:
         self.seconds = make.histograms(
             "kvrail_kv_transfer_seconds", "Time from a transfer's first frame to its last.", "direction", DIRECTIONS
         )
+        self.exposed_seconds = make.histogram(
+            "kvrail_kv_exposed_transfer_seconds",
+            "Time from the end of a prompt's computation to its exact KV at the decode worker: what nothing hid.",
+            PART_SECONDS,
+        )
         transfers = Counter(
             "kvrail_kv_transfers",
             "Transfers by how they ended: committed, aborted by an end on purpose, or failed.",

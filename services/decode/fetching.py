@@ -154,6 +154,8 @@ class Fetcher:
                     continue
                 progress.prefill_worker = address
                 progress.received = fetch.received
+                if (exposed := progress.exposed_s()) is not None:
+                    metrics.exposed_seconds.observe(exposed)
                 self._chooser.observe_link(address, codec.name, fetch.watch.sample())
                 if not codec.exact:
                     metrics.lossy_requests.inc()

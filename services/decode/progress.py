@@ -81,6 +81,14 @@ class Progress:
         steps = self._completion_tokens - 1 - verified
         return self.timeline.elapsed() - begin, steps
 
+    def exposed_s(self) -> float | None:
+        """Seconds of the transfer that no computation hid: from the prompt's last layer to its exact KV here.
+
+        None where the KV was computed here, or is not here yet.
+        """
+        begin, end = self.timeline.get(Stage.PREFILL_FINISHED), self.timeline.get(Stage.KV_COMPLETE)
+        return max(0.0, end - begin) if self.prefill_worker and begin is not None and end is not None else None
+
     def _take_drafts(self, event: Drafted | Verified) -> decode_pb2.GenerateReply:
         if isinstance(event, Drafted):
             self._last_draft = self.timeline.elapsed()
@@ -114,6 +122,8 @@ class Progress:
                 drafts_proposed=self.drafts.proposed,
                 drafts_accepted=self.drafts.accepted,
                 codec_reason=self.codec_reason,
+                transport=received.transport if self.prefill_worker else "",
+                exposed_s=self.exposed_s() or 0.0,
             )
         )
 

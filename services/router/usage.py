@@ -22,6 +22,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
     that finished last. prefill_worker: null where decode workers prefilled themselves. lossy: whether a codec was used
     that does not restore every bit. codec_reason: why this codec, where the choice was left to the decode worker.
+    exposed_transfer_seconds: the longest time that exact KV came after its prompt had been computed.
     """
     summaries = generation.summaries
     usage = usage_so_far(generation, completion_tokens)
@@ -31,10 +32,12 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     usage["kvrail"] = {
         "prefill_worker": ",".join(prefill_workers) or None,
         "codec": ",".join(codecs) or None,
+        "transport": ",".join(dict.fromkeys(s.transport for s in summaries if s.transport)) or None,
         "codec_reason": next((summary.codec_reason for summary in summaries if summary.codec_reason), None),
         "lossy": any(summary.lossy for summary in summaries),
         "kv_bytes": sum(summary.kv_bytes for summary in summaries),
         "kv_raw_bytes": sum(summary.kv_raw_bytes for summary in summaries),
+        "exposed_transfer_seconds": round(max((summary.exposed_s for summary in summaries), default=0.0), 6),
         "drafts_proposed": sum(summary.drafts_proposed for summary in summaries),
         "drafts_accepted": sum(summary.drafts_accepted for summary in summaries),
         "stage_seconds": {name: round(seconds, 6) for name, seconds in timeline.parts().items()},

@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
 from kvrail.config import DecodeSettings, PrefillSettings
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.prefill import InprocPrefillClient
 from kvrail.rpc.server import build_server
 from kvrail.sampling import SamplingParams
+from kvrail.transport import ucx
 from kvrail.transport.inproc import InprocCarrier
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
@@ -24,6 +27,8 @@ from services.decode.servicer import DecodeServicer
 from services.prefill.servicer import PageObserver, PrefillServicer
 
 MODEL = "tiny"
+WITHOUT_UCX = ucx.available()
+TRANSPORTS = ["inproc", "grpc", pytest.param("ucx", marks=pytest.mark.skipif(bool(WITHOUT_UCX), reason=WITHOUT_UCX))]
 
 
 @dataclass

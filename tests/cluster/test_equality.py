@@ -7,7 +7,7 @@ import pytest
 
 from kvrail.config import DEMO_MODEL
 from kvrail.text import load_tokenizer
-from tests.cluster.cluster import cluster
+from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.models import FAMILIES, generate, tiny_model
 
 DEMO = Path(DEMO_MODEL)
@@ -19,7 +19,7 @@ def prompt_of(length, seed=0):
     return [rng.randrange(256) for _ in range(length)]
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_tokens_equal_generate(family, transport):
     folder = tiny_model(family)
@@ -31,13 +31,16 @@ async def test_greedy_tokens_equal_generate(family, transport):
             cold = await c.ask(prompt, max_tokens=24)
             assert cold.tokens == {0: expected}, length
             assert cold.summary.cached_tokens == 0 and cold.summary.prefill_worker
+            marks = {mark.stage: mark.seconds for mark in cold.summary.marks}
+            exposed = marks["kv_complete"] - marks["prefill_finished"]
+            assert cold.summary.transport == transport and cold.summary.exposed_s == pytest.approx(max(0, exposed))
             warm = await c.ask(prompt, max_tokens=24)  # pages that the decode worker holds do not cross again
             assert warm.tokens == {0: expected}, length
             assert warm.summary.cached_tokens == (length - 1) // 64 * 64
         await c.settled()
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_the_demo_model_says_what_generate_says(transport):
     text = (DEMO / "heldout.txt").read_text()
     ids = load_tokenizer(str(DEMO)).encode(text * 2, add_special_tokens=False)

@@ -8,7 +8,7 @@ import pytest
 from codec.base import Block, PagedBlock
 from codec.raw.codec import RawCodec
 from kvrail.errors import KvrailError, WorkerUnavailableError
-from tests.cluster.cluster import cluster
+from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
 from tests.models import generate, tiny_model
@@ -40,7 +40,7 @@ async def test_an_alternate_takes_over(llama):
         await c.settled()
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("after", [0, 1, 3, 5])
 async def test_a_worker_lost_mid_transfer(llama, monkeypatch, transport, after):
     """The first tokens may be out already; the client sees one seamless answer."""
@@ -74,7 +74,7 @@ def note_pages(monkeypatch, worker):
     return seen
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_corrupt_frame_touches_no_page_and_the_answer_comes_all_the_same(llama, monkeypatch, caplog, transport):
     async def flipping(sender, header, stage):
         wrong = bytearray(stage.payload)
@@ -146,7 +146,7 @@ async def test_a_step_that_fails_is_told(llama, monkeypatch):
         await c.settled()
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_leaving_at_any_moment_returns_every_page(llama, transport):
     rng = random.Random(7)
     async with cluster(llama, transport, num_pages=120, max_batch_tokens=64) as c:

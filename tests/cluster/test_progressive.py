@@ -11,7 +11,7 @@ from kvrail.engine.engine import Engine
 from kvrail.transfer.order import LATER_SLOTS, SLOTS, Link
 from kvrail.transfer.receiving import PageReceiver
 from kvrail.transfer.sizes import first_recent_page
-from tests.cluster.cluster import cluster
+from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
 from tests.cluster.staged import (
     PAGE,
@@ -45,7 +45,7 @@ def assert_close(logprobs, wanted):
             assert both[0] == pytest.approx(both[1], abs=1e-4)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("codec", ["halves", "noise"])
 async def test_tokens_equal_raws_whatever_is_drafted(llama, transport, codec):
     async with cluster(llama, transport, prefix_cache=False, **SHARED) as c:
@@ -61,7 +61,7 @@ async def test_tokens_equal_raws_whatever_is_drafted(llama, transport, codec):
         assert not held_bytes(c)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_come(llama, monkeypatch, transport):
     gate = asyncio.Event()
     hold_later_stages(monkeypatch, gate.wait)
@@ -153,7 +153,7 @@ async def test_a_later_stage_is_framed_while_the_one_before_leaves(llama, monkey
         assert (await answer).tokens == (await c.ask(prompt_of(length), codec="raw")).tokens
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_later_request_drafts_before_an_earlier_ones_later_stages_leave(llama, monkeypatch, transport):
     headers = note_frames(monkeypatch)
     gate = asyncio.Event()
@@ -204,7 +204,7 @@ async def test_held_payloads_stay_below_their_bound(llama, monkeypatch):
     assert bound <= most < bound + SLOTS * max(now)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_leaving_between_stages_returns_every_page_and_payload(llama, monkeypatch, transport):
     """Cancelled after each number of frames, before the later stages, while drafting and while verifying."""
     rng = random.Random(3)
@@ -285,7 +285,7 @@ async def test_recent_pages_are_never_written_after_drafting_began(llama, monkey
         assert len(written) > begun + 1
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_sixteen_requests_of_mixed_stages_with_random_cancellation(llama, transport):
     rng = random.Random(11)
     asked = [
