@@ -61,4 +61,4 @@ class UcxAddress:
 
 def device_uuid(device: torch.device) -> uuid.UUID:
     """The UUID by which the driver knows a CUDA device."""
-    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
+    return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-"))

@@ -18,7 +18,9 @@ from kvrail.transport.ucx.settings import UcxSettings
 logger = logging.getLogger(__name__)
 
 _SLEEP_MS = 100
-"""UCX's thread looks around so often though nothing woke it: a wakeup that a transport owes costs no more than this."""
+_DEVICE_SLEEP_MS = 1
+"""UCX's thread looks around so often though nothing woke it. On a device a wakeup that cuda_ipc owed would cost much
+more than a thousand looks per second."""
 _NOTIFIER_NS = 500_000_000
 _POOLED = 64
 """UCXX keeps 100 futures ready, and complains where more are begun before its thread has made others."""
@@ -37,6 +39,9 @@ class UcxWorker:
         self._begun = 0
         api = self._library.api
         config = settings.config(on_device=device is not None)
+        if device is not None:
+            with torch.cuda.device(device):  # UCX looks for CUDA only where there is a context
+                torch.cuda.current_stream(device).synchronize()
         try:
             self._context = api.UCXContext(config, feature_flags=(api.Feature.TAG, api.Feature.WAKEUP))
             self._worker = api.UCXWorker(self._context, enable_delayed_submission=True, enable_python_future=True)
@@ -47,7 +52,8 @@ class UcxWorker:
         self._worker.populate_python_futures_pool()
         self._notifier = threading.Thread(target=self._notify, name="ucx-notifier", daemon=True)
         self._notifier.start()
-        self._worker.start_progress_thread(polling_mode=settings.spin, epoll_timeout=_SLEEP_MS)
+        sleep_ms = _SLEEP_MS if device is None else _DEVICE_SLEEP_MS
+        self._worker.start_progress_thread(polling_mode=settings.spin, epoll_timeout=sleep_ms)
         # Reaches this worker itself: an empty message through it ends a receive that nobody has matched (`end`).
         self._own = self.connect(self.address, peer_failure=False)
 
