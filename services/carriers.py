@@ -87,6 +87,5 @@ async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) 
         host_bytes=pool_bytes,
         device=device if on_cuda else None,
         device_bytes=pool_bytes if on_cuda else 0,
-        settings=ucx.UcxSettings(peer_failure=not on_cuda, spin=on_cuda),
     )
     return [carrier], ""

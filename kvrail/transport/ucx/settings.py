@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class UcxSettings:
     """Endpoints notice the death of their peer. Without it the death of a sender within one host can end the receiver:
     cma treats a vanished process as fatal."""
 
-    extra: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    extra: Mapping[str, str] = field(default_factory=dict)
     """Further variables of UCX, named without `UCX_`."""
 
     def config(self, *, on_device: bool) -> dict[str, str]:
