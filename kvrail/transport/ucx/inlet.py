@@ -9,6 +9,7 @@ from typing import Any
 from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.transport.regions import PooledRegion, RegionPool
 from kvrail.transport.ucx.attempt import LINGER_S, Attempt
+from kvrail.transport.ucx.bell import Bell
 from kvrail.transport.ucx.quarantine import Quarantine
 from kvrail.transport.ucx.tags import PAYLOADS, Kind
 from kvrail.transport.ucx.worker import Operation
@@ -52,7 +53,7 @@ class UcxInlet:
         self._posted: set[_Landing] = set()
         self._closed = False
         self._coming = PAYLOADS  # payloads of this number or above will not come
-        self._news: asyncio.Future[None] = self._loop.create_future()
+        self._bell = Bell()
         self._last = bytearray(8)
         self._end = attempt.receive(self._last, Kind.END)
         self._end.add_done_callback(self._ended)
@@ -89,7 +90,7 @@ class UcxInlet:
         """
         first, self._closed = not self._closed, True
         if first:
-            self._tell()
+            self._bell.ring()
             if self._attempt.link.alive:
                 self._attempt.send(bytes(8), Kind.STOP)
             self._attempt.sweep_now(Kind.BODY)
@@ -139,8 +140,8 @@ class UcxInlet:
         waited = set(pending)
         while waited := {each for each in waited if not each.done()}:
             self._check(number)
-            done, _ = await asyncio.wait({*waited, self._news}, return_when=asyncio.FIRST_COMPLETED)
-            if any(each is not self._news and each.exception() is not None for each in done):
+            await self._bell.wait(waited)
+            if any(each.done() and each.exception() is not None for each in waited):
                 return
         if self._closed:
             self._check(number)
@@ -199,12 +200,7 @@ class UcxInlet:
         self._coming = 0 if failed or given_up else said >> 1
         if given_up and not failed:
             self._attempt.sweep_now(Kind.BODY)
-        self._tell()
-
-    def _tell(self) -> None:
-        """Wake every receive: something about this attempt has changed."""
-        self._news.set_result(None)
-        self._news = self._loop.create_future()
+        self._bell.ring()
 
 
 def _release(taking: asyncio.Task[PooledRegion]) -> None:

@@ -9,6 +9,7 @@ import torch
 from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.transport.base import Payload
 from kvrail.transport.ucx.attempt import LINGER_S, Attempt
+from kvrail.transport.ucx.bell import Bell
 from kvrail.transport.ucx.tags import PAYLOADS, Kind
 from kvrail.transport.ucx.worker import Operation
 
@@ -30,8 +31,10 @@ class UcxOutlet:
         self._reading: set[Operation] = set()  # UCX reads payloads for these
         self._unacknowledged: set[int] = set()
         self._ending: asyncio.Task[None] | None = None
-        self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._given_up = False
+        self._bell = Bell()
         self._stop = attempt.receive(bytearray(8), Kind.STOP)
+        self._stop.add_done_callback(lambda _: self._bell.ring())
 
     async def send(self, payload: Payload) -> None:
         """As `Outlet.send` says. Raises FrameError where the payload lies where it cannot be sent from."""
@@ -42,10 +45,12 @@ class UcxOutlet:
         self._unacknowledged.add(number)
         arrived.add_done_callback(lambda _: self._unacknowledged.discard(number))
         reading = {self._read(payload, number)} if payload.nbytes else set()
-        await self._until(reading, self._given_up)
+        while not self._given_up and (left := [each for each in reading if not each.done()]):
+            await self._bell.wait(left)
         if self._ending is None and all(each.done() and each.exception() is None for each in reading):
             self._attempt.send(payload.nbytes.to_bytes(8, "little"), Kind.SIZE, number)
-        await self._until({arrived}, self._stop)
+        while not arrived.done() and not self._stop.done():
+            await self._bell.wait({arrived})
         failed = [each.exception() for each in (arrived, *reading) if each.done()]
         if self._ending is not None or not arrived.done() or any(failed):
             reason = "the outlet was closed" if self._ending is not None else f"the receiver is gone {failed}"
@@ -75,7 +80,8 @@ class UcxOutlet:
             _, reading = await asyncio.wait(reading, timeout=self._attempt.grace_s)
         if reading:
             logger.warning("a receiver stands still; %d payloads are held until it goes on or is gone", len(reading))
-        self._given_up.set_result(None)
+        self._given_up = True
+        self._bell.ring()
         self._attempt.leave(self._linger)
 
     async def _linger(self) -> None:
@@ -85,13 +91,6 @@ class UcxOutlet:
         if not self._stop.done():
             self._attempt.end(Kind.STOP)
         await self._attempt.sweep(Kind.STOP)
-
-    async def _until(self, operations: set[Operation], other: asyncio.Future[None]) -> None:
-        """Wait until all operations are done, or the other is."""
-        waited = {each for each in operations if not each.done()}
-        while waited and not other.done():
-            await asyncio.wait({*waited, other}, return_when=asyncio.FIRST_COMPLETED)
-            waited = {each for each in waited if not each.done()}
 
     def _check(self, payload: Payload) -> None:
         if self._ending is not None or self._stop.done() or not self._attempt.link.alive:
