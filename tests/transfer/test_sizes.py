@@ -97,3 +97,13 @@ def test_recent_pages_are_those_that_hold_the_last_tokens(page_size):
     for num_tokens in range(1, 200):
         expected = {token // page_size for token in range(num_tokens)[-RECENT_TOKENS:]}
         assert first_recent_page(num_tokens, page_size) == min(expected)
+
+
+@pytest.mark.parametrize("layers_per_frame", [1, 2, 3])
+def test_layers_that_are_still_computed_wait_for_no_more_than_their_frame(layers_per_frame):
+    """On a GPU the host runs ahead: all layers are queued before the first is done. None may wait for the last."""
+    events = [f"layer {layer} is done" for layer in range(6)]
+    waiting = [Piece(layer, layer + 1, 0, 7, events[layer]) for layer in range(6)]
+    found = list(cut(waiting, 0, 7 * layers_per_frame))
+    assert [piece.end_layer - piece.first_layer for piece in found] == [layers_per_frame] * (6 // layers_per_frame)
+    assert [piece.ready for piece in found] == [events[piece.end_layer - 1] for piece in found]
