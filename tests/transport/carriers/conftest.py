@@ -97,9 +97,13 @@ async def ends(kind, pool_bytes):
     receiver = sender if kind.one_object else await kind.start(pool_bytes)
     if kind.pool is not None:
         kind.pool(receiver).buffer.zero_()
+    both = Ends(kind, sender, receiver)
+    if kind.keeps:
+        await both.transfer(999_999, [b"opens the way"])
+        kind.pool(receiver).buffer.zero_()
     before = held()[0]
     async with asyncio.timeout(PATIENCE_S * 4):
-        yield Ends(kind, sender, receiver)
+        yield both
         if kind.pool is not None:
             await until(lambda: kind.pool(receiver).free_bytes == kind.pool(receiver).buffer.numel())
         await until(lambda: held()[0] <= before)

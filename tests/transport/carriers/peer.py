@@ -63,6 +63,7 @@ class PeerProcess:
     """A worker elsewhere, which can be stopped and killed."""
 
     def __init__(self, kind, pool_bytes=1 << 20):
+        self.address = b""  # once it has said it
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_main, args=(kind.name, pool_bytes, theirs), daemon=True)
