@@ -134,16 +134,28 @@ class CompilerProcess:
 
     def _listen(self) -> None:
         """Settle outcomes as they are told, then those of which nothing was heard."""
-        if self._process is not None and self._process.stdout is not None:
-            for line in self._process.stdout:
-                told = json.loads(line)
-                if told["error"]:
-                    logger.warning("kernels of codec %s are compiled on first use: %s", told["codec"], told["error"])
-                self._outcomes[told["codec"]].set_result(not told["error"])
-            self._process.wait()
-        for outcome in self._outcomes.values():
-            if not outcome.done():
-                outcome.set_result(False)
+        try:
+            if self._process is not None and self._process.stdout is not None:
+                for line in self._process.stdout:
+                    self._take(line)
+                self._process.wait()
+        finally:
+            for outcome in self._outcomes.values():
+                if not outcome.done():
+                    outcome.set_result(False)
+
+    def _take(self, line: str) -> None:
+        """One answer; whatever else a library printed is passed over."""
+        try:
+            told = json.loads(line)
+            outcome, error = self._outcomes[told["codec"]], told["error"]
+        except (ValueError, KeyError, TypeError):
+            logger.debug("the compiling process printed %r", line)
+            return
+        if error:
+            logger.warning("kernels of codec %s are compiled on first use: %s", told["codec"], error)
+        if not outcome.done():
+            outcome.set_result(not error)
 
 
 def _start() -> "subprocess.Popen[str]":

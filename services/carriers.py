@@ -1,12 +1,13 @@
 """The transports of one worker: started once, the best first."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
 import torch
 
 from kvrail.config import DecodeSettings, PrefillSettings, WorkerSettings, flag_name
-from kvrail.errors import IncompatibleError
+from kvrail.errors import IncompatibleError, KvrailError
 from kvrail.transport import ucx
 from kvrail.transport.base import Carrier
 from kvrail.transport.regions import ALIGNMENT, RegionPool
@@ -27,8 +28,12 @@ class Carriers:
     async def to_send(cls, settings: PrefillSettings, device: torch.device) -> "Carriers":
         """A prefill worker's. Raises ConfigError where one that the settings name cannot be started."""
         carriers, obstacle = await _ucx(settings, device, ALIGNMENT)
-        if settings.transport != "ucx":
-            carriers.append(await SocketCarrier.start(host=settings.host, port=settings.data_port))
+        try:
+            if settings.transport != "ucx":
+                carriers.append(await SocketCarrier.start(host=settings.host, port=settings.data_port))
+        except BaseException:
+            await cls(carriers).aclose()
+            raise
         return cls._told(carriers, settings, obstacle)
 
     @classmethod
@@ -72,8 +77,7 @@ class Carriers:
 
     async def aclose(self) -> None:
         """Close them all."""
-        for carrier in self.all:
-            await carrier.aclose()
+        await asyncio.gather(*(carrier.aclose() for carrier in self.all))
 
 
 async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) -> tuple[list[Carrier], str]:
@@ -83,9 +87,13 @@ async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) 
     if settings.transport == "auto" and (obstacle := ucx.available()):
         return [], obstacle
     on_cuda = device.type == "cuda"
-    carrier = await ucx.UcxCarrier.start(
-        host_bytes=pool_bytes,
-        device=device if on_cuda else None,
-        device_bytes=pool_bytes if on_cuda else 0,
-    )
+    try:
+        carrier = await ucx.UcxCarrier.start(
+            host_bytes=pool_bytes, device=device if on_cuda else None, device_bytes=pool_bytes if on_cuda else 0
+        )
+    except (KvrailError, RuntimeError, OSError) as error:
+        if settings.transport != "auto":
+            raise
+        logger.warning("transport ucx does not start: %s", error)
+        return [], str(error)
     return [carrier], ""

@@ -66,6 +66,7 @@ class Codecs:
         self._all = {name: registry.get(name, self._codebook) for name in registry.names()}
         self._loaded: LoadedModel | None = None
         self._compiler: CompilerProcess | None = None
+        self._closed = False
         self._first_uses: dict[str, Future[None]] = {}
         self._asking = threading.Lock()
         self._loading = threading.Lock()  # one codec at a time
@@ -187,6 +188,7 @@ class Codecs:
 
     def close(self) -> None:
         """End the process that compiles, if it still runs. It also ends with this one, however that ends."""
+        self._closed = True
         if self._compiler is not None:
             self._compiler.close()
 
@@ -209,6 +211,9 @@ class Codecs:
             return used
 
         def load(_: object = None) -> None:
+            if background.stopping() or self._closed:
+                used.cancel()
+                return
             background.start(f"load {name}", lambda: self._load(self._all[name], loaded, used))
 
         if compiler is not None and compiler.knows(name):

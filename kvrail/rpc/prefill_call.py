@@ -48,6 +48,11 @@ class PrefillCall:
             await self._wait()
         return self._accepted
 
+    @property
+    def accepted_already(self) -> Accepted | None:
+        """The handshake's answer, if it has come."""
+        return self._accepted
+
     async def first_token(self) -> FirstToken:
         """Wait for the first token; raises what ended the call before it."""
         while self._first_token is None:

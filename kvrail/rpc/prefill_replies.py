@@ -10,6 +10,7 @@ from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerU
 from kvrail.rpc.prefill_call import Deliver
 from kvrail.rpc.signal import Signal
 from kvrail.transport.base import Announcement
+from kvrail.transport.settled import settled
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, PrefillReply, TransferDone
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ async def tell(story: Story, deliver: Deliver) -> None:
         if not replies.finished:  # else the story ends by itself, even where the receiver leaves before
             replies.close(TransferAbortedError("the receiver went away"))
             task.cancel()
-        (error,) = await asyncio.gather(task, return_exceptions=True)
+        await settled(task)
+        error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception) and not isinstance(error, KvrailError) and error is not replies.failure:
             log.error("a prefill story failed after its call had ended", exc_info=error)

@@ -137,7 +137,7 @@ class PageSender:
         taken = [await self._pieces.get()]
         while not self._pieces.empty():
             taken.append(self._pieces.get_nowait())
-        return [piece for piece in taken if piece is not None], taken[-1] is None
+        return [piece for piece in taken if piece is not None], None in taken
 
     async def _send_pieces(self) -> None:
         """Send every piece, several at a time: while the link's slots are taken, another asks for the next turn."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 from typing import Protocol
 
 from codec.base import Codec
@@ -22,6 +23,8 @@ from services.decode.transfer import Fetch
 logger = logging.getLogger("kvrail.decode")
 
 DECODER_THREADS = 4
+AVOIDED_S = 300.0
+"""So long a transport by which nothing came from a worker is not offered to it, where there is another."""
 
 
 class PrefillWorkers(Protocol):
@@ -57,6 +60,7 @@ class Fetcher:
             DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
         )
         self._prefill_workers = prefill_workers
+        self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
         self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
 
     def codec_for(self, asked: str) -> str:
@@ -129,40 +133,51 @@ class Fetcher:
         lease = engine.claim_lease(asked.request_id)
         if lease is None:
             return True  # dropped meanwhile: nobody asks for its pages any more
-        fetch = Fetch(
-            self._worker,
-            self._carriers,
-            self._decoders,
-            asked,
-            admitted,
-            lease,
-            codec,
-            progress.timeline,
-            self._silence_s,
-        )
         try:
+            fetch = Fetch(
+                self._worker,
+                self._carriers,
+                self._decoders,
+                asked,
+                admitted,
+                lease,
+                codec,
+                progress.timeline,
+                self._silence_s,
+            )
             for number, address in enumerate(workers):
                 if number:
                     metrics.fallbacks["alternate"].inc()
-                client, link = self._prefill_workers.client(address), self._chooser.link_bytes_per_s(address)
-                try:
-                    await fetch.fetch(client, time_remaining(), link)
-                except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
-                    logger.warning("prefill worker %s failed: %s", address, error)
-                    if fetch.drafting:  # the next transfer writes the same pages
-                        engine.drop_drafts(asked.request_id)
-                    continue
-                progress.prefill_worker = address
-                progress.received = fetch.received
-                if (exposed := progress.exposed_s()) is not None:
-                    metrics.exposed_seconds.observe(exposed)
-                self._chooser.observe_link(address, codec.name, fetch.watch.sample())
-                if not codec.exact:
-                    metrics.lossy_requests.inc()
-                return True
+                if await self._fetch_from(address, fetch, time_remaining):
+                    progress.prefill_worker = address
+                    progress.received = fetch.received
+                    if (exposed := progress.exposed_s()) is not None:
+                        metrics.exposed_seconds.observe(exposed)
+                    self._chooser.observe_link(address, codec.name, fetch.watch.sample())
+                    if not codec.exact:
+                        metrics.lossy_requests.inc()
+                    return True
+                if fetch.drafting:  # the next transfer writes the same pages
+                    engine.drop_drafts(asked.request_id)
             return False
         finally:
-            fetch.release()
+            engine.release_lease(lease)
+
+    async def _fetch_from(self, address: str, fetch: Fetch, time_remaining: Callable[[], float | None]) -> bool:
+        """Whether one worker has filled the pages."""
+        client, link = self._prefill_workers.client(address), self._chooser.link_bytes_per_s(address)
+        now = monotonic()
+        avoided = [name for (peer, name), until in self._avoided.items() if peer == address and until > now]
+        try:
+            await fetch.fetch(client, time_remaining(), link, avoided)
+        except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
+            logger.warning("prefill worker %s failed: %s", address, error)
+            received = fetch.received
+            if received.transport and not received.payload_bytes and len(self._carriers.all) > 1:
+                # Agreed upon, and nothing came: perhaps no way leads there.
+                self._avoided[address, received.transport] = now + AVOIDED_S
+            return False
+        return True
 
     def _choose(
         self, name: str, workers: Sequence[str], asked: EngineRequest, admitted: Admitted, progress: Progress

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from concurrent.futures import Executor
 from time import perf_counter
 from typing import TypeVar
@@ -13,7 +13,7 @@ from codec.frame import FrameHeader
 from kvrail.engine.batch import SampledToken
 from kvrail.engine.events import Admitted, PageLease
 from kvrail.engine.requests import EngineRequest
-from kvrail.errors import FrameError, IncompatibleError, WorkerUnavailableError
+from kvrail.errors import FrameError, IncompatibleError, KvrailError, WorkerUnavailableError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.rpc.prefill_call import PrefillCall
@@ -65,35 +65,49 @@ class Fetch:
         self.drafting = False  # the engine was told that it may draft on what came in this attempt
         self.watch = LinkWatch()
 
-    async def fetch(self, client: PrefillClient, timeout_s: float | None, link_bytes_per_s: int) -> None:
+    async def fetch(
+        self, client: PrefillClient, timeout_s: float | None, link_bytes_per_s: int, avoided: Collection[str] = ()
+    ) -> None:
         """Receive everything, or raise; then nothing of the attempt is written any more.
 
-        link_bytes_per_s: of the link from there, 0 where it is not known. Whatever is raised, another worker may
-        succeed.
+        link_bytes_per_s: of the link from there, 0 where it is not known. avoided: transports that are not offered, if
+        there are others. Whatever is raised, another worker may succeed.
         """
         begin = perf_counter()
-        self.drafting, self.watch = False, LinkWatch()
+        self.drafting, self.watch, self.received = False, LinkWatch(), Received(self._codec.name, not self._codec.exact)
         key = secrets.randbits(64)
-        async with client.prefill(self._prefill_request(link_bytes_per_s, key), timeout_s=timeout_s) as call:
-            inlet = await self._agree(call, client.host, key)
-            first = asyncio.create_task(self._take_first_tokens(call))
+        request = self._prefill_request(link_bytes_per_s, key, avoided)
+        async with client.prefill(request, timeout_s=timeout_s) as call:
+            inlet: Inlet | None = None
+            first: asyncio.Task[None] | None = None
             try:
+                inlet = await self._agree(call, client.host, key)
+                first = asyncio.create_task(self._take_first_tokens(call))
                 await self._receive(call, inlet)
                 await first
             finally:
-                first.cancel()
-                await asyncio.wait([first])
-                await inlet.aclose()
+                if first is not None:
+                    first.cancel()
+                    await asyncio.wait([first])
+                await self._close(inlet, call, client.host, key)
         self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
         self._timeline.mark(Stage.KV_COMPLETE)
         self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
 
-    def release(self) -> None:
-        """Give the pages back to the engine alone, once nothing is being written any more."""
-        self._worker.engine.release_lease(self._lease)
+    async def _close(self, inlet: Inlet | None, call: PrefillCall, host: str, key: int) -> None:
+        """Close the way, opened or not: what was sent before it was opened must not wait for ever at the sender."""
+        accepted = call.accepted_already
+        if inlet is None and accepted is not None:
+            try:
+                inlet = await self._carriers.get(accepted.transport).inlet(Peer(accepted.transport_address, host), key)
+            except KvrailError:
+                return
+        if inlet is not None:
+            await inlet.aclose()
 
-    def _prefill_request(self, link_bytes_per_s: int, key: int) -> prefill_pb2.PrefillRequest:
+    def _prefill_request(self, link_bytes_per_s: int, key: int, avoided: Collection[str]) -> prefill_pb2.PrefillRequest:
         loaded = self._worker.loaded
+        offered = [carrier for carrier in self._carriers.all if carrier.name not in avoided] or self._carriers.all
         return prefill_pb2.PrefillRequest(
             request_id=self._request.request_id,
             prompt_token_ids=self._request.prompt_ids,
@@ -107,7 +121,7 @@ class Fetch:
                     prefill_pb2.OfferedTransport(
                         name=carrier.name, address=carrier.address, on_device=carrier.on_device
                     )
-                    for carrier in self._carriers.all
+                    for carrier in offered
                 ],
                 transfer_key=key,
                 held_pages=self._held_pages,

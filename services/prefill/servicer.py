@@ -12,7 +12,7 @@ from kvrail.config import PrefillSettings
 from kvrail.engine.aio import EventStream
 from kvrail.engine.events import Admitted, PageLease, Prefilled, PrefillStarted
 from kvrail.engine.requests import EngineRequest, WrittenPages
-from kvrail.errors import KvrailError, TransferAbortedError
+from kvrail.errors import KvrailError, TransferAbortedError, WorkerUnavailableError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
@@ -22,6 +22,7 @@ from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
 from kvrail.transfer.pieces import Piece
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
+from kvrail.transport.settled import settled
 from kvrail.tuning import compute_with
 from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -33,6 +34,7 @@ from services.pages import LeasedPages
 from services.prefill.handshake import Agreement, agree
 
 ENCODER_THREADS = 4
+COMPILING_S = 30.0
 
 
 class PageObserver:
@@ -127,7 +129,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """
         with bound_request_id(request.request_id), self._worker.calls.track():
             agreed = agree(self._worker, self._codecs, self._carriers, request, receiver)
-            await self._codecs.ready(agreed.codec.name)
+            await self._ready(agreed.codec.name)
             outlet = await agreed.carrier.outlet(agreed.peer, agreed.key)
             try:
                 number = next(self._calls)
@@ -144,6 +146,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                 await self._prefill(request, f"{request.request_id}/{number}", sender, replies, agreed)
             finally:
                 await outlet.aclose()
+
+    async def _ready(self, codec: str) -> None:
+        """Wait for a codec's kernels, but not so long that the receiver takes it for silence."""
+        try:
+            async with asyncio.timeout(COMPILING_S):
+                await self._codecs.ready(codec)
+        except TimeoutError:
+            raise WorkerUnavailableError(
+                f"codec {codec!r} is still being compiled on this prefill worker; its next requests find it ready"
+            ) from None
 
     async def _prefill(
         self,
@@ -162,6 +174,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         outcome = "aborted"
         try:
             await self._follow(events, engine_id, sender, replies, timeline, lease)
+            await asyncio.sleep(0)  # the last layers were told before the end, but perhaps not heard yet
             sender.close()
             await sending
             await replies.commit()
@@ -177,9 +190,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._observer.forget(engine_id)
             events.close()
             sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-            for held in lease:
-                await self._release(held)
+            try:
+                await settled(sending)
+            finally:
+                for held in lease:
+                    await self._release(held)
 
     def _outgoing(self, request: prefill_pb2.PrefillRequest, agreed: Agreement) -> Outgoing:
         handshake, own = request.handshake, self._worker.settings.max_frame_bytes

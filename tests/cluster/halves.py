@@ -27,11 +27,12 @@ class Halves:
     name = "halves"
     num_stages = 2
     exact = True
+    device_payloads = False
     dtypes = frozenset({"bfloat16"})
     parameters_id = 0
     last_bits = LAST_BITS
 
-    def encode(self, pages):
+    def encode(self, pages, *, on_device=False):
         bits = _bits(pages.gather())
         return HalvesEncoding([bits & ~LAST_BITS, (bits & self.last_bits).astype(np.uint8)])
 
@@ -60,7 +61,7 @@ class Noise(Halves):
 
     name = "noise"
 
-    def encode(self, pages):
+    def encode(self, pages, *, on_device=False):
         bits = _bits(pages.gather())
         garbage = np.random.default_rng(0).permutation(bits)
         return HalvesEncoding([garbage, bits])

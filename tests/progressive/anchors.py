@@ -13,7 +13,7 @@ class AllNoise(Halves):
 
     name = "all-noise"
 
-    def encode(self, pages):
+    def encode(self, pages, *, on_device=False):
         bits = _bits(pages.gather())
         return HalvesEncoding([self.anchor(bits), bits])
 

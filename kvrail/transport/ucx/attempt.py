@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from kvrail.errors import TransferAbortedError
 from kvrail.transport.ucx.links import Link
 from kvrail.transport.ucx.tags import DIRECTION_MASK, Kind, tag
 from kvrail.transport.ucx.worker import Operation, UcxWorker
@@ -28,7 +29,9 @@ class Attempt:
     """Called once, when the end was closed: runs what is left to do, then lets the link go."""
 
     def send(self, buffer: Any, kind: Kind, number: int = 0) -> Operation:
-        """Send a message of this attempt."""
+        """Send a message of this attempt. Raises TransferAbortedError where the link was cut."""
+        if not self.link.alive:
+            raise TransferAbortedError("the other end is gone: its endpoint was cut")
         return self.worker.send(self.link.endpoint, buffer, tag(self.key, kind, number))
 
     def receive(self, buffer: Any, kind: Kind, number: int = 0) -> Operation:

@@ -72,11 +72,11 @@ class UcxInlet:
             self._check(number)  # the link may have gone while the pool was waited for
             self._post(landing, size)
             await self._land(landing, size)
+            self._attempt.send(bytes(8), Kind.ACK, number)
         except BaseException:
             await asyncio.shield(self._give_back(landing))
             raise
         self._posted.discard(landing)
-        self._attempt.send(bytes(8), Kind.ACK, number)
         self._attempt.count(size)
         return landing.region
 
