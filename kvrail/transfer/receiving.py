@@ -21,6 +21,7 @@ from kvrail.transfer.pages import PageSink
 from kvrail.transfer.sizes import max_payload_bytes
 from kvrail.transfer.stages import KeptStages
 from kvrail.transport.base import Announcement, Inlet, Region
+from kvrail.transport.settled import settled
 
 T = TypeVar("T")
 
@@ -79,12 +80,25 @@ class PageReceiver:
                     await self._take(self._arrivals.popleft().header, region, kept)
                     self._room.release()
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            while self._arrivals:
-                await _discard(self._arrivals.pop())
+            await self._give_up(reading)
         if not self._guard.complete():
             raise FrameError(f"the transfer ended with {self._guard.missing()} pages of layers missing")
+
+    async def _give_up(self, reading: "asyncio.Task[None]") -> None:
+        """Stop reading, and give back what nobody will decode; a further cancellation changes nothing in that."""
+        reading.cancel()
+        try:
+            await settled(reading)
+        finally:
+            coming = [arrival.region for arrival in self._arrivals]
+            for region in coming:
+                region.cancel()
+            try:
+                await settled(*coming)
+            finally:
+                for region in coming:
+                    if not region.cancelled() and region.exception() is None:
+                        region.result().release()
 
     async def _read(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
         """Admit frames as they are announced, and have their payloads come."""
@@ -187,11 +201,3 @@ async def _unless_failed(wanted: "asyncio.Task[T]", other: "asyncio.Task[None]")
     if not wanted.done():
         other.result()
         await asyncio.wait((wanted,))
-
-
-async def _discard(arrival: _Arrival) -> None:
-    """Give back what nobody will decode."""
-    arrival.region.cancel()
-    (region,) = await asyncio.gather(arrival.region, return_exceptions=True)
-    if not isinstance(region, BaseException):
-        region.release()

@@ -30,6 +30,7 @@ from kvrail.transfer.pages import PageSource
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import first_recent_page, pages_per_frame
 from kvrail.transport.base import Announcement, Outlet, Payload
+from kvrail.transport.settled import settled
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -128,9 +129,11 @@ class PageSender:
         finally:
             for task in stages:
                 task.cancel()
-            await asyncio.gather(*stages, return_exceptions=True)
-            while self._later:
-                self._release(self._later.pop()[-1])
+            try:
+                await settled(*stages)
+            finally:
+                while self._later:
+                    self._release(self._later.pop()[-1])
 
     async def _next_pieces(self) -> tuple[list[Piece], bool]:
         """All pieces that wait, at least one; and whether that was the end."""
@@ -162,6 +165,7 @@ class PageSender:
                 async with _together() as sending:
                     for stage in stages[:now]:
                         sending.create_task(self._send(stage))
+                    await asyncio.sleep(0)  # they are announced: whoever has a turn now may take what follows at once
                     for stage in stages[now:]:
                         self._hold(stage)
         finally:
