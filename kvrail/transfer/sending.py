@@ -97,7 +97,7 @@ class PageSender:
         self._held: asyncio.Queue[bool] = asyncio.Queue()  # True for each that was put there, False at the end
         self._source: PageSource | None = None
         self._begun = asyncio.Event()
-        self._asking = asyncio.Semaphore(link.slots + 1)
+        self._asking = asyncio.Semaphore(2 * link.slots)  # as many wait as may end at once, or later stages slip in
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
         self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
         self._next_sequence = 0
@@ -143,7 +143,7 @@ class PageSender:
         return [piece for piece in taken if piece is not None], None in taken
 
     async def _send_pieces(self) -> None:
-        """Send every piece, several at a time: while the link's slots are taken, another asks for the next turn."""
+        """Send every piece, several at a time: while the link's slots are taken, as many ask for the next turns."""
         closed = False
         async with _together() as sending:
             while not closed:
