@@ -40,6 +40,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "max_drafts",
             "codebook",
             "transport",
+            "data_port",
+            "receive_pool_mib",
             "max_frame_bytes",
             "held_kv_gib",
             "transfer_timeout_s",
