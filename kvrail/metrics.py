@@ -267,6 +267,13 @@ class TransferMetrics:
             "reason",
             ("alternate", "local"),
         )
+        self._measure_choices(registry)
+        for codec in codecs:
+            for way in DIRECTIONS:
+                self._count(way, codec, 0, 0, 0)
+
+    def _measure_choices(self, registry: CollectorRegistry) -> None:
+        """What is measured of links, and of codecs that were left to the decode worker."""
         self._choices = Counter(
             "kvrail_kv_codec_choices",
             "Transfers whose codec was left to the decode worker, by what it took and why.",
@@ -279,9 +286,6 @@ class TransferMetrics:
             ["model_name", "prefill_worker"],
             registry=registry,
         )
-        for codec in codecs:
-            for way in DIRECTIONS:
-                self._count(way, codec, 0, 0, 0)
 
     def sent(self, codec: str, *, raw_bytes: int, payload_bytes: int, frames: int = 1) -> None:
         """Count frames that left, with their KV's size before encoding."""
