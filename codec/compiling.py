@@ -1,7 +1,7 @@
-"""Kernels compiled ahead of their first use, in a process of its own that fills the caches on disk.
+"""Kernels compiled ahead of their first use, and codecs measured, in a process of its own that fills caches on disk.
 
     CompilerProcess                              main
-    order, a line of JSON ─────────── stdin ───▶ at low priority, uses each codec once
+    order, a line of JSON ─────────── stdin ───▶ at low priority, uses each codec once, then measures it
     names to take first, a line each ─────────▶
     ◀──────────────────────────────── stdout ─── a line of JSON for each codec that is done
 
@@ -27,6 +27,7 @@ import torch
 
 from codec import registry
 from codec.base import Block, BlockSpec, Codec, PagedBlock
+from codec.cost import CodecCost, measure
 from codec.digest import digest_of
 from codec.splitzip.codebook import Codebook
 
@@ -41,7 +42,10 @@ _COMMAND = "import os; os.nice({}); from codec.compiling import main; main()"  #
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to compile for: pages of `spec` on `device`, codecs `names` in that order; codebook: a file's path or ""."""
+    """What to compile for: pages of `spec` on `device`, codecs `names` in that order; codebook: a file's path or "".
+
+    Costs are measured on a block of `spec`.
+    """
 
     spec: BlockSpec
     device: str
@@ -89,7 +93,7 @@ class CompilerProcess:
     """
 
     def __init__(self, order: Order) -> None:
-        self._outcomes: dict[str, Future[bool]] = {name: Future() for name in order.names}
+        self._outcomes: dict[str, Future[CodecCost | None]] = {name: Future() for name in order.names}
         self._writing = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         try:
@@ -99,8 +103,8 @@ class CompilerProcess:
             logger.warning("kernels are compiled on first use, since no process for it can be started: %s", error)
         threading.Thread(target=self._listen, name="compiling", daemon=True).start()
 
-    def outcome(self, name: str) -> "Future[bool]":
-        """Whether `name`, one of the order's, was compiled; done once that is settled."""
+    def outcome(self, name: str) -> "Future[CodecCost | None]":
+        """The cost of `name`, one of the order's, done once it was compiled and measured; None where that failed."""
         return self._outcomes[name]
 
     def knows(self, name: str) -> bool:
@@ -142,20 +146,21 @@ class CompilerProcess:
         finally:
             for outcome in self._outcomes.values():
                 if not outcome.done():
-                    outcome.set_result(False)
+                    outcome.set_result(None)
 
     def _take(self, line: str) -> None:
         """One answer; whatever else a library printed is passed over."""
         try:
             told = json.loads(line)
             outcome, error = self._outcomes[told["codec"]], told["error"]
+            cost = None if error else CodecCost(told["encode_s"], told["decode_s"], tuple(told["stages"]))
         except (ValueError, KeyError, TypeError):
             logger.debug("the compiling process printed %r", line)
             return
         if error:
             logger.warning("kernels of codec %s are compiled on first use: %s", told["codec"], error)
         if not outcome.done():
-            outcome.set_result(not error)
+            outcome.set_result(cost)
 
 
 def _start() -> "subprocess.Popen[str]":
@@ -238,9 +243,11 @@ def _do_order() -> None:
     pages = sample_pages(BlockSpec(**told_order["spec"]), torch.device(told_order["device"]))
     codebook = Codebook.load(told_order["codebook"]) if told_order["codebook"] else None
     while (name := wishes.take()) is not None:
-        error = ""
+        answer: dict[str, object] = {"codec": name, "error": ""}
         try:
-            use_once(registry.get(name, codebook), pages)
+            codec = registry.get(name, codebook)
+            use_once(codec, pages)
+            answer |= asdict(measure(codec, pages))
         except Exception as failure:  # noqa: BLE001  # whatever it is, the others may do
-            error = f"{type(failure).__name__}: {failure}"
-        print(json.dumps({"codec": name, "error": error}), file=told, flush=True)
+            answer["error"] = f"{type(failure).__name__}: {failure}"
+        print(json.dumps(answer), file=told, flush=True)

@@ -152,8 +152,7 @@ class WorkerSettings(ServiceSettings):
     mixed_batch_tokens: int = Field(
         0,
         ge=0,
-        description="tokens of a step that computes prompts while other sequences decode; 0: 512 on CUDA, no less than"
-        " other steps on a CPU",
+        description="tokens of a step that computes prompts while other sequences decode; 0: 512 on CUDA, 256 on a CPU",
     )
     max_running: PositiveInt = Field(64, description="sequences in one engine step")
     max_waiting: PositiveInt = Field(256, description="requests that may wait; more are refused as overload")

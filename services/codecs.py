@@ -5,23 +5,17 @@ import logging
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from time import perf_counter
-
-import torch
 
 from codec import registry
-from codec.base import BlockSpec, Codec, PagedBlock
+from codec.base import BlockSpec, Codec
 from codec.compiling import CompilerProcess, Order, sample_pages, use_once
+from codec.cost import CodecCost, measure
 from codec.splitzip.codebook import Codebook, CodebookError
 from kvrail import background
 from kvrail.config import WorkerSettings, flag_name
-from kvrail.engine.cache import PagedCache
 from kvrail.engine.loader import LoadedModel
-from kvrail.engine.streams import SideStream
 from kvrail.errors import ConfigError
 from kvrail.tuning import compute_with
-from services.pages import paged_block
 
 logger = logging.getLogger("kvrail.codecs")
 
@@ -31,20 +25,6 @@ AUTO = "auto"
 """In place of a codec's name: the decode worker chooses (services/decode/choice.py)."""
 MEASURED_BYTES = 1 << 20
 """KV on which a codec's cost is measured."""
-MEASURED_RUNS = 3
-"""Of a codec that is measured beside requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class CodecCost:
-    """What a codec takes for each byte of uncompressed KV.
-
-    encode_s, decode_s: seconds, over all stages. stages: payload bytes of each.
-    """
-
-    encode_s: float
-    decode_s: float
-    stages: tuple[float, ...]
 
 
 class CodecChoiceError(Exception):
@@ -150,7 +130,7 @@ class Codecs:
         Raises CodecChoiceError as `get`.
         """
         self._loaded = loaded
-        use_once(self.get(name), sample_pages(_page_spec(loaded), loaded.device))
+        use_once(self.get(name), sample_pages(_measured_spec(loaded), loaded.device))
         self._mark_used(name)
 
     def warm_up_others(self, ready: Collection[str], loaded: LoadedModel) -> None:
@@ -162,7 +142,7 @@ class Codecs:
         kind = loaded.device.type
         names = tuple(name for name in self.names if name not in ready and registry.compiles(name, kind))
         if names and self._compiler is None:
-            self._compiler = CompilerProcess(Order(_page_spec(loaded), str(loaded.device), self._path, names))
+            self._compiler = CompilerProcess(Order(_measured_spec(loaded), str(loaded.device), self._path, names))
 
     async def ready(self, name: str) -> Codec:
         """The codec called `name`, once nothing is left to be compiled for it; to be awaited before its first use.
@@ -177,14 +157,26 @@ class Codecs:
         return codec
 
     async def measured(self, name: str, *, on_device: bool = False) -> CodecCost:
-        """The cost here of codec `name`, measured in a thread beside whatever runs; raises CodecChoiceError as `get`.
+        """The cost here of codec `name`; raises CodecChoiceError as `get`, or where it could not be compiled.
 
-        on_device: payloads stay on the device if the codec has such. What runs beside it can only make a run longer, so
-        the shortest of some counts. Needs a warm-up before.
+        Measured by the process that compiles; of what this one has compiled itself, in a thread. on_device: payloads
+        stay on the device if the codec has such. Needs a warm-up before.
         """
-        codec, loaded = await self.ready(name), self._loaded
-        assert loaded is not None, "measured comes after warm_up or warm_up_others"
-        return await asyncio.to_thread(_least_cost, codec, loaded, on_device and codec.device_payloads)
+        codec, loaded, compiler = self.get(name), self._loaded, self._compiler
+        assert loaded is not None, "measured comes after prepare"
+        if compiler is not None and compiler.knows(name):
+            cost = await asyncio.shield(asyncio.wrap_future(compiler.outcome(name)))
+            if cost is None:
+                raise CodecChoiceError(f"codec {name!r} could not be compiled ahead")
+            return cost
+        await self.ready(name)
+
+        def measure_here() -> CodecCost:
+            compute_with(1)
+            pages = sample_pages(_measured_spec(loaded), loaded.device)
+            return measure(codec, pages, on_device=on_device and codec.device_payloads)
+
+        return await asyncio.to_thread(measure_here)
 
     def close(self) -> None:
         """End the process that compiles, if it still runs. It also ends with this one, however that ends."""
@@ -228,49 +220,19 @@ class Codecs:
         try:
             compute_with(1)
             with self._loading:
-                use_once(codec, sample_pages(_page_spec(loaded), loaded.device))
+                use_once(codec, sample_pages(_measured_spec(loaded), loaded.device))
         except Exception:
             logger.exception("codec %s could not be warmed up; requests will try it", codec.name)
         finally:
             used.set_result(None)
 
 
-def _page_spec(loaded: LoadedModel) -> BlockSpec:
-    """One page of one layer: what kernels are compiled for does not depend on how many there are."""
+def _measured_spec(loaded: LoadedModel) -> BlockSpec:
+    """Pages of one layer, MEASURED_BYTES in all about; what kernels are compiled for does not depend on how many."""
     layout = loaded.layout
-    shape = (1, 1, layout.page_size, layout.num_kv_heads, layout.key_dim, layout.value_dim)
+    count = max(1, MEASURED_BYTES * layout.num_layers // layout.page_bytes)
+    shape = (1, count, layout.page_size, layout.num_kv_heads, layout.key_dim, layout.value_dim)
     return BlockSpec(layout.dtype, *shape, layout.scaled)
-
-
-def _least_cost(codec: Codec, loaded: LoadedModel, on_device: bool) -> CodecCost:
-    compute_with(1)
-    layer_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
-    pages = _random_pages(loaded, max(1, MEASURED_BYTES // layer_bytes))
-    runs = [_run(codec, pages, on_device) for _ in range(MEASURED_RUNS)]
-    return CodecCost(min(run.encode_s for run in runs), min(run.decode_s for run in runs), runs[0].stages)
-
-
-def _random_pages(loaded: LoadedModel, count: int) -> PagedBlock:
-    """Pages of one layer, outside the worker's pool."""
-    cache = PagedCache(replace(loaded.layout, num_layers=1), count, loaded.device)
-    for pool in (cache.keys, cache.values):
-        pool.copy_(torch.randn(pool.shape))
-    return paged_block(cache, range(1), range(count))
-
-
-def _run(codec: Codec, pages: PagedBlock, on_device: bool) -> CodecCost:
-    """Encode and decode once."""
-    side = SideStream(pages.device)
-    begin = perf_counter()
-    with side.after(side.mark()):  # as transfers do it, also on a GPU that is not this thread's current one
-        payloads = codec.encode(pages, on_device=on_device).stages()
-        encoded = perf_counter()
-        for stage in range(len(payloads)):
-            codec.decode(stage, payloads[: stage + 1], pages)
-    side.synchronize()
-    raw_bytes = pages.spec.raw_bytes
-    stages = tuple(payload.nbytes / raw_bytes for payload in payloads)
-    return CodecCost((encoded - begin) / raw_bytes, (perf_counter() - encoded) / raw_bytes, stages)
 
 
 def _load(path: str) -> Codebook:

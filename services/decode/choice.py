@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from codec.cost import CodecCost
 from kvrail.metrics import TransferMetrics
-from services.codecs import WITHOUT_CODE, CodecCost
+from services.codecs import WITHOUT_CODE
 
 COUNTED_TOKEN = 32
 """The k of the k-th token."""

@@ -79,8 +79,8 @@ class Fetcher:
         for name in self._codecs.exact:
             try:
                 self._chooser.costs[name] = await self._codecs.measured(name, on_device=self._carriers.on_device)
-            except Exception:
-                logger.exception("codec %s could not be measured; codec %s leaves it out", name, AUTO)
+            except CodecChoiceError as error:
+                logger.warning("codec %s leaves one out: %s", AUTO, error)
 
     def learn(self, progress: Progress) -> None:
         """Measure a request that has come to its end."""

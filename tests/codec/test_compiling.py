@@ -58,7 +58,10 @@ def test_using_a_codec_once_is_what_a_transfer_does(name):
 def test_what_is_done_is_told_and_what_fails_too():
     process = CompilerProcess(Order(SPEC, "cpu", "", ("raw", "no-such", "int8")))
     try:
-        assert [process.outcome(name).result(250) for name in ("raw", "no-such", "int8")] == [True, False, True]
+        raw, missing, int8 = (process.outcome(name).result(250) for name in ("raw", "no-such", "int8"))
+        assert missing is None
+        assert raw.stages == (1.0,) and 0 < int8.stages[0] < 0.7  # eight bits of sixteen, and scales
+        assert all(seconds > 0 for cost in (raw, int8) for seconds in (cost.encode_s, cost.decode_s))
     finally:
         process.close()
     assert not alive(process.pid)
@@ -66,14 +69,14 @@ def test_what_is_done_is_told_and_what_fails_too():
 
 def test_a_codebook_that_is_gone_fails_all_and_raises_nothing():
     process = CompilerProcess(Order(SPEC, "cpu", "/nowhere/book.json", ("raw",)))
-    assert process.outcome("raw").result(250) is False
+    assert process.outcome("raw").result(250) is None
     process.hurry("raw")
 
 
 def test_a_process_that_cannot_start_fails_all(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     process = CompilerProcess(Order(SPEC, "cpu", "", ("raw",)))
-    assert process.outcome("raw").result(250) is False and process.pid == 0
+    assert process.outcome("raw").result(250) is None and process.pid == 0
     process.close()
 
 
@@ -108,7 +111,7 @@ async def test_nothing_is_used_here_until_it_is_asked_for_and_then_once(codecs):
     made.warm_up("raw", LOADED)
     made.warm_up_others(["raw"], LOADED)
     for name in ("int8", "int4"):
-        assert await asyncio.wrap_future(made._compiler.outcome(name))
+        assert (await asyncio.wrap_future(made._compiler.outcome(name))).stages
     assert used == ["raw"]
     assert (await made.ready("raw")).name == "raw"
     found = await asyncio.gather(*(made.ready("int8") for _ in range(5)))

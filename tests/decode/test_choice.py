@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from codec.cost import CodecCost
 from kvrail.metrics import TransferMetrics
-from services.codecs import CodecCost
 from services.decode.choice import LEAST_GAIN, Chooser, LinkSample, LinkWatch, Situation, choose, expected_s
 
 RAW = CodecCost(1e-10, 1e-10, (1.0,))
