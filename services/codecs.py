@@ -203,8 +203,8 @@ class Codecs:
             return used
 
         def load(_: object = None) -> None:
-            if background.stopping() or self._closed:
-                used.cancel()
+            if self._closed:  # the worker ends, and whoever still asks compiles it
+                used.set_result(None)
                 return
             background.start(f"load {name}", lambda: self._load(self._all[name], loaded, used))
 

@@ -214,6 +214,7 @@ class Engine:
         """
         if not self._runner.launches_async:
             self._emit_drawn()
+        failures = self._failures
         flight, self._flight = self._flight, None
         if flight is None:
             flight = self._launch(self._plan())
@@ -223,6 +224,8 @@ class Engine:
             self._emit_drawn()
         if flight is not None:
             self._land(flight)
+            if self._failures == failures:  # neither this step nor the one behind it has failed
+                self._failures = 0
 
     def _plan(self) -> Step:
         with self._changed:
@@ -267,7 +270,6 @@ class Engine:
             behind, self._flight = self._flight, None
             self._step_failed([each.step for each in (flight, behind) if each is not None], error)
             return
-        self._failures = 0
         with self._changed:
             events = self._book.settle(flight.step, tokens)
         self._deliver(events)

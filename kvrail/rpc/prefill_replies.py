@@ -10,7 +10,7 @@ from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerU
 from kvrail.rpc.prefill_call import Deliver
 from kvrail.rpc.signal import Signal
 from kvrail.transport.base import Announcement
-from kvrail.transport.settled import settled
+from kvrail.waiting import settled
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, PrefillReply, TransferDone
 
 log = logging.getLogger(__name__)

@@ -14,14 +14,15 @@ from typing import TypeVar
 
 from codec.base import Codec, CodecError
 from codec.frame import FrameHeader, check_payload, unpack_head
-from kvrail.errors import FrameError, WorkerUnavailableError
+from kvrail.errors import FrameError
 from kvrail.transfer.guard import FrameGuard, Transfer
 from kvrail.transfer.observer import ReceivingObserver
 from kvrail.transfer.pages import PageSink
+from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import max_payload_bytes
 from kvrail.transfer.stages import KeptStages
 from kvrail.transport.base import Announcement, Inlet, Region
-from kvrail.transport.settled import settled
+from kvrail.waiting import in_thread, settled
 
 T = TypeVar("T")
 
@@ -127,7 +128,7 @@ class PageReceiver:
     async def _receive(self, announcement: Announcement, check: Callable[[Region], None], inlet: Inlet) -> Region:
         region = await inlet.receive(announcement.payload_bytes, on_device=announcement.on_device)
         try:
-            await self._in_thread(check, region)
+            await in_thread(self._executor, check, region)
         except BaseException as error:
             region.release()
             if isinstance(error, CodecError):
@@ -143,9 +144,9 @@ class PageReceiver:
                 reading.result()
                 return None
             self._changed.clear()
-            await self._within_silence(self._changed.wait())
+            await unless_silent(self._changed.wait(), self._silence_s)
         arrival = self._arrivals[0]
-        await self._within_silence(_unless_failed(arrival.region, reading))
+        await unless_silent(_unless_failed(arrival.region, reading), self._silence_s)
         region = arrival.region.result()
         self._observer.arrived(region.payload.nbytes, perf_counter() - asked)
         return region
@@ -153,7 +154,7 @@ class PageReceiver:
     async def _take(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
         """Decode one frame."""
         try:
-            await self._in_thread(self._decode, header, region, kept)
+            await in_thread(self._executor, self._decode, header, region, kept)
         finally:
             region.release()
         self._guard.landed(header)
@@ -177,22 +178,6 @@ class PageReceiver:
 
     def _wrong(self, error: CodecError) -> FrameError:
         return FrameError(f"request {self._transfer.request_id}: {error}")
-
-    async def _within_silence(self, awaitable: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._silence_s):  # unlike wait_for, Python 3.11's too, it loses no cancellation
-                return await awaitable
-        except TimeoutError:
-            raise WorkerUnavailableError(f"the prefill worker was silent for {self._silence_s:g} s") from None
-
-    async def _in_thread(self, function: Callable[..., None], *args: object) -> None:
-        """Run in a helper thread; a cancelled caller still waits, since pages may be being written."""
-        work = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait([work])
-            raise
 
 
 async def _unless_failed(wanted: "asyncio.Task[T]", other: "asyncio.Task[None]") -> None:

@@ -16,7 +16,6 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TypeVar
 
 import torch
 
@@ -30,10 +29,7 @@ from kvrail.transfer.pages import PageSource
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import first_recent_page, pages_per_frame
 from kvrail.transport.base import Announcement, Outlet, Payload
-from kvrail.transport.settled import settled
-
-A = TypeVar("A")
-T = TypeVar("T")
+from kvrail.waiting import in_thread, settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +156,7 @@ class PageSender:
         try:
             async with self._link.turn(self._order):
                 async with self._encoding:
-                    stages = await self._in_thread(self._encode, piece)
+                    stages = await in_thread(self._executor, self._encode, piece)
                 now = len(stages) if piece.first_page >= self._recent_page else 1
                 async with _together() as sending:
                     for stage in stages[:now]:
@@ -211,15 +207,6 @@ class PageSender:
         self._announce(Announcement(head, size, isinstance(stage.payload, torch.Tensor)))
         await self._outlet.send(stage.payload)
         self._observer.sent(header, size, perf_counter() - begin)
-
-    async def _in_thread(self, function: Callable[[A], T], argument: A) -> T:
-        """Run in a helper thread; a cancelled caller still waits: pages must not be given back while they are read."""
-        work = asyncio.get_running_loop().run_in_executor(self._executor, function, argument)
-        try:
-            return await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait([work])
-            raise
 
     def _encode(self, piece: Piece) -> list[_StagePayload]:
         """All stages of one piece, complete, with their digests."""

@@ -13,7 +13,7 @@ import torch
 
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transport.base import Payload, Peer
-from kvrail.transport.settled import settled
+from kvrail.waiting import settled
 
 
 class LentRegion:

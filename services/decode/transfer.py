@@ -3,22 +3,22 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Collection
+from collections.abc import Collection
 from concurrent.futures import Executor
 from time import perf_counter
-from typing import TypeVar
 
 from codec.base import Codec
 from codec.frame import FrameHeader
 from kvrail.engine.batch import SampledToken
 from kvrail.engine.events import Admitted, PageLease
 from kvrail.engine.requests import EngineRequest
-from kvrail.errors import FrameError, IncompatibleError, KvrailError, WorkerUnavailableError
+from kvrail.errors import FrameError, IncompatibleError, KvrailError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.rpc.prefill_call import PrefillCall
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.receiving import PageReceiver
+from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.base import Inlet, Peer
 from kvrail.wire import PROTOCOL_VERSION
@@ -30,8 +30,6 @@ from services.decode.choice import LinkWatch
 from services.decode.progress import Received
 from services.observing import ReceivedKV
 from services.pages import LeasedPages
-
-T = TypeVar("T")
 
 logger = logging.getLogger("kvrail.transfer")
 
@@ -132,7 +130,7 @@ class Fetch:
 
     async def _agree(self, call: PrefillCall, host: str, key: int) -> Inlet:
         """Check the other end's choice and open the way on which payloads will come."""
-        accepted = await self._within_silence(call.accepted())
+        accepted = await unless_silent(call.accepted(), self._silence_s)
         self._timeline.mark(Stage.PREFILL_QUEUED)
         codec, num_pages = self._codec, self._num_pages()
         chosen = (accepted.protocol_version, accepted.codec, accepted.first_page, accepted.page_count)
@@ -144,7 +142,8 @@ class Fetch:
             )
         carrier = self._carriers.get(accepted.transport)
         self.received = Received(codec.name, not codec.exact, carrier.name)
-        return await self._within_silence(carrier.inlet(Peer(accepted.transport_address, host), key))
+        inlet = carrier.inlet(Peer(accepted.transport_address, host), key)
+        return await unless_silent(inlet, self._silence_s)
 
     def _num_pages(self) -> int:
         """How many are missing here."""
@@ -188,13 +187,6 @@ class Fetch:
             for number, token_id in enumerate(message.token_ids)
         ]
         self._worker.engine.receive_first_tokens(self._request.request_id, tokens)
-
-    async def _within_silence(self, awaitable: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._silence_s):
-                return await awaitable
-        except TimeoutError:
-            raise WorkerUnavailableError(f"the prefill worker was silent for {self._silence_s:g} s") from None
 
 
 class _Watching(ReceivedKV):

@@ -22,8 +22,8 @@ from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
 from kvrail.transfer.pieces import Piece
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
-from kvrail.transport.settled import settled
 from kvrail.tuning import compute_with
+from kvrail.waiting import settled
 from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrail.worker import Worker

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from kvrail.engine.engine import MAX_FAILURES
 from kvrail.engine.events import Admitted, Failed, Finished, Prefilled
 from tests.engine.bench import Bench, Transfer, prompts
 from tests.engine.page_machine import VOCAB, expected
@@ -171,3 +172,21 @@ def test_traffic_of_all_kinds(seed, num_pages):
     assert bench.engine.status().pages.used == 0
     assert bench.machine.fed > 50
     traffic.check()
+
+
+def test_steps_that_fail_only_where_they_are_enqueued_ahead_end_the_engine(monkeypatch):
+    bench = Bench(ahead=True, **LIMITS)
+    execute = bench.machine.execute
+
+    def failing(slices, on_layer=None, feed=None):
+        if feed is not None:
+            raise RuntimeError("the device is broken")
+        return execute(slices, on_layer, feed)
+
+    monkeypatch.setattr(bench.machine, "execute", failing)
+    for number in range(MAX_FAILURES):
+        assert bench.engine.status().healthy
+        bench.submit(f"r{number}", [1, 2, 3], max_tokens=20)
+        bench.run()
+        assert isinstance(bench.events[f"r{number}"][-1], Failed)
+    assert not bench.engine.status().healthy
