@@ -6,7 +6,8 @@ from kvrail.config import PrefillSettings
 from kvrail.worker import build_worker, run_worker, serve
 from services.carriers import Carriers
 from services.codecs import Codecs
-from services.prefill.servicer import PageObserver, PrefillServicer
+from services.prefill.observer import PageObserver
+from services.prefill.servicer import PrefillServicer
 
 
 def run(settings: PrefillSettings) -> int:

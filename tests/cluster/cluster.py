@@ -24,7 +24,8 @@ from services.codecs import AUTO, Codecs
 from services.decode.fetching import Fetcher
 from services.decode.prefill_workers import GrpcPrefillWorkers
 from services.decode.servicer import DecodeServicer
-from services.prefill.servicer import PageObserver, PrefillServicer
+from services.prefill.observer import PageObserver
+from services.prefill.servicer import PrefillServicer
 
 MODEL = "tiny"
 WITHOUT_UCX = ucx.available()
