@@ -27,7 +27,8 @@ class Carriers:
     @classmethod
     async def to_send(cls, settings: PrefillSettings, device: torch.device) -> "Carriers":
         """A prefill worker's. Raises ConfigError where one that the settings name cannot be started."""
-        carriers, obstacle = await _ucx(settings, device, ALIGNMENT)
+        fast, obstacle = await _ucx(settings, device, ALIGNMENT)  # it receives nothing
+        carriers: list[Carrier] = [] if fast is None else [fast]
         try:
             if settings.transport != "ucx":
                 carriers.append(await SocketCarrier.start(host=settings.host, port=settings.data_port))
@@ -38,10 +39,13 @@ class Carriers:
 
     @classmethod
     async def to_receive(cls, settings: DecodeSettings, device: torch.device) -> "Carriers":
-        """A decode worker's. Raises ConfigError where one that the settings name cannot be started."""
+        """A decode worker's, with one host pool. Raises ConfigError where one that is named cannot be started."""
         pool_bytes = max(settings.receive_pool_mib << 20, 2 * settings.max_frame_bytes)
-        carriers, obstacle = await _ucx(settings, device, pool_bytes)
-        if settings.transport != "ucx":
+        fast, obstacle = await _ucx(settings, device, pool_bytes)
+        carriers: list[Carrier] = [] if fast is None else [fast]
+        if fast is not None and settings.transport != "ucx":
+            carriers.append(await SocketCarrier.start(fast.pools.host))
+        elif fast is None:
             buffer = torch.empty(pool_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
             carriers.append(await SocketCarrier.start(RegionPool(buffer)))
         return cls._told(carriers, settings, obstacle)
@@ -80,20 +84,19 @@ class Carriers:
         await asyncio.gather(*(carrier.aclose() for carrier in self.all))
 
 
-async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) -> tuple[list[Carrier], str]:
+async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) -> tuple[ucx.UcxCarrier | None, str]:
     """The UCX carrier, where the settings want it and, with auto, where it can be had; else why not."""
     if settings.transport == "grpc":
-        return [], ""
+        return None, ""
     if settings.transport == "auto" and (obstacle := ucx.available()):
-        return [], obstacle
+        return None, obstacle
     on_cuda = device.type == "cuda"
     try:
-        carrier = await ucx.UcxCarrier.start(
+        return await ucx.UcxCarrier.start(
             host_bytes=pool_bytes, device=device if on_cuda else None, device_bytes=pool_bytes if on_cuda else 0
-        )
+        ), ""
     except (KvrailError, RuntimeError, OSError) as error:
         if settings.transport != "auto":
             raise
         logger.warning("transport ucx does not start: %s", error)
-        return [], str(error)
-    return [carrier], ""
+        return None, str(error)

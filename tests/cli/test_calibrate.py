@@ -128,7 +128,7 @@ async def test_the_fingerprint_is_what_a_worker_reports(calibrate, tmp_path):
     assert calibrate()[0] == 0
     settings = DecodeSettings(model=str(tiny_model("llama")), num_pages=4)
     worker = build_worker(settings, codecs=["raw"], detokenize=False)
-    assert Codebook.load(tmp_path / "book.json").model_fingerprint == worker.status().model.fingerprint
+    assert Codebook.load(tmp_path / "book.json").model_fingerprint == worker.status([]).model.fingerprint
     other = Codebook.load(tmp_path / "book.json").model_fingerprint
     assert other != load(tiny_model("llama", seed=1)).fingerprint
 

@@ -120,33 +120,29 @@ async def test_the_sender_stands_still_and_is_given_up(ends):
         await peer.close()
 
 
-async def test_the_receiver_is_killed_in_the_middle(ends):
-    payload = memoryview(pattern(SIZE))
+@contextlib.asynccontextmanager
+async def sending_to_one_that_stopped(ends):
+    """The peer, an outlet and its first `send`, in whose middle the peer was stopped."""
     with peer_of(ends.kind, SIZE) as peer:
-        address = await peer.says()
-        outlet = await ends.sender.outlet(Peer(address, HOST), 1)
-        sending = asyncio.create_task(outlet.send(payload))
+        outlet = await ends.sender.outlet(Peer(await peer.says(), HOST), 1)
+        sending = asyncio.create_task(outlet.send(memoryview(pattern(SIZE))))
         peer.order("receive", ends.sender.address, 1, SIZE)
         assert await peer.says() == "ready"
         await asyncio.sleep(0.02)
         peer.stop()
         assert not sending.done(), "the whole payload left before the receiver could be stopped"
+        yield peer, outlet, sending
+
+
+async def test_the_receiver_is_killed_in_the_middle(ends):
+    async with sending_to_one_that_stopped(ends) as (peer, outlet, sending):
         peer.kill()
         await ends_aborted(sending, ends.kind, outlet)
     assert await ends.transfer(2, [b"after"]) == [b"after"]
 
 
 async def test_the_receiver_stands_still_and_is_given_up(ends):
-    payload = memoryview(pattern(SIZE))
-    with peer_of(ends.kind, SIZE) as peer:
-        address = await peer.says()
-        outlet = await ends.sender.outlet(Peer(address, HOST), 1)
-        sending = asyncio.create_task(outlet.send(payload))
-        peer.order("receive", ends.sender.address, 1, SIZE)
-        assert await peer.says() == "ready"
-        await asyncio.sleep(0.02)
-        peer.stop()
-        assert not sending.done(), "the whole payload left before the receiver could be stopped"
+    async with sending_to_one_that_stopped(ends) as (peer, outlet, sending):
         async with asyncio.timeout(CLOSE_S):
             await outlet.aclose()
         with pytest.raises(TransferAbortedError):
