@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import linear
 
 logger = logging.getLogger(__name__)
@@ -106,6 +105,8 @@ def compile_layers(layers: Iterable[torch.nn.Module], groups: Sequence[Sequence[
 
 
 def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    from torch._inductor.compile_fx import compile_fx  # two seconds, which only workers that compile spend
+
     merged = merge_equal_products(graph.graph)
     logger.debug("compiling a layer: %d equal products merged", merged)
     graph.recompile()

@@ -45,7 +45,7 @@ async def test_the_demo_model_says_what_generate_says(transport):
     text = (DEMO / "heldout.txt").read_text()
     ids = load_tokenizer(str(DEMO)).encode(text * 2, add_special_tokens=False)
     async with cluster(DEMO, transport) as c:
-        for length in LENGTHS:
+        for length in (1, 64, 65, 500, 1500):
             prompt = ids[100 : 100 + length]
             expected = generate(str(DEMO), tuple(prompt), 24)
             for _ in range(2):  # cold, then with the prefix cached

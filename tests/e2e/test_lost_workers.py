@@ -100,9 +100,9 @@ class Cluster:
         pytest.fail("the stream ended without [DONE]")
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    started = Cluster(tmp_path)
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    started = Cluster(tmp_path_factory.mktemp("lost"))
     yield started
     for process in started.processes.values():
         process.kill()
@@ -117,6 +117,7 @@ def test_a_killed_decode_worker_is_not_noticed(cluster):
 
 
 def test_killed_prefill_workers_are_not_noticed(cluster):
+    """One decode worker is left by the test before."""
     whole = cluster.stream()
     assert cluster.prefilled_by() in cluster.prefills
     cluster.kill(cluster.prefilled_by())

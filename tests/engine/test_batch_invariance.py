@@ -72,7 +72,7 @@ def test_verifying_many_tokens_leaves_the_kv_of_one_at_a_time(kv_dtype: str, beg
         assert torch.equal(pool.view(torch.uint8), pools[0].view(torch.uint8))
 
 
-@pytest.mark.parametrize("length", [100, 300, 700])
+@pytest.mark.parametrize("length", [100, 400])
 def test_a_prompt_at_once_and_in_chunks_leaves_the_same_kv(length: int) -> None:
     loaded, ids = demo("bfloat16"), tokens(length, 6)
     pages = -(-length // loaded.layout.page_size)
