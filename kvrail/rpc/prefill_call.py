@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from kvrail.errors import FrameError, KvrailError, RequestCancelledError
 from kvrail.rpc.signal import Signal
 from kvrail.transport.base import Announcement
+from kvrail.wire.v1.common_pb2 import Span
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, PrefillReply, TransferDone
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class PrefillCall:
         self._announced: deque[Announcement] = deque()
         self._frame_count = 0
         self._payload_bytes = 0
+        self._spans: list[Span] = []
         self._done = False
         self._failure: KvrailError | None = None
         self._changed = Signal()
@@ -72,6 +74,11 @@ class PrefillCall:
         if self._failure is not None:
             raise self._failure
         return self._announced.popleft() if self._announced else None
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """What the prefill worker tells of its work at the end of the transfer, where a trace was asked for."""
+        return self._spans
 
     def cancel(self) -> None:
         """End the call now, on both ends; whoever still waits here gets RequestCancelledError."""
@@ -148,4 +155,5 @@ class PrefillCall:
                 f"the sender counts {done.frame_count} frames and {done.payload_bytes} bytes;"
                 f" {self._frame_count} and {self._payload_bytes} were announced"
             )
+        self._spans = list(done.spans)
         self._done = True

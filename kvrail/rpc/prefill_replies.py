@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError
@@ -11,6 +11,7 @@ from kvrail.rpc.prefill_call import Deliver
 from kvrail.rpc.signal import Signal
 from kvrail.transport.base import Announcement
 from kvrail.waiting import settled
+from kvrail.wire.v1.common_pb2 import Span
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, PrefillReply, TransferDone
 
 log = logging.getLogger(__name__)
@@ -53,12 +54,13 @@ class PrefillReplies:
         self._frame_count += 1
         self._payload_bytes += announcement.payload_bytes
 
-    async def commit(self) -> None:
-        """Say that every frame has left; returns once all replies have.
+    async def commit(self, spans: Sequence[Span] = ()) -> None:
+        """Say that every frame has left, and tell of `spans`; returns once all replies have.
 
         Raises TransferAbortedError where the receiver gives up before that.
         """
-        self._put(PrefillReply(done=TransferDone(frame_count=self._frame_count, payload_bytes=self._payload_bytes)))
+        done = TransferDone(frame_count=self._frame_count, payload_bytes=self._payload_bytes, spans=spans)
+        self._put(PrefillReply(done=done))
         self._committed = True
         while not self._finished:
             await self._changed.wait()

@@ -9,8 +9,8 @@ from codec.frame import FrameHeader
 class SendingObserver(Protocol):
     """Told by the sending end."""
 
-    def encoded(self, codec: str, seconds: float, stats: EncodingStats) -> None:
-        """A block was encoded, in so many seconds from the launch to payloads that can leave."""
+    def encoded(self, header: FrameHeader, seconds: float, stats: EncodingStats) -> None:
+        """A block was encoded, in so many seconds from the launch to payloads that can leave; header: of stage 0."""
 
     def sent(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame has left, so many seconds after it was announced."""

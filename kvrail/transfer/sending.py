@@ -221,7 +221,7 @@ class PageSender:
             encoding = codec.encode(pages, on_device=outgoing.on_device)
             payloads = encoding.stages()
             digests = [digest_of(payload) for payload in payloads]
-        self._observer.encoded(codec.name, perf_counter() - begin, encoding.stats())
+        seconds = perf_counter() - begin
         header = FrameHeader(
             request_id=outgoing.request_id,
             codec=codec.name,
@@ -232,6 +232,7 @@ class PageSender:
             first_page=piece.first_page,
             sequence=0,
         )
+        self._observer.encoded(header, seconds, encoding.stats())
         return [
             _StagePayload(replace(header, stage=stage), payload, digest)
             for stage, (payload, digest) in enumerate(zip(payloads, digests, strict=True))

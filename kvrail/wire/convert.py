@@ -1,12 +1,13 @@
 """The project's types to protobuf messages and back. What comes from the network is checked here."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES, KVLayout
 from kvrail.lifecycle import Stage
 from kvrail.sampling import FinishReason, SamplingParams, TokenLogprobs
+from kvrail.spans import MAX_SPANS, Span
 from kvrail.wire.v1 import common_pb2, decode_pb2
 
 UINT32_MAX = (1 << 32) - 1
@@ -181,3 +182,31 @@ def finish_reason_from_proto(value: decode_pb2.FinishReason) -> FinishReason | N
         if value == known:
             return reason
     raise IncompatibleError(f"the peer finished a sequence for the unknown reason {value}")
+
+
+def spans_to_proto(spans: Iterable[Span]) -> list[common_pb2.Span]:
+    """What a process did for a request."""
+    return [
+        common_pb2.Span(
+            process=span.process,
+            track=span.track,
+            name=span.name,
+            begin=span.begin,
+            seconds=span.seconds,
+            sizes=span.sizes,
+        )
+        for span in spans
+    ]
+
+
+def spans_from_proto(messages: Sequence[common_pb2.Span]) -> list[Span]:
+    """Read a peer's spans; raises IncompatibleError for too many, or a time that is negative or not finite."""
+    if len(messages) > MAX_SPANS:
+        raise IncompatibleError(f"the peer tells of {len(messages)} spans; at most {MAX_SPANS} are taken")
+    for message in messages:
+        if not (0.0 <= message.begin < math.inf and 0.0 <= message.seconds < math.inf):
+            raise IncompatibleError(
+                f"the peer's span {message.name!r} begins at {message.begin} s and takes {message.seconds} s; times are"
+                " finite and not negative"
+            )
+    return [Span(m.process, m.track, m.name, m.begin, m.seconds, dict(m.sizes)) for m in messages]

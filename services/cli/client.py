@@ -1,4 +1,4 @@
-"""A small client of the OpenAI chat API: one streamed answer at a time."""
+"""A small client of the OpenAI chat API: one answer at a time, streamed or whole."""
 
 import json
 from collections.abc import Generator, Iterator, Mapping
@@ -76,6 +76,18 @@ class ChatClient:
                 yield from self._updates(response.iter_lines())
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
+
+    def complete(self, body: Mapping[str, Any]) -> Json:
+        """The whole answer to `body`, a chat completion request that is not a stream."""
+        try:
+            response = self._http.post("/chat/completions", json=body)
+            self._check(response)
+            answer: Json = response.json()
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        except ValueError:
+            raise WorkerUnavailableError(f"{self._url} does not speak OpenAI's API; check --url") from None
+        return answer
 
     def _updates(self, lines: Iterator[str]) -> Iterator[str | Json]:
         """What each server-sent event brings. Raises where the stream reports an error or ends too early."""

@@ -1,10 +1,10 @@
-"""The command `kvrail`: a whole cluster on one machine, one service of it, a chat with a running one, or a codebook."""
+"""The command `kvrail`: a cluster on one machine, one service of it, a chat or a trace of a running one, a codebook."""
 
 import sys
 
 from kvrail import __version__
 from kvrail.errors import ConfigError, KvrailError
-from services.cli import calibrate, chat, role, up
+from services.cli import calibrate, chat, role, trace, up
 from services.cli.flags import HelpFormatter, OneLineErrors
 
 USAGE_ERROR = 2
@@ -21,7 +21,7 @@ def build_parser() -> OneLineErrors:
     )
     parser.add_argument("--version", action="version", version=f"kvrail {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for module in (up, role, chat, calibrate):
+    for module in (up, role, chat, trace, calibrate):
         module.add_commands(commands)
     return parser
 

@@ -143,6 +143,7 @@ class Fetcher:
                 lease,
                 codec,
                 progress.timeline,
+                progress.spans,
                 self._silence_s,
             )
             for number, address in enumerate(workers):

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PrefillStarted, Verified
 from kvrail.engine.requests import EngineRequest
 from kvrail.lifecycle import Stage, Timeline
-from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto
+from kvrail.spans import SpanLog
+from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto, spans_to_proto
 from kvrail.wire.v1 import decode_pb2
 from services.decode.drafts import DraftLog
 
@@ -23,20 +24,28 @@ class Received:
 
 @dataclass(slots=True)
 class Progress:
-    """Follows one request's events in order. provisional: whether the caller is told of drafts."""
+    """Follows one request's events in order.
+
+    provisional: whether the caller is told of drafts. traced: whether it is told what took how long.
+    """
 
     request: EngineRequest
     provisional: bool
+    traced: bool = False
     timeline: Timeline = field(default_factory=Timeline)
     cached_tokens: int = 0
     prefill_worker: str = ""
     codec_reason: str = ""
     received: Received = field(default_factory=Received)
     drafts: DraftLog = field(init=False)
+    spans: SpanLog | None = field(init=False, default=None)
     _last_draft: float = 0.0  # seconds since the request came
+    _last_output: float | None = None
     _completion_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if self.traced:
+            self.spans = SpanLog("decode worker", self.timeline)
         self.drafts = DraftLog(self.request.params.n, len(self.request.resumed_ids))
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
@@ -45,6 +54,8 @@ class Progress:
             case Output():  # by far the most common
                 self._mark_first_token()
                 self.drafts.output(event)
+                if self.spans is not None:
+                    self._trace_output(event, self.spans)
                 return _output_reply(event)
             case Admitted():
                 self.timeline.mark(Stage.ADMITTED)
@@ -97,6 +108,13 @@ class Progress:
             self.timeline.mark(Stage.VERIFIED)
         return self.drafts.verified(event)
 
+    def _trace_output(self, event: Output, spans: SpanLog) -> None:
+        """The time since the output before; the first one's is the prefill's."""
+        now, last = self.timeline.elapsed(), self._last_output
+        if last is not None:
+            spans.add("tokens", "step", now - last, tokens=len(event.token_ids), sequence=event.index)
+        self._last_output = now
+
     def _mark_first_token(self) -> None:
         timeline = self.timeline
         if timeline.get(Stage.FIRST_TOKEN) is None:
@@ -124,6 +142,7 @@ class Progress:
                 codec_reason=self.codec_reason,
                 transport=received.transport if self.prefill_worker else "",
                 exposed_s=self.exposed_s() or 0.0,
+                spans=spans_to_proto(self.spans.all()) if self.spans is not None else (),
             )
         )
 

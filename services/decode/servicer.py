@@ -56,7 +56,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 resumed_ids=tuple(request.resumed_token_ids),
                 provisional=True,  # whoever asks: when drafts are made is measured
             )
-            progress = Progress(asked, request.provisional)
+            progress = Progress(asked, request.provisional, request.trace)
             events = self._worker.events.open(self._worker.engine, asked)
             fetching: asyncio.Task[None] | None = None
             try:

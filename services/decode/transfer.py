@@ -1,7 +1,6 @@
 """One attempt to fetch a prompt's first tokens and KV from one prefill worker into pages that are reserved here."""
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Collection
 from concurrent.futures import Executor
@@ -16,13 +15,20 @@ from kvrail.errors import FrameError, IncompatibleError, KvrailError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.rpc.prefill_call import PrefillCall
+from kvrail.spans import SpanLog
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.receiving import PageReceiver
 from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.base import Inlet, Peer
 from kvrail.wire import PROTOCOL_VERSION
-from kvrail.wire.convert import layout_to_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
+from kvrail.wire.convert import (
+    layout_to_proto,
+    logprobs_from_proto,
+    marks_from_proto,
+    sampling_to_proto,
+    spans_from_proto,
+)
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
 from services.carriers import Carriers
@@ -30,8 +36,6 @@ from services.decode.choice import LinkWatch
 from services.decode.progress import Received
 from services.observing import ReceivedKV
 from services.pages import LeasedPages
-
-logger = logging.getLogger("kvrail.transfer")
 
 
 class Fetch:
@@ -47,6 +51,7 @@ class Fetch:
         lease: PageLease,
         codec: Codec,
         timeline: Timeline,
+        spans: SpanLog | None,
         silence_s: float,
     ) -> None:
         self._worker = worker
@@ -57,6 +62,7 @@ class Fetch:
         self._held_pages = admitted.cached_tokens // worker.loaded.layout.page_size
         self._codec = codec
         self._timeline = timeline
+        self._spans = spans
         self._silence_s = silence_s
         self._pages = LeasedPages(worker.cache, worker.side, lease.pages, len(request.prompt_ids))
         self.received = Received(codec.name, not codec.exact)
@@ -83,6 +89,7 @@ class Fetch:
                 first = asyncio.create_task(self._take_first_tokens(call))
                 await self._receive(call, inlet)
                 await first
+                self._adopt_spans(call)
             finally:
                 if first is not None:
                     first.cancel()
@@ -91,6 +98,12 @@ class Fetch:
         self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
         self._timeline.mark(Stage.KV_COMPLETE)
         self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
+
+    def _adopt_spans(self, call: PrefillCall) -> None:
+        """Put the prefill worker's spans beside those made here."""
+        zero = self._timeline.get(Stage.PREFILL_QUEUED)
+        if self._spans is not None and zero is not None:
+            self._spans.adopt(spans_from_proto(call.spans), zero)
 
     async def _close(self, inlet: Inlet | None, call: PrefillCall, host: str, key: int) -> None:
         """Close the way, opened or not: what was sent before it was opened must not wait for ever at the sender."""
@@ -109,6 +122,7 @@ class Fetch:
         return prefill_pb2.PrefillRequest(
             request_id=self._request.request_id,
             prompt_token_ids=self._request.prompt_ids,
+            trace=self._spans is not None,
             sampling=sampling_to_proto(self._request.params),
             handshake=prefill_pb2.Handshake(
                 protocol_version=PROTOCOL_VERSION,
@@ -160,7 +174,7 @@ class Fetch:
             self._held_pages,
             first_recent_page(len(self._request.prompt_ids), layout.page_size),
         )
-        observer = _Watching(self._worker, self.received, self.watch, self._timeline)
+        observer = _Watching(self._worker, self._spans, self.received, self.watch, self._timeline)
         receiver = PageReceiver(
             transfer, codec, self._pages, self._executor, observer, self._silence_s, self._begin_drafting
         )
@@ -192,17 +206,17 @@ class Fetch:
 class _Watching(ReceivedKV):
     """Counts, and watches the link once the prompt has been computed."""
 
-    def __init__(self, worker: Worker, received: Received, watch: LinkWatch, timeline: Timeline) -> None:
-        super().__init__(worker)
+    def __init__(
+        self, worker: Worker, spans: SpanLog | None, received: Received, watch: LinkWatch, timeline: Timeline
+    ) -> None:
+        super().__init__(worker, spans)
         self._received = received
         self._watch = watch
         self._timeline = timeline
 
     def arrived(self, payload_bytes: int, waited_s: float) -> None:
         """A frame is here."""
-        logger.debug(
-            "at %.6f s: %d bytes are here, waited for during %.3f ms", perf_counter(), payload_bytes, 1e3 * waited_s
-        )
+        super().arrived(payload_bytes, waited_s)
         if self._timeline.get(Stage.PREFILL_FINISHED) is not None:
             self._watch.frame(payload_bytes, waited_s)
 

@@ -8,10 +8,12 @@ import grpc
 
 from kvrail.config import PrefillSettings
 from kvrail.errors import WorkerUnavailableError
+from kvrail.lifecycle import Timeline
 from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.prefill import serve_prefill
 from kvrail.rpc.prefill_replies import PrefillReplies
+from kvrail.spans import SpanLog
 from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
@@ -70,7 +72,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             await self._ready(agreed.codec.name)
             outlet = await agreed.carrier.outlet(agreed.peer, agreed.key)
             try:
-                number = next(self._calls)
+                number, timeline = next(self._calls), Timeline()
+                spans = SpanLog("prefill worker", timeline) if request.trace else None
                 sender = PageSender(
                     self._outgoing(request, agreed),
                     outlet,
@@ -78,9 +81,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     self._link(receiver, agreed.on_device),
                     number,
                     self._encoders,
-                    SentKV(self._worker),
+                    SentKV(self._worker, spans),
                 )
-                story = PrefillStory(self._worker, self._observer, request, number, sender, replies)
+                story = PrefillStory(self._worker, self._observer, request, number, sender, replies, timeline, spans)
                 await story.tell(agreed.accepted)
             finally:
                 await outlet.aclose()

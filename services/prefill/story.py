@@ -8,9 +8,10 @@ from kvrail.engine.requests import EngineRequest
 from kvrail.errors import KvrailError, TransferAbortedError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.rpc.prefill_replies import PrefillReplies
+from kvrail.spans import SpanLog
 from kvrail.transfer.sending import PageSender
 from kvrail.waiting import settled
-from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto
+from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto, spans_to_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
 from services.pages import LeasedPages
@@ -20,7 +21,8 @@ from services.prefill.observer import PageObserver
 class PrefillStory:
     """One call of a prefill worker, from its acceptance to its commit.
 
-    number: of the call; a request that is asked for again must not meet what is left of its first call.
+    number: of the call; a request that is asked for again must not meet what is left of its first call. timeline: begun
+    when the call came. spans: where a trace is asked for.
     """
 
     def __init__(
@@ -31,6 +33,8 @@ class PrefillStory:
         number: int,
         sender: PageSender,
         replies: PrefillReplies,
+        timeline: Timeline,
+        spans: SpanLog | None,
     ) -> None:
         self._worker = worker
         self._observer = observer
@@ -38,7 +42,8 @@ class PrefillStory:
         self._engine_id = f"{request.request_id}/{number}"
         self._sender = sender
         self._replies = replies
-        self._timeline = Timeline()
+        self._timeline = timeline
+        self._spans = spans
         self._lease: PageLease | None = None
 
     async def tell(self, accepted: prefill_pb2.Accepted) -> None:
@@ -52,7 +57,7 @@ class PrefillStory:
             await asyncio.sleep(0)  # the last layers were told before the end, but perhaps not heard yet
             self._sender.close()
             await sending
-            await self._replies.commit()
+            await self._replies.commit([] if self._spans is None else spans_to_proto(self._spans.all()))
             outcome = "committed"
         except TransferAbortedError:
             raise

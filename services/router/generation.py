@@ -17,7 +17,14 @@ from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import RouterMetrics
 from kvrail.rpc.trunk import ReplyStream
 from kvrail.sampling import FinishReason, TokenLogprobs
-from kvrail.wire.convert import finish_reason_from_proto, logprobs_from_proto, marks_from_proto, sampling_to_proto
+from kvrail.spans import Span
+from kvrail.wire.convert import (
+    finish_reason_from_proto,
+    logprobs_from_proto,
+    marks_from_proto,
+    sampling_to_proto,
+    spans_from_proto,
+)
 from kvrail.wire.v1 import decode_pb2
 from services.router.translate import Plan
 from services.router.workers import DecodeWorker, WorkerPool
@@ -248,6 +255,7 @@ class Generation:
                 sampling=sampling_to_proto(sampling),
                 codec=plan.codec,
                 provisional=plan.provisional,
+                trace=plan.traced,
             )
             self._streams.append(_PromptStream(self._call, request, i * plan.n))
 
@@ -263,6 +271,16 @@ class Generation:
     def summaries(self) -> list[decode_pb2.GenerateSummary]:
         """What workers said at the end of each prompt's stream that has ended."""
         return [stream.ended.summary for stream in self._streams if stream.ended is not None]
+
+    def spans(self) -> list[Span]:
+        """What workers did, in seconds since the request came; empty where no trace was asked for."""
+        zero = self._timeline.get(Stage.DISPATCHED) or 0.0
+        return [
+            replace(span, begin=zero + stream.ended.offset + span.begin)
+            for stream in self._streams
+            if stream.ended is not None
+            for span in spans_from_proto(stream.ended.summary.spans)
+        ]
 
     async def updates(self) -> AsyncGenerator[Updates]:
         """Output of all choices as it comes; raises the first error of any. Close it to cancel."""

@@ -77,11 +77,13 @@ class KvrailOptions(Wire):
     """Our own extension of a request.
 
     codec: how the KV crosses, one that the workers know, or auto. provisional: whether a stream also shows tokens
-    that are drafted on a coarse KV, before they are verified (docs/provisional-streaming.md).
+    that are drafted on a coarse KV, before they are verified (docs/provisional-streaming.md). trace: whether the usage
+    also tells what each process did when (`kvrail trace` draws it).
     """
 
     codec: Annotated[str, Field(max_length=64)] = ""
     provisional: bool = False
+    trace: bool = False
 
 
 class Request(Wire):

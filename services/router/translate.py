@@ -11,7 +11,7 @@ from kvrail.errors import ContextLengthError, InvalidRequestError
 from kvrail.sampling import SamplingParams
 from kvrail.text import Tokenizer
 from kvrail.wire.convert import UINT64_MAX
-from services.router.schema import ChatRequest, CompletionRequest, Message, Request, TokenizeRequest
+from services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Message, Request, TokenizeRequest
 
 log = logging.getLogger("kvrail.router.translate")
 
@@ -43,7 +43,7 @@ class Plan:
     """What to generate: one stream for each prompt.
 
     prompts: token ids. sampling: one for each prompt. prefixes: text that goes before each prompt's output (echo).
-    provisional: whether drafts are shown.
+    provisional: whether drafts are shown. traced: whether the usage tells what each process did when.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -51,6 +51,7 @@ class Plan:
     prefixes: Sequence[str]
     codec: str
     provisional: bool
+    traced: bool = False
 
     @property
     def n(self) -> int:
@@ -216,7 +217,8 @@ class Planner:
             if (request.min_tokens or 0) > budget:
                 _refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
             sampling.append(_sampling(request, budget, logprobs))
-        return Plan(prompts, sampling, prefixes, codec, bool(request.kvrail and request.kvrail.provisional))
+        ours = request.kvrail or KvrailOptions()
+        return Plan(prompts, sampling, prefixes, codec, ours.provisional, ours.trace)
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:

@@ -42,4 +42,24 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
         "drafts_accepted": sum(summary.drafts_accepted for summary in summaries),
         "stage_seconds": {name: round(seconds, 6) for name, seconds in timeline.parts().items()},
     }
+    if generation.plan.traced:
+        usage["kvrail"]["trace"] = _trace(generation, timeline)
     return usage
+
+
+def _trace(generation: Generation, timeline: Timeline) -> dict[str, Any]:
+    """The request's moments, and what workers did for it; seconds since it came."""
+    return {
+        "moments": {stage.value: round(seconds, 6) for stage, seconds in timeline.marks()},
+        "spans": [
+            {
+                "process": span.process,
+                "track": span.track,
+                "name": span.name,
+                "begin": round(span.begin, 6),
+                "seconds": round(span.seconds, 6),
+                **span.sizes,
+            }
+            for span in generation.spans()
+        ],
+    }

@@ -1,10 +1,14 @@
 """A cluster as it comes, asked over HTTP: what each codec carries, and how that shows."""
 
+import json
+import subprocess
+import sys
+
 import httpx
 import pytest
 
 from codec import registry
-from tests.e2e.cluster import MODEL, lint, samples, started
+from tests.e2e.cluster import MODEL, ROOT, lint, samples, started
 
 LEAST_RATIO = {
     "raw": 1.0,
@@ -68,6 +72,34 @@ def test_the_workers_say_what_their_codecs_did(cluster):
         assert total(prefill, "kvrail_kv_raw_bytes_total", codec, direction="sent") == 2 * values > 0
         assert total(prefill, "kvrail_kv_escaped_values_total", codec) < 0.05 * values
         assert total(prefill, "kvrail_kv_raw_tensors_total", codec) == (2 * frames if codec == "raw" else 0)
+
+
+def test_a_trace_tells_where_each_byte_went(cluster, tmp_path):
+    path = tmp_path / "trace.json"
+    flags = ["--url", cluster.url, "--codec", "splitzip-progressive", "--max-tokens", "8", "--out", str(path)]
+    command = [sys.executable, "-m", "services.cli.main", "trace", *flags, PROMPT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(path.read_text())
+    usage, events = told["otherData"], told["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(processes.values()) == ["decode worker", "prefill worker", "request"]
+    spans = [event for event in events if event["ph"] == "X"]
+
+    def total(process, track):
+        return sum(e["args"]["bytes"] for e in spans if (processes[e["pid"]], e["cat"]) == (process, track))
+
+    assert total("prefill worker", "encode") == usage["kv_raw_bytes"] > 0
+    assert total("prefill worker", "send") == total("decode worker", "decode") == usage["kv_bytes"] > 0
+    assert sum(e["args"]["tokens"] for e in spans if e["cat"] == "tokens") == 7
+    (whole,) = (event for event in spans if event["cat"] == "whole")
+    end = whole["ts"] + whole["dur"]
+    assert sum(e["dur"] for e in spans if e["cat"] == "parts") == pytest.approx(end, rel=1e-3)
+    assert all(e["ts"] >= 0 and e["ts"] + e["dur"] <= end + 2 for e in spans)
+    assert {"prefill", "kv_wait", "draft", "decode"} <= {line.split()[0] for line in done.stdout.splitlines()}
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "exists; add --force" in refused.stderr
+    assert "trace" not in ask(cluster).json()["usage"]["kvrail"]
 
 
 @pytest.mark.parametrize("service", ["prefill-0", "decode-0"])

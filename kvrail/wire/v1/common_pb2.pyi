@@ -105,6 +105,29 @@ class Mark(_message.Message):
     seconds: float
     def __init__(self, stage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
+class Span(_message.Message):
+    __slots__ = ("process", "track", "name", "begin", "seconds", "sizes")
+    class SizesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    TRACK_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    track: str
+    name: str
+    begin: float
+    seconds: float
+    sizes: _containers.ScalarMap[str, int]
+    def __init__(self, process: _Optional[str] = ..., track: _Optional[str] = ..., name: _Optional[str] = ..., begin: _Optional[float] = ..., seconds: _Optional[float] = ..., sizes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

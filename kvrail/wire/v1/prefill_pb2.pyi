@@ -48,16 +48,18 @@ class Handshake(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ..., link_bytes_per_s: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[OfferedTransport, _Mapping]]] = ..., transfer_key: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake", "trace")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _common_pb2.SamplingParams
     handshake: Handshake
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., handshake: _Optional[_Union[Handshake, _Mapping]] = ...) -> None: ...
+    trace: bool
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., handshake: _Optional[_Union[Handshake, _Mapping]] = ..., trace: _Optional[bool] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("protocol_version", "codec", "transport", "first_page", "page_count", "transport_address")
@@ -96,12 +98,14 @@ class FrameAnnounced(_message.Message):
     def __init__(self, head: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., on_device: _Optional[bool] = ...) -> None: ...
 
 class TransferDone(_message.Message):
-    __slots__ = ("frame_count", "payload_bytes")
+    __slots__ = ("frame_count", "payload_bytes", "spans")
     FRAME_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     frame_count: int
     payload_bytes: int
-    def __init__(self, frame_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    def __init__(self, frame_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("accepted", "first_token", "done", "announced")
