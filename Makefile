@@ -59,7 +59,7 @@ test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's outp
 lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports
 	@scratch=$$(mktemp -d) && trap 'rm -rf "$$scratch"' EXIT && \
 		PYTHON=$(abspath $(BIN))/python scripts/protos.sh "$$scratch" && \
