@@ -1,0 +1,83 @@
+"""One scenario of faults from beginning to end, inside the hub's namespace; prints a Report as JSON.
+
+python -m tests.chaos.storm SCENARIO --hub NAME --workers NAME,... --models FOLDER,FOLDER --folder FOLDER
+"""
+
+import argparse
+import asyncio
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.chaos.cluster import Cluster
+from tests.chaos.faults import SCENARIOS, befall
+from tests.chaos.ground import Ground
+from tests.chaos.load import ask, bodies, storm
+
+CLIENTS = 8
+DISTINCT = 24
+"""Requests that differ; a storm asks them again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of a storm.
+
+    outcomes: requests of each kind (see load.Outcome). details: of those that were not answered in full. faults: what
+    was done. files_before, files_after: descriptors that the router held.
+    """
+
+    outcomes: dict[str, int]
+    details: list[str]
+    faults: list[str]
+    files_before: int
+    files_after: int
+
+
+async def weather(cluster: Cluster, scenario: str, requests: int, seed: int) -> Report:
+    """Learn the answers undisturbed, ask again under faults, and wait until all is as it was."""
+    asked = bodies(DISTINCT, seed)
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+        known = [(body, await ask(client, body)) for body in asked]
+    await asyncio.to_thread(cluster.settled)
+    before = cluster.router.num_fds()
+    harm = asyncio.create_task(befall(cluster, scenario, seed))
+    outcomes = await storm(cluster.url, [known[i % DISTINCT] for i in range(requests)], CLIENTS)
+    harm.cancel()
+    faults = await harm
+    await asyncio.to_thread(cluster.settled)
+    return Report(
+        dict(Counter(outcome.kind for outcome in outcomes)),
+        [f"{outcome.kind}: {outcome.detail}" for outcome in outcomes if outcome.kind != "full"],
+        faults,
+        before,
+        cluster.router.num_fds(),
+    )
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--hub", required=True)
+    parser.add_argument("--workers", required=True)
+    parser.add_argument("--models", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    ground = Ground(args.hub, tuple(args.workers.split(",")))
+    cluster = Cluster(ground, args.folder, [Path(model) for model in args.models.split(",")])
+    try:
+        cluster.settled()
+        report = asyncio.run(weather(cluster, args.scenario, args.requests, args.seed))
+    finally:
+        cluster.stop()
+    print(json.dumps(asdict(report)))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

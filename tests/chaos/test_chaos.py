@@ -1,0 +1,46 @@
+"""Clients of a cluster whose workers are killed, stopped and cut off get their answers, token by token as ever."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.chaos.cluster import ROOT
+from tests.chaos.faults import SCENARIOS
+from tests.chaos.ground import laid
+from tests.models import tiny_model
+
+REQUESTS = int(os.environ.get("KVRAIL_CHAOS_REQUESTS", "40"))
+WORKERS = 4
+FILES_OF_CONNECTIONS = 8
+"""Descriptors that the router may hold besides: connections of clients that have just gone, of workers that came."""
+NO_LOSS = ("upgrades", "slow links")
+"""Scenarios in which nothing is broken: every request is answered in full."""
+chaos = pytest.mark.chaos
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "name", ["everything", *(pytest.param(s, marks=chaos) for s in SCENARIOS if s != "everything")]
+)
+def test_clients_notice_nothing(name, tmp_path):
+    with laid(WORKERS) as ground:
+        inside = [*ground.inside(ground.hub), sys.executable, "-m", "tests.chaos.storm", name]
+        flags = {
+            "--hub": ground.hub,
+            "--workers": ",".join(ground.workers),
+            "--models": f"{tiny_model('llama')},{tiny_model('llama', seed=1)}",
+            "--folder": str(tmp_path),
+            "--requests": str(REQUESTS),
+        }
+        command = [*inside, *(part for flag in flags.items() for part in flag)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    logs = {log.name: log.read_text()[-3000:] for log in tmp_path.iterdir()}
+    assert done.returncode == 0, (done.stderr, logs)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["faults"], "nothing befell the cluster"
+    assert set(report["outcomes"]) <= {"full", "refused"}, report  # none wrong, none hung, no improper error
+    assert report["outcomes"]["full"] >= (1 if name in NO_LOSS else 0.99) * REQUESTS, report
+    assert report["files_after"] <= report["files_before"] + FILES_OF_CONNECTIONS, report
