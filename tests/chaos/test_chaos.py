@@ -26,17 +26,21 @@ chaos = pytest.mark.chaos
     "name", ["everything", *(pytest.param(s, marks=chaos) for s in SCENARIOS if s != "everything")]
 )
 def test_clients_notice_nothing(name, tmp_path):
-    with laid(WORKERS) as ground:
-        inside = [*ground.inside(ground.hub), sys.executable, "-m", "tests.chaos.storm", name]
-        flags = {
-            "--hub": ground.hub,
-            "--workers": ",".join(ground.workers),
-            "--models": f"{tiny_model('llama')},{tiny_model('llama', seed=1)}",
-            "--folder": str(tmp_path),
-            "--requests": str(REQUESTS),
-        }
-        command = [*inside, *(part for flag in flags.items() for part in flag)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        with laid(WORKERS) as ground:
+            inside = [*ground.inside(ground.hub), sys.executable, "-m", "tests.chaos.storm", name]
+            flags = {
+                "--hub": ground.hub,
+                "--workers": ",".join(ground.workers),
+                "--models": f"{tiny_model('llama')},{tiny_model('llama', seed=1)}",
+                "--folder": str(tmp_path),
+                "--requests": str(REQUESTS),
+            }
+            command = [*inside, *(part for flag in flags.items() for part in flag)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        assert not os.environ.get("CI"), error
+        pytest.skip(f"network namespaces need root and iproute2: {error}")
     logs = {log.name: log.read_text()[-3000:] for log in tmp_path.iterdir()}
     assert done.returncode == 0, (done.stderr, logs)
     report = json.loads(done.stdout.splitlines()[-1])
