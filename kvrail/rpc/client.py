@@ -44,6 +44,10 @@ class DecodeClient:
         """
         return self._trunk.call(request, timeout_s=timeout_s, on_overflow=on_overflow)
 
+    def give_up(self, reason: str) -> None:
+        """Have everybody who waits for the worker hear that it is lost."""
+        self._trunk.give_up(reason)
+
     async def close(self) -> None:
         """End what still runs."""
         await self._trunk.close()

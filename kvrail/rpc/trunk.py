@@ -220,9 +220,10 @@ class _Line:
             if is_cancelling():
                 raise
         finally:
-            self._break(error)
+            self.break_off(error)
 
-    def _break(self, error: KvrailError) -> None:
+    def break_off(self, error: KvrailError) -> None:
+        """End the stream at once; all its calls hear why."""
         self.broken = True
         self._stream.cancel()
         self._ways[1].cancel()
@@ -267,6 +268,11 @@ class Trunk:
         if self._line is None or self._line.broken:
             self._line = _Line(self._open_stream(), self._peer)
         return self._line.begin(request, timeout_s, on_overflow)
+
+    def give_up(self, reason: str) -> None:
+        """Every call that runs hears that the worker is lost; the next call opens another stream."""
+        if self._line is not None and not self._line.broken:
+            self._line.break_off(WorkerUnavailableError(reason))
 
     async def close(self) -> None:
         """Close the stream; calls that still run are ended."""

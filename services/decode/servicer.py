@@ -8,7 +8,7 @@ import grpc.aio
 
 from kvrail.engine.events import Admitted
 from kvrail.engine.requests import EngineRequest
-from kvrail.errors import InvalidRequestError
+from kvrail.errors import InvalidRequestError, WorkerUnavailableError
 from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
 from kvrail.wire.convert import sampling_from_proto
@@ -78,6 +78,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def _check(self, request: decode_pb2.GenerateRequest) -> str:
         """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""
         self._worker.check_model(request.model)
+        ours = self._worker.loaded.fingerprint
+        if request.model_fingerprint and request.model_fingerprint != ours:
+            raise WorkerUnavailableError(
+                f"this worker has model fingerprint {ours[:16]!r}, the request belongs to"
+                f" {request.model_fingerprint[:16]!r}; ask another worker"
+            )
         if not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
             raise InvalidRequestError(
                 f"request_id has {len(request.request_id)} characters; give 1 to {MAX_REQUEST_ID_CHARS}",

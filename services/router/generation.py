@@ -29,6 +29,8 @@ from kvrail.wire.v1 import decode_pb2
 from services.router.translate import Plan
 from services.router.workers import DecodeWorker, WorkerPool
 
+MAX_MOVES = 2
+"""Times that a request goes on elsewhere: one that kills workers must not visit them all."""
 MERGE_QUEUE = 64
 """Batches of updates of several prompts that wait for a slow client before what feeds them does."""
 
@@ -135,11 +137,13 @@ class _PromptStream:
     async def updates(self) -> AsyncGenerator[Updates]:
         """What the replies tell, in order; raises from the error tree.
 
-        Where a worker is lost, the next one continues what was said. Of n > 1 sequences only the whole can move, and
-        only before the first output.
+        Where a worker is lost, the best of those that are there now continues what was said. Of n > 1 sequences only
+        the whole can move, and only before the first output.
         """
-        workers = self._call.pool.decode_order()
-        for position, worker in enumerate(workers):
+        full: set[str] = set()  # workers that had no room
+        losses = 0
+        worker = self._call.pool.decode_order()[0]
+        while True:
             self._began = self._finished = False
             try:
                 async with aclosing(self._from(worker)) as batches:
@@ -149,10 +153,15 @@ class _PromptStream:
             except (WorkerUnavailableError, OverloadedError) as error:
                 if isinstance(error, WorkerUnavailableError):
                     self._call.pool.lost(worker, str(error))
+                    losses += 1
+                else:
+                    full.add(worker.target)
                 if self._finished:
                     return  # only the summary is missing
-                if position == len(workers) - 1 or (self._began and self._n > 1):
+                others = [each for each in self._call.pool.healthy_decode() if each.target not in full]
+                if not others or losses > MAX_MOVES or (self._began and self._n > 1):
                     raise
+                worker = others[0]
                 self._call.metrics.failovers.inc()
                 if self._drafts:
                     yield list(self._drafts.values())
@@ -160,6 +169,7 @@ class _PromptStream:
 
     async def _from(self, worker: DecodeWorker) -> AsyncGenerator[Updates]:
         """What one worker's replies tell."""
+        self._keep_to_the_weights()
         prefill = self._call.pool.prefill_order()
         del self._request.prefill_workers[:]
         self._request.prefill_workers.extend(prefill)
@@ -184,6 +194,13 @@ class _PromptStream:
                     yield updates
         if self._unfinished or self.ended is None:
             raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
+
+    def _keep_to_the_weights(self) -> None:
+        """Have the request refused where other weights are served; raises where nobody has those that it began on."""
+        now = self._call.pool.fingerprint
+        if self._request.resumed_token_ids and self._request.model_fingerprint != now:
+            raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
+        self._request.model_fingerprint = now
 
     def _index(self, reply: decode_pb2.GenerateReply) -> int:
         if reply.index >= self._n:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvrail.wire.v1 import common_pb2
+
 
 class WorkerState(StrEnum):
     """What the router thinks of a worker."""
@@ -70,14 +72,33 @@ class Identity:
     protocol_version: int
 
 
-def choose_fingerprint(current: str, seen: Sequence[str]) -> str:
-    """The fingerprint that the cluster serves: the most common one; ties go to the current one, then to the earlier.
+def choose_fingerprint(current: str, decode: Sequence[str], prefill: Sequence[str]) -> str:
+    """The fingerprint that the cluster serves: of most decode workers; ties go to the current one, then to the earlier.
 
-    seen: fingerprints of the workers that answer, in the order of the configuration.
+    decode, prefill: fingerprints of the workers that answer, in the order of the configuration. Without decode workers
+    nothing is served, so prefill workers decide only what is said until one comes: in an upgrade they may go first.
     """
+    seen = decode or ([] if current else prefill)
     if not seen:
         return current
     return max(dict.fromkeys(seen), key=lambda fingerprint: (seen.count(fingerprint), fingerprint == current))
+
+
+def page_mismatch(prefill: common_pb2.KVLayout, decode: Sequence[common_pb2.KVLayout]) -> str:
+    """Why no decode worker could take a prefill worker's pages; empty where one can, or none has answered."""
+    if not decode or prefill in decode:
+        return ""
+    name = next(
+        field.name for field in prefill.DESCRIPTOR.fields if any(_differ(prefill, d, field.name) for d in decode)
+    )
+    theirs = ", ".join(sorted({str(getattr(layout, name)) for layout in decode}))
+    return (
+        f"has KV pages of {name} {getattr(prefill, name)}, decode workers of {theirs}; run both with the same settings"
+    )
+
+
+def _differ(one: common_pb2.KVLayout, other: common_pb2.KVLayout, name: str) -> bool:
+    return bool(getattr(one, name) != getattr(other, name))
 
 
 def incompatibility(identity: Identity, *, model: str, fingerprint: str, protocol_version: int) -> str:

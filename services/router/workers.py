@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from time import monotonic
 from typing import Any, Protocol
 
 import grpc.aio
@@ -23,6 +24,7 @@ from services.router.policy import (
     choose_fingerprint,
     incompatibility,
     order_workers,
+    page_mismatch,
 )
 from services.router.translate import Limits
 
@@ -30,6 +32,8 @@ log = logging.getLogger("kvrail.router.workers")
 
 STATUS_TIMEOUT_S = 3.0
 """A worker that does not say how it is for so long counts as lost."""
+GIVEN_UP_S = 12.0
+"""A decode worker that says nothing for so long has hung: what runs there goes on elsewhere."""
 STARTUP_GRACE_S = 30.0
 """How long a router that has just started looks for workers before it does without those that never answered."""
 STARTUP_WAIT_S = 2.0
@@ -55,6 +59,7 @@ class Worker:
         self.answer: common_pb2.WorkerStatus | None = None
         self.failure = ""
         self.heard = False  # ever
+        self._last_heard = monotonic()
         self._client = client
         self._sent = 0
         self._sent_before_answer = 0
@@ -68,7 +73,12 @@ class Worker:
             self.lost(str(error))
             return
         self.answer, self.failure, self._sent_before_answer = answer, "", sent
-        self.heard = True
+        self.heard, self._last_heard = True, monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last said how it is."""
+        return monotonic() - self._last_heard
 
     def lost(self, reason: str) -> None:
         """Take note that the worker did not answer."""
@@ -165,18 +175,26 @@ class WorkerPool:
         while True:
             await worker.ask()
             self.reconsider()
+            if isinstance(worker, DecodeWorker) and worker.silent_s > GIVEN_UP_S:
+                worker.client.give_up(f"decode worker {worker.target} has said nothing for {worker.silent_s:.0f} s")
             await asyncio.sleep(self._interval)
 
     def reconsider(self) -> None:
         """Decide anew which workers can get requests."""
-        answers = [w.answer for w in self.workers if w.answer is not None and w.answer.model.name == self._model]
-        self.fingerprint = choose_fingerprint(self.fingerprint, [answer.model.fingerprint for answer in answers])
+        self.fingerprint = choose_fingerprint(
+            self.fingerprint, self._fingerprints(self.decode.values()), self._fingerprints(self.prefill.values())
+        )
         for worker in self.workers:
             state, detail = self._judge(worker)
             if state is not worker.state or detail != worker.detail:
                 self._announce(worker, state, detail)
         if all(worker.heard for worker in self.workers):
             self._settled.set()
+
+    def _fingerprints(self, workers: Iterable[Worker]) -> list[str]:
+        """What those of `workers` that answer have loaded."""
+        answers = [worker.answer for worker in workers if worker.answer is not None]
+        return [answer.model.fingerprint for answer in answers if answer.model.name == self._model]
 
     def _judge(self, worker: Worker) -> tuple[WorkerState, str]:
         """A worker's state and why."""
@@ -189,6 +207,8 @@ class WorkerPool:
             fingerprint=self.fingerprint,
             protocol_version=PROTOCOL_VERSION,
         )
+        if not why and worker.role == "prefill":
+            why = page_mismatch(answer.layout, [w.answer.layout for w in self.decode.values() if w.answer is not None])
         if why:
             return WorkerState.INCOMPATIBLE, why
         return (WorkerState.DRAINING, "finishes what it has") if answer.draining else (WorkerState.HEALTHY, "")
@@ -229,10 +249,13 @@ class WorkerPool:
                 async with asyncio.timeout(STARTUP_WAIT_S):
                     await self._settled.wait()
 
+    def healthy_decode(self) -> list[DecodeWorker]:
+        """Decode workers that take requests, the best first."""
+        return [self.decode[target] for target in order_workers(w.candidate() for w in self.decode.values())]
+
     def decode_order(self) -> list[DecodeWorker]:
         """Decode workers that take requests, the best first. Raises WorkerUnavailableError where there is none."""
-        order = [self.decode[target] for target in order_workers(w.candidate() for w in self.decode.values())]
-        if not order:
+        if not (order := self.healthy_decode()):
             states = ", ".join(f"{worker.target} is {worker.state}" for worker in self.decode.values())
             raise WorkerUnavailableError(f"no decode worker takes requests now ({states}); retry, or start one")
         return order

@@ -70,6 +70,7 @@ class Cluster:
         request_id="",
         resumed=(),
         provisional=False,
+        fingerprint="",
         **params,
     ) -> Answer:
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}
@@ -82,6 +83,7 @@ class Cluster:
             codec=codec,
             resumed_token_ids=resumed,
             provisional=provisional,
+            model_fingerprint=fingerprint,
         )
         answer = Answer()
         async with self.client.generate(request, timeout_s=120) as replies:

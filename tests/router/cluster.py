@@ -136,6 +136,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.deadlines: list[float] = []
         self.cancelled = asyncio.Event()
         self.target = ""
+        self.hung = False
 
     @maps_errors
     async def Generate(self, request, context):
@@ -150,6 +151,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     @maps_errors
     async def GetStatus(self, request, context):
+        if self.hung:
+            await asyncio.Event().wait()
         return self.status
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
-import httpx
 import openai
 import pytest
 
@@ -15,7 +14,6 @@ from kvrail.wire.v1 import common_pb2, decode_pb2
 from tests.router.cluster import (
     CONTEXT,
     MODEL,
-    OUTPUT,
     VOCABULARY,
     Cluster,
     FakeDecode,
@@ -26,30 +24,9 @@ from tests.router.cluster import (
     until,
     write_output,
 )
+from tests.router.scripts import error_of, failing, hanging
 
 APIS = ("chat", "complete")
-
-
-def failing(error: KvrailError, after: int = 0) -> Script:
-    """A worker that fails after `after` tokens."""
-
-    async def script(worker, request) -> AsyncIterator[decode_pb2.GenerateReply]:
-        for _ in range(after):
-            yield decode_pb2.GenerateReply(token_ids=[10], text="x")
-        raise error
-
-    return script
-
-
-def hanging(after: int = 0) -> Script:
-    """A worker that says no more after `after` tokens."""
-
-    async def script(worker, request) -> AsyncIterator[decode_pb2.GenerateReply]:
-        for _ in range(after):
-            yield decode_pb2.GenerateReply(token_ids=[10], text="x")
-        await asyncio.Event().wait()
-
-    return script
 
 
 async def ends_early(worker, request) -> AsyncIterator[decode_pb2.GenerateReply]:
@@ -59,12 +36,6 @@ async def ends_early(worker, request) -> AsyncIterator[decode_pb2.GenerateReply]
 async def in_flight(cluster: Cluster) -> float:
     states = ("waiting", "running")
     return sum([await cluster.metric(f'kvrail_requests_in_flight{{state="{state}"}}') for state in states])
-
-
-def error_of(answer: httpx.Response, status_code: int, code: str | None) -> str:
-    assert answer.status_code == status_code, answer.text
-    assert answer.json()["error"]["code"] == code
-    return answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -192,65 +163,6 @@ async def running(cluster: Cluster) -> bool:
     return await cluster.metric('kvrail_requests_in_flight{state="running"}') == 1
 
 
-async def test_failover_to_another_worker(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, decode=2) as cluster:
-        broken, sound = cluster.decode
-        sound.status = status(running=5)  # so that the broken one is asked first
-        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
-        for error in (WorkerUnavailableError("gone"), OverloadedError("full")):
-            await until(lambda: len(cluster.service.pool.decode_order()) == 2)
-            broken.script = failing(error)
-            broken.requests.clear()
-            answer = await cluster.chat()
-            assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
-            assert len(broken.requests) == 1
-        assert await cluster.metric("kvrail_failovers_total{}") == 2
-        await until(lambda: len(cluster.service.pool.decode_order()) == 2)
-        broken.script = failing(WorkerUnavailableError("gone"), after=1)
-        error_of(await cluster.chat(n=2), 503, "worker_unavailable")  # of several sequences only the whole can move
-
-
-def dying(after: int) -> Script:
-    """Says what it should, and is lost after so many tokens."""
-
-    async def script(worker, request):
-        said = 0
-        async for reply in write_output(worker, request):
-            if said == after:
-                raise WorkerUnavailableError("gone")
-            said += 1
-            yield reply
-
-    return script
-
-
-@pytest.mark.parametrize("after", [1, 2])
-async def test_a_worker_lost_in_mid_stream_leaves_no_seam(tokenizer: Tokenizer, after: int):
-    async with run_cluster(tokenizer, decode=2) as cluster:
-        broken, sound = cluster.decode
-        sound.status = status(running=5)
-        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
-        broken.script = dying(after)
-        answer = await cluster.chat(stream=True, stream_options={"include_usage": True})
-        chunks = [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-2]]
-        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == OUTPUT
-        ids = tokenizer.encode(OUTPUT, add_special_tokens=False)
-        assert list(sound.requests[0].resumed_token_ids) == ids[:after]
-        assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
-        assert await cluster.metric("kvrail_failovers_total{}") == 1
-
-
-async def test_a_worker_lost_after_the_last_token_changes_nothing(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, decode=2) as cluster:
-        broken, sound = cluster.decode
-        sound.status = status(running=5)
-        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
-        count = len(tokenizer.encode(OUTPUT, add_special_tokens=False))
-        broken.script = dying(count)
-        answer = await cluster.chat()
-        assert answer.json()["choices"][0]["message"]["content"] == OUTPUT and not sound.requests
-
-
 async def test_requests_spread_over_workers(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, decode=2, prefill=2, status_interval_s=60) as cluster:
         for worker in cluster.decode:
@@ -291,20 +203,6 @@ async def test_health_follows_the_workers(cluster: Cluster):
     cluster.decode[0].status = status()
     await becomes((200, "healthy"))
     assert (await cluster.chat()).status_code == 200
-
-
-async def test_worker_with_other_weights_is_refused(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture):
-    async with run_cluster(tokenizer, decode=2) as cluster:
-        odd = cluster.decode[0]
-        odd.status = status(
-            model=common_pb2.ModelInfo(name=MODEL, fingerprint="0" * 64, vocab_size=VOCABULARY, max_model_len=CONTEXT)
-        )
-        await until(lambda: cluster.service.pool.decode[odd.target].state == "incompatible")
-        assert "fingerprint" in (await cluster.http.get("/health")).json()["decode_workers"][odd.target]["detail"]
-        assert any(record.levelname == "ERROR" and odd.target in record.message for record in caplog.records)
-        for _ in range(4):
-            assert (await cluster.chat()).status_code == 200
-        assert odd.requests == []
 
 
 async def test_prefill_workers_that_are_down_are_not_named(tokenizer: Tokenizer):

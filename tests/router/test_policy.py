@@ -36,12 +36,13 @@ def test_equals_by_free_pages_then_by_order():
     assert order_workers([worker("a"), worker("b")]) == ["a", "b"]
 
 
-def test_fingerprint_of_the_most_workers():
-    assert choose_fingerprint("", []) == ""
-    assert choose_fingerprint("old", []) == "old"
-    assert choose_fingerprint("", ["x", "y"]) == "x"
-    assert choose_fingerprint("y", ["x", "y"]) == "y"
-    assert choose_fingerprint("x", ["x", "y", "y"]) == "y"
+def test_fingerprint_of_the_most_decode_workers():
+    assert choose_fingerprint("", [], []) == ""
+    assert choose_fingerprint("", [], ["x", "y", "y"]) == "y"
+    assert choose_fingerprint("old", [], ["y", "y"]) == "old"
+    assert choose_fingerprint("", ["x", "y"], []) == "x"
+    assert choose_fingerprint("y", ["x", "y"], ["x"]) == "y"
+    assert choose_fingerprint("x", ["x", "y", "y"], []) == "y"
 
 
 def test_incompatibility_names_what_differs():

@@ -1,0 +1,186 @@
+"""Decode workers that are lost: the request goes on elsewhere, on the same weights, and does not visit them all."""
+
+import json
+
+import pytest
+
+from kvrail.errors import OverloadedError, WorkerUnavailableError
+from kvrail.text import Tokenizer
+from kvrail.wire.v1 import common_pb2
+from services.router import workers
+from tests.router.cluster import CONTEXT, MODEL, OUTPUT, VOCABULARY, run_cluster, status, until, write_output
+from tests.router.scripts import dying, error_of, failing, hanging
+
+
+def of_weights(fingerprint: str) -> common_pb2.WorkerStatus:
+    """The answer of a worker that has loaded these."""
+    return status(
+        model=common_pb2.ModelInfo(name=MODEL, fingerprint=fingerprint, vocab_size=VOCABULARY, max_model_len=CONTEXT)
+    )
+
+
+async def prefer(cluster, first) -> None:
+    """Have `first` asked before the other decode workers."""
+    for worker in cluster.decode:
+        if worker is not first:
+            worker.status = status(running=5)
+    pool = cluster.service.pool
+    await until(
+        lambda: len(pool.healthy_decode()) == len(cluster.decode) and pool.healthy_decode()[0].target == first.target
+    )
+
+
+async def test_failover_to_another_worker(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        broken, sound = cluster.decode
+        sound.status = status(running=5)  # so that the broken one is asked first
+        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
+        for error in (WorkerUnavailableError("gone"), OverloadedError("full")):
+            await until(lambda: len(cluster.service.pool.decode_order()) == 2)
+            broken.script = failing(error)
+            broken.requests.clear()
+            answer = await cluster.chat()
+            assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
+            assert len(broken.requests) == 1
+        assert await cluster.metric("kvrail_failovers_total{}") == 2
+        await until(lambda: len(cluster.service.pool.decode_order()) == 2)
+        broken.script = failing(WorkerUnavailableError("gone"), after=1)
+        error_of(await cluster.chat(n=2), 503, "worker_unavailable")  # of several sequences only the whole can move
+
+
+@pytest.mark.parametrize("after", [1, 2])
+async def test_a_worker_lost_in_mid_stream_leaves_no_seam(tokenizer: Tokenizer, after: int):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        broken, sound = cluster.decode
+        sound.status = status(running=5)
+        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
+        broken.script = dying(after)
+        answer = await cluster.chat(stream=True, stream_options={"include_usage": True})
+        chunks = [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-2]]
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == OUTPUT
+        ids = tokenizer.encode(OUTPUT, add_special_tokens=False)
+        assert list(sound.requests[0].resumed_token_ids) == ids[:after]
+        assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
+        assert await cluster.metric("kvrail_failovers_total{}") == 1
+
+
+async def test_a_worker_lost_after_the_last_token_changes_nothing(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        broken, sound = cluster.decode
+        sound.status = status(running=5)
+        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
+        count = len(tokenizer.encode(OUTPUT, add_special_tokens=False))
+        broken.script = dying(count)
+        answer = await cluster.chat()
+        assert answer.json()["choices"][0]["message"]["content"] == OUTPUT and not sound.requests
+
+
+async def test_worker_with_other_weights_is_refused(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        odd = cluster.decode[0]
+        odd.status = status(
+            model=common_pb2.ModelInfo(name=MODEL, fingerprint="0" * 64, vocab_size=VOCABULARY, max_model_len=CONTEXT)
+        )
+        await until(lambda: cluster.service.pool.decode[odd.target].state == "incompatible")
+        assert "fingerprint" in (await cluster.http.get("/health")).json()["decode_workers"][odd.target]["detail"]
+        assert any(record.levelname == "ERROR" and odd.target in record.message for record in caplog.records)
+        for _ in range(4):
+            assert (await cluster.chat()).status_code == 200
+        assert odd.requests == []
+
+
+async def test_who_came_back_meanwhile_can_take_over(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        first, second = cluster.decode
+        pool = cluster.service.pool
+        second.status = status(draining=True)
+        await until(lambda: [worker.target for worker in pool.healthy_decode()] == [first.target])
+
+        async def dies_later(worker, request):
+            async for reply in dying(2)(worker, request):
+                yield reply
+                if first.requests[-1] is request and second.status.draining:
+                    second.status = status()
+                    await until(lambda: len(pool.healthy_decode()) == 2)
+
+        first.script = dies_later
+        answer = await cluster.chat()
+        assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
+        assert len(second.requests) == 1
+
+
+async def test_a_request_moves_twice_at_most(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=5) as cluster:
+        for worker in cluster.decode:
+            worker.script = dying(1)
+        error_of(await cluster.chat(), 503, "worker_unavailable")
+        assert sum(len(worker.requests) for worker in cluster.decode) == 3
+
+
+async def test_nothing_is_continued_on_other_weights(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        first, second = cluster.decode
+        pool, old, new = cluster.service.pool, "f" * 64, "a" * 64
+        await prefer(cluster, first)
+
+        async def upgraded(worker, request):
+            async for reply in dying(2)(worker, request):
+                yield reply
+                if pool.fingerprint == old:
+                    first.status = second.status = of_weights(new)
+                    await until(lambda: pool.fingerprint == new)
+
+        first.script = upgraded
+        assert "other weights" in error_of(await cluster.chat(), 503, "worker_unavailable")
+        assert first.requests[0].model_fingerprint == old and not second.requests
+        first.script = write_output
+        await until(lambda: pool.healthy)
+        assert (await cluster.chat()).status_code == 200  # what has not begun goes where it can
+        assert [request.model_fingerprint for worker in cluster.decode for request in worker.requests][-1] == new
+
+
+async def test_new_prefill_workers_do_not_stop_the_cluster(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=1, prefill=3) as cluster:
+        for worker in cluster.prefill:
+            worker.status = of_weights("a" * 64)
+        await until(lambda: cluster.service.pool.prefill_order() == [])
+        assert (await cluster.chat()).status_code == 200
+        cluster.decode[0].status = of_weights("a" * 64)
+        await until(lambda: len(cluster.service.pool.prefill_order()) == 3)
+        assert (await cluster.chat()).status_code == 200
+
+
+async def test_a_prefill_worker_of_other_pages_is_not_asked(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=1, prefill=1) as cluster:
+        cluster.prefill[0].status = status(layout=common_pb2.KVLayout(page_size=32))
+        cluster.decode[0].status = status(layout=common_pb2.KVLayout(page_size=16))
+        pool = cluster.service.pool
+        await until(lambda: pool.prefill_order() == [])
+        (entry,) = (await cluster.http.get("/health")).json()["prefill_workers"].values()
+        assert entry["state"] == "incompatible"
+        assert "page_size 32, decode workers of 16" in entry["detail"]
+
+
+async def test_what_runs_on_a_worker_that_hangs_goes_on_elsewhere(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(workers, "GIVEN_UP_S", 0.5)
+    monkeypatch.setattr(workers, "STATUS_TIMEOUT_S", 0.2)
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        first, second = cluster.decode
+        await prefer(cluster, first)
+        began = []
+
+        async def hangs(worker, request):
+            first.hung = True
+            async for reply in write_output(worker, request):
+                yield reply
+                began.append(reply)
+                if len(began) == 2:
+                    async for never in hanging()(worker, request):
+                        yield never
+
+        first.script = hangs
+        answer = await cluster.chat()
+        assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
+        assert len(second.requests[0].resumed_token_ids) == 2
