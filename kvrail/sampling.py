@@ -3,14 +3,17 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below it are greedy, as in vLLM: float32 logits divided by them have no room for noise."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of one request, with the meaning that the OpenAI API and vLLM give them.
 
-    `temperature` 0 is greedy. `top_k` 0 is off. `logprobs` None asks for none; k asks for the chosen token's and the
-    k most likely ones'. `seed` is always set: the random draw for a token is keyed by (seed, sequence index, position,
-    token id), so a run repeats.
+    `temperature` below GREEDY_BELOW is greedy. `top_k` 0 is off. `logprobs` None asks for none; k asks for the chosen
+    token's and the k most likely ones'. `seed` is always set: the random draw for a token is keyed by (seed, sequence
+    index, position, token id), so a run repeats.
     """
 
     max_tokens: int
@@ -35,7 +38,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken, without a random draw."""
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,14 @@ arithmetic, and nobody waits 50 ms for a token. Smaller chunks would fill the ch
 MIXED_TOKENS_CPU = 256
 """The same on a CPU. With 2,048, who was in the middle of an answer of the demo model waited 7 s for a token while a
 prompt of 3,600 tokens was computed on two busy cores."""
+
+
+BROKEN_EVERY_S = 0.5
+"""How often a worker looks whether its engine is still at work."""
+
+
+class _BrokenError(KvrailError):
+    """The engine has given up or hangs: the process must end, so that whoever watches it starts another."""
 
 
 @dataclass(frozen=True)
@@ -195,16 +204,30 @@ def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, No
     logs.setup(settings.log_level, settings.log_format, role)
     try:
         loops.run(main)
+    except _BrokenError as error:
+        logger.critical("the worker ends: %s", error)
+        logging.shutdown()
+        os._exit(1)  # the engine's thread may never return, and what holds the device with it
     except KvrailError as error:
         logger.error("%s", error)
         return 1
     return 0
 
 
+async def _broken(engine: Engine, step_timeout_s: float) -> _BrokenError:
+    """Wait until the engine has given up, or a step hangs."""
+    while True:
+        await asyncio.sleep(BROKEN_EVERY_S)
+        if not engine.alive:
+            return _BrokenError("the engine has given up; see the errors above")
+        if engine.step_seconds > step_timeout_s:
+            return _BrokenError(f"a step has not ended within {step_timeout_s:g} s: the device hangs")
+
+
 async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> None:
     """Serve gRPC, metrics and health until SIGTERM or SIGINT, then drain.
 
-    add: puts the worker's service on the server.
+    add: puts the worker's service on the server. Raises where the engine has given up or hangs.
     """
     settings = worker.settings
     rpc = await build_server()
@@ -224,9 +247,11 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
             on_drain=worker.calls.drain,
             drained=worker.calls.drained,
             grace_period_s=settings.grace_period_s,
+            broken=_broken(worker.engine, settings.step_timeout_s),
         )
     finally:
         await rpc.stop()
-        await asyncio.to_thread(worker.engine.stop)
+        if worker.engine.step_seconds < settings.step_timeout_s:  # a step that hangs is not waited for
+            await asyncio.to_thread(worker.engine.stop)
         if stop_side is not None:
             await stop_side()

@@ -42,9 +42,13 @@ class SampleRow:
     banned: tuple[int, ...] = ()
 
 
+NOT_DRAWN = -1
+"""In place of a token id: the row's logits hold NaN, or no finite maximum."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One drawn token; logprobs where the request asked for them."""
+    """One drawn token, or NOT_DRAWN; logprobs where the request asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

@@ -3,10 +3,10 @@
 Nothing here locks, computes or waits; the engine calls it with its lock held.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrail.engine.batch import SampledToken
+from kvrail.engine.batch import NOT_DRAWN, SampledToken
 from kvrail.engine.events import (
     Admitted,
     Event,
@@ -19,6 +19,7 @@ from kvrail.engine.events import (
     Verified,
 )
 from kvrail.engine.output import Booked, SequenceText, ending_of
+from kvrail.engine.pages import PageHash
 from kvrail.engine.planning import Step, draws_ahead, plan_step
 from kvrail.engine.requests import EngineRequest, ModelLimits
 from kvrail.engine.scheduler import Scheduler, Work
@@ -35,6 +36,7 @@ Events = list[tuple[str, Event]]
 @dataclass(slots=True)
 class _Request:
     spec: EngineRequest
+    hashes: Sequence[PageHash]
     unfinished: int
     sequences: list[Seq] = field(default_factory=list)
     texts: list[SequenceText | None] = field(default_factory=list)
@@ -86,11 +88,11 @@ class RequestBook:
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
-    def open(self, request: EngineRequest) -> None:
-        """Take in a request and queue its first sequence."""
+    def open(self, request: EngineRequest, hashes: Sequence[PageHash]) -> None:
+        """Take in a request and queue its first sequence. hashes: of the prompt's full pages."""
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        state = self._requests[request.request_id] = _Request(request, unfinished=request.params.n)
+        state = self._requests[request.request_id] = _Request(request, hashes, unfinished=request.params.n)
         sequence = self._new_sequence(state)
         for token_id in request.resumed_ids:
             sequence.append(token_id)
@@ -238,12 +240,12 @@ class RequestBook:
     def settle(self, step: Step, tokens: Sequence[SampledToken]) -> Events:
         """Book a computed step: new tokens, KV, ends; finish what was dropped meanwhile."""
         drawn = step.draws(tokens)
+        events = self._fail_undrawn(step, drawn)
         booked = sum(self._book(item, drawn[item.sequence]) for item in step.work if item.sequence in drawn)
         self._metrics.generation_tokens.inc(booked)
         self._scheduler.computed(step.work)
         self._computing.pop(0)
         self._finish_doomed()
-        events: Events = []
         for sequence, new in drawn.items():
             if sequence.status is not Status.RUNNING:
                 continue
@@ -255,6 +257,15 @@ class RequestBook:
                 if sibling.finish_reason is not None:
                     self._finish(sibling)
         return events
+
+    def _fail_undrawn(self, step: Step, drawn: Mapping[Seq, Sequence[SampledToken]]) -> Events:
+        """Fail the requests for which nothing could be drawn; a draft that could not be made is no more than that."""
+        undrawn = {sequence for sequence, new in drawn.items() if any(t.token_id == NOT_DRAWN for t in new)}
+        drafting = {item.sequence for item in step.work if item.drafts is not None}
+        for sequence in undrawn & drafting:
+            self.drop_drafts(sequence.request_id)
+        error = KvrailError("the model gave no finite logits, so that no token can be drawn; check the model's weights")
+        return self.fail({sequence.request_id for sequence in undrawn - drafting}, error)
 
     def abandon(self, steps: Sequence[Step]) -> None:
         """These steps, the last ones that were planned, are over without result."""
@@ -287,7 +298,15 @@ class RequestBook:
         spec, index = state.spec, len(state.sequences)
         self._arrivals += 1
         sequence = Seq(
-            spec.request_id, index, spec.params, list(spec.prompt_ids), self._arrivals, spec.remote, spec.prefill_only
+            spec.request_id,
+            index,
+            spec.params,
+            list(spec.prompt_ids),
+            self._arrivals,
+            spec.remote,
+            spec.prefill_only,
+            spec.cache_space,
+            known_hashes=list(state.hashes),
         )
         state.sequences.append(sequence)
         text = None if self._tokenizer is None or spec.prefill_only else SequenceText(self._tokenizer, sequence)
@@ -323,6 +342,8 @@ class RequestBook:
             return 0
         state = self._requests[sequence.request_id]
         if work.drafts is not None:
+            if new[0].token_id == NOT_DRAWN:
+                return 0
             draft = self._drafting.add(work, new[0].token_id)
             if draft is not None and state.spec.provisional:
                 self._drawn.append((sequence, draft))

@@ -6,6 +6,8 @@ Each filter is a threshold on the scaled logits s = (logit - row's maximum) / te
 - top_k keeps s >= the k-th largest s;
 - top_p keeps, of those, the most likely whose mass reaches top_p of theirs.
 
+A row with NaN, or without a finite maximum, gives NOT_DRAWN.
+
 Tokens with equal logits are kept or dropped together. The mass is summed in integers, so neither the order of summation
 nor the batch can move a threshold. Kept tokens get noise (kvrail.engine.noise); the largest sum wins, of equal ones the
 lowest token id. A row's result is a function of that row alone.
@@ -20,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvrail.engine.batch import SampleRow
+from kvrail.engine.batch import NOT_DRAWN, SampleRow
 from kvrail.engine.noise import gumbel_noise, noise_key
 
 MASS_SCALE = 2.0**34
@@ -48,7 +50,7 @@ class DrawParams:
         """Take them from the request's parameters and the row's place."""
         params = row.params
         return cls(
-            temperature=params.temperature,
+            temperature=0.0 if params.greedy else params.temperature,
             top_k=params.top_k,
             top_p=float(np.float32(params.top_p)),
             min_score=float(np.float32(math.log(params.min_p))) if params.min_p > 0 else -math.inf,
@@ -64,9 +66,12 @@ def draw_on_cpu(logits: Tensor, params: Sequence[DrawParams]) -> list[int]:
 
 def _draw_row(logits: npt.NDArray[np.float32], params: DrawParams, token_ids: npt.NDArray[np.uint32]) -> int:
     """Draw from one row, float32 [V]; token_ids is 0 … V-1."""
+    best = int(logits.argmax())  # where there is NaN, one of those
+    if not math.isfinite(logits[best]):
+        return NOT_DRAWN
     if params.temperature == 0.0:
-        return int(logits.argmax())
-    scores = logits - logits.max()
+        return best
+    scores = logits - logits[best]
     scores /= np.float32(params.temperature)
     threshold = keep_threshold(scores, params)
     if threshold > -math.inf:

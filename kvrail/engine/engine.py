@@ -16,8 +16,8 @@ import torch
 
 from kvrail.engine.batch import Drawing, Feed, SampledToken, SampleRow, SequenceSlice
 from kvrail.engine.book import RequestBook
-from kvrail.engine.events import Delivery, PageLease
-from kvrail.engine.pages import PageCounts
+from kvrail.engine.events import Delivery, Failed, PageLease
+from kvrail.engine.pages import PageCounts, page_hashes
 from kvrail.engine.planning import Step
 from kvrail.engine.requests import EngineRequest, ModelLimits, WrittenPages, check_request
 from kvrail.engine.scheduler import Scheduler
@@ -116,6 +116,7 @@ class Engine:
         self._flight: _Flight | None = None
         self._landed = 0.0
         self._failures = 0
+        self._stepping_since: float | None = None
         self._preemptions = 0
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -138,13 +139,15 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError; then nothing is kept."""
+        pool = self._scheduler.pool
+        check_request(request, self._limits, pool)
+        hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.cache_space)  # a long prompt's take time
         with self._changed:
-            check_request(request, self._limits, self._scheduler.pool)
-            if not self._alive():
+            if not self.alive:
                 raise WorkerUnavailableError("the engine has stopped; restart the worker")
             if not self._scheduler.can_wait():
                 raise OverloadedError(f"{self._scheduler.num_waiting} requests are waiting already; try again later")
-            self._book.open(request)
+            self._book.open(request, hashes)
             events = self._book.admit()
             self._changed.notify()
         self._deliver(events)
@@ -192,7 +195,18 @@ class Engine:
         """Load and health now."""
         with self._changed:
             scheduler = self._scheduler
-            return EngineStatus(scheduler.num_running, scheduler.num_waiting, scheduler.pool.counts(), self._alive())
+            return EngineStatus(scheduler.num_running, scheduler.num_waiting, scheduler.pool.counts(), self.alive)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests; once it has given up it never does again."""
+        return not self._stopping and self._failures < MAX_FAILURES
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the present step has run; 0 between steps."""
+        since = self._stepping_since
+        return 0.0 if since is None else perf_counter() - since
 
     def check(self) -> None:
         """Raise AssertionError unless free + used + cached = total and, when nothing runs, used = 0."""
@@ -285,13 +299,26 @@ class Engine:
                     self._changed.wait()
                 if self._stopping:
                     break
-            self.step()
+            self._stepping_since = perf_counter()
+            try:
+                self.step()
+            except Exception as error:  # noqa: BLE001 the books can no longer be trusted
+                self._give_up(error)
+                return
+            finally:
+                self._stepping_since = None
         flight, self._flight = self._flight, None
         if flight is not None:
             self._land(flight)  # its pages are written until then
 
-    def _alive(self) -> bool:
-        return not self._stopping and self._failures < MAX_FAILURES
+    def _give_up(self, error: Exception) -> None:
+        """End for good: every request is failed, and none is taken any more."""
+        logger.critical("the engine has broken down", exc_info=error)
+        with self._changed:
+            self._failures = MAX_FAILURES
+            requests = self._book.ids()
+        lost = Failed(WorkerUnavailableError("the engine has broken down"))
+        self._deliver([(request_id, lost) for request_id in requests])
 
     def _change(self, change: Callable[[], object]) -> None:
         """Change the books, admit what fits now, wake the thread."""
@@ -338,9 +365,16 @@ class Engine:
     def _step_failed(self, steps: Sequence[Step], error: Exception) -> None:
         computing = {item.sequence.request_id for step in steps for item in step.work}
         logger.exception("a step failed; its %d requests are failed", len(computing))
-        known = error if isinstance(error, KvrailError) else KvrailError(f"the engine failed: {type(error).__name__}")
+        known = (
+            error
+            if isinstance(error, KvrailError)
+            else WorkerUnavailableError(f"the engine failed: {type(error).__name__}; another worker can go on")
+        )
         with self._changed:
             self._failures += 1
             self._book.abandon(steps)
-            events = self._book.fail(computing if self._alive() else self._book.ids(), known)
+            events = self._book.fail(computing, known)
+            if not self.alive:
+                logger.critical("%d steps in a row have failed: the engine gives up", self._failures)
+                events += self._book.fail(self._book.ids(), WorkerUnavailableError("the engine has given up"))
         self._deliver(events)

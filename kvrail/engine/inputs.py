@@ -93,8 +93,13 @@ def _cuda_inputs(
 
 
 def take_fed(token_ids: torch.Tensor, feed: Feed, rows: torch.Tensor) -> None:
-    """Overwrite the first of `token_ids`, int64 [tokens], by what `feed` says; rows: int64, its rows on the device."""
-    torch.index_select(feed.tokens, 0, rows, out=token_ids[: len(rows)])
+    """Overwrite the first of `token_ids`, int64 [tokens], by what `feed` says; rows: int64, its rows on the device.
+
+    Token 0 stands for what was not drawn, whose request is about to fail.
+    """
+    fed = token_ids[: len(rows)]
+    torch.index_select(feed.tokens, 0, rows, out=fed)
+    fed.clamp_(min=0)
 
 
 def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints) -> None:

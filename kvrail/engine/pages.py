@@ -24,15 +24,17 @@ import numpy as np
 PageHash = bytes
 
 
-def page_hashes(token_ids: Sequence[int], page_size: int, known: Sequence[PageHash] = ()) -> list[PageHash]:
-    """Hash of each full page of a sequence; a page's hash covers every token up to its end.
+def page_hashes(
+    token_ids: Sequence[int], page_size: int, known: Sequence[PageHash] = (), space: str = ""
+) -> list[PageHash]:
+    """Hash of each full page of a sequence; a page's hash covers every token up to its end, and the space.
 
-    known: hashes of the leading pages, if some were computed before.
+    known: hashes of the leading pages, if some were computed before. space: sequences of different spaces share none.
     """
     hashes = list(known)
     for start in range(len(hashes) * page_size, len(token_ids) - page_size + 1, page_size):
         tokens = np.asarray(token_ids[start : start + page_size], dtype=np.uint32).tobytes()
-        parent = hashes[-1] if hashes else b""
+        parent = hashes[-1] if hashes else space.encode()
         hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
     return hashes
 

@@ -11,9 +11,11 @@ from kvrail.sampling import SamplingParams
 class EngineRequest:
     """One prompt to continue.
 
-    remote: another worker computes the prompt's KV, unless little of it is missing. prefill_only: draw the first
-    tokens, compute nothing further. resumed_ids: output that another engine generated before; it is continued.
-    provisional: report drafts as they are made, before they are verified.
+    request_id: of this call alone. caller_id: by which its caller and other workers know it. remote: another worker
+    computes the prompt's KV, unless little of it is missing. prefill_only: draw the first tokens, compute nothing
+    further. resumed_ids: output that another engine generated before; it is continued. provisional: report drafts as
+    they are made, before they are verified. cache_space: pages are shared with requests of the same space only; those
+    of a codec that loses bits are kept apart by its name.
     """
 
     request_id: str
@@ -23,6 +25,8 @@ class EngineRequest:
     prefill_only: bool = False
     resumed_ids: tuple[int, ...] = ()
     provisional: bool = False
+    cache_space: str = ""
+    caller_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

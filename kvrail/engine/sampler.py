@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvrail.engine.batch import SampledToken, SampleRow
+from kvrail.engine.batch import NOT_DRAWN, SampledToken, SampleRow
 from kvrail.engine.draw import DrawParams, draw_on_cpu
 from kvrail.engine.edits import edit_logits, is_edited
 from kvrail.engine.logprobs import token_logprobs
@@ -52,7 +52,8 @@ class Sampler:
             return Draws(None, [])
         plain = not any(row.params.logprobs is not None or is_edited(row) for row in rows)
         if plain and all(row.params.greedy for row in rows):
-            return Draws(logits.argmax(dim=-1))
+            peaks, token_ids = logits.max(dim=-1)
+            return Draws(token_ids.masked_fill_(~peaks.isfinite(), NOT_DRAWN))
         token_ids = self._draw(edit_logits(logits, rows), [DrawParams.of(row) for row in rows])
         return Draws(token_ids) if plain else Draws(None, _with_logprobs(logits, rows, to_list(token_ids)))
 
@@ -89,7 +90,7 @@ def _with_logprobs(logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequenc
     tokens = [SampledToken(token_id) for token_id in token_ids]
     if not wanting:
         return tokens
-    chosen = [token_ids[i] for i in wanting]
+    chosen = [max(0, token_ids[i]) for i in wanting]  # of what was not drawn nobody reads any
     counts = [rows[i].params.logprobs or 0 for i in wanting]
     for i, logprobs in zip(wanting, token_logprobs(logits[wanting], chosen, counts), strict=True):
         tokens[i] = SampledToken(token_ids[i], logprobs)

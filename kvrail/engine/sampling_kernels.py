@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvrail.engine.batch import NOT_DRAWN
 from kvrail.engine.draw import MASS_SCALE, DrawParams
 from kvrail.engine.inputs import upload
 from kvrail.engine.noise import LARGEST_V, MULTIPLIER_1, MULTIPLIER_2, MULTIPLIER_3
@@ -20,6 +21,7 @@ PARAMS = tl.constexpr(6)  # int32 words a row: k0, k1, temperature, depth of min
 INFINITE_DEPTH = tl.constexpr(0x7F800000)  # bits of +inf
 MASS = tl.constexpr(MASS_SCALE)
 V_LIMIT = tl.constexpr(LARGEST_V)
+NONE = tl.constexpr(NOT_DRAWN)
 M1, M2, M3 = tl.constexpr(MULTIPLIER_1), tl.constexpr(MULTIPLIER_2), tl.constexpr(MULTIPLIER_3)
 
 
@@ -96,10 +98,15 @@ def _draw_kernel(logits, row_words, out, stride, vocab_size, BLOCK: tl.constexpr
     temperature = tl.where(random, temperature, 1.0)
 
     peaks = tl.full((BLOCK,), float("-inf"), tl.float32)
+    broken = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab_size, BLOCK):
         ids = start + tl.arange(0, BLOCK)
-        peaks = tl.maximum(peaks, tl.load(row + ids, mask=ids < vocab_size, other=float("-inf")))
+        values = tl.load(row + ids, mask=ids < vocab_size, other=float("-inf"))
+        peaks = tl.maximum(peaks, values)
+        broken = tl.where(values != values, 1, broken)
     peak = tl.max(peaks)
+    sound = (tl.max(broken) == 0) & (tl.abs(peak) < float("inf"))
+    peak = tl.where(sound, peak, 0.0)
 
     if random:
         if top_k > 0 and top_k < vocab_size:
@@ -121,7 +128,7 @@ def _draw_kernel(logits, row_words, out, stride, vocab_size, BLOCK: tl.constexpr
         best = tl.where(better, score, best)
         best_ids = tl.where(better, ids, best_ids)
     winner = tl.min(tl.where(best == tl.max(best), best_ids, 0x7FFFFFFF))
-    tl.store(out + tl.program_id(0), winner.to(tl.int64))
+    tl.store(out + tl.program_id(0), tl.where(sound, winner, NONE).to(tl.int64))
 
 
 def draw_on_cuda(logits: Tensor, params: Sequence[DrawParams], block: int = 16384) -> list[int]:

@@ -37,6 +37,7 @@ class Sequence:
     arrival: int
     remote: bool = False
     prefill_only: bool = False
+    cache_space: str = ""
     output_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     page_table: list[int] = field(default_factory=list)
@@ -47,7 +48,7 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
-    _hashes: list[PageHash] = field(default_factory=list)
+    known_hashes: list[PageHash] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.output_ids]
@@ -76,6 +77,6 @@ class Sequence:
 
     def hashes(self, page_size: int) -> list[PageHash]:
         """Hashes of all full pages of the tokens so far."""
-        if len(self._hashes) < len(self.token_ids) // page_size:
-            self._hashes = page_hashes(self.token_ids, page_size, self._hashes)
-        return self._hashes
+        if len(self.known_hashes) < len(self.token_ids) // page_size:
+            self.known_hashes = page_hashes(self.token_ids, page_size, self.known_hashes, self.cache_space)
+        return self.known_hashes

@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -98,11 +99,13 @@ async def serve_until_signal(
     on_drain: Callable[[], None],
     drained: Callable[[], Awaitable[None]],
     grace_period_s: float,
+    broken: Coroutine[Any, Any, Exception] | None = None,
 ) -> None:
     """Serve a started server until SIGTERM or SIGINT, then drain it; the process can exit with 0 after this.
 
     On the first signal: health turns NOT_SERVING, `on_drain` stops admission, and running requests get
     `grace_period_s` seconds until `drained` returns. A second signal ends the wait. What still runs is cancelled.
+    broken: what it returns is raised at once; nobody is waited for.
     """
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
@@ -112,13 +115,20 @@ async def serve_until_signal(
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
+    watch = None if broken is None else asyncio.create_task(broken)
+    asked = asyncio.create_task(first.wait())
+    tasks: list[asyncio.Task[Any]] = [asked] if watch is None else [asked, watch]
     try:
-        await first.wait()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if watch is not None and watch.done():
+            raise watch.result()
         log.info("draining: no new requests, up to %g s for running ones", grace_period_s)
         await rpc.health.enter_graceful_shutdown()
         on_drain()
         await _wait_drained(drained, second, grace_period_s)
     finally:
+        for task in tasks:
+            task.cancel()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
         await rpc.stop()

@@ -15,6 +15,10 @@ UINT64_MAX = (1 << 64) - 1
 MAX_N = 128  # the OpenAI API's bounds
 MAX_LOGPROBS = 20
 MAX_PENALTY = 2.0
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+"""Bounds of the repetition penalty: far beyond what is of use, and far from where float32 logits would overflow."""
+MAX_TEMPERATURE = 100.0
+"""Of what a worker is asked; above it a draw is as good as uniform."""
 MAX_LOGIT_BIAS = 100.0
 
 _FINISH_REASONS = {
@@ -27,21 +31,18 @@ def _check(param: str, value: float, low: float, high: float, *, above: bool = F
     """Refuse NaN and what lies outside [low, high], or (low, high] where `above`."""
     if not low <= value <= high or (above and value == low):
         bound = f"above {low}" if above else f"at least {low}"
-        limit = "finite" if high == math.inf else f"at most {high}"
-        raise InvalidRequestError(f"{param} is {value}; it must be {bound} and {limit}", param=param)
-    if math.isinf(value):
-        raise InvalidRequestError(f"{param} is {value}; it must be finite", param=param)
+        raise InvalidRequestError(f"{param} is {value}; it must be {bound} and at most {high}", param=param)
 
 
 def check_sampling(params: SamplingParams) -> None:
     """Raise InvalidRequestError, naming the parameter, where a value is outside its range."""
     _check("max_tokens", params.max_tokens, 1, UINT32_MAX)
     _check("min_tokens", params.min_tokens, 0, params.max_tokens)
-    _check("temperature", params.temperature, 0.0, math.inf)
+    _check("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     _check("top_p", params.top_p, 0.0, 1.0, above=True)
     _check("top_k", params.top_k, 0, UINT32_MAX)
     _check("min_p", params.min_p, 0.0, 1.0)
-    _check("repetition_penalty", params.repetition_penalty, 0.0, math.inf, above=True)
+    _check("repetition_penalty", params.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
     _check("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     _check("seed", params.seed, 0, UINT64_MAX)

@@ -74,6 +74,10 @@ class Fetcher:
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
 
+    def cache_space(self, codec: str) -> str:
+        """Where the pages of a request of this codec, or AUTO, are shared: those that lost bits by themselves."""
+        return "" if codec == AUTO or self._codecs.get(codec).exact else codec
+
     async def measure_codecs(self) -> None:
         """Find out what each exact codec costs here, one after the other, beside the requests; then AUTO can choose."""
         for name in self._codecs.exact:

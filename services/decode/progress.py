@@ -134,7 +134,7 @@ class Progress:
                 marks=marks_to_proto(self.timeline.marks()),
                 prefill_worker=self.prefill_worker,
                 codec=received.codec,
-                lossy=received.lossy,
+                lossy=received.lossy or bool(self.request.cache_space and self.cached_tokens),
                 kv_bytes=received.payload_bytes,
                 kv_raw_bytes=received.raw_bytes,
                 drafts_proposed=self.drafts.proposed,

@@ -1,6 +1,7 @@
 """The story of one generation: reserve, fetch or compute the prompt's KV, decode, report."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import grpc
@@ -32,6 +33,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._fetcher = fetcher
         self._transports = transports
         self._withheld_codecs = withheld_codecs
+        self._calls = itertools.count(1)  # a request that is asked for again must not meet its first call
 
     @maps_errors
     async def GetStatus(
@@ -49,12 +51,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         with bound_request_id(request.request_id), self._worker.calls.track():
             codec = self._check(request)
             asked = EngineRequest(
-                request_id=request.request_id,
+                request_id=f"{request.request_id}/{next(self._calls)}",
                 prompt_ids=tuple(request.prompt_token_ids),
                 params=sampling_from_proto(request.sampling),
                 remote=bool(request.prefill_workers),
                 resumed_ids=tuple(request.resumed_token_ids),
                 provisional=True,  # whoever asks: when drafts are made is measured
+                caller_id=request.request_id,
+                cache_space=self._fetcher.cache_space(codec),
             )
             progress = Progress(asked, request.provisional, request.trace)
             events = self._worker.events.open(self._worker.engine, asked)

@@ -120,7 +120,7 @@ class Fetch:
         loaded = self._worker.loaded
         offered = [carrier for carrier in self._carriers.all if carrier.name not in avoided] or self._carriers.all
         return prefill_pb2.PrefillRequest(
-            request_id=self._request.request_id,
+            request_id=self._request.caller_id,
             prompt_token_ids=self._request.prompt_ids,
             trace=self._spans is not None,
             sampling=sampling_to_proto(self._request.params),
@@ -167,7 +167,7 @@ class Fetch:
         """Have all pages written."""
         codec, layout = self._codec, self._worker.loaded.layout
         transfer = Transfer(
-            self._request.request_id,
+            self._request.caller_id,
             codec.name,
             codec.num_stages,
             block_spec(layout, self._num_pages()),

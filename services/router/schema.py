@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from kvrail.wire.convert import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_PENALTY, UINT32_MAX, UINT64_MAX
+from kvrail.wire.convert import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MIN_REPETITION,
+    UINT32_MAX,
+    UINT64_MAX,
+)
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -105,7 +114,7 @@ class Request(Wire):
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None

@@ -45,10 +45,10 @@ async def never_sent(dtype):
     return TOKENS[dtype]
 
 
-def content(worker, prompt):
+def content(worker, prompt, space=""):
     """Bits of the full pages of a prompt, in order, of each of the pool's tensors."""
     cache = worker.cache
-    pages = worker.engine._scheduler.pool.match(page_hashes(prompt, PAGE))
+    pages = worker.engine._scheduler.pool.match(page_hashes(prompt, PAGE, space=space))
     pools = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
     return [pool[:, pages].view(torch.uint8) for pool in pools if pool is not None]
 

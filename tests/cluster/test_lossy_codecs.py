@@ -46,10 +46,29 @@ async def test_pages_arrive_as_the_codec_leaves_them_and_the_answer_says_so(name
         assert answer.summary.lossy and answer.summary.codec == name and len(answer.tokens[0]) == 16
         assert 0 < answer.summary.kv_bytes < 0.75 * answer.summary.kv_raw_bytes
         if dtype == "bfloat16":
-            sent, ours = content(prefill, prompt), content(c.decode, prompt)
+            sent, ours = content(prefill, prompt), content(c.decode, prompt, name)
             assert all(torch.equal(a, b) for a, b in zip(restored(name, sent), ours, strict=True))
             assert not all(torch.equal(a, b) for a, b in zip(sent, ours, strict=True))
         assert not (await c.ask(prompt_of(300, seed=2), codec="raw")).summary.lossy
+        await c.settled()
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_an_exact_request_never_meets_pages_that_lost_bits(name):
+    prompt = prompt_of(500)
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **ALLOWED, **SHARED) as c:
+        exact = (await c.ask(prompt, codec="raw", max_tokens=40)).tokens
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **ALLOWED, **SHARED) as c:
+        first = await c.ask(prompt, codec=name, max_tokens=40)
+        written = [*prompt, *first.tokens[0]]  # what was generated on such pages has lost as much
+        for asked in (prompt, written):
+            again = await c.ask(asked, codec="raw", max_tokens=40)
+            assert again.summary.cached_tokens == 0 or asked is written
+            assert not again.summary.lossy
+            if asked is prompt:
+                assert again.tokens == exact
+        shared = await c.ask(prompt, codec=name, max_tokens=40)
+        assert shared.summary.cached_tokens > 0 and shared.summary.lossy and shared.tokens == first.tokens
         await c.settled()
 
 

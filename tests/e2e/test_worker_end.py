@@ -13,6 +13,7 @@ import sys
 import httpx
 import pytest
 
+from kvrail.errors import WorkerUnavailableError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.sampling import SamplingParams
@@ -29,12 +30,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-async def start(role: str, port: int) -> asyncio.subprocess.Process:
+async def start(*command: str, port: int) -> asyncio.subprocess.Process:
     """A worker with the demo model, healthy."""
     metrics_port = free_port()
     flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--num-pages", "50"]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.cli.main", role, *flags, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-m", *command, *flags, stderr=asyncio.subprocess.PIPE
     )
     async with httpx.AsyncClient(trust_env=False) as http:
         while process.returncode is None:
@@ -72,7 +73,7 @@ async def stream(client: DecodeClient, number: int, begun: asyncio.Event) -> int
 @pytest.mark.parametrize("wait_s", [0.3 * turn for turn in range(ROUNDS)])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_sigterm_right_after_ready(role: str, wait_s: float):
-    process = await start(role, 0)
+    process = await start("services.cli.main", role, port=0)
     await asyncio.sleep(wait_s)
     process.send_signal(signal.SIGTERM)
     await ended(process)
@@ -81,7 +82,7 @@ async def test_sigterm_right_after_ready(role: str, wait_s: float):
 @pytest.mark.parametrize("turn", range(ROUNDS))
 async def test_sigterm_under_load_lets_answers_end(turn: int):
     port = free_port()
-    process = await start("decode", port)
+    process = await start("services.cli.main", "decode", port=port)
     async with open_channel(f"127.0.0.1:{port}") as channel:
         client, begun = DecodeClient(channel), asyncio.Event()
         answers = [asyncio.create_task(stream(client, number, begun)) for number in range(8)]
@@ -90,3 +91,19 @@ async def test_sigterm_under_load_lets_answers_end(turn: int):
         assert await asyncio.gather(*answers) == [60] * 8
         await ended(process)
         await client.close()
+
+
+@pytest.mark.parametrize(("how", "why"), [("raises", "has given up"), ("hangs", "within 2 s: the device hangs")])
+async def test_a_worker_whose_engine_is_broken_ends(how: str, why: str):
+    port = free_port()
+    process = await start("tests.e2e.broken_worker", how, "--step-timeout-s", "2", port=port)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        client = DecodeClient(channel)
+        for number in range(3):
+            with pytest.raises(WorkerUnavailableError):
+                await stream(client, number, asyncio.Event())
+        async with asyncio.timeout(60):
+            _, said = await process.communicate()
+        await client.close()
+    assert process.returncode == 1
+    assert f"the worker ends: {'the engine ' if how == 'raises' else 'a step has not ended '}{why}" in said.decode()

@@ -58,7 +58,7 @@ class PageMachine:
         if feed is not None:
             self.fed += len(feed.rows)
             fed = [
-                replace(piece, token_ids=feed.tokens[[row]].tolist())
+                replace(piece, token_ids=feed.tokens[[row]].clamp(min=0).tolist())
                 for piece, row in zip(slices, feed.rows, strict=False)
             ]
             slices = [*fed, *slices[len(fed) :]]

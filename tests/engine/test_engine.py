@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvrail.engine.batch import SampleRow, SequenceSlice
+from kvrail.engine.batch import NOT_DRAWN, SampleRow, SequenceSlice
 from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled
 from kvrail.engine.requests import EngineRequest
 from kvrail.engine.scheduler import Limits
@@ -246,6 +246,33 @@ def test_random_aborts_leak_nothing():
     for name, prompt in alive.items():
         tokens = bench.tokens(name)
         assert tokens == expected(prompt, len(tokens))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_that_cannot_be_drawn_fails_its_request_and_no_other(ahead):
+    bench = Bench(ahead=ahead, num_pages=64)
+    names = {"a": [1, 2, 3], "broken": [4, 5], "b": [6]}
+    for name, prompt in names.items():
+        bench.submit(name, prompt, max_tokens=20)
+    bench.step(4)
+    begin, shot = bench.engine._sampler.begin, []
+
+    def undrawn(logits, rows):
+        drawn = begin(logits, rows)
+        for i, asked in enumerate(rows):
+            if list(asked.prompt_ids) == [4, 5] and asked.position == 10:
+                drawn.tokens[i] = NOT_DRAWN
+                shot.append(asked)
+        return drawn
+
+    bench.engine._sampler.begin = undrawn
+    bench.run()
+    (failed,) = bench.of("broken", Failed)
+    assert shot and "finite logits" in str(failed.error)
+    assert bench.tokens("broken") == expected([4, 5], 8)
+    for name in "ab":
+        assert bench.tokens(name) == expected(names[name], 20)
+    assert bench.engine.status().pages.used == 0 and bench.engine.status().healthy
 
 
 def test_a_failing_step_fails_its_requests_and_nothing_else():

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvrail.engine.batch import SampleRow
+from kvrail.engine.batch import NOT_DRAWN, SampleRow
 from kvrail.engine.draw import DrawParams, keep_threshold
 from kvrail.engine.edits import edit_logits
 from kvrail.engine.noise import gumbel_noise, noise_key
@@ -210,7 +210,22 @@ def test_greedy_takes_the_lowest_of_equal_tokens() -> None:
 
 def test_tiny_temperatures_are_finite() -> None:
     logits = random_logits(4, 100) * 1e4
-    assert draw(logits, [row(temperature=1e-30, top_p=0.9)] * 4) == logits.argmax(-1).tolist()
+    for temperature in (1e-46, 1e-30, 1e-5):  # the first is no float32
+        assert draw(logits, [row(temperature=temperature, top_p=0.9)] * 4) == logits.argmax(-1).tolist()
+
+
+UNDRAWABLE = {"nan": (3, math.nan), "inf": (3, math.inf), "all masked": (slice(None), -math.inf)}
+
+
+@pytest.mark.parametrize("where", UNDRAWABLE)
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_p": 0.9, "top_k": 5}, {}, {"logprobs": 2}], ids=str)
+def test_a_row_without_a_finite_maximum_is_not_drawn_and_moves_no_other(where, params) -> None:
+    logits = random_logits(3, 100)
+    rows = [row(i, **params) for i in range(3)]
+    sound = draw(logits, rows)
+    place, value = UNDRAWABLE[where]
+    logits[1, place] = value
+    assert draw(logits, rows) == [sound[0], NOT_DRAWN, sound[2]]
 
 
 def test_equal_logits_are_kept_together() -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrail.engine.batch import NOT_DRAWN
 from kvrail.engine.draw import DrawParams, draw_on_cpu
 from kvrail.engine.sampling_kernels import draw_on_cuda
-from tests.engine.test_sampler import mixed_rows, random_logits, row
+from tests.engine.test_sampler import UNDRAWABLE, mixed_rows, random_logits, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARAMS = st.fixed_dictionaries(
@@ -52,6 +53,16 @@ def test_minus_infinity_equal_logits_and_strided_rows() -> None:
     params = [DrawParams.of(asked) for asked in mixed_rows(24)]
     expected = draw_on_cpu(logits[:, :800].contiguous(), params)
     assert draw_on_cuda(logits.to(DEVICE)[:, :800], params, block=256) == expected
+
+
+def test_rows_that_cannot_be_drawn_are_told_as_on_the_cpu() -> None:
+    logits = random_logits(16, 600)
+    for i, (place, value) in enumerate(UNDRAWABLE.values()):
+        logits[4 * i + 1, place] = logits[4 * i + 2, place] = value
+    params = [DrawParams.of(row(i, temperature=i % 2 * 0.7, top_p=0.9)) for i in range(16)]
+    expected = draw_on_cpu(logits, params)
+    assert [i for i, token in enumerate(expected) if token == NOT_DRAWN] == [1, 2, 5, 6, 9, 10]
+    assert draw_on_cuda(logits.to(DEVICE), params, block=256) == expected
 
 
 def test_block_size_does_not_matter() -> None:

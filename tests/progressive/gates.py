@@ -28,7 +28,7 @@ class Gates:
 
         def heard(progress: Progress, event: Event):
             reply = take(progress, event)
-            self._hear(progress.request.request_id, event)
+            self._hear(progress.request.caller_id, event)
             return reply
 
         def held(link: Link, payload_bytes: int) -> None:

@@ -39,6 +39,8 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-46}, "repetition_penalty"),
+    ({"repetition_penalty": 1e39}, "repetition_penalty"),
     ({"top_k": -2}, "top_k"),
     ({"min_p": 1.1}, "min_p"),
     ({"min_tokens": -1}, "min_tokens"),
