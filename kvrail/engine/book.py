@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrail.engine.batch import NOT_DRAWN, SampledToken
+from kvrail.engine.computing import Computing
 from kvrail.engine.events import (
     Admitted,
     Event,
@@ -68,14 +69,13 @@ class RequestBook:
         self._arrivals = 0
         self._unclaimed: dict[str, PageLease] = {}
         self._claimed = 0
-        self._computing: list[set[Seq]] = []  # sequences of each step that computes now or will next
-        self._doomed: set[Seq] = set()  # of these, the ones to finish when no such step has them any more
+        self._computing = Computing(scheduler)
         self._drawn: list[tuple[Seq, Booked | Draft | Verified]] = []  # not told yet, since text must be made first
 
     @property
     def idle(self) -> bool:
         """Whether no request is live, no step computes and no transfer holds pages."""
-        return not self._requests and not self._computing and not self._unclaimed and not self._claimed
+        return not self._requests and self._computing.idle and not self._unclaimed and not self._claimed
 
     @property
     def has_drawn(self) -> bool:
@@ -106,7 +106,7 @@ class RequestBook:
         """Forget a request and release its pages; False where it is not live."""
         state = self._requests.pop(request_id, None)
         for sequence in state.sequences if state else ():
-            self._finish(sequence)
+            self._computing.finish(sequence)
         return state is not None
 
     def fail(self, request_ids: Iterable[str], error: KvrailError) -> Events:
@@ -162,7 +162,7 @@ class RequestBook:
             state.deferred = alive[1:]
         for sequence in state.sequences:
             if sequence.finish_reason is not None:
-                self._finish(sequence)
+                self._computing.finish(sequence)
         events = self.emit_drawn(request_id)
         if request_id in self._requests and self._receiving(request_id) is None:
             self._queue_deferred(request_id)  # a stop string ended the heir: the others await no transfer
@@ -229,7 +229,7 @@ class RequestBook:
     def _begin(self, work: list[Work]) -> tuple[Step, Events]:
         events: Events = []
         if work:
-            self._computing.append({item.sequence for item in work})
+            self._computing.begin(work)
         for item in work:
             state = self._requests[item.sequence.request_id]
             if not state.prefill_started and item.drafts is None:
@@ -244,8 +244,7 @@ class RequestBook:
         booked = sum(self._book(item, drawn[item.sequence]) for item in step.work if item.sequence in drawn)
         self._metrics.generation_tokens.inc(booked)
         self._scheduler.computed(step.work)
-        self._computing.pop(0)
-        self._finish_doomed()
+        self._computing.land()
         for sequence, new in drawn.items():
             if sequence.status is not Status.RUNNING:
                 continue
@@ -255,7 +254,7 @@ class RequestBook:
                 continue
             for sibling in self._requests[sequence.request_id].sequences:
                 if sibling.finish_reason is not None:
-                    self._finish(sibling)
+                    self._computing.finish(sibling)
         return events
 
     def _fail_undrawn(self, step: Step, drawn: Mapping[Seq, Sequence[SampledToken]]) -> Events:
@@ -269,22 +268,13 @@ class RequestBook:
 
     def abandon(self, steps: Sequence[Step]) -> None:
         """These steps, the last ones that were planned, are over without result."""
-        del self._computing[len(self._computing) - len(steps) :]
-        self._finish_doomed()
+        self._computing.abandon(len(steps))
 
     def emit_drawn(self, request_id: str | None = None) -> Events:
         """All that was drawn since the last call, or for one request."""
         now = [(s, t) for s, t in self._drawn if request_id in (None, s.request_id)]
         self._drawn = [] if request_id is None else [(s, t) for s, t in self._drawn if s.request_id != request_id]
         return [event for sequence, token in now for event in self._emit(sequence, token)]
-
-    def _finish_doomed(self) -> None:
-        for sequence in [s for s in self._doomed if not self._is_computing(s)]:
-            self._doomed.remove(sequence)
-            self._scheduler.finish(sequence)
-
-    def _is_computing(self, sequence: Seq) -> bool:
-        return any(sequence in step for step in self._computing)
 
     def _ends_by_length(self, sequence: Seq) -> bool:
         """Whether the next token is the last, whatever it is."""
@@ -402,17 +392,10 @@ class RequestBook:
         events: Events = [(sequence.request_id, output)]
         if output.finish_reason is not None:
             sequence.finish_reason = output.finish_reason
-            self._finish(sequence)
+            self._computing.finish(sequence)
             state.deferred = [s for s in state.deferred if s is not sequence]
             state.unfinished -= 1
         if not state.unfinished:
             del self._requests[sequence.request_id]
             events.append((sequence.request_id, Finished(state.completion_tokens)))
         return events
-
-    def _finish(self, sequence: Seq) -> None:
-        if self._is_computing(sequence):
-            self._doomed.add(sequence)
-            sequence.status = Status.FINISHED
-        elif sequence.status is not Status.FINISHED:
-            self._scheduler.finish(sequence)
