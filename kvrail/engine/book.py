@@ -19,7 +19,7 @@ from kvrail.engine.events import (
     PrefillStarted,
     Verified,
 )
-from kvrail.engine.output import Booked, SequenceText, ending_of
+from kvrail.engine.output import Booked, SequenceText, ending_of, ends_by_length
 from kvrail.engine.pages import PageHash
 from kvrail.engine.planning import Step, draws_ahead, plan_step
 from kvrail.engine.requests import EngineRequest, ModelLimits
@@ -160,9 +160,7 @@ class RequestBook:
         if alive:
             self._scheduler.hand_over(first, alive[0])
             state.deferred = alive[1:]
-        for sequence in state.sequences:
-            if sequence.finish_reason is not None:
-                self._computing.finish(sequence)
+        self._finish_ended(state)
         events = self.emit_drawn(request_id)
         if request_id in self._requests and self._receiving(request_id) is None:
             self._queue_deferred(request_id)  # a stop string ended the heir: the others await no transfer
@@ -218,7 +216,7 @@ class RequestBook:
         """
         ending: set[Seq] = set()
         for sequence in step.drawn_for:
-            if sequence.prefill_only or self._ends_by_length(sequence):
+            if sequence.prefill_only or ends_by_length(sequence, self._limits):
                 ending.add(sequence)
             elif not draws_ahead(sequence):
                 return None
@@ -252,18 +250,16 @@ class RequestBook:
                 self.drop(sequence.request_id)
                 events.append((sequence.request_id, Prefilled(tuple(new))))
                 continue
-            for sibling in self._requests[sequence.request_id].sequences:
-                if sibling.finish_reason is not None:
-                    self._computing.finish(sibling)
+            self._finish_ended(self._requests[sequence.request_id])
         return events
 
     def _fail_undrawn(self, step: Step, drawn: Mapping[Seq, Sequence[SampledToken]]) -> Events:
         """Fail the requests for which nothing could be drawn; a draft that could not be made is no more than that."""
         undrawn = {sequence for sequence, new in drawn.items() if any(t.token_id == NOT_DRAWN for t in new)}
-        drafting = {item.sequence for item in step.work if item.drafts is not None}
-        for sequence in undrawn & drafting:
+        drafting = step.drafting() & undrawn
+        for sequence in drafting:
             self.drop_drafts(sequence.request_id)
-        error = KvrailError("the model gave no finite logits, so that no token can be drawn; check the model's weights")
+        error = KvrailError("the model gave no finite logits, so that no token can be drawn; check its weights")
         return self.fail({sequence.request_id for sequence in undrawn - drafting}, error)
 
     def abandon(self, steps: Sequence[Step]) -> None:
@@ -275,12 +271,6 @@ class RequestBook:
         now = [(s, t) for s, t in self._drawn if request_id in (None, s.request_id)]
         self._drawn = [] if request_id is None else [(s, t) for s, t in self._drawn if s.request_id != request_id]
         return [event for sequence, token in now for event in self._emit(sequence, token)]
-
-    def _ends_by_length(self, sequence: Seq) -> bool:
-        """Whether the next token is the last, whatever it is."""
-        length = sequence.length() + 1
-        made = length - len(sequence.prompt_ids)
-        return made >= sequence.params.max_tokens or length >= self._limits.max_model_len
 
     # -- details -------------------------------------------------------------------------------------------------
 
@@ -312,6 +302,11 @@ class RequestBook:
         state = self._requests.get(request_id)
         awaiting = (Status.RECEIVING, Status.DRAFTING)
         return next((s for s in state.sequences if s.status in awaiting), None) if state else None
+
+    def _finish_ended(self, state: _Request) -> None:
+        for sequence in state.sequences:
+            if sequence.finish_reason is not None:
+                self._computing.finish(sequence)
 
     def _queue_deferred(self, request_id: str) -> None:
         state = self._requests[request_id]

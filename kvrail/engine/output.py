@@ -39,6 +39,12 @@ def ending_of(sequence: Sequence, newest: int, length: int, limits: ModelLimits)
     return None, ""
 
 
+def ends_by_length(sequence: Sequence, limits: ModelLimits) -> bool:
+    """Whether the next token is the last, whatever it is."""
+    length = sequence.length() + 1
+    return length - len(sequence.prompt_ids) >= sequence.params.max_tokens or length >= limits.max_model_len
+
+
 def banned_tokens(params: SamplingParams, count: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
     """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens."""
     if count >= params.min_tokens:

@@ -29,6 +29,10 @@ class Step:
     logit_rows: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
 
+    def drafting(self) -> set[Seq]:
+        """Sequences that make a draft in this step."""
+        return {item.sequence for item in self.work if item.drafts is not None}
+
     def draws(self, tokens: Sequence[SampledToken]) -> dict[Seq, list[SampledToken]]:
         """The tokens drawn for the rows, by sequence."""
         drawn: dict[Seq, list[SampledToken]] = {}
