@@ -207,6 +207,9 @@ class DecodeSettings(WorkerSettings):
     local_prefill_tokens: int = Field(
         64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
     )
+    allowed_prefill_workers: Names = Field(
+        (), description="prefill workers that requests may name: hosts, host:port or networks; none given: any"
+    )
     receive_pool_mib: PositiveInt = Field(
         512, description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly"
     )

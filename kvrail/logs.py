@@ -51,6 +51,10 @@ def _timestamp(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
+"""What would end a line, or steer a terminal, if a peer's words were written as they are."""
+
+
 class _TextFormatter(logging.Formatter):
     """time LEVEL service logger [request id] message, then the traceback if there is one."""
 
@@ -60,7 +64,7 @@ class _TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_timestamp(record)} {record.levelname:<7} {self._service} {record.name} [{request_id.get()}]"
-        line = f"{head} {record.getMessage()}"
+        line = f"{head} {record.getMessage()}".translate(_ESCAPED)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -27,6 +27,19 @@ _FINISH_REASONS = {
 }
 
 
+MAX_REQUEST_ID_CHARS = 64
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise InvalidRequestError where an id is empty, long, or holds what would break a log line."""
+    if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS or not request_id.isprintable():
+        raise InvalidRequestError(
+            f"request_id {request_id[:MAX_REQUEST_ID_CHARS]!r} has {len(request_id)} characters; give 1 to"
+            f" {MAX_REQUEST_ID_CHARS} printable ones",
+            param="request_id",
+        )
+
+
 def _check(param: str, value: float, low: float, high: float, *, above: bool = False) -> None:
     """Refuse NaN and what lies outside [low, high], or (low, high] where `above`."""
     if not low <= value <= high or (above and value == low):

@@ -17,6 +17,7 @@ from kvrail.worker import Worker
 from services.carriers import Carriers
 from services.codecs import AUTO, CodecChoiceError, Codecs
 from services.decode.choice import Chooser
+from services.decode.prefill_workers import AllowedWorkers
 from services.decode.progress import Progress
 from services.decode.transfer import Fetch
 
@@ -60,6 +61,7 @@ class Fetcher:
             DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
         )
         self._prefill_workers = prefill_workers
+        self._allowed = AllowedWorkers(settings.allowed_prefill_workers)
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
         self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
 
@@ -73,6 +75,10 @@ class Fetcher:
             return AUTO if name == AUTO else self._codecs.get(name).name
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
+
+    def may_ask(self, workers: Sequence[str]) -> list[str]:
+        """Those of `workers`, host:port each, that the operator lets requests name."""
+        return self._allowed.of(workers)
 
     def cache_space(self, codec: str) -> str:
         """Where the pages of a request of this codec, or AUTO, are shared: those that lost bits by themselves."""

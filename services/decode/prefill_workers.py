@@ -1,9 +1,51 @@
-"""Channels to prefill workers."""
+"""Prefill workers: which may be asked, and channels to them."""
+
+import ipaddress
+import logging
+from collections.abc import Iterable, Sequence
 
 import grpc.aio
 
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.prefill import GrpcPrefillClient
+
+logger = logging.getLogger("kvrail.decode")
+
+
+class AllowedWorkers:
+    """The prefill workers that a request may name: who reaches this port must not choose where it connects to.
+
+    rules: hosts, host:port, or networks such as 10.0.0.0/8, which hold addresses only, no names; none: any worker.
+    """
+
+    def __init__(self, rules: Iterable[str]) -> None:
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        self._names: set[str] = set()
+        for rule in rules:
+            try:
+                self._networks.append(ipaddress.ip_network(rule, strict=False))
+            except ValueError:
+                self._names.add(rule)
+
+    def of(self, addresses: Sequence[str]) -> list[str]:
+        """Those of `addresses`, host:port each, that may be asked; the others are logged."""
+        allowed = [address for address in addresses if self._permits(address)]
+        if len(allowed) < len(addresses):
+            refused = ", ".join(sorted(set(addresses) - set(allowed)))
+            logger.warning("not asking %s: --allowed-prefill-workers does not name it", refused)
+        return allowed
+
+    def _permits(self, address: str) -> bool:
+        if not (self._networks or self._names):
+            return True
+        host = address.rpartition(":")[0].strip("[]")
+        if address in self._names or host in self._names:
+            return True
+        try:
+            number = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return any(number in network for network in self._networks)
 
 
 class GrpcPrefillWorkers:

@@ -9,17 +9,15 @@ import grpc.aio
 
 from kvrail.engine.events import Admitted
 from kvrail.engine.requests import EngineRequest
-from kvrail.errors import InvalidRequestError, WorkerUnavailableError
+from kvrail.errors import WorkerUnavailableError
 from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
-from kvrail.wire.convert import sampling_from_proto
+from kvrail.wire.convert import check_request_id, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from kvrail.worker import Worker
 from services.codecs import AUTO
 from services.decode.fetching import Fetcher
 from services.decode.progress import Progress
-
-MAX_REQUEST_ID_CHARS = 64
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -50,11 +48,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._worker.calls.track():
             codec = self._check(request)
+            workers = self._fetcher.may_ask(request.prefill_workers)
             asked = EngineRequest(
                 request_id=f"{request.request_id}/{next(self._calls)}",
                 prompt_ids=tuple(request.prompt_token_ids),
                 params=sampling_from_proto(request.sampling),
-                remote=bool(request.prefill_workers),
+                remote=bool(workers),
                 resumed_ids=tuple(request.resumed_token_ids),
                 provisional=True,  # whoever asks: when drafts are made is measured
                 caller_id=request.request_id,
@@ -68,7 +67,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     reply = progress.take(event)
                     if isinstance(event, Admitted) and event.awaits_kv:
                         fetching = asyncio.create_task(
-                            self._fetcher.fetch(request.prefill_workers, codec, event, progress, context.time_remaining)
+                            self._fetcher.fetch(workers, codec, event, progress, context.time_remaining)
                         )
                     if reply is not None:
                         await context.write(reply)
@@ -88,9 +87,5 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 f"this worker has model fingerprint {ours[:16]!r}, the request belongs to"
                 f" {request.model_fingerprint[:16]!r}; ask another worker"
             )
-        if not 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS:
-            raise InvalidRequestError(
-                f"request_id has {len(request.request_id)} characters; give 1 to {MAX_REQUEST_ID_CHARS}",
-                param="request_id",
-            )
+        check_request_id(request.request_id)
         return self._fetcher.codec_for(request.codec)

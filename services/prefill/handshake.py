@@ -8,7 +8,7 @@ from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.layout import KVLayout
 from kvrail.transport.base import Carrier, Peer
 from kvrail.wire import PROTOCOL_VERSION
-from kvrail.wire.convert import layout_from_proto
+from kvrail.wire.convert import check_request_id, layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
 from services.carriers import Carriers
@@ -34,6 +34,7 @@ def agree(
 
     Raises IncompatibleError where the two ends differ, naming both values.
     """
+    check_request_id(request.request_id)
     theirs, loaded = request.handshake, worker.loaded
     _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
     _same("model fingerprint", theirs.model_fingerprint, loaded.fingerprint)

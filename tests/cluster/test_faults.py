@@ -7,7 +7,8 @@ import pytest
 
 from codec.base import Block, PagedBlock
 from codec.raw.codec import RawCodec
-from kvrail.errors import KvrailError, WorkerUnavailableError
+from kvrail.errors import InvalidRequestError, KvrailError, WorkerUnavailableError
+from kvrail.wire.v1 import prefill_pb2
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
@@ -128,6 +129,27 @@ async def test_a_request_of_other_weights_is_refused_as_if_nobody_were_there(lla
         assert (await c.ask(prompt_of(20), fingerprint=c.decode.loaded.fingerprint)).tokens
         with pytest.raises(WorkerUnavailableError, match="ask another worker"):
             await c.ask(prompt_of(20), fingerprint="0" * 64)
+        await c.settled()
+
+
+async def test_a_worker_that_is_not_allowed_is_never_called(llama, caplog):
+    async with cluster(llama, decode={"allowed_prefill_workers": ("elsewhere", "10.0.0.0/8")}) as c:
+        answer = await c.ask(prompt_of(300))
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        assert not answer.summary.prefill_worker and "--allowed-prefill-workers does not name it" in caplog.text
+        await c.settled()
+
+
+@pytest.mark.parametrize("request_id", ["a\nERROR forged", "x" * 65, "\x1b[2J"])
+async def test_a_request_id_that_would_forge_log_lines_is_refused_by_both(llama, request_id):
+    async with cluster(llama) as c:
+        with pytest.raises(InvalidRequestError, match="printable"):
+            await c.ask(prompt_of(20), request_id=request_id)
+        ((address, _),) = c.prefills.items()
+        request = prefill_pb2.PrefillRequest(request_id=request_id, prompt_token_ids=prompt_of(20))
+        async with c.fetcher._prefill_workers.client(address).prefill(request, timeout_s=30) as call:
+            with pytest.raises(InvalidRequestError, match="printable"):
+                await call.accepted()
         await c.settled()
 
 

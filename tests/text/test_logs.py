@@ -75,3 +75,11 @@ def test_uvicorn_and_a_second_setup_give_one_line_each(capsys: pytest.CaptureFix
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["logger"] for line in lines] == ["uvicorn.error", "uvicorn.access"]
     assert lines[1]["message"] == '1.2.3.4 - "GET / HTTP/1.1" 200'
+
+
+def test_a_message_cannot_forge_a_line_or_steer_a_terminal(capsys):
+    logs.setup("info", "text", "router")
+    with logs.bound_request_id("r\nx"):
+        logging.getLogger("kvrail.test").info("said %s", "a\r\n2026 ERROR forged \x1b[2J\u2028end")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "[r\\x0ax] said a\\x0d\\x0a2026 ERROR forged \\x1b[2J\\x2028end" in line
