@@ -27,8 +27,8 @@ MAX_UNTAKEN = 1024
 class PrefillCall:
     """One call of a prefill worker. One task reads and dispatches.
 
-    Leave it by reading to the end or `cancel`; as an async context manager it cancels by itself and leaves nothing
-    pending.
+    on_heartbeat: called where the worker says that it is at work, though it has nothing to tell. Leave it by reading to
+    the end or `cancel`; as an async context manager it cancels by itself and leaves nothing pending.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -38,6 +38,7 @@ class PrefillCall:
         self._frame_count = 0
         self._payload_bytes = 0
         self._spans: list[Span] = []
+        self.on_heartbeat: Callable[[], None] = lambda: None
         self._done = False
         self._failure: KvrailError | None = None
         self._changed = Signal()
@@ -138,6 +139,8 @@ class PrefillCall:
             self._first_token = reply.first_token
         elif kind == "announced":
             self._take_announced(reply.announced)
+        elif kind == "heartbeat":
+            self.on_heartbeat()
         else:
             self._end(reply.done)
         self._changed.wake()

@@ -12,7 +12,7 @@ from kvrail.rpc.signal import Signal
 from kvrail.transport.base import Announcement
 from kvrail.waiting import settled
 from kvrail.wire.v1.common_pb2 import Span
-from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, PrefillReply, TransferDone
+from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, Heartbeat, PrefillReply, TransferDone
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,10 @@ class PrefillReplies:
     def accept(self, accepted: Accepted) -> None:
         """Answer the handshake; always the first reply."""
         self._put(PrefillReply(accepted=accepted))
+
+    def heartbeat(self) -> None:
+        """Say that the call is alive, though there is nothing to tell yet."""
+        self._put(PrefillReply(heartbeat=Heartbeat()))
 
     def first_token(self, first_token: FirstToken) -> None:
         """Send the first token."""

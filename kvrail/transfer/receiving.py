@@ -85,6 +85,10 @@ class PageReceiver:
         if not self._guard.complete():
             raise FrameError(f"the transfer ended with {self._guard.missing()} pages of layers missing")
 
+    def not_silent(self) -> None:
+        """The sender is at work, though it has announced nothing."""
+        self._changed.set()
+
     async def _give_up(self, reading: "asyncio.Task[None]") -> None:
         """Stop reading, and give back what nobody will decode; a further cancellation changes nothing in that."""
         reading.cancel()

@@ -178,6 +178,7 @@ class Fetch:
         receiver = PageReceiver(
             transfer, codec, self._pages, self._executor, observer, self._silence_s, self._begin_drafting
         )
+        call.on_heartbeat = receiver.not_silent
         await receiver.run(call.announced, inlet)
 
     def _begin_drafting(self) -> None:

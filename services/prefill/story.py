@@ -1,6 +1,7 @@
 """The story of one prefill: chunks and pages side by side, first token ahead of the KV, commit."""
 
 import asyncio
+import contextlib
 
 from kvrail.engine.aio import EventStream
 from kvrail.engine.events import Admitted, PageLease, Prefilled, PrefillStarted
@@ -16,6 +17,10 @@ from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
 from services.pages import LeasedPages
 from services.prefill.observer import PageObserver
+
+HEARTBEAT_S = 5.0
+HUNG_S = 30.0
+"""A step that takes longer may never end; then the receiver had better ask elsewhere."""
 
 
 class PrefillStory:
@@ -51,9 +56,11 @@ class PrefillStory:
         events = self._open()
         self._replies.accept(accepted)
         sending = asyncio.create_task(self._sender.run())
+        beating = asyncio.create_task(self._beat())
         outcome = "aborted"
         try:
             await self._follow(events)
+            beating.cancel()  # from here on there is something to send
             await asyncio.sleep(0)  # the last layers were told before the end, but perhaps not heard yet
             self._sender.close()
             await sending
@@ -69,11 +76,20 @@ class PrefillStory:
             self._worker.transfers.seconds["sent"].observe(self._timeline.elapsed())
             self._observer.forget(self._engine_id)
             events.close()
+            beating.cancel()
             sending.cancel()
             try:
                 await settled(sending)
             finally:
                 await self._release()
+
+    async def _beat(self) -> None:
+        """Say that the call is alive, unless the engine has hung: to wait for one's turn is no silence."""
+        with contextlib.suppress(TransferAbortedError):  # whoever sends learns of it too
+            while True:
+                await asyncio.sleep(HEARTBEAT_S)
+                if self._worker.engine.step_seconds < HUNG_S:
+                    self._replies.heartbeat()
 
     def _open(self) -> EventStream:
         """Submit to the engine; from here on its pages find the sender."""

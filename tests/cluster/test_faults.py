@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import threading
+import time
 
 import pytest
 
@@ -9,6 +11,7 @@ from codec.base import Block, PagedBlock
 from codec.raw.codec import RawCodec
 from kvrail.errors import InvalidRequestError, KvrailError, WorkerUnavailableError
 from kvrail.wire.v1 import prefill_pb2
+from services.prefill import story
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
@@ -163,6 +166,42 @@ async def test_a_silent_worker_counts_as_lost(llama, monkeypatch):
         assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
         assert value(c.decode, "local") == 1
         monkeypatch.undo()
+        await c.settled()
+
+
+async def test_to_wait_for_ones_turn_is_no_silence(llama, monkeypatch):
+    monkeypatch.setattr(story, "HEARTBEAT_S", 0.1)
+    async with cluster(llama, decode={"transfer_timeout_s": 1.0}, prefill={"max_running": 1}) as c:
+        (prefill,) = c.prefills.values()
+        execute = prefill.engine._runner.execute
+
+        def slowly(*args):
+            time.sleep(0.8)
+            return execute(*args)
+
+        monkeypatch.setattr(prefill.engine._runner, "execute", slowly)
+        answers = await asyncio.gather(*(c.ask(prompt_of(300, seed=n)) for n in range(3)))
+        assert all(answer.summary.prefill_worker for answer in answers)
+        assert value(c.decode, "local") == 0
+        await c.settled()
+
+
+async def test_a_hung_prefill_worker_counts_as_lost(llama, monkeypatch):
+    monkeypatch.setattr(story, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(story, "HUNG_S", 0.3)
+    async with cluster(llama, decode={"transfer_timeout_s": 1.0}) as c:
+        (prefill,) = c.prefills.values()
+        go_on, execute = threading.Event(), prefill.engine._runner.execute
+
+        def hanging(*args):
+            go_on.wait(60)
+            return execute(*args)
+
+        monkeypatch.setattr(prefill.engine._runner, "execute", hanging)
+        answer = await c.ask(prompt_of(300))
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        assert not answer.summary.prefill_worker and value(c.decode, "local") == 1
+        go_on.set()
         await c.settled()
 
 

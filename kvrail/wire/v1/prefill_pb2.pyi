@@ -107,14 +107,20 @@ class TransferDone(_message.Message):
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
     def __init__(self, frame_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ...) -> None: ...
 
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PrefillReply(_message.Message):
-    __slots__ = ("accepted", "first_token", "done", "announced")
+    __slots__ = ("accepted", "first_token", "done", "announced", "heartbeat")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     first_token: FirstToken
     done: TransferDone
     announced: FrameAnnounced
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[TransferDone, _Mapping]] = ..., announced: _Optional[_Union[FrameAnnounced, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., done: _Optional[_Union[TransferDone, _Mapping]] = ..., announced: _Optional[_Union[FrameAnnounced, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
