@@ -98,8 +98,7 @@ class RequestBook:
             sequence.append(token_id)
         text = state.texts[0]
         if text is not None and request.resumed_ids:
-            # Said already; what is still held back comes later.
-            text.push(request.resumed_ids, (), len(request.resumed_ids), (None, ""))
+            text.resume(request.resumed_ids)
         self._scheduler.add(sequence)
 
     def drop(self, request_id: str) -> bool:

@@ -7,6 +7,7 @@ computes keeps its pages until that step is over.
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -88,7 +89,7 @@ class EngineStatus:
 class Engine:
     """Continuous batching over one model on one device.
 
-    deliver: called with batches of events, from any thread, outside the lock; must not block. max_drafts: tokens that a
+    deliver: called with batches of events, in order, from any thread; must not block. max_drafts: tokens that a
     sequence drafts at most on coarse KV; 0 turns drafting off.
     """
 
@@ -110,9 +111,11 @@ class Engine:
         self._limits = limits
         self._book = RequestBook(scheduler, limits, tokenizer, metrics, max_drafts)
         self._metrics = metrics
-        self._deliver = deliver
+        self._sink = deliver
         self._on_layer = on_layer
         self._changed = threading.Condition(threading.RLock())
+        self._outbox: deque[Delivery] = deque()  # filled under the lock, so that the order is that of the changes
+        self._delivering = threading.Lock()
         self._flight: _Flight | None = None
         self._landed = 0.0
         self._failures = 0
@@ -134,8 +137,8 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
         with self._changed:
-            events = self._book.fail(self._book.ids(), WorkerUnavailableError("the worker has stopped"))
-        self._deliver(events)
+            self._outbox.append(self._book.fail(self._book.ids(), WorkerUnavailableError("the worker has stopped")))
+        self._deliver()
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError; then nothing is kept."""
@@ -148,9 +151,9 @@ class Engine:
             if not self._scheduler.can_wait():
                 raise OverloadedError(f"{self._scheduler.num_waiting} requests are waiting already; try again later")
             self._book.open(request, hashes)
-            events = self._book.admit()
+            self._outbox.append(self._book.admit())
             self._changed.notify()
-        self._deliver(events)
+        self._deliver()
 
     def abort(self, request_id: str) -> None:
         """Drop a request, wherever it is. No further events come. Unknown ids are ignored: it may just have ended."""
@@ -164,8 +167,7 @@ class Engine:
     def receive_first_tokens(self, request_id: str, tokens: Sequence[SampledToken]) -> None:
         """The first token of each of the n sequences, drawn by the prefill worker; their output is emitted at once."""
         with self._changed:
-            events = self._book.receive_first_tokens(request_id, tokens)
-        self._deliver(events)  # before the engine's thread can report a draft
+            self._outbox.append(self._book.receive_first_tokens(request_id, tokens))
         self._change(lambda: self._book.begin_drafting(request_id))
 
     def receive_coarse_kv(self, request_id: str) -> None:
@@ -243,9 +245,10 @@ class Engine:
 
     def _plan(self) -> Step:
         with self._changed:
-            events = self._book.admit()
+            self._outbox.append(self._book.admit())
             step, started = self._book.plan()
-        self._deliver(events + started)
+            self._outbox.append(started)
+        self._deliver()
         return step
 
     def _launch(self, step: Step, before: Drawing | None = None) -> _Flight | None:
@@ -271,9 +274,11 @@ class Engine:
         with self._changed:
             if self._stopping:
                 return None
-            events = self._book.admit()
+            self._outbox.append(self._book.admit())
             planned = self._book.plan_ahead(flight.step)
-        self._deliver(events if planned is None else events + planned[1])
+            if planned is not None:
+                self._outbox.append(planned[1])
+        self._deliver()
         return None if planned is None else self._launch(planned[0], drawing)
 
     def _land(self, flight: _Flight) -> None:
@@ -285,8 +290,8 @@ class Engine:
             self._step_failed([each.step for each in (flight, behind) if each is not None], error)
             return
         with self._changed:
-            events = self._book.settle(flight.step, tokens)
-        self._deliver(events)
+            self._outbox.append(self._book.settle(flight.step, tokens))
+        self._deliver()
         now = perf_counter()
         self._record(flight.step, now - max(flight.begin, self._landed))  # enqueued ahead, it waited for its turn
         self._landed = now
@@ -316,17 +321,23 @@ class Engine:
         logger.critical("the engine has broken down", exc_info=error)
         with self._changed:
             self._failures = MAX_FAILURES
-            requests = self._book.ids()
-        lost = Failed(WorkerUnavailableError("the engine has broken down"))
-        self._deliver([(request_id, lost) for request_id in requests])
+            lost = Failed(WorkerUnavailableError("the engine has broken down"))
+            self._outbox.append([(request_id, lost) for request_id in self._book.ids()])
+        self._deliver()
 
     def _change(self, change: Callable[[], object]) -> None:
         """Change the books, admit what fits now, wake the thread."""
         with self._changed:
             change()
-            events = self._book.admit()
+            self._outbox.append(self._book.admit())
             self._changed.notify()
-        self._deliver(events)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand over what has happened, in order, whichever thread comes first."""
+        with self._delivering:
+            while self._outbox:
+                self._sink(self._outbox.popleft())
 
     def _observer(self, step: Step) -> Callable[[int], None] | None:
         observe = self._on_layer
@@ -359,8 +370,8 @@ class Engine:
 
     def _emit_drawn(self) -> None:
         with self._changed:
-            events = self._book.emit_drawn()
-        self._deliver(events)
+            self._outbox.append(self._book.emit_drawn())
+        self._deliver()
 
     def _step_failed(self, steps: Sequence[Step], error: Exception) -> None:
         computing = {item.sequence.request_id for step in steps for item in step.work}
@@ -373,8 +384,9 @@ class Engine:
         with self._changed:
             self._failures += 1
             self._book.abandon(steps)
-            events = self._book.fail(computing, known)
+            self._outbox.append(self._book.fail(computing, known))
             if not self.alive:
                 logger.critical("%d steps in a row have failed: the engine gives up", self._failures)
-                events += self._book.fail(self._book.ids(), WorkerUnavailableError("the engine has given up"))
-        self._deliver(events)
+                lost = WorkerUnavailableError("the engine has given up")
+                self._outbox.append(self._book.fail(self._book.ids(), lost))
+        self._deliver()

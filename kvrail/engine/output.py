@@ -86,6 +86,16 @@ class SequenceText:
                 return self._output(token_ids, text, logprobs, FinishReason.STOP, rest.matched)
         return self._output(token_ids, text, logprobs, reason, stop_reason)
 
+    def resume(self, token_ids: tuple[int, ...]) -> None:
+        """Take in output that another engine has said already; what it still held back comes with the next token.
+
+        As there, the text of the first min_tokens tokens is not searched for stop strings.
+        """
+        unsearched = token_ids[: self._sequence.params.min_tokens]
+        self.push(unsearched, (), len(unsearched), (None, ""))
+        if len(token_ids) > len(unsearched):
+            self.push(token_ids[len(unsearched) :], (), len(token_ids), (None, ""))
+
     def _output(
         self,
         token_ids: Iterable[int],

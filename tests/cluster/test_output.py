@@ -104,6 +104,27 @@ async def test_what_another_worker_began_is_continued(done):
         await c.settled()
 
 
+@pytest.mark.parametrize("done", [3, 9, 14])
+async def test_min_tokens_and_stop_strings_leave_no_seam(done):
+    """What min_tokens kept from being a stop string is none for the worker that goes on either."""
+    folder = tiny_model("llama")
+    prompt = load_tokenizer(str(folder)).encode("the quick brown fox " * 12, add_special_tokens=False)
+    asked = {"max_tokens": 20, "temperature": 0.8, "seed": 9}
+    async with cluster(folder) as c:
+        said = Text()
+        await c.ask(prompt, **asked, on_reply=said)
+        stop = said.up_to(6)[len(said.up_to(4)) :]  # what the fifth and sixth token say
+        assert stop
+        asked |= {"stop": (stop,), "min_tokens": 8}
+        said = Text()
+        whole = await c.ask(prompt, **asked, on_reply=said)
+        assert stop in whole.text[0] and len(whole.tokens[0]) > done
+        rest = await c.ask(prompt, **asked, resumed=whole.tokens[0][:done])
+        assert rest.tokens[0] == whole.tokens[0][done:]
+        assert said.up_to(done) + rest.text[0] == whole.text[0]
+        await c.settled()
+
+
 class Text:
     """What had been said after so many tokens."""
 

@@ -1,11 +1,12 @@
 """The control plane against a machine whose output depends on every page (page_machine.py)."""
 
 import random
+import threading
 
 import pytest
 
 from kvrail.engine.batch import NOT_DRAWN, SampleRow, SequenceSlice
-from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled
+from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
 from kvrail.engine.requests import EngineRequest
 from kvrail.engine.scheduler import Limits
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
@@ -273,6 +274,38 @@ def test_a_row_that_cannot_be_drawn_fails_its_request_and_no_other(ahead):
     for name in "ab":
         assert bench.tokens(name) == expected(names[name], 20)
     assert bench.engine.status().pages.used == 0 and bench.engine.status().healthy
+
+
+class Pausing:
+    """A lock behind whose release one thread is held up."""
+
+    def __init__(self, lock):
+        self.lock, self.thread = lock, None
+        self.released, self.go_on = threading.Event(), threading.Event()
+
+    def __enter__(self):
+        self.lock.__enter__()
+
+    def __exit__(self, *error):
+        self.lock.__exit__(*error)
+        if threading.current_thread() is self.thread:
+            self.released.set()
+            assert self.go_on.wait(10)
+
+    def notify(self):
+        self.lock.notify()
+
+
+def test_events_come_in_the_order_of_the_changes():
+    bench = Bench(num_pages=64)
+    lock = bench.engine._changed = Pausing(bench.engine._changed)
+    lock.thread = threading.Thread(target=bench.submit, args=("r", [1, 2, 3]), kwargs={"prefill_only": True})
+    lock.thread.start()
+    assert lock.released.wait(10)  # it is admitted, and nobody was told
+    bench.step(2)
+    lock.go_on.set()
+    lock.thread.join()
+    assert [type(event) for event in bench.events["r"]] == [Admitted, PrefillStarted, Prefilled]
 
 
 def test_a_failing_step_fails_its_requests_and_nothing_else():
