@@ -9,7 +9,7 @@ from tests.cluster.halves import Halves, HalvesEncoding, _bits, _write
 
 
 class AllNoise(Halves):
-    """The first stage is random bits, infinities and NaN among them; the second brings everything."""
+    """The first stage is random numbers between -2 and 2; the second brings everything."""
 
     name = "all-noise"
 
@@ -18,7 +18,7 @@ class AllNoise(Halves):
         return HalvesEncoding([self.anchor(bits), bits])
 
     def anchor(self, bits):
-        return np.random.default_rng(0).integers(-(1 << 15), 1 << 15, bits.shape, np.int16)
+        return np.random.default_rng(0).integers(-(1 << 15), 1 << 15, bits.shape, np.int16) & ~0x4000
 
     def decode(self, stage, payloads, out):
         check_stage(self, stage, payloads)
@@ -36,7 +36,16 @@ class HalfRight(AllNoise):
         return bits & ~0x001F
 
 
-BROKEN = (AllNoise, HalfRight)
+class NoNumbers(AllNoise):
+    """The first stage is NaN, from which no draft can be made."""
+
+    name = "no-numbers"
+
+    def anchor(self, bits):
+        return np.full_like(bits, 0x7FC0)
+
+
+BROKEN = (AllNoise, HalfRight, NoNumbers)
 
 
 @pytest.fixture

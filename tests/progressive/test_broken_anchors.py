@@ -1,12 +1,14 @@
 """A first stage that is broken costs drafts, never the output."""
 
+import asyncio
 import random
 
 import pytest
 
 from codec import registry
+from kvrail.engine.book import RequestBook
 from tests.cluster.cluster import cluster
-from tests.cluster.staged import held_bytes
+from tests.cluster.staged import held_bytes, hold_later_stages
 from tests.progressive.anchors import broken_anchors  # noqa: F401  a fixture
 from tests.progressive.gates import Gates
 from tests.progressive.test_same_output import DECODE, DEMO, SHARED, Tally, compare, prompts
@@ -27,3 +29,22 @@ async def test_the_output_is_raws(monkeypatch, codec, least, most):
     assert not tally.differences, "\n".join(tally.differences)
     assert tally.staged == 2 * PROMPTS and tally.proposed > 20
     assert least <= tally.accepted / tally.proposed <= most
+
+
+@pytest.mark.usefixtures("broken_anchors")
+async def test_where_no_draft_can_be_made_the_request_waits_for_its_kv(monkeypatch):
+    refused, loop = asyncio.Event(), asyncio.get_running_loop()
+    drop = RequestBook.drop_drafts
+
+    def dropped(book, request_id):
+        loop.call_soon_threadsafe(refused.set)
+        return drop(book, request_id)
+
+    monkeypatch.setattr(RequestBook, "drop_drafts", dropped)
+    hold_later_stages(monkeypatch, refused.wait)
+    async with cluster(DEMO, "inproc", decode=DECODE, **SHARED) as c:
+        (prompt,) = prompts(1)
+        answer = await c.ask(prompt[:300], codec="no-numbers", max_tokens=8)
+        raw = await c.ask(prompt[:300], codec="raw", max_tokens=8)
+        await c.settled()
+    assert answer.tokens == raw.tokens and answer.summary.drafts_proposed == 0
