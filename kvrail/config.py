@@ -165,10 +165,6 @@ class WorkerSettings(ServiceSettings):
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
     )
-    ucx_polling: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="let UCX's thread poll instead of sleep, which takes a core; auto: on CUDA, with 8 cores or more",
-    )
     codebook: str = Field(
         "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 
 import torch
@@ -16,9 +15,6 @@ from kvrail.transport.sockets import SocketCarrier
 from services.codecs import WITHOUT_CODE
 
 logger = logging.getLogger("kvrail.carriers")
-
-POLLING_CORES = 8
-"""With so many cores to run on, one for UCX's thread beside a GPU is well spent (docs/decisions/0016-ucx.md)."""
 
 
 class Carriers:
@@ -88,11 +84,6 @@ class Carriers:
         await asyncio.gather(*(carrier.aclose() for carrier in self.all))
 
 
-def polls(asked: str, *, on_cuda: bool, cores: int) -> bool:
-    """Whether UCX's thread polls, as the setting ucx_polling asks, on that many cores."""
-    return asked == "always" or (asked == "auto" and on_cuda and cores >= POLLING_CORES)
-
-
 async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) -> tuple[ucx.UcxCarrier | None, str]:
     """The UCX carrier, where the settings want it and, with auto, where it can be had; else why not."""
     if settings.transport == "grpc":
@@ -102,12 +93,7 @@ async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) 
     on_cuda = device.type == "cuda"
     try:
         return await ucx.UcxCarrier.start(
-            host_bytes=pool_bytes,
-            device=device if on_cuda else None,
-            device_bytes=pool_bytes if on_cuda else 0,
-            settings=ucx.UcxSettings(
-                spin=polls(settings.ucx_polling, on_cuda=on_cuda, cores=len(os.sched_getaffinity(0)))
-            ),
+            host_bytes=pool_bytes, device=device if on_cuda else None, device_bytes=pool_bytes if on_cuda else 0
         ), ""
     except (KvrailError, RuntimeError, OSError) as error:
         if settings.transport != "auto":

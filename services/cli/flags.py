@@ -41,7 +41,6 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "max_drafts",
             "codebook",
             "transport",
-            "ucx_polling",
             "data_port",
             "receive_pool_mib",
             "max_frame_bytes",
