@@ -159,12 +159,12 @@ def started(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
 
 
 def wait_healthy(url: str, process: subprocess.Popen[bytes], log: str) -> None:
-    """Wait until the router says ok; ends where the cluster does."""
+    """Wait until the router says ok, with every worker there; ends where the cluster does."""
     for _ in range(3000):
         if process.poll() is not None:
             raise SystemExit(f"the cluster ended:\n{Path(log).read_text()[-4000:]}")
         try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=2).json()["status"] == "ok":
                 return
         except httpx.HTTPError:
             pass
