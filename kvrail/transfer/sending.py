@@ -154,16 +154,15 @@ class PageSender:
     async def _send_piece(self, piece: Piece) -> None:
         """Encode and send the first stage of a piece, or all stages of recent pages."""
         try:
-            async with self._link.turn(self._order):
+            async with self._link.turn(self._order), _together() as sending:
                 async with self._encoding:
                     stages = await in_thread(self._executor, self._encode, piece)
-                now = len(stages) if piece.first_page >= self._recent_page else 1
-                async with _together() as sending:
+                    now = len(stages) if piece.first_page >= self._recent_page else 1
                     for stage in stages[:now]:
                         sending.create_task(self._send(stage))
                     await asyncio.sleep(0)  # they are announced: whoever has a turn now may take what follows at once
-                    for stage in stages[now:]:
-                        self._hold(stage)
+                for stage in stages[now:]:
+                    self._hold(stage)
         finally:
             self._asking.release()
 
@@ -178,6 +177,8 @@ class PageSender:
         """Send what is first of the later stages once the link gives a turn."""
         try:
             async with self._link.turn(self._order, later=True):
+                async with self._encoding:
+                    pass  # first stages that had their turns before this one are announced
                 *_, stage = heapq.heappop(self._later)
                 try:
                     await self._send(stage)

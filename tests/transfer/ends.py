@@ -90,7 +90,8 @@ class Observer:
 class Transfers:
     """Both ends of one transfer, joined by a carrier and a queue."""
 
-    def __init__(self, codec, held_pages=0, silence_s=240.0, frame_bytes=4096):
+    def __init__(self, codec, held_pages=0, silence_s=240.0, frame_bytes=4096, cached_pages=3):
+        self.cached_pages = cached_pages
         self.codec = registry.get(codec)
         self.source, self.sink, self.observer = Memory(1), Memory(), Observer()
         self.announced = asyncio.Queue()
@@ -104,7 +105,7 @@ class Transfers:
     def began_coarse(self):
         self.coarse += 1
 
-    async def send(self, order=None):
+    async def send(self):
         outlet = await self.carrier.outlet(NEVER, self.key)
         sender = PageSender(
             self.outgoing, outlet, self.announced.put_nowait, Link(1 << 20), 1, self.executor, self.observer
@@ -112,8 +113,9 @@ class Transfers:
         try:
             sending = asyncio.create_task(sender.run())
             await asyncio.sleep(0)
-            sender.begin(self.source, 3, None)
-            for layer, (first, end) in itertools.product(range(4), ((3, 7), (7, PAGES))):
+            sender.begin(self.source, self.cached_pages, None)
+            borders = [border for border in (3, 7, PAGES) if border >= self.cached_pages]
+            for layer, (first, end) in itertools.product(range(4), itertools.pairwise(borders)):
                 sender.add(Piece(layer, layer + 1, first, end, None))
                 await asyncio.sleep(0)
             sender.close()

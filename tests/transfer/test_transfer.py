@@ -1,13 +1,15 @@
 """Whole transfers between two pieces of memory: no engine, no metrics, no call."""
 
 import asyncio
+import time
 
 import pytest
 import torch
 
+from codec.frame import unpack_head
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transfer.sending import Outgoing
-from kvrail.transfer.sizes import block_spec
+from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.inproc import InprocCarrier
 from tests.transfer.ends import LAYOUT, PAGES, TOKENS, Transfers
 
@@ -116,3 +118,21 @@ async def test_cancelled_at_any_moment_it_leaves_nothing(name):
         writes = both.sink.writes
         await asyncio.sleep(0.002)
         assert both.sink.writes == writes
+
+
+async def test_a_later_stage_waits_for_first_stages_whose_turn_came_before(monkeypatch):
+    """Encoding is slow here and the link idle: as soon as a first stage has left, its later ones could."""
+    both = Transfers("splitzip-progressive", frame_bytes=1 << 20, cached_pages=PAGES)
+    encode = type(both.codec).encode
+
+    def slow(*args, **named):
+        time.sleep(0.05)
+        return encode(*args, **named)
+
+    monkeypatch.setattr(type(both.codec), "encode", slow)
+    heads, take = [], both.announced.put_nowait
+    both.announced.put_nowait = lambda item: (heads.append(item), take(item))
+    await both.run()
+    headers = [unpack_head(each.head, each.payload_bytes, 1 << 20)[0] for each in heads[:-1]]
+    recent = first_recent_page(TOKENS, LAYOUT.page_size)
+    assert [(header.first_page, header.stage) for header in headers] == [(0, 0), (recent, 0), (recent, 1), (0, 1)]
