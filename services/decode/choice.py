@@ -153,8 +153,8 @@ class Chooser:
         known = self._links.get(worker)
         if encoder_bound or sample.waited_s < 0.5 * sample.seconds:
             known = max(rate, known or 0.0)
-        else:
-            known = _mean(known, rate)
+        else:  # means of seconds per byte: frames too large for a link that has slowed down harm more than small ones
+            known = 1 / _mean(known and 1 / known, 1 / rate)
         self._links[worker] = known
         self._metrics.link_measured(worker, known)
 
