@@ -72,13 +72,13 @@ SCENARIOS: dict[str, tuple[tuple[int, ...], tuple[Fault, ...]]] = {
 """Whom a scenario befalls, and what."""
 
 
-async def befall(cluster: Cluster, scenario: str, seed: int) -> list[str]:
-    """Do harm until cancelled, then mend it all; what was done, in order.
+async def befall(cluster: Cluster, scenario: str, seed: int, done: list[str]) -> None:
+    """Do harm until cancelled, then mend it all. done: gets what was done, in order.
 
     One decode worker is always left alone: a cluster without any cannot answer. So is a worker that has not come back.
     """
     victims, faults = SCENARIOS[scenario]
-    rng, done, under_way = random.Random(seed), [], {}
+    rng, under_way = random.Random(seed), {}
     try:
         while True:
             await asyncio.sleep(rng.uniform(*PAUSE_S))
@@ -92,4 +92,3 @@ async def befall(cluster: Cluster, scenario: str, seed: int) -> list[str]:
                 under_way[worker] = asyncio.create_task(fault(cluster, worker, rng))
     except asyncio.CancelledError:
         await asyncio.gather(*under_way.values())
-    return done

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ async def outcome(client: httpx.AsyncClient, body: dict[str, Any], wanted: str) 
     return Outcome("full") if text == wanted else Outcome("wrong", f"{body!r}: {text!r}, not {wanted!r}")
 
 
-async def storm(url: str, asked: Sequence[tuple[dict[str, Any], str]], clients: int) -> list[Outcome]:
+async def storm(url: str, asked: Iterable[tuple[dict[str, Any], str]], clients: int) -> list[Outcome]:
     """Ask all, `clients` at a time; each request's outcome."""
     waiting, outcomes = iter(asked), []
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 IMPOSED = 3
-FLAGS = ("--rates", "20mbit", "--tokens", "600", "--rounds", "1", "--codecs", "raw,splitzip-progressive")
+FLAGS = ("--rates", "20mbit", "--tokens", "1000", "--rounds", "1", "--codecs", "raw,splitzip-progressive")
 
 
 def test_a_run_imposes_what_it_says(tmp_path):
