@@ -127,8 +127,18 @@ class RouterSettings(ServiceSettings):
     )
     api_keys: Names = Field((), repr=False, description="accepted bearer keys; none: no authentication")
     request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one request, in seconds")
-    max_concurrent_requests: PositiveInt = Field(1024, description="requests at once; more are answered 429")
+    max_concurrent_requests: PositiveInt = Field(
+        1024, description="requests at once, one of n sequences counted n times; more are answered 429"
+    )
+    max_connections: PositiveInt = Field(4096, description="connections of clients at once; more are answered 503")
     max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
+    head_timeout_s: PositiveFloat = Field(10.0, description="seconds in which a request's headers must have come")
+    body_timeout_s: PositiveFloat = Field(
+        60.0, description="seconds in which a request's body must have come, and one more for each 64 KiB of it"
+    )
+    write_timeout_s: PositiveFloat = Field(
+        60.0, description="seconds for which a client may read nothing of its answer; then its request ends"
+    )
     status_interval_s: PositiveFloat = Field(0.5, description="seconds between two looks at each worker's load")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from kvrail.errors import ConfigError, InvalidRequestError
+from kvrail.errors import ConfigError, ContextLengthError, InvalidRequestError
+from kvrail.text.bounds import longest_text
 from kvrail.text.chat import ChatTemplate
 from kvrail.text.decoding import METASPACE, TokenDecoder, read_decoder
 from kvrail.text.files import TokenizerFiles, read_files, resolve_folder
@@ -19,6 +20,7 @@ class Tokenizer:
 
     backend: the `tokenizers` object. decoder: what bytes a token stands for. chat: the model's chat templates.
     vocab_size: length of the model's logits; ids that only pad it have no text. eos_token_ids: ids that end a sequence.
+    longest_text: characters that one token stands for at most, None where there is no bound.
     """
 
     def __init__(
@@ -28,11 +30,13 @@ class Tokenizer:
         chat: ChatTemplate,
         vocab_size: int,
         eos_token_ids: frozenset[int],
+        longest_text: int | None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat = chat
+        self._longest_text = longest_text
         self._bytes: dict[int, bytes] = {}
         self.decoder = decoder
         self.vocab_size = vocab_size
@@ -41,15 +45,27 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens` also those the model wants around a text, such as bos."""
+    def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        """Token ids of `text`; with `add_special_tokens` also those the model wants around a text, such as bos.
+
+        Other threads run meanwhile. Raises ContextLengthError where there are more than `most` ids, InvalidRequestError
+        where the text is not Unicode.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 f"the text has half a surrogate pair at character {error.start}; send valid Unicode"
             ) from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if most is not None and self._longest_text and len(text) > most * self._longest_text:
+            raise ContextLengthError(
+                f"{most} tokens are the most, and no text of {len(text)} characters has so few; shorten it"
+            )
+        # `encode` would hold the interpreter's lock; and offsets, which only the other of the two has, are not needed.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if most is not None and len(encoding) > most:
+            raise ContextLengthError(f"{most} tokens are the most, and the text has {len(encoding)}; shorten it")
+        return list(encoding.ids)
 
     def apply_chat_template(
         self,
@@ -57,14 +73,16 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        most: int | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a chat. The template writes bos itself where the model wants it; none is added.
 
-        kwargs are further variables of the template. InvalidRequestError where messages and template do not fit.
+        most: as for `encode`. kwargs are further variables of the template. InvalidRequestError where messages and
+        template do not fit.
         """
         text = self._chat.render(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, most=most)
 
     def has_token(self, token_id: int) -> bool:
         """Whether the id has a token; ids that only pad the model's logits have none."""
@@ -89,8 +107,9 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of a whole sequence."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        """Return the text of a whole sequence. Other threads run meanwhile."""
+        (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
 
 def load_tokenizer(model: str) -> Tokenizer:
@@ -115,6 +134,7 @@ def load_tokenizer(model: str) -> Tokenizer:
         chat=ChatTemplate(files.chat_templates, named),
         vocab_size=_vocab_size(backend, files),
         eos_token_ids=_eos_token_ids(backend, files, named),
+        longest_text=longest_text(backend, files.tokenizer.get("model", {})),
     )
 
 

@@ -10,7 +10,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Counts what runs; a request with several prompts counts once for each."""
+    """Counts what runs: a request once for each of its sequences, /tokenize and /detokenize once."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -22,7 +22,7 @@ class Admission:
 
     @property
     def active(self) -> int:
-        """Prompts that run now."""
+        """Sequences that run now."""
         return self._active
 
     def check_open(self) -> None:
@@ -31,24 +31,25 @@ class Admission:
             raise WorkerUnavailableError("the server is shutting down; retry")
 
     @contextmanager
-    def admitted(self, prompts: int, cancel: Callable[[], None]) -> Iterator[None]:
-        """Hold room for `prompts`; `cancel` ends the request's work when the grace period is over.
+    def admitted(self, sequences: int, cancel: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold room for `sequences`; `cancel` ends the request's work when the grace period is over.
 
         Raises OverloadedError where there is no room, WorkerUnavailableError once draining.
         """
         self.check_open()
-        if self._active + prompts > self._limit:
+        if self._active + sequences > self._limit:
             raise OverloadedError(
-                f"{self._active} requests of at most {self._limit} are running; retry later", retry_after=RETRY_AFTER_S
+                f"{self._active} sequences of at most {self._limit} are running; {sequences} more do not fit; retry",
+                retry_after=RETRY_AFTER_S,
             )
-        self._active += prompts
+        self._active += sequences
         self._cancels.add(cancel)
         self._idle.clear()
         try:
             yield
         finally:
             self._cancels.discard(cancel)
-            self._active -= prompts
+            self._active -= sequences
             if self._active == 0:
                 self._idle.set()
 

@@ -43,11 +43,11 @@ class Prepared:
 class Job:
     """One generation request as the endpoint hands it over.
 
-    prompts: how much room it takes. prepare: validates and tokenises; raises from the error tree.
+    sequences: how much room it takes. prepare: validates and tokenises; raises from the error tree.
     """
 
     request: Request
-    prompts: int
+    sequences: int
     timeline: Timeline
     prepare: Callable[[], Awaitable[Prepared]]
 
@@ -82,7 +82,7 @@ class Answer(Response):
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit the job and run it, measured; what goes wrong becomes the client's error."""
         try:
-            with self._admission.admitted(self._job.prompts, self._cancel):
+            with self._admission.admitted(self._job.sequences, self._cancel):
                 await self._measured(scope, receive, send)
         except KvrailError as error:  # not admitted
             self._metrics.outcomes[outcome_of(error)].inc()

@@ -13,8 +13,9 @@ from kvrail.config import RouterSettings
 from kvrail.errors import KvrailError
 from kvrail.text import Tokenizer
 from services.router import errors
+from services.router.bodies import BodyLimit, JsonRoute
 from services.router.errors import UNAVAILABLE_RETRY_S
-from services.router.middleware import ApiKeys, BodyLimit, RequestContext
+from services.router.middleware import ApiKeys, RequestContext
 from services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from services.router.service import RouterService
 
@@ -60,7 +61,7 @@ def _service(request: Request) -> RouterService:
 
 def api_routes() -> APIRouter:
     """What clients use."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_class=JSONResponse)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -84,10 +85,10 @@ def api_routes() -> APIRouter:
         service.check_model(model_id)
         return service.card()
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    @router.post("/tokenize", response_class=JSONResponse)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Count and list the tokens of a prompt or a chat."""
-        return await _service(request).tokenize(body)
+        return Response(await _service(request).tokenize(body), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:

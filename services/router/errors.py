@@ -83,10 +83,10 @@ def json_error(status: int, body: dict[str, Any], headers: dict[str, str] | None
     return Response(json.dumps(body), status, headers, media_type="application/json")
 
 
-def too_large(limit: int) -> Response:
-    """The answer to a body over the limit."""
-    message = f"the body is larger than the {limit} bytes that this server takes; send a shorter one"
-    return json_error(413, error_object(message, INVALID, None, _CODES[413]), {"connection": "close"})
+def too_large(why: str) -> Response:
+    """The answer to a body over a limit."""
+    body = error_object(f"{why}; send a shorter one", INVALID, None, _CODES[413])
+    return json_error(413, body, {"connection": "close"})
 
 
 def parameter_path(location: Sequence[Any], body: Any) -> str:
@@ -126,7 +126,7 @@ def _shorten(value: Any) -> str:
     """What the client sent, short enough for a message."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} with {len(value)} entries"
-    text = repr(value)
+    text = repr(value[:80] if isinstance(value, str) else value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,12 +18,15 @@ from kvrail.config import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.text import load_tokenizer
 from services.router.app import build_app
+from services.router.connection import ClientConnection, ConnectionLimits
 from services.router.service import RouterService
 
 log = logging.getLogger("kvrail.router")
 
 CLOSE_TIMEOUT_S = 5
 """Seconds that connections get to take their last bytes once everything has ended."""
+OTHER_FILES = 256
+"""Files that the router has open beside its clients' connections: the workers' and its own."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -32,8 +37,13 @@ class RouterServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, settings: RouterSettings) -> None:
+        limits = ConnectionLimits(
+            settings.head_timeout_s, settings.body_timeout_s, settings.write_timeout_s, settings.max_connections
+        )
         config = uvicorn.Config(
             app,
+            http=partial(ClientConnection, limits=limits),  # type: ignore[arg-type]
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="on",
@@ -104,11 +114,20 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def allow_files(count: int) -> None:
+    """Let this process have so many open files, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run(settings: RouterSettings) -> int:
     """Serve until asked to stop; returns the exit status. Raises ConfigError where a setting does not work."""
     logs.setup(settings.log_level, settings.log_format, "router")
     tokenizer = load_tokenizer(settings.model)
     server = RouterServer(build_app(settings, tokenizer), settings)
+    allow_files(settings.max_connections + OTHER_FILES)
     listener = listen(settings.host, settings.port)
     log.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
     server.run(sockets=[listener])

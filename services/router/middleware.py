@@ -1,4 +1,4 @@
-"""What happens to every request before its endpoint: an id, the bound on its body, the API key."""
+"""What happens to every request before its endpoint and its body: an id, the API key."""
 
 import hmac
 import re
@@ -11,13 +11,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrail.errors import AuthenticationError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.logs import bound_request_id
-from services.router.errors import error_response, too_large
+from services.router.errors import error_response
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/metrics/vllm"})
 """Paths for probes and scrapers, which carry no key."""
-DRAIN_FACTOR = 8
-"""Of a body that is too large, up to this many times the limit is read and dropped, so that the client hears why."""
 
 
 class RequestContext:
@@ -73,42 +71,3 @@ class ApiKeys:
         for key in self._keys:
             found |= hmac.compare_digest(given.strip().encode("latin-1"), key)
         return found and scheme.lower() == "bearer"
-
-
-class BodyLimit:
-    """Reads the body before the endpoint runs and answers 413 where it is over the limit."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        declared = headers.get("content-length", "0")
-        size, body = 0, bytearray()
-        too_big = len(declared) > 18 or (declared.isdigit() and int(declared) > self._max_bytes)
-        more = not (too_big and "expect" in headers)  # a client that asks first has sent nothing yet
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            more = message.get("more_body", False)
-            size += len(message.get("body", b""))
-            too_big |= size > self._max_bytes
-            if not too_big:
-                body += message.get("body", b"")
-            elif size > self._max_bytes * DRAIN_FACTOR:
-                break
-        if too_big:
-            await too_large(self._max_bytes)(scope, receive, send)
-            return
-        pending: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-        async def replay() -> Message:
-            return pending.pop() if pending else await receive()
-
-        await self._app(scope, replay, send)

@@ -2,11 +2,22 @@
 
 Types are strict: "5" is no number and true no integer. Fields that are unknown here are accepted and have no effect, as
 with OpenAI; what would change the answer if it were honoured, but is not supported, is refused by name.
+
+Every list and object has a bound, and is refused at its first error: a body is checked while other requests wait.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from kvrail.wire.convert import (
     MAX_LOGIT_BIAS,
@@ -24,6 +35,13 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
 MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_TOOLS = 1024
+MAX_FIELDS = 256
+"""Of any object of a body, known and unknown ones."""
+MAX_TOKEN_IDS = 1 << 20
+MAX_NAME_CHARS = 1024
 MAX_TEMPERATURE = 2.0
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -36,6 +54,17 @@ def _text_as_part(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def _not_longer(most: int) -> BeforeValidator:
+    """Refuses a longer list or object before it looks at what is in it."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"has {len(value)} entries, more than {most}")
+        return value
+
+    return BeforeValidator(check)
+
+
 Count = Annotated[int, Field(ge=1, le=UINT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -43,12 +72,26 @@ Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+Options = Annotated[dict[str, Any], _not_longer(MAX_FIELDS)]
+Tools = Annotated[list[Any], Field(max_length=MAX_TOOLS)]
+
+_TOKEN_IDS = TypeAdapter(TokenIds, config=ConfigDict(strict=True))
+_PROMPT_KINDS = "must be a string, a list of strings, a list of token ids or a list of such lists"
 
 
 class Wire(BaseModel):
     """Base of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields, more than {MAX_FIELDS}")
+        return value
 
 
 class TextPart(Wire):
@@ -62,9 +105,11 @@ class Message(Wire):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart] | None, BeforeValidator(_text_as_part)] = None
-    name: str | None = None
-    tool_calls: list[Any] | None = None
+    content: Annotated[
+        Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None, BeforeValidator(_text_as_part)
+    ] = None
+    name: Name | None = None
+    tool_calls: Tools | None = None
 
     def plain(self) -> dict[str, str]:
         """Role and content for the chat template; `developer` is OpenAI's newer word for `system`."""
@@ -73,6 +118,9 @@ class Message(Wire):
         if self.name is not None:
             fields["name"] = self.name
         return fields
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class StreamOptions(Wire):
@@ -98,25 +146,27 @@ class KvrailOptions(Wire):
 class Request(Wire):
     """Fields of chat and completion requests alike."""
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
-    stop: Annotated[list[StopString] | None, Field(max_length=MAX_STOPS), BeforeValidator(_one_as_list)] = None
+    stop: Annotated[
+        Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None, BeforeValidator(_one_as_list)
+    ] = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=UINT64_MAX)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Bias], _not_longer(MAX_BIASES)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    response_format: dict[str, Any] | None = None
-    user: str | None = None
+    response_format: Options | None = None
+    user: Name | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -145,26 +195,29 @@ class Request(Wire):
 class ChatRequest(Request):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Any] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
-    functions: list[Any] | None = None
+    functions: Tools | None = None
     function_call: Any = None
-    modalities: list[Any] | None = None
+    modalities: Tools | None = None
     audio: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Options | None = None
 
 
 class CompletionRequest(Request):
     """Body of /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[TokenId]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: Annotated[
+        Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)],
+        Field(min_length=1, max_length=MAX_PROMPTS),
+    ]
     max_tokens: Count | None = DEFAULT_COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -179,33 +232,37 @@ class CompletionRequest(Request):
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list) or not value:
-            raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+            raise ValueError(_PROMPT_KINDS)
         if type(value[0]) is int:
-            for i, item in enumerate(value):
-                if type(item) is not int or not 0 <= item <= UINT32_MAX:
-                    raise ValueError(f"element {i} is no token id")
-            value = [value]
+            try:
+                return [_TOKEN_IDS.validate_python(value)]
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+                where = f"element {first['loc'][0]} is no token id" if first["loc"] else first["msg"]
+                raise ValueError(where) from None
+        if len(value) > MAX_PROMPTS:
+            raise ValueError(f"has {len(value)} prompts, more than {MAX_PROMPTS}; send them in several requests")
         kind = type(value[0])
         if kind not in (str, list) or any(type(item) is not kind for item in value):
-            raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+            raise ValueError(_PROMPT_KINDS)
         return value
 
 
 class TokenizeRequest(Wire):
     """Body of /tokenize, as in vLLM: a prompt, or messages."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Options | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Wire):
     """Body of /detokenize, as in vLLM."""
 
-    model: str | None = None
-    tokens: list[TokenId]
+    model: Name | None = None
+    tokens: TokenIds

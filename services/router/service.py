@@ -1,6 +1,6 @@
 """The router's parts put together, and the story of one request told with them."""
 
-import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -9,15 +9,16 @@ import prometheus_client
 from starlette.datastructures import State
 
 from kvrail.config import RouterSettings
-from kvrail.errors import InvalidRequestError, ModelNotFoundError
+from kvrail.errors import ModelNotFoundError
 from kvrail.metrics import RouterMetrics
 from kvrail.text import Tokenizer
 from services.router.admission import Admission
 from services.router.answer import Answer, Job, Prepared
+from services.router.encoding import Encoder, refuse
 from services.router.formats import ChatFormat, CompletionFormat, Format, Head
 from services.router.generation import Generation
 from services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
-from services.router.translate import Plan, Planner, encode_chat
+from services.router.translate import Plan, Planner
 from services.router.workers import WorkerPool
 
 
@@ -32,7 +33,8 @@ class RouterService:
         self.pool = WorkerPool(settings, self.metrics)
         self.admission = Admission(settings.max_concurrent_requests)
         self._tokenizer = tokenizer
-        self._planner = Planner(tokenizer, self.pool.limits)
+        self._encoder = Encoder(tokenizer)
+        self._planner = Planner(self._encoder, self.pool.limits)
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> None:
@@ -57,15 +59,7 @@ class RouterService:
             prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
             return CompletionFormat(head, self._tokenizer, prefixes=prefixes, logprobs=request.logprobs is not None)
 
-        prompts = len(request.prompt)
-        if prompts > self.settings.max_concurrent_requests:
-            limit = self.settings.max_concurrent_requests
-            raise InvalidRequestError(
-                f"prompt: {prompts} prompts are more than the {limit} requests that this server runs at once; "
-                "send them in several requests",
-                param="prompt",
-            )
-        return self._answer(request, prompts, state, lambda: self._planner.completion(request), show)
+        return self._answer(request, len(request.prompt), state, lambda: self._planner.completion(request), show)
 
     def _head(self, prefix: str, request_id: str) -> Head:
         return Head(f"{prefix}-{request_id}", int(time.time()), self.model, f"fp_{self.pool.fingerprint[:12]}")
@@ -93,33 +87,32 @@ class RouterService:
             )
             return Prepared(generation, show(plan))
 
-        return Answer(Job(request, prompts, state.timeline, prepare), self.admission, self.metrics)
+        sequences = prompts * (request.n or 1)
+        most = self.settings.max_concurrent_requests
+        if sequences > most:
+            refuse(
+                "n" if prompts == 1 else "prompt",
+                f"{prompts} prompts of n = {request.n or 1} are {sequences} sequences, more than the {most} that this "
+                "server runs at once; send them in several requests",
+            )
+        return Answer(Job(request, sequences, state.timeline, prepare), self.admission, self.metrics)
 
-    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
-        """Answer /tokenize."""
+    async def tokenize(self, request: TokenizeRequest) -> bytes:
+        """The JSON that answers /tokenize."""
         self.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise InvalidRequestError("prompt: send either prompt or messages", param="prompt")
-        if request.prompt is None:
-            tokens = await encode_chat(self._tokenizer, request)
-        else:
-            special = request.add_special_tokens is not False
-            tokens = await asyncio.to_thread(self._tokenizer.encode, request.prompt, add_special_tokens=special)
-        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": self.max_model_len(), "tokens": tokens}
-        if request.return_token_strs:
-            answer["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in tokens]
-        return answer
+        with self.admission.admitted(1):
+            tokens = await self._encoder.tokenize(request)
+            answer = {"count": len(tokens), "max_model_len": self.max_model_len()}
+            members = [json.dumps(answer)[1:-1].encode()]
+            lists = await self._encoder.listed(tokens, texts=bool(request.return_token_strs))
+            members += [b'"%b": %b' % (name.encode(), text) for name, text in lists.items()]
+        return b"{" + b", ".join(members) + b"}"
 
     async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
         """Answer /detokenize."""
         self.check_model(request.model)
-        largest = max(request.tokens, default=0)
-        if largest >= self._tokenizer.vocab_size:
-            raise InvalidRequestError(
-                f"tokens: token id {largest} is not in the vocabulary of {self._tokenizer.vocab_size}", param="tokens"
-            )
-        text = await asyncio.to_thread(self._tokenizer.decode, request.tokens, skip_special_tokens=False)
-        return {"prompt": text}
+        with self.admission.admitted(1):
+            return {"prompt": await self._encoder.detokenize(request.tokens)}
 
     def max_model_len(self) -> int | None:
         """Context length in tokens; None while no decode worker takes requests."""

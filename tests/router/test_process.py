@@ -1,34 +1,25 @@
 """The router as a process: what it imports, and how it ends."""
 
 import asyncio
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kvrail.errors import ConfigError
-from kvrail.rpc.server import build_server
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
 from services.router.main import listen
-from tests.router.cluster import MODEL, FakeDecode, summary, until
+from tests.router.cluster import MODEL, summary, until
+from tests.router.process import run_router
 
 IMPORTS = """
 import pkgutil, sys, importlib, services.router
 for module in pkgutil.iter_modules(services.router.__path__):
     importlib.import_module(f"services.router.{module.name}")
 print(sorted(set(sys.modules) & {"torch", "transformers", "numpy", "kvrail.engine", "codec"}))
-"""
-RUN = """
-import sys
-from kvrail.config import RouterSettings
-from services.router.main import run
-sys.exit(run(RouterSettings(model=sys.argv[1], decode_workers=(sys.argv[2],), prefill_workers=(), port=0,
-                            grace_period_s=20, status_interval_s=0.05)))
 """
 
 
@@ -58,47 +49,24 @@ async def test_signal_lets_a_stream_finish_and_exits_with_0(
         yield decode_pb2.GenerateReply(token_ids=[11], text="fore", finish_reason=decode_pb2.FINISH_REASON_STOP)
         yield decode_pb2.GenerateReply(summary=summary(1, 2))
 
-    rpc, worker = await build_server(), FakeDecode(tokenizer)
-    worker.script = slow
-    rpc.add_decode(worker)
-    target = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
-    await rpc.start()
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", RUN, str(model_folder), target, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        url = ""
-        while not url:
-            line = (await process.stderr.readline()).decode()
-            assert line, "the router ended early"
-            url = "".join(re.findall(r"http://[\d.:]+", line))
-        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
-            await until(lambda: healthy(http))
-            body = {"model": MODEL, "prompt": "x", "stream": True}
-            async with http.stream("POST", "/v1/completions", json=body) as answer:
-                lines = answer.aiter_lines()
-                first = await anext(lines)
-                process.send_signal(number)
-                await until(lambda: draining(http))
-                assert process.returncode is None
-                go_on.set()
-                text = first + "".join([line async for line in lines])
+    async with run_router(model_folder, tokenizer, slow) as running:
+        process, http = running.process, running.http
+
+        async def draining() -> bool:
+            return await running.status() == "draining"
+
+        body = {"model": MODEL, "prompt": "x", "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            first = await anext(lines)
+            process.send_signal(number)
+            await until(draining)
+            assert process.returncode is None
+            go_on.set()
+            text = first + "".join([line async for line in lines])
         assert "be" in text
         assert "fore" in text
         assert text.endswith("[DONE]")
         _, rest = await process.communicate()
         assert process.returncode == 0
         assert b"Traceback" not in rest
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.communicate()
-        await rpc.stop()
-
-
-async def healthy(http: httpx.AsyncClient) -> bool:
-    return (await http.get("/health")).status_code == 200
-
-
-async def draining(http: httpx.AsyncClient) -> bool:
-    return (await http.get("/health")).json()["status"] == "draining"
