@@ -16,7 +16,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tests/codec/test_lynx_kernels.py \
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
-.PHONY: help up test test-heavy chaos test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
+.PHONY: help up test test-heavy chaos fuzz test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-cpu-step bench-token-path
 .DEFAULT_GOAL := help
@@ -52,6 +52,10 @@ test-heavy: $(VENV)/.dev  ## kernels on large pages in Triton's interpreter; min
 
 chaos: $(VENV)/.dev  ## storms of kills, stops and partitions over clusters of real processes; needs root; an hour
 	KVRAIL_CHAOS_REQUESTS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "chaos or not chaos" tests/chaos $(ARGS)
+
+fuzz: $(VENV)/.dev  ## damaged frames and bodies, more of them than `make test` sends; tells what streams beside them felt
+	KVRAIL_FUZZ_BODIES=10000 KVRAIL_FUZZED_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout=3600 \
+		tests/router/test_fuzz.py tests/transfer/test_hostile_frames.py $(ARGS)
 
 test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's output, or in bfloat16 a tie; takes hours
 	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \

@@ -36,7 +36,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._chat = chat
-        self._longest_text = longest_text
+        self.longest_text = longest_text
         self._bytes: dict[int, bytes] = {}
         self.decoder = decoder
         self.vocab_size = vocab_size
@@ -57,7 +57,7 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the text has half a surrogate pair at character {error.start}; send valid Unicode"
             ) from error
-        if most is not None and self._longest_text and len(text) > most * self._longest_text:
+        if most is not None and self.longest_text and len(text) > most * self.longest_text:
             raise ContextLengthError(
                 f"{most} tokens are the most, and no text of {len(text)} characters has so few; shorten it"
             )

@@ -1,12 +1,13 @@
 """One client's connection: uvicorn's HTTP protocol with a deadline for each thing that only the client can do.
 
-Headers, bodies and reading each have theirs, so that a client that stops in the middle keeps no place. What cannot be
-understood, or could be understood in two ways, is answered 400 in OpenAI's shape.
+Headers, bodies and reading each have theirs, so that a client that stops in the middle keeps no place. What is no HTTP
+is answered in OpenAI's shape too.
 """
 
 import asyncio
 import json
 import logging
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,6 @@ class ConnectionLimits:
     max_connections: int
 
 
-class Ambiguous(Exception):
-    """A request whose end is told in two ways."""
-
-
 class ClientConnection(HttpToolsProtocol):
     """See the module. Belongs to one event loop."""
 
@@ -45,7 +42,6 @@ class ClientConnection(HttpToolsProtocol):
         self._writing: asyncio.TimerHandle | None = None
         self._in_body = False
         self._head_bytes = self._body_bytes = 0
-        self._why = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; refused where there are too many."""
@@ -82,11 +78,7 @@ class ClientConnection(HttpToolsProtocol):
             self._stop_writing()
 
     def on_headers_complete(self) -> None:
-        """Headers are complete; the request starts unless it is ambiguous."""
-        names = {name for name, _ in self.headers}
-        if b"transfer-encoding" in names and b"content-length" in names:
-            self._why = "the request has both Content-Length and Transfer-Encoding; send one of them"
-            raise Ambiguous
+        """Headers are complete: the request starts."""
         self._stop_reading()
         self._in_body, self._head_bytes, self._body_bytes = True, 0, 0
         super().on_headers_complete()
@@ -119,8 +111,8 @@ class ClientConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP request, or an ambiguous one."""
-        self._refuse(400, self._why or "this is no valid HTTP request", None)
+        """Answer what is no HTTP request, or could be read as two; called while the parser's error is handled."""
+        self._refuse(400, f"this is no valid HTTP request: {sys.exception()}", None)
 
     @property
     def _answering(self) -> bool:

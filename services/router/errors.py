@@ -116,6 +116,8 @@ def from_validation(errors: Sequence[Any], body: Any) -> InvalidRequestError:
     if entry["type"] == "json_invalid":
         return InvalidRequestError(f"the body is not valid JSON: {entry.get('ctx', {}).get('error', entry['msg'])}")
     message = entry["msg"].removeprefix("Value error, ")
+    if not path and entry["type"] == "value_error":
+        return InvalidRequestError(f"the body {message}")
     if not path:
         return InvalidRequestError(f"the body must be a JSON object sent as application/json: {message}")
     shown = "" if entry["type"] == "missing" else f"; got {_shorten(entry['input'])}"

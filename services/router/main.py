@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -130,6 +131,8 @@ def run(settings: RouterSettings) -> int:
     allow_files(settings.max_connections + OTHER_FILES)
     listener = listen(settings.host, settings.port)
     log.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
+    gc.collect()
+    gc.freeze()  # what is here stays: without it each full collection would look at all of it while requests wait
     server.run(sockets=[listener])
     log.info("stopped")
     return 0

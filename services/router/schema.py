@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SkipValidation,
     TypeAdapter,
     ValidationError,
     field_validator,
@@ -39,7 +40,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TOOLS = 1024
 MAX_FIELDS = 256
-"""Of any object of a body, known and unknown ones."""
+"""Of an object of a body, known and unknown ones."""
 MAX_TOKEN_IDS = 1 << 20
 MAX_NAME_CHARS = 1024
 MAX_TEMPERATURE = 2.0
@@ -73,25 +74,18 @@ Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), _not_longer(MAX_TOKEN_IDS)]
 Options = Annotated[dict[str, Any], _not_longer(MAX_FIELDS)]
-Tools = Annotated[list[Any], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[list[Any], _not_longer(MAX_TOOLS)]
 
 _TOKEN_IDS = TypeAdapter(TokenIds, config=ConfigDict(strict=True))
 _PROMPT_KINDS = "must be a string, a list of strings, a list of token ids or a list of such lists"
 
 
 class Wire(BaseModel):
-    """Base of all bodies."""
+    """Base of all bodies and their parts."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"has {len(value)} fields, more than {MAX_FIELDS}")
-        return value
+    model_config = ConfigDict(strict=True)
 
 
 class TextPart(Wire):
@@ -106,7 +100,7 @@ class Message(Wire):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None, BeforeValidator(_text_as_part)
+        Annotated[list[TextPart], Field(fail_fast=True), _not_longer(MAX_PARTS)] | None, BeforeValidator(_text_as_part)
     ] = None
     name: Name | None = None
     tool_calls: Tools | None = None
@@ -120,7 +114,7 @@ class Message(Wire):
         return fields
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _not_longer(MAX_MESSAGES)]
 
 
 class StreamOptions(Wire):
@@ -146,6 +140,8 @@ class KvrailOptions(Wire):
 class Request(Wire):
     """Fields of chat and completion requests alike."""
 
+    model_config = ConfigDict(extra="allow")
+
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -153,7 +149,7 @@ class Request(Wire):
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
     stop: Annotated[
-        Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None, BeforeValidator(_one_as_list)
+        Annotated[list[StopString], Field(fail_fast=True), _not_longer(MAX_STOPS)] | None, BeforeValidator(_one_as_list)
     ] = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=UINT64_MAX)] | None = None
     logit_bias: Annotated[dict[str, Bias], _not_longer(MAX_BIASES)] | None = None
@@ -166,12 +162,19 @@ class Request(Wire):
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _not_longer(MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     # ours
     kvrail: KvrailOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields, more than {MAX_FIELDS}")
+        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -214,10 +217,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """Body of /v1/completions."""
 
-    prompt: Annotated[
-        Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)],
-        Field(min_length=1, max_length=MAX_PROMPTS),
-    ]
+    prompt: Annotated[list[str] | list[list[int]], SkipValidation]  # `_as_list` has checked each element
     max_tokens: Count | None = DEFAULT_COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -228,24 +228,29 @@ class CompletionRequest(Request):
     @field_validator("prompt", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """One prompt becomes a list of one; the kind of the first element decides what is expected of the others."""
+        """Prompts as a list of texts or of token ids; the first element decides what is expected of the others."""
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list) or not value:
             raise ValueError(_PROMPT_KINDS)
         if type(value[0]) is int:
-            try:
-                return [_TOKEN_IDS.validate_python(value)]
-            except ValidationError as error:
-                first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-                where = f"element {first['loc'][0]} is no token id" if first["loc"] else first["msg"]
-                raise ValueError(where) from None
+            return [_token_ids(value, "element")]
         if len(value) > MAX_PROMPTS:
             raise ValueError(f"has {len(value)} prompts, more than {MAX_PROMPTS}; send them in several requests")
         kind = type(value[0])
         if kind not in (str, list) or any(type(item) is not kind for item in value):
             raise ValueError(_PROMPT_KINDS)
-        return value
+        return value if kind is str else [_token_ids(item, f"prompt {i}, element") for i, item in enumerate(value)]
+
+
+def _token_ids(value: list[Any], element: str) -> list[int]:
+    """`value` if all of it are token ids; ValueError otherwise, which calls an element of it `element`."""
+    try:
+        return _TOKEN_IDS.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        why = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{element} {first['loc'][0]} is no token id" if first["loc"] else why) from None
 
 
 class TokenizeRequest(Wire):

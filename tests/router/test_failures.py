@@ -131,11 +131,15 @@ async def test_admission_bound(tokenizer: Tokenizer):
         full = await cluster.complete(prompt=["a", "b"])
         error_of(full, 429, "overloaded")
         assert int(full.headers["retry-after"]) >= 1
-        too_many = await cluster.complete(prompt=["a", "b", "c"])
-        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
+        error_of(await cluster.chat(n=2), 429, "overloaded")  # each of n sequences counts
+        for fields, param in (({"prompt": ["a", "b", "c"]}, "prompt"), ({"n": 3}, "n")):
+            too_many = await cluster.complete(**fields)  # waiting would not help
+            assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, param)
         second = asyncio.create_task(cluster.complete())
         await until(lambda: len(cluster.decode[0].requests) == 2)
         error_of(await cluster.chat(), 429, "overloaded")
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [40]})):
+            error_of(await cluster.http.post(path, json=body), 429, "overloaded")
         for task in (first, second):
             task.cancel()
         await until(lambda: cluster.service.admission.active == 0)

@@ -56,6 +56,12 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"kvrail": {"codec": "unheard-of"}}, "kvrail.codec"),
     ({"kvrail": {"codec": 1}}, "kvrail.codec"),
     ({"kvrail": 1}, "kvrail"),
+    ({"logit_bias": dict.fromkeys(map(str, range(100_000)), "x")}, "logit_bias"),
+    ({"stop": [5] * 100_000}, "stop"),
+    ({"stop_token_ids": [-1] * 100_000}, "stop_token_ids"),
+    ({"response_format": dict.fromkeys(map(str, range(300)), 1)}, "response_format"),
+    (dict.fromkeys(map(str, range(300)), 1), None),
+    ({"user": "a" * 2000}, "user"),
 ]
 CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -81,6 +87,16 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"messages": [1] * 400_000}, "messages"),
+    ({"messages": [1] * 4000}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [1] * 2000}]}, "messages.0.content"),
+    ({"tools": [1] * 2000}, "tools"),
+    ({"chat_template_kwargs": {"most": 1}}, "chat_template_kwargs"),
+]
+TOO_LONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": [7] * 400_000}, "prompt"),
+    ({"prompt": "x" * 400_000}, "prompt"),
+    ({"messages": [{"role": "user", "content": "x" * 400_000}]}, "messages"),
 ]
 COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt"),
@@ -91,9 +107,11 @@ COMPLETION: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [1, -1]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
-    ({"prompt": [[1, 2], [3, -4]]}, "prompt.1.1"),
+    ({"prompt": [[1, 2], [3, -4]]}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
     ({"prompt": [300]}, "prompt"),
+    ({"prompt": ["a"] * 400_000}, "prompt"),
+    ({"prompt": [[-1] * 400_000]}, "prompt"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
@@ -115,13 +133,14 @@ def check_error(answer: httpx.Response, status: int, param: str | None, code: st
 
 
 async def test_bad_parameters(cluster: Cluster):
-    chat = [("chat", fields, param) for fields, param in [*BOTH, *CHAT]]
-    completion = [("complete", fields, param) for fields, param in [*BOTH, *COMPLETION]]
+    chat = [("chat", fields, param) for fields, param in [*BOTH, *CHAT, *TOO_LONG[2:]]]
+    completion = [("complete", fields, param) for fields, param in [*BOTH, *COMPLETION, *TOO_LONG[:2]]]
     for api, fields, param in [*chat, *completion]:
         answer = await getattr(cluster, api)(**fields)
         assert answer.status_code == 400, (fields, answer.text)
         assert answer.json()["error"]["param"] == param, (fields, answer.text)
-        check_error(answer, 400, param, None)
+        assert len(answer.text) < 1000  # it tells of the first error, and quotes little
+        check_error(answer, 400, param, "context_length_exceeded" if (fields, param) in TOO_LONG else None)
     assert cluster.decode[0].requests == []
     assert await cluster.metric('kvrail_requests_in_flight{state="waiting"}') == 0
 
@@ -194,6 +213,27 @@ async def test_bad_bodies(cluster: Cluster, body: bytes):
     answer = await cluster.http.post("/v1/completions", content=body, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        (b"NaN", 400),
+        (b"-Infinity", 400),
+        (b"1e999", 400),
+        (b"9" * 5000, 400),
+        (b"[" * 100_000, 400),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
+        (b"[" + b"1," * (1 << 20) + b"1]", 413),
+        (b"[" + b"[]," * (1 << 18) + b"[]]", 413),
+        (b'"\xff"', 400),
+    ],
+)
+async def test_what_json_cannot_say_or_says_at_too_great_length(cluster: Cluster, value: bytes, status: int):
+    body = b'{"prompt": "x", "min_p": %b}' % value
+    answer = await cluster.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    check_error(answer, status, answer.json()["error"]["param"], "request_too_large" if status == 413 else None)
+    assert cluster.decode[0].requests == []
 
 
 async def test_half_a_surrogate_pair(cluster: Cluster):

@@ -1,0 +1,139 @@
+"""Clients that stop in the middle, or say where a request ends in two ways: refused, and nobody else notices."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from kvrail.text import Tokenizer
+from kvrail.wire.v1 import decode_pb2
+from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+LENGTH = b"content-length: %d\r\n\r\n" % len(BODY)
+LORIS = 100
+
+
+async def connect(cluster: Cluster):
+    return await asyncio.open_connection("127.0.0.1", int(cluster.url.rpartition(":")[2]))
+
+
+async def said(cluster: Cluster, *parts: bytes) -> tuple[int, dict]:
+    """What a client is answered that sends these parts and waits until the connection ends: status and error."""
+    reader, writer = await connect(cluster)
+    for part in parts:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0.02)
+    answer = await reader.read()
+    writer.close()
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    return int(head.split()[1]), json.loads(content)["error"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "told"),
+    [
+        ([b""], 408, "headers"),
+        ([HEAD], 408, "headers"),
+        ([b"\r\n\r\n", b"\r\n"], 408, "headers"),
+        ([HEAD + LENGTH], 408, "body"),
+        ([HEAD + LENGTH, BODY[:9], BODY[9:12]], 408, "body"),
+        ([HEAD + b"transfer-encoding: chunked\r\n\r\n", b"9\r\n" + BODY[:9] + b"\r\n"], 408, "body"),
+        ([HEAD + b"x: " + b"y" * 90_000, b"y" * 90_000], 431, "headers"),
+        ([HEAD + b"content-length: 1000000000000\r\n\r\n"], 413, "larger"),
+        ([HEAD + b"expect: 100-continue\r\ncontent-length: 9000000\r\n\r\n"], 413, "larger"),
+        ([HEAD + b"transfer-encoding: chunked\r\n" + LENGTH + b"0\r\n\r\n"], 400, "Content-Length can't be present"),
+        (
+            [HEAD + b"content-length: 12\r\ntransfer-encoding: chunked\r\n\r\n"],
+            400,
+            "Transfer-Encoding can't be present",
+        ),
+        ([HEAD + b"content-length: 12\r\n" + LENGTH + BODY], 400, "Duplicate Content-Length"),
+        ([HEAD + b"content-length: 1e2\r\n\r\n" + BODY], 400, "HTTP"),
+        ([HEAD + b"content-length: -1\r\n\r\n" + BODY], 400, "HTTP"),
+        ([HEAD + b"transfer-encoding: gzip\r\n\r\n" + BODY], 400, "HTTP"),
+        ([b"\x16\x03\x01 this is TLS\r\n\r\n"], 400, "HTTP"),
+    ],
+)
+async def test_what_is_unfinished_or_ambiguous_is_refused(tokenizer: Tokenizer, parts, status, told):
+    async with run_cluster(tokenizer, head_timeout_s=0.3, body_timeout_s=0.3) as cluster:
+        found, error = await said(cluster, *parts)
+        assert (found, error["type"]) == (status, "invalid_request_error")
+        assert told in error["message"]
+        await until(lambda: not cluster.server.server_state.connections)
+        assert (await cluster.chat()).status_code == 200
+
+
+async def test_a_slow_body_that_goes_on_is_waited_for(tokenizer: Tokenizer):
+    body = json.dumps({"model": MODEL, "prompt": "x", "user": "a" * 1000, "metadata": "b" * 90_000}).encode()
+    async with run_cluster(tokenizer, body_timeout_s=0.3) as cluster:
+        reader, writer = await connect(cluster)
+        writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for begin in range(0, len(body), 8192):  # 91 KB bring another second and a half
+            writer.write(body[begin : begin + 8192])
+            await asyncio.sleep(0.05)
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_request_that_waits_for_its_answer_has_no_deadline_of_a_connection(tokenizer: Tokenizer):
+    async def slow(worker, request):
+        await asyncio.sleep(1)
+        yield decode_pb2.GenerateReply(token_ids=[10], text="x", finish_reason=decode_pb2.FINISH_REASON_STOP)
+        yield decode_pb2.GenerateReply(summary=decode_pb2.GenerateSummary(prompt_tokens=1, completion_tokens=1))
+
+    async with run_cluster(tokenizer, head_timeout_s=0.2, body_timeout_s=0.2, write_timeout_s=0.2) as cluster:
+        cluster.decode[0].script = slow
+        reader, writer = await connect(cluster)
+        writer.write(HEAD + LENGTH + BODY + b"POST /v1")  # the next request has begun already
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_a_client_that_reads_nothing_loses_its_place(tokenizer: Tokenizer):
+    async def much(worker, request):
+        while True:
+            yield decode_pb2.GenerateReply(token_ids=[10], text="x" * 8000)
+            await asyncio.sleep(0.001)
+
+    async with run_cluster(tokenizer, write_timeout_s=0.3) as cluster:
+        worker = cluster.decode[0]
+        worker.script = much
+        reading = socket.create_connection(("127.0.0.1", int(cluster.url.rpartition(":")[2])))
+        body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
+        reading.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        await until(lambda: cluster.service.admission.active == 1)
+        await until(lambda: cluster.service.admission.active == 0)
+        await worker.cancelled.wait()
+        await until(lambda: not cluster.server.server_state.connections)
+        reading.close()
+
+
+async def test_beside_many_that_never_finish_others_are_answered(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, head_timeout_s=1, body_timeout_s=1) as cluster:
+        slow = [asyncio.create_task(said(cluster, HEAD if i % 2 else HEAD + LENGTH)) for i in range(LORIS)]
+        for _ in range(20):
+            answer = await cluster.chat()
+            assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
+        assert {status for status, _ in await asyncio.gather(*slow)} == {408}
+
+
+async def test_connections_are_bounded(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, max_connections=3) as cluster:
+        assert (await cluster.chat()).status_code == 200  # the client keeps its connection
+        held = [await connect(cluster) for _ in range(2)]
+        await until(lambda: len(cluster.server.server_state.connections) == 3)
+        status, error = await said(cluster)
+        assert (status, error["type"], error["code"]) == (503, "service_unavailable_error", "overloaded")
+        assert (await cluster.chat()).status_code == 200
+        held[0][1].close()
+        await until(lambda: len(cluster.server.server_state.connections) == 2)
+        reader, writer = await connect(cluster)
+        writer.write(HEAD + LENGTH + BODY)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        held[1][1].close()
