@@ -163,7 +163,9 @@ class RouterMetrics:
         self.prompt_tokens = make.counter("kvrail_prompt_tokens", "Prompt tokens of answered requests.")
         self.cached_tokens = make.counter("kvrail_cached_prompt_tokens", "Prompt tokens whose KV was held already.")
         self.generation_tokens = make.tally("kvrail_generation_tokens", "Generated tokens that reached the router.")
-        self.failovers = make.counter("kvrail_failovers", "Streams moved to another decode worker before a token.")
+        self.failovers = make.counter(
+            "kvrail_failovers", "Streams that another decode worker took over."
+        )
         self._workers = Gauge(
             "kvrail_worker_up",
             "Whether a worker answers, fits this model and is not draining.",

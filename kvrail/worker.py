@@ -3,8 +3,9 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -55,7 +56,10 @@ class _BrokenError(KvrailError):
 
 @dataclass(frozen=True)
 class Worker:
-    """An engine and its surroundings; built once, before the first request."""
+    """An engine and its surroundings; built once, before the first request.
+
+    codecs: by name, the number of its parameters. instance: tells this start of the process from others.
+    """
 
     settings: WorkerSettings
     loaded: LoadedModel
@@ -67,7 +71,8 @@ class Worker:
     registry: CollectorRegistry
     transfers: TransferMetrics
     coding: CodecMetrics
-    codecs: tuple[str, ...]
+    codecs: Mapping[str, int]
+    instance: int = field(default_factory=lambda: secrets.randbits(64))
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
@@ -97,6 +102,8 @@ class Worker:
             pages_free=counts.free,
             pages_cached=counts.cached,
             draining=self.calls.draining or not load.healthy,
+            instance=self.instance,
+            codec_parameters=self.codecs,
         )
 
     def render_metrics(self, path: str) -> tuple[bytes, str]:
@@ -112,13 +119,16 @@ class Worker:
 def build_worker(
     settings: WorkerSettings,
     *,
-    codecs: Sequence[str],
+    codecs: Mapping[str, int],
     on_layer: LayerObserver | None = None,
     local_prefill_tokens: int = 0,
     max_drafts: int = 0,
     detokenize: bool,
 ) -> Worker:
-    """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors."""
+    """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors.
+
+    codecs: those that can be asked for, with the number of their parameters.
+    """
     on_cpu = settings.device.startswith("cpu")
     loaded, runner = in_passing_thread(lambda: _load(settings)) if on_cpu else _load(settings)
     registry = CollectorRegistry()
@@ -151,9 +161,9 @@ def build_worker(
         side=SideStream(loaded.device),
         calls=ActiveCalls(),
         registry=registry,
-        transfers=TransferMetrics(registry, settings.model_name, codecs),
-        coding=CodecMetrics(registry, settings.model_name, codecs),
-        codecs=tuple(codecs),
+        transfers=TransferMetrics(registry, settings.model_name, tuple(codecs)),
+        coding=CodecMetrics(registry, settings.model_name, tuple(codecs)),
+        codecs=codecs,
     )
 
 

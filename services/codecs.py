@@ -61,6 +61,11 @@ class Codecs:
         )
 
     @property
+    def parameters(self) -> dict[str, int]:
+        """By the name of each that can be asked for, the number that must be equal at both ends."""
+        return {name: self._all[name].parameters_id for name in self.names}
+
+    @property
     def withheld(self) -> tuple[str, ...]:
         """Names of those that take the pages and cannot be asked for because they are lossy."""
         takers = (name for name, codec in self._all.items() if self._dtype in codec.dtypes)

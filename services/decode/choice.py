@@ -1,6 +1,6 @@
 """Codec `auto`: which exact codec gives the k-th token soonest, from what was measured of link and codecs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -124,9 +124,8 @@ class Chooser:
         self._acceptance = FIRST_ACCEPTANCE
         self.costs: dict[str, CodecCost] = {}
 
-    def choose(self, prefill_workers: Sequence[str], raw_bytes: int) -> Choice:
-        """The codec for a transfer of `raw_bytes` from the first of `prefill_workers`; counted."""
-        worker = prefill_workers[0]
+    def choose(self, worker: str, raw_bytes: int) -> Choice:
+        """The codec for a transfer of `raw_bytes` from a prefill worker; counted."""
         link = self._links.get(worker)
         if link is None:
             sentence = f"the link to {worker} has not been measured yet"

@@ -10,14 +10,14 @@ from codec.base import Codec
 from kvrail.config import DecodeSettings
 from kvrail.engine.events import Admitted
 from kvrail.engine.requests import EngineRequest
-from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.errors import DeadlineError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.tuning import compute_with
 from kvrail.worker import Worker
 from services.carriers import Carriers
 from services.codecs import AUTO, CodecChoiceError, Codecs
 from services.decode.choice import Chooser
-from services.decode.prefill_workers import AllowedWorkers
+from services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
 from services.decode.progress import Progress
 from services.decode.transfer import Fetch
 
@@ -62,6 +62,7 @@ class Fetcher:
         )
         self._prefill_workers = prefill_workers
         self._allowed = AllowedWorkers(settings.allowed_prefill_workers)
+        self._breakers = Breakers()
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
         self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
 
@@ -76,9 +77,10 @@ class Fetcher:
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
 
-    def may_ask(self, workers: Sequence[str]) -> list[str]:
-        """Those of `workers`, host:port each, that the operator lets requests name."""
-        return self._allowed.of(workers)
+    def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[Asked]:
+        """Those of `workers`, host:port each, that the operator lets requests name; instances: of each, or none."""
+        known = dict(zip(workers, instances, strict=False))
+        return [Asked(address, known.get(address, 0)) for address in self._allowed.of(workers)]
 
     def cache_space(self, codec: str) -> str:
         """Where the pages of a request of this codec, or AUTO, are shared: those that lost bits by themselves."""
@@ -101,7 +103,7 @@ class Fetcher:
 
     async def fetch(
         self,
-        workers: Sequence[str],
+        workers: Sequence[Asked],
         codec_name: str,
         admitted: Admitted,
         progress: Progress,
@@ -130,7 +132,7 @@ class Fetcher:
 
     async def _fetch(
         self,
-        workers: Sequence[str],
+        workers: Sequence[Asked],
         codec_name: str,
         admitted: Admitted,
         progress: Progress,
@@ -156,10 +158,11 @@ class Fetcher:
                 progress.spans,
                 self._silence_s,
             )
-            for number, address in enumerate(workers):
+            for number, worker in enumerate(workers):
+                address = worker.address
                 if number:
                     metrics.fallbacks["alternate"].inc()
-                if await self._fetch_from(address, fetch, time_remaining):
+                if await self._fetch_from(worker, fetch, time_remaining):
                     progress.prefill_worker = address
                     progress.received = fetch.received
                     if (exposed := progress.exposed_s()) is not None:
@@ -174,30 +177,40 @@ class Fetcher:
         finally:
             engine.release_lease(lease)
 
-    async def _fetch_from(self, address: str, fetch: Fetch, time_remaining: Callable[[], float | None]) -> bool:
+    async def _fetch_from(self, worker: Asked, fetch: Fetch, time_remaining: Callable[[], float | None]) -> bool:
         """Whether one worker has filled the pages."""
+        address, breaker = worker.address, self._breakers.of(worker)
+        if not breaker.allows:
+            logger.info("prefill worker %s failed %d requests in a row; not asked now", address, breaker.failures)
+            return False
         client, link = self._prefill_workers.client(address), self._chooser.link_bytes_per_s(address)
         now = monotonic()
         avoided = [name for (peer, name), until in self._avoided.items() if peer == address and until > now]
+        began = breaker.begin()
         try:
             await fetch.fetch(client, time_remaining(), link, avoided)
+            breaker.succeeded(began)
         except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
             logger.warning("prefill worker %s failed: %s", address, error)
+            if not isinstance(error, OverloadedError | DeadlineError):
+                breaker.failed(began)
             received = fetch.received
             if received.transport and not received.payload_bytes and len(self._carriers.all) > 1:
                 # Agreed upon, and nothing came: perhaps no way leads there.
                 self._avoided[address, received.transport] = now + AVOIDED_S
             return False
+        finally:
+            breaker.left(began)
         return True
 
     def _choose(
-        self, name: str, workers: Sequence[str], asked: EngineRequest, admitted: Admitted, progress: Progress
+        self, name: str, workers: Sequence[Asked], asked: EngineRequest, admitted: Admitted, progress: Progress
     ) -> Codec:
         """The codec called `name`; for AUTO the one that suits what is missing here and the link."""
         if name != AUTO:
             return self._codecs.get(name)
         layout = self._worker.loaded.layout
         pages = layout.pages_for(len(asked.prompt_ids)) - admitted.cached_tokens // layout.page_size
-        choice = self._chooser.choose(workers, pages * layout.page_bytes)
+        choice = self._chooser.choose(workers[0].address, pages * layout.page_bytes)
         progress.codec_reason = choice.sentence
         return self._codecs.get(choice.codec)

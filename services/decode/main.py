@@ -21,7 +21,7 @@ async def _main(settings: DecodeSettings) -> None:
     asked = codecs.check(settings.codec)
     worker = build_worker(
         settings,
-        codecs=codecs.names,
+        codecs=codecs.parameters,
         local_prefill_tokens=settings.local_prefill_tokens,
         max_drafts=settings.max_drafts,
         detokenize=True,

@@ -3,9 +3,11 @@
 import ipaddress
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import grpc.aio
 
+from kvrail.breaker import Breaker
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.prefill import GrpcPrefillClient
 
@@ -46,6 +48,29 @@ class AllowedWorkers:
         except ValueError:
             return False
         return any(number in network for network in self._networks)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prefill worker that a request names: host:port, and which start of its process the router knows; 0: none."""
+
+    address: str
+    instance: int = 0
+
+
+class Breakers:
+    """What came of asking each prefill worker; one that is started anew owes nothing."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[int, Breaker]] = {}
+
+    def of(self, worker: Asked) -> Breaker:
+        """The breaker of this start of the worker."""
+        instance, breaker = self._known.get(worker.address, (worker.instance, None))
+        if breaker is None or instance != worker.instance:
+            breaker = Breaker()
+            self._known[worker.address] = worker.instance, breaker
+        return breaker
 
 
 class GrpcPrefillWorkers:

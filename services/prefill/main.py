@@ -18,7 +18,7 @@ def run(settings: PrefillSettings) -> int:
 async def _main(settings: PrefillSettings) -> None:
     observer = PageObserver(asyncio.get_running_loop())
     codecs = Codecs(settings, allow_lossy=True)
-    worker = build_worker(settings, codecs=codecs.names, on_layer=observer.layers_written, detokenize=False)
+    worker = build_worker(settings, codecs=codecs.parameters, on_layer=observer.layers_written, detokenize=False)
     codecs.check_codebook(worker.loaded)
     observer.attach(worker)
     carriers = await Carriers.to_send(settings, worker.loaded.device)

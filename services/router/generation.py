@@ -145,13 +145,17 @@ class _PromptStream:
         worker = self._call.pool.decode_order()[0]
         while True:
             self._began = self._finished = False
+            self._keep_to_the_weights()
+            breaker, began = worker.breaker, self._call.pool.begin(worker)
             try:
                 async with aclosing(self._from(worker)) as batches:
                     async for updates in batches:
+                        breaker.succeeded(began)
                         yield updates
                 return
             except (WorkerUnavailableError, OverloadedError) as error:
                 if isinstance(error, WorkerUnavailableError):
+                    breaker.failed(began)
                     self._call.pool.lost(worker, str(error))
                     losses += 1
                 else:
@@ -166,16 +170,18 @@ class _PromptStream:
                 if self._drafts:
                     yield list(self._drafts.values())
                     self._drafts.clear()
+            finally:
+                breaker.left(began)
 
     async def _from(self, worker: DecodeWorker) -> AsyncGenerator[Updates]:
         """What one worker's replies tell."""
-        self._keep_to_the_weights()
         prefill = self._call.pool.prefill_order()
         del self._request.prefill_workers[:]
-        self._request.prefill_workers.extend(prefill)
-        worker.count_request()
+        del self._request.prefill_instances[:]
+        self._request.prefill_workers.extend(each.target for each in prefill)
+        self._request.prefill_instances.extend(each.instance for each in prefill)
         if prefill:
-            self._call.pool.count_prefill(prefill[0])
+            prefill[0].count_request()
         dispatched = self._call.timeline.mark(Stage.DISPATCHED)
         offset = self._call.timeline.elapsed() - dispatched
         self._unfinished = set(range(self._first_index, self._first_index + self._n))

@@ -1,6 +1,6 @@
 """Who gets a request: pure decisions over what workers said of themselves. No clocks, no network."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,6 +13,7 @@ class WorkerState(StrEnum):
     UNKNOWN = "unknown"  # has not answered yet
     HEALTHY = "healthy"
     DRAINING = "draining"  # finishes what it has
+    FAILING = "failing"  # answers, and fails what it is asked
     DOWN = "down"
     INCOMPATIBLE = "incompatible"  # serves another model
 
@@ -53,14 +54,16 @@ class Candidate:
 
 
 def order_workers(candidates: Iterable[Candidate]) -> list[str]:
-    """Targets of the healthy workers, the best first, the others as alternates.
+    """Targets of the healthy workers, the best first, the others as alternates; failing ones where none is healthy.
 
     Workers with room go before full ones, then the least loaded, then the one with most free pages; equals keep the
     order of the configuration.
     """
-    healthy = [candidate for candidate in candidates if candidate.state is WorkerState.HEALTHY]
-    healthy.sort(key=lambda c: (c.load.full, c.load.total, -c.load.pages_free))
-    return [candidate.target for candidate in healthy]
+    everyone = list(candidates)
+    able = [candidate for candidate in everyone if candidate.state is WorkerState.HEALTHY]
+    able = able or [candidate for candidate in everyone if candidate.state is WorkerState.FAILING]
+    able.sort(key=lambda c: (c.load.full, c.load.total, -c.load.pages_free))
+    return [candidate.target for candidate in able]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,22 @@ def page_mismatch(prefill: common_pb2.KVLayout, decode: Sequence[common_pb2.KVLa
     return (
         f"has KV pages of {name} {getattr(prefill, name)}, decode workers of {theirs}; run both with the same settings"
     )
+
+
+def codec_mismatch(prefill: Mapping[str, int], decode: Sequence[Mapping[str, int]]) -> str:
+    """Why some codec of a prefill worker would be of no use to any decode worker; empty where all would be.
+
+    prefill, decode: the number of each codec's parameters, by worker.
+    """
+    for name, ours in prefill.items():
+        theirs = [codecs[name] for codecs in decode if name in codecs]
+        if theirs and ours not in theirs:
+            known = ", ".join(sorted({f"{number:016x}" for number in theirs}))
+            return (
+                f"has parameters {ours:016x} of codec {name!r}, decode workers {known}; "
+                "run both with the same codebook file and the same version"
+            )
+    return ""
 
 
 def _differ(one: common_pb2.KVLayout, other: common_pb2.KVLayout, name: str) -> bool:

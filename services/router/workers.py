@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from kvrail.breaker import Breaker
 from kvrail.config import RouterSettings
 from kvrail.errors import KvrailError, WorkerUnavailableError
 from kvrail.metrics import RouterMetrics
@@ -22,6 +23,7 @@ from services.router.policy import (
     Load,
     WorkerState,
     choose_fingerprint,
+    codec_mismatch,
     incompatibility,
     order_workers,
     page_mismatch,
@@ -59,6 +61,8 @@ class Worker:
         self.answer: common_pb2.WorkerStatus | None = None
         self.failure = ""
         self.heard = False  # ever
+        self.breaker = Breaker()
+        self._instance = 0
         self._last_heard = monotonic()
         self._client = client
         self._sent = 0
@@ -72,6 +76,8 @@ class Worker:
         except KvrailError as error:
             self.lost(str(error))
             return
+        if answer.instance != self._instance:  # a new process owes nothing
+            self._instance, self.breaker = answer.instance, Breaker()
         self.answer, self.failure, self._sent_before_answer = answer, "", sent
         self.heard, self._last_heard = True, monotonic()
 
@@ -83,6 +89,11 @@ class Worker:
     def lost(self, reason: str) -> None:
         """Take note that the worker did not answer."""
         self.answer, self.failure = None, reason
+
+    @property
+    def instance(self) -> int:
+        """Which start of its process has answered; 0: none yet."""
+        return self._instance
 
     def count_request(self) -> None:
         """Take note that a request goes to this worker."""
@@ -208,10 +219,16 @@ class WorkerPool:
             protocol_version=PROTOCOL_VERSION,
         )
         if not why and worker.role == "prefill":
-            why = page_mismatch(answer.layout, [w.answer.layout for w in self.decode.values() if w.answer is not None])
+            takers = [decode.answer for decode in self.decode.values() if decode.answer is not None]
+            why = page_mismatch(answer.layout, [taker.layout for taker in takers])
+            why = why or codec_mismatch(answer.codec_parameters, [taker.codec_parameters for taker in takers])
         if why:
             return WorkerState.INCOMPATIBLE, why
-        return (WorkerState.DRAINING, "finishes what it has") if answer.draining else (WorkerState.HEALTHY, "")
+        if answer.draining:
+            return WorkerState.DRAINING, "finishes what it has"
+        if not worker.breaker.allows:
+            return WorkerState.FAILING, f"failed {worker.breaker.failures} requests in a row; one at a time tries again"
+        return WorkerState.HEALTHY, ""
 
     def _announce(self, worker: Worker, state: WorkerState, detail: str) -> None:
         if worker.state is WorkerState.UNKNOWN and state is WorkerState.DOWN:
@@ -260,13 +277,17 @@ class WorkerPool:
             raise WorkerUnavailableError(f"no decode worker takes requests now ({states}); retry, or start one")
         return order
 
-    def prefill_order(self) -> list[str]:
+    def prefill_order(self) -> list[PrefillWorker]:
         """Prefill workers that take requests, the best first; may be empty."""
-        return order_workers(worker.candidate() for worker in self.prefill.values())
+        return [self.prefill[target] for target in order_workers(w.candidate() for w in self.prefill.values())]
 
-    def count_prefill(self, target: str) -> None:
-        """Take note that a request will probably be prefilled by `target`."""
-        self.prefill[target].count_request()
+    def begin(self, worker: Worker) -> float:
+        """A request goes to `worker`; gives what its breaker is told of it."""
+        worker.count_request()
+        began = worker.breaker.begin()
+        if not worker.breaker.closed:
+            self.reconsider()  # this one tries; nobody else does
+        return began
 
     def limits(self) -> Limits:
         """What holds on every decode worker that takes requests; raises WorkerUnavailableError where there is none."""

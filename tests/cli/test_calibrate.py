@@ -127,7 +127,7 @@ def test_the_codebook_covers_at_least_what_the_default_covers(calibrate, text, t
 async def test_the_fingerprint_is_what_a_worker_reports(calibrate, tmp_path):
     assert calibrate()[0] == 0
     settings = DecodeSettings(model=str(tiny_model("llama")), num_pages=4)
-    worker = build_worker(settings, codecs=["raw"], detokenize=False)
+    worker = build_worker(settings, codecs={"raw": 0}, detokenize=False)
     assert Codebook.load(tmp_path / "book.json").model_fingerprint == worker.status([]).model.fingerprint
     other = Codebook.load(tmp_path / "book.json").model_fingerprint
     assert other != load(tiny_model("llama", seed=1)).fingerprint

@@ -148,7 +148,7 @@ async def cluster(
         options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
         observer = PageObserver(loop)
         codecs = Codecs(options, allow_lossy=True)
-        worker = build_worker(options, codecs=codecs.names, on_layer=observer.layers_written, detokenize=False)
+        worker = build_worker(options, codecs=codecs.parameters, on_layer=observer.layers_written, detokenize=False)
         codecs.check_codebook(worker.loaded)
         observer.attach(worker)
         carriers = await carriers_for(transport, options, worker.loaded.device)
@@ -167,7 +167,7 @@ async def cluster(
     codecs = Codecs(options, allow_lossy=options.allow_lossy)
     worker = build_worker(
         options,
-        codecs=codecs.names,
+        codecs=codecs.parameters,
         local_prefill_tokens=options.local_prefill_tokens,
         max_drafts=options.max_drafts,
         detokenize=True,

@@ -98,19 +98,19 @@ def make(costs=COSTS):
 def test_codecs_that_were_not_measured_are_not_chosen():
     chooser, _ = make({})
     chooser.observe_link("p:1", "splitzip", LinkSample(10_000_000, 0.4, 0.39))
-    choice = chooser.choose(["p:1"], 100_000_000)
+    choice = chooser.choose("p:1", 100_000_000)
     assert (choice.codec, choice.reason) == ("splitzip", "costs_unknown")
     chooser.costs["raw"] = COSTS["raw"]
-    assert chooser.choose(["p:1"], 100_000_000).codec == "raw"
+    assert chooser.choose("p:1", 100_000_000).codec == "raw"
 
 
 def test_an_unknown_link_takes_the_fallback_and_is_learnt():
     chooser, registry = make()
-    first = chooser.choose(["p:1", "p:2"], 100_000_000)
+    first = chooser.choose("p:1", 100_000_000)
     assert (first.codec, first.reason) == ("splitzip", "link_unknown")
     chooser.observe_link("p:1", "splitzip", LinkSample(10_000_000, 0.4, 0.39))
-    assert chooser.choose(["p:1"], 100_000_000).codec == "splitzip-progressive"
-    assert chooser.choose(["p:2"], 100_000_000).reason == "link_unknown"
+    assert chooser.choose("p:1", 100_000_000).codec == "splitzip-progressive"
+    assert chooser.choose("p:2", 100_000_000).reason == "link_unknown"
     labels = {"model_name": "m", "codec": "splitzip-progressive", "reason": "fastest"}
     assert registry.get_sample_value("kvrail_kv_codec_choices_total", labels) == 1
     rate = {"model_name": "m", "prefill_worker": "p:1"}
@@ -147,15 +147,15 @@ def test_drafts_and_steps_are_learnt():
     chooser, _ = make()
     chooser.observe_link("p", "raw", LinkSample(10_000_000, 0.4, 0.4))
     chooser.costs = {**COSTS, "splitzip-progressive": CodecCost(6e-10, 3e-10, (0.37, 0.37))}
-    assert chooser.choose(["p"], at).codec == "splitzip-progressive"
+    assert chooser.choose("p", at).codec == "splitzip-progressive"
     for _ in range(40):
         chooser.observe_drafts(64, 0)
-    assert chooser.choose(["p"], at).codec == "splitzip"
+    assert chooser.choose("p", at).codec == "splitzip"
     chooser.observe_drafts(0, 0)
     chooser.observe_steps(0.0, 0)
     for _ in range(60):
         chooser.observe_steps(64.0, 32)
-    assert chooser.choose(["p"], at).reason == "no_gain"
+    assert chooser.choose("p", at).reason == "no_gain"
 
 
 def test_the_window_of_a_link_opens_with_its_first_frame():

@@ -1,8 +1,9 @@
-"""Which prefill workers a request may name."""
+"""Which prefill workers a request may name, and which are asked."""
 
 import pytest
 
-from services.decode.prefill_workers import AllowedWorkers
+from kvrail.breaker import FAILURES
+from services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
 
 NAMED = [
     "10.1.2.3:7001",
@@ -27,3 +28,13 @@ NAMED = [
 )
 def test_only_what_a_rule_names_may_be_asked(rules, allowed):
     assert AllowedWorkers(rules).of(NAMED) == allowed
+
+
+def test_failures_are_those_of_one_start_of_a_worker():
+    breakers, first, anew = Breakers(), Asked("p:1", 5), Asked("p:1", 6)
+    for _ in range(FAILURES):
+        breakers.of(first).failed(breakers.of(first).begin())
+    assert not breakers.of(first).allows
+    assert breakers.of(Asked("p:2", 5)).allows
+    assert breakers.of(anew).allows
+    assert breakers.of(first).allows  # nothing is kept of what was there before

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kvrail import breaker
 from kvrail.errors import OverloadedError, WorkerUnavailableError
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2
@@ -184,3 +185,74 @@ async def test_what_runs_on_a_worker_that_hangs_goes_on_elsewhere(
         answer = await cluster.chat()
         assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
         assert len(second.requests[0].resumed_token_ids) == 2
+
+
+async def test_a_worker_that_fails_all_it_is_asked_is_left_alone_and_tried_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.5)
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        broken, sound = cluster.decode
+        await prefer(cluster, broken)
+        broken.script = failing(WorkerUnavailableError("something is wrong here"))
+        pool = cluster.service.pool
+        for number in range(breaker.FAILURES):
+            await until(lambda: pool.healthy_decode()[0].target == broken.target)
+            assert (await cluster.chat()).json()["choices"][0]["message"]["content"] == OUTPUT
+            assert len(broken.requests) == number + 1
+        await until(lambda: pool.decode[broken.target].state == "failing")
+        told = (await cluster.http.get("/health")).json()
+        assert told["status"] == "degraded"
+        assert "failed 3 requests in a row" in told["decode_workers"][broken.target]["detail"]
+        assert (await cluster.chat()).status_code == 200
+        assert len(broken.requests) == breaker.FAILURES
+        broken.script = write_output
+        await until(lambda: pool.decode[broken.target].state == "healthy")  # half open
+        await prefer(cluster, broken)
+        assert (await cluster.chat()).status_code == 200
+        assert len(broken.requests) == breaker.FAILURES + 1
+        assert pool.decode[broken.target].breaker.closed
+
+
+async def test_a_worker_that_was_started_anew_owes_nothing(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        broken, sound = cluster.decode
+        pool = cluster.service.pool
+        worker = pool.decode[broken.target]
+        for _ in range(9):
+            worker.breaker.failed(worker.breaker.begin())
+        await until(lambda: worker.state == "failing")
+        broken.status = status(instance=7)
+        await until(lambda: worker.state == "healthy")
+        assert worker.breaker.closed
+
+
+async def test_the_only_worker_is_asked_though_it_fails(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer) as cluster:
+        (only,) = cluster.decode
+        worker = cluster.service.pool.decode[only.target]
+        for _ in range(9):
+            worker.breaker.failed(worker.breaker.begin())
+        await until(lambda: worker.state == "failing")
+        assert (await cluster.chat()).json()["choices"][0]["message"]["content"] == OUTPUT
+        assert worker.breaker.closed
+
+
+async def test_a_request_of_weights_that_are_gone_takes_no_worker_out(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        first, second = cluster.decode
+        pool = cluster.service.pool
+        await prefer(cluster, first)
+
+        async def dies_on_old_weights(worker, request):
+            async for reply in dying(1)(worker, request):
+                yield reply
+                second.status = of_weights("1" * 64)
+                first.status = of_weights("1" * 64)
+                await until(lambda: pool.fingerprint == "1" * 64)
+
+        first.script = dies_on_old_weights
+        events = (await cluster.chat(stream=True)).text.split("\n\n")
+        assert "other weights" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+        assert not second.requests
+        assert pool.decode[second.target].state == "healthy"

@@ -6,6 +6,7 @@ from services.router.policy import (
     Load,
     WorkerState,
     choose_fingerprint,
+    codec_mismatch,
     incompatibility,
     order_workers,
 )
@@ -23,7 +24,8 @@ def test_least_loaded_first():
 def test_only_healthy_workers():
     others = [worker(state.value, state) for state in WorkerState if state is not WorkerState.HEALTHY]
     assert order_workers([*others, worker("one", running=9)]) == ["one"]
-    assert order_workers(others) == []
+    assert order_workers(others) == ["failing"]  # rather than none
+    assert order_workers([each for each in others if each.state is not WorkerState.FAILING]) == []
 
 
 def test_full_workers_last_even_if_less_loaded():
@@ -51,3 +53,10 @@ def test_incompatibility_names_what_differs():
     assert "model 'other'" in incompatibility(Identity("other", "f", 1), **fits)
     assert "fingerprint 'g'" in incompatibility(Identity("m", "g", 1), **fits)
     assert "protocol 2" in incompatibility(Identity("m", "f", 2), **fits)
+
+
+def test_a_codec_of_other_parameters_than_any_decode_worker_has_is_named():
+    assert codec_mismatch({"raw": 0, "splitzip": 5}, []) == ""
+    assert codec_mismatch({"raw": 0, "splitzip": 5}, [{"splitzip": 6}, {"splitzip": 5}]) == ""
+    assert codec_mismatch({"raw": 0, "splitzip": 5}, [{"raw": 0}]) == ""
+    assert "000000000000000c of codec 'splitzip'" in codec_mismatch({"splitzip": 12}, [{"splitzip": 6}])
