@@ -217,6 +217,9 @@ class DecodeSettings(WorkerSettings):
     local_prefill_tokens: int = Field(
         64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
     )
+    local_fallback_tokens: PositiveInt = Field(
+        16384, description="tokens of prompts that no prefill worker took and that wait here; more are answered 429"
+    )
     allowed_prefill_workers: Names = Field(
         (), description="prefill workers that requests may name: hosts, host:port or networks; none given: any"
     )

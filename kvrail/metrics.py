@@ -163,9 +163,7 @@ class RouterMetrics:
         self.prompt_tokens = make.counter("kvrail_prompt_tokens", "Prompt tokens of answered requests.")
         self.cached_tokens = make.counter("kvrail_cached_prompt_tokens", "Prompt tokens whose KV was held already.")
         self.generation_tokens = make.tally("kvrail_generation_tokens", "Generated tokens that reached the router.")
-        self.failovers = make.counter(
-            "kvrail_failovers", "Streams that another decode worker took over."
-        )
+        self.failovers = make.counter("kvrail_failovers", "Streams that another decode worker took over.")
         self._workers = Gauge(
             "kvrail_worker_up",
             "Whether a worker answers, fits this model and is not draining.",
@@ -265,9 +263,9 @@ class TransferMetrics:
         )
         self.fallbacks = make.counters(
             "kvrail_prefill_fallbacks",
-            "Prefills that were repeated on an alternate worker, or locally.",
+            "Prefills that went to an alternate worker, to the decode worker itself, or to nobody.",
             "reason",
-            ("alternate", "local"),
+            ("alternate", "local", "refused"),
         )
         self._measure_choices(registry)
         for codec in codecs:

@@ -36,6 +36,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "KV transfer",
         (
             "local_prefill_tokens",
+            "local_fallback_tokens",
             "codec",
             "allow_lossy",
             "max_drafts",
@@ -49,7 +50,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "allowed_prefill_workers",
         ),
     ),
-    ("requests", ("api_keys", "request_timeout_s", "max_concurrent_requests", "max_body_bytes", "status_interval_s")),
+    ("requests", ("api_keys", "request_timeout_s", "max_concurrent_requests", "status_interval_s")),
+    ("connections", ("max_connections", "max_body_bytes", "head_timeout_s", "body_timeout_s", "write_timeout_s")),
     ("process", ("log_level", "log_format", "grace_period_s")),
 )
 OTHER = "other"

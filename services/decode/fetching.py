@@ -17,6 +17,7 @@ from kvrail.worker import Worker
 from services.carriers import Carriers
 from services.codecs import AUTO, CodecChoiceError, Codecs
 from services.decode.choice import Chooser
+from services.decode.fallback import LocalFallbacks
 from services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
 from services.decode.progress import Progress
 from services.decode.transfer import Fetch
@@ -63,6 +64,7 @@ class Fetcher:
         self._prefill_workers = prefill_workers
         self._allowed = AllowedWorkers(settings.allowed_prefill_workers)
         self._breakers = Breakers()
+        self._local = LocalFallbacks(settings.local_fallback_tokens)
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
         self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
 
@@ -108,10 +110,12 @@ class Fetcher:
         admitted: Admitted,
         progress: Progress,
         time_remaining: Callable[[], float | None],
+        refuse: Callable[[KvrailError], None],
     ) -> None:
         """Have the missing pages of an admitted request filled by the first of `workers` that can.
 
-        Whatever goes wrong on the way, the engine computes what is missing in the end.
+        Whatever goes wrong on the way, the engine computes what is missing in the end; `refuse` hears where it has too
+        much of that to do.
         """
         asked, metrics = progress.request, self._worker.transfers
         outcome = "aborted"
@@ -125,10 +129,22 @@ class Fetcher:
             metrics.transfers["received", outcome].inc()
         if committed:
             self._worker.engine.receive_kv(asked.request_id)
-        else:
-            metrics.fallbacks["local"].inc()
-            logger.warning("no prefill worker could be used; the prompt is computed here")
-            self._worker.engine.compute_here(asked.request_id)
+            return
+        try:
+            self._local.take(asked.request_id, len(asked.prompt_ids) - admitted.cached_tokens)
+        except OverloadedError as error:
+            metrics.fallbacks["refused"].inc()
+            refuse(error)
+            return
+        metrics.fallbacks["local"].inc()
+        logger.warning("no prefill worker could be used; the prompt is computed here")
+        progress.falls_back = True
+        self._worker.engine.compute_here(asked.request_id)
+
+    def computed(self, progress: Progress) -> None:
+        """A prompt that fell back is computed, or nobody waits for it any more."""
+        progress.falls_back = False
+        self._local.over(progress.request.request_id)
 
     async def _fetch(
         self,

@@ -36,6 +36,7 @@ class Progress:
     cached_tokens: int = 0
     prefill_worker: str = ""
     codec_reason: str = ""
+    falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
     drafts: DraftLog = field(init=False)
     spans: SpanLog | None = field(init=False, default=None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from kvrail.engine.events import Admitted
+from kvrail.engine.events import Admitted, Output
 from kvrail.engine.requests import EngineRequest
 from kvrail.errors import WorkerUnavailableError
 from kvrail.logs import bound_request_id
@@ -65,9 +65,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             try:
                 async for event in events:
                     reply = progress.take(event)
+                    if progress.falls_back and isinstance(event, Output):
+                        self._fetcher.computed(progress)
                     if isinstance(event, Admitted) and event.awaits_kv:
                         fetching = asyncio.create_task(
-                            self._fetcher.fetch(workers, codec, event, progress, context.time_remaining)
+                            self._fetcher.fetch(workers, codec, event, progress, context.time_remaining, events.fail)
                         )
                     if reply is not None:
                         await context.write(reply)
@@ -77,6 +79,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 if fetching is not None:
                     fetching.cancel()
                     await asyncio.wait([fetching])
+                    self._fetcher.computed(progress)
 
     def _check(self, request: decode_pb2.GenerateRequest) -> str:
         """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""

@@ -9,7 +9,8 @@ import pytest
 
 from codec.base import Block, PagedBlock
 from codec.raw.codec import RawCodec
-from kvrail.errors import InvalidRequestError, KvrailError, WorkerUnavailableError
+from kvrail.breaker import FAILURES
+from kvrail.errors import InvalidRequestError, KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.wire.v1 import prefill_pb2
 from services.prefill import story
 from tests.cluster.cluster import TRANSPORTS, cluster
@@ -41,6 +42,43 @@ async def test_an_alternate_takes_over(llama):
         answer = await c.ask(prompt_of(300), workers=["127.0.0.1:9", real])
         assert answer.summary.prefill_worker == real and value(c.decode, "alternate") == 1
         assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        await c.settled()
+
+
+async def test_a_worker_that_fails_time_and_again_is_not_asked_for_a_while(llama, caplog):
+    caplog.set_level("INFO", "kvrail.decode")
+    async with cluster(llama) as c:
+        (real,) = c.prefills
+        for number in range(FAILURES + 1):
+            assert "not asked now" not in caplog.text
+            prompt = prompt_of(310)[number:]
+            answer = await c.ask(prompt, workers=["127.0.0.1:9", real])
+            assert answer.summary.prefill_worker == real
+            assert answer.tokens == {0: generate(str(llama), tuple(prompt), 16)}
+        assert caplog.text.count("127.0.0.1:9 failed: ") == FAILURES
+        assert caplog.text.count("127.0.0.1:9 failed 3 requests in a row; not asked now") == 1
+        await c.settled()
+
+
+async def test_prompts_that_nobody_takes_are_computed_here_up_to_a_bound(llama, monkeypatch):
+    async with cluster(llama, decode={"local_fallback_tokens": 400}) as c:
+        compute_here, held = c.decode.engine.compute_here, []
+        monkeypatch.setattr(c.decode.engine, "compute_here", held.append)
+        prompts = [prompt_of(310)[number:] for number in range(3)]
+        first = asyncio.create_task(c.ask(prompts[0], workers=["127.0.0.1:9"]))
+        while not held:
+            await asyncio.sleep(0.01)
+        with pytest.raises(OverloadedError, match="prompts of 310 tokens wait already") as refused:
+            await c.ask(prompts[1], workers=["127.0.0.1:9"])
+        assert refused.value.retry_after > 0
+        assert (value(c.decode, "local"), value(c.decode, "refused")) == (1, 1)
+        monkeypatch.undo()
+        compute_here(held[0])
+        for prompt, answer in (
+            (prompts[0], await first),
+            (prompts[2], await c.ask(prompts[2], workers=["127.0.0.1:9"])),
+        ):
+            assert answer.tokens == {0: generate(str(llama), tuple(prompt), 16)}
         await c.settled()
 
 

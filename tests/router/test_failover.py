@@ -192,7 +192,7 @@ async def test_a_worker_that_fails_all_it_is_asked_is_left_alone_and_tried_again
 ):
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.5)
     async with run_cluster(tokenizer, decode=2) as cluster:
-        broken, sound = cluster.decode
+        broken = cluster.decode[0]
         await prefer(cluster, broken)
         broken.script = failing(WorkerUnavailableError("something is wrong here"))
         pool = cluster.service.pool
@@ -216,7 +216,7 @@ async def test_a_worker_that_fails_all_it_is_asked_is_left_alone_and_tried_again
 
 async def test_a_worker_that_was_started_anew_owes_nothing(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, decode=2) as cluster:
-        broken, sound = cluster.decode
+        broken = cluster.decode[0]
         pool = cluster.service.pool
         worker = pool.decode[broken.target]
         for _ in range(9):
