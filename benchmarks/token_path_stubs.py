@@ -154,7 +154,10 @@ async def serve_servicer() -> None:
     from kvrail.calls import ActiveCalls
     from kvrail.config import DecodeSettings
     from kvrail.metrics import TransferMetrics
+    from services.carriers import Carriers
     from services.codecs import Codecs
+    from services.decode.fetching import Fetcher
+    from services.decode.prefill_workers import GrpcPrefillWorkers
     from services.decode.servicer import DecodeServicer
 
     engine = StubEngine(asyncio.get_running_loop())
@@ -164,10 +167,13 @@ async def serve_servicer() -> None:
         events=engine.events,
         calls=ActiveCalls(),
         check_model=lambda name: None,
-        transfers=TransferMetrics(CollectorRegistry(), MODEL),
+        loaded=SimpleNamespace(fingerprint=""),
     )
     codecs = Codecs(settings, allow_lossy=False)
-    servicer = DecodeServicer(worker, settings, codecs, "raw", SimpleNamespace(), {})
+    worker.transfers = TransferMetrics(CollectorRegistry(), MODEL, codecs.names)
+    carriers, prefill_workers = Carriers([]), GrpcPrefillWorkers()
+    fetcher = Fetcher(worker, settings, codecs, carriers, "raw", "raw", prefill_workers)
+    servicer = DecodeServicer(worker, fetcher, (), ())
 
     async def status(request: Any, context: Any) -> common_pb2.WorkerStatus:
         # running, waiting: microseconds of CPU that the loop's thread and the engine's have had

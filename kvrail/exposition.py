@@ -7,11 +7,13 @@ recording rules, hence the path of their own. Nothing is counted twice: the seco
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 Derivation = Callable[[Sequence[Sample]], Iterable[Sample]]
 
@@ -115,43 +117,58 @@ VLLM_METRICS: tuple[VllmMetric, ...] = (
 """What `/metrics/vllm` shows: the rows whose source a process has, the first of two with one name."""
 
 
-class _OwnView:
+def _families(registry: CollectorRegistry) -> Iterator[Metric]:
     """A registry's metrics without the `_created` series that double them."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-            yield family
+    for family in registry.collect():
+        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        yield family
 
 
-class _VllmView:
+def _in_vllms_names(registry: CollectorRegistry) -> Iterator[Metric]:
     """A registry's metrics under vLLM's names."""
+    families = {family.name: family for family in _families(registry)}
+    shown: set[str] = set()
+    for row in VLLM_METRICS:
+        source = families.get(row.source)
+        if source is None or row.name in shown:
+            continue
+        shown.add(row.name)
+        family = Metric(row.name, row.documentation, source.type)
+        for sample in row.derive(source.samples):
+            family.samples.append(sample._replace(name=row.name + sample.name.removeprefix(row.source)))
+        yield family
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._own = _OwnView(registry)
 
-    def collect(self) -> Iterator[Metric]:
-        families = {family.name: family for family in self._own.collect()}
-        shown: set[str] = set()
-        for row in VLLM_METRICS:
-            source = families.get(row.source)
-            if source is None or row.name in shown:
-                continue
-            shown.add(row.name)
-            family = Metric(row.name, row.documentation, source.type)
-            for sample in row.derive(source.samples):
-                family.samples.append(sample._replace(name=row.name + sample.name.removeprefix(row.source)))
-            yield family
+@lru_cache(maxsize=1 << 14)
+def _series(name: str, labels: tuple[tuple[str, str], ...]) -> str:
+    """A series as its lines begin; the same ones are written at each scrape."""
+    shown = ",".join(f'{key}="{_escaped(value, quotes=True)}"' for key, value in sorted(labels))
+    return f"{name}{{{shown}}}" if shown else name
+
+
+def _escaped(text: str, *, quotes: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quotes else text
+
+
+def _text(families: Iterable[Metric]) -> bytes:
+    """Prometheus's text format, version 0.0.4, of counters, gauges and histograms.
+
+    prometheus_client's own function gives the same bytes in twice the time, during which no token leaves.
+    """
+    lines = []
+    for family in families:
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        lines.append(f"# HELP {name} {_escaped(family.documentation)}\n# TYPE {name} {family.type}\n")
+        lines += [f"{_series(s.name, tuple(s.labels.items()))} {floatToGoString(s.value)}\n" for s in family.samples]  # type: ignore[no-untyped-call]
+    return "".join(lines).encode()
 
 
 def render(registry: CollectorRegistry) -> tuple[bytes, str]:
     """Render body and content type of `/metrics`."""
-    return generate_latest(_OwnView(registry)), CONTENT_TYPE_PLAIN_0_0_4
+    return _text(_families(registry)), CONTENT_TYPE_PLAIN_0_0_4
 
 
 def render_vllm(registry: CollectorRegistry) -> tuple[bytes, str]:
     """Render body and content type of `/metrics/vllm`."""
-    return generate_latest(_VllmView(registry)), CONTENT_TYPE_PLAIN_0_0_4
+    return _text(_in_vllms_names(registry)), CONTENT_TYPE_PLAIN_0_0_4
