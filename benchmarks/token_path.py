@@ -1,22 +1,26 @@
 """What Python does for one token, from the engine's event to the client's socket; no model, no torch in the router.
 
-    python -m benchmarks.token_path [--streams 1,8,64] [--step-ms 0] [--rounds 3] [--json FILE]
+    python -m benchmarks.token_path [--streams 1,8,64] [--step-ms 0] [--scrape-ms 0] [--rounds 3] [--json FILE]
 
 Two halves. `router`: a stub worker gives each stream a token a step, the real router passes them on, one client reads
 the events of all streams; beside it, in turns, a bare asyncio proxy that copies events from sockets to HTTP chunks.
 `worker`: the real servicer of a decode worker over a stub engine, read by the router's client. With --step-ms 0 a step
-follows the last one at once: the most tokens a second. With a step's time the load is the same for all, and the CPU
-time for each token compares. Correctness first: each stream must bring exactly its tokens and the end.
+follows the last one at once: the most tokens per second. With a step's time the load is the same for all, and the CPU
+time for each token compares, as does the time from when a token was made to when the client has read it. With
+--scrape-ms the router's /metrics is read so often meanwhile. Correctness first: each stream must bring exactly its
+tokens and the end.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -37,16 +41,23 @@ from kvrail.wire.v1 import decode_pb2
 TOKENS = {1: 2000, 8: 1000}
 """Tokens of a stream, by number of streams; of more streams, MANY."""
 MANY = 500
+MADE = re.compile(rb'"text":" (\d+)"')
+"""When a token was made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One run. tokens_per_s: all streams together. cpu_us: microseconds of CPU per token, of each process or thread."""
+    """One run.
+
+    tokens_per_s: all streams together. cpu_us: microseconds of CPU per token, of each process or thread. delay_ms: of
+    tokens until the client has them, median and 99th percentile; none where steps follow each other at once.
+    """
 
     half: str
     streams: int
     tokens_per_s: float
     cpu_us: dict[str, float]
+    delay_ms: tuple[float, float] | None = None
 
 
 @contextmanager
@@ -96,6 +107,7 @@ class Reader(asyncio.Protocol):
         self._request = _request(port, tokens)
         self._tail = b""
         self.events = 0
+        self.delays_ns: list[int] = []
         self.done = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -105,8 +117,10 @@ class Reader(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Count."""
+        now = time.monotonic_ns()
         data = self._tail + data
         self.events += data.count(b"data: ")
+        self.delays_ns += [now - int(made) for made in MADE.findall(data)]
         self._tail = data[-5:] if data[-5:] != b"data: "[:5] else b""
         if b"[DONE]" in data and not self.done.done():
             self.done.set_result(None)
@@ -124,8 +138,11 @@ def _request(port: int, tokens: int) -> bytes:
     return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
 
 
-async def read_answers(port: int, streams: int, tokens: int) -> float:
-    """Seconds in which so many answers came; raises RuntimeError where one brought another number of tokens."""
+async def read_answers(port: int, streams: int, tokens: int) -> tuple[float, list[int]]:
+    """Seconds in which so many answers came, and each token's delay in nanoseconds.
+
+    Raises RuntimeError where an answer brought another number of tokens.
+    """
     loop = asyncio.get_running_loop()
     begin = time.perf_counter()
     pairs = [await loop.create_connection(lambda: Reader(port, tokens), "127.0.0.1", port) for _ in range(streams)]
@@ -134,7 +151,7 @@ async def read_answers(port: int, streams: int, tokens: int) -> float:
     for _, reader in pairs:
         if reader.events != tokens + 1:
             raise RuntimeError(f"an answer has {reader.events - 1} events for {tokens} tokens")
-    return seconds
+    return seconds, [delay for _, reader in pairs for delay in reader.delays_ns]
 
 
 def cpu_of(child: psutil.Process) -> float:
@@ -150,10 +167,11 @@ def measure_http(half: str, port: int, processes: dict[str, psutil.Process], str
     figures = []
     for _ in range(rounds):
         before = {name: cpu_of(child) for name, child in processes.items()}
-        seconds = asyncio.run(read_answers(port, streams, tokens))
+        seconds, delays_ns = asyncio.run(read_answers(port, streams, tokens))
         total = streams * tokens
         cpu = {name: (cpu_of(child) - before[name]) / total * 1e6 for name, child in processes.items()}
-        figures.append(Figure(half, streams, total / seconds, cpu))
+        hundredths = statistics.quantiles(delays_ns, n=100)
+        figures.append(Figure(half, streams, total / seconds, cpu, (hundredths[49] / 1e6, hundredths[98] / 1e6)))
     return figures
 
 
@@ -197,7 +215,28 @@ def measure_worker(streams: int, rounds: int, step_ms: float) -> list[Figure]:
         return asyncio.run(read_replies(port, streams, TOKENS.get(streams, MANY), rounds))
 
 
-def run(streams: list[int], rounds: int, step_ms: float) -> list[Figure]:
+@contextmanager
+def scraped(port: int, every_ms: float) -> Iterator[None]:
+    """Reads a router's metrics every so many milliseconds; 0: never."""
+    over = threading.Event()
+
+    def scrape() -> None:
+        while not over.wait(every_ms / 1e3):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                answer.read()
+
+    thread = threading.Thread(target=scrape)
+    if every_ms:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if every_ms:
+            thread.join()
+
+
+def run(streams: list[int], rounds: int, step_ms: float, scrape_ms: float) -> list[Figure]:
     """All figures; router and proxy take turns."""
     figures = []
     with ExitStack() as stack:
@@ -209,7 +248,8 @@ def run(streams: list[int], rounds: int, step_ms: float) -> list[Figure]:
             ours = {"router": routing, "stub worker": worker}
             bare = {"proxy": proxying, "source": source}
             for _ in range(rounds):
-                figures += measure_http("router", router_port, ours, count, 1)
+                with scraped(router_port, scrape_ms):
+                    figures += measure_http("router", router_port, ours, count, 1)
                 figures += measure_http("bare proxy", proxy_port, bare, count, 1)
     for count in streams:
         figures += measure_worker(count, rounds, step_ms)
@@ -218,13 +258,15 @@ def run(streams: list[int], rounds: int, step_ms: float) -> list[Figure]:
 
 def table(figures: list[Figure]) -> str:
     """Medians, one row a half and number of streams."""
-    lines = ["| half | streams | tokens/s | CPU µs per token |", "|---|---|---|---|"]
+    lines = ["| half | streams | tokens/s | CPU µs per token | delay ms, median and p99 |", "|---|---|---|---|---|"]
     for half, streams in dict.fromkeys((figure.half, figure.streams) for figure in figures):
         rows = [figure for figure in figures if (figure.half, figure.streams) == (half, streams)]
         rate = statistics.median(row.tokens_per_s for row in rows)
         cpu = {name: statistics.median(row.cpu_us[name] for row in rows) for name in rows[0].cpu_us}
         shown = ", ".join(f"{name} {value:.0f}" for name, value in cpu.items())
-        lines.append(f"| {half} | {streams} | {rate:,.0f} | {shown} |")
+        delays = [row.delay_ms for row in rows if row.delay_ms]
+        delay = " / ".join(f"{statistics.median(part):.2f}" for part in zip(*delays, strict=True))
+        lines.append(f"| {half} | {streams} | {rate:,.0f} | {shown} | {delay} |")
     return "\n".join(lines)
 
 
@@ -234,9 +276,11 @@ def main() -> None:
     parser.add_argument("--streams", default="1,8,64", help="numbers of streams, with commas")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; medians are shown")
     parser.add_argument("--step-ms", type=float, default=0.0, help="time of a step in milliseconds; 0: at once")
+    parser.add_argument("--scrape-ms", type=float, default=0.0, help="milliseconds between scrapes; 0: none")
     parser.add_argument("--json", type=Path, help="also write every run here")
     arguments = parser.parse_args()
-    figures = run([int(part) for part in arguments.streams.split(",")], arguments.rounds, arguments.step_ms)
+    streams = [int(part) for part in arguments.streams.split(",")]
+    figures = run(streams, arguments.rounds, arguments.step_ms, arguments.scrape_ms)
     print(table(figures))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")

@@ -21,8 +21,12 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 MODEL = "kvrail-demo"
-TEXT = " token"
 STEP_S = float(os.environ.get("STEP_MS", "0")) / 1e3
+
+
+def text() -> str:
+    """A token's text: when it was made, in nanoseconds of the clock that all processes share."""
+    return f" {time.monotonic_ns()}"
 
 
 class Steps:
@@ -73,7 +77,7 @@ class StubDecode(decode_pb2_grpc.DecodeServicer):
             await self.steps.step()
             yield decode_pb2.GenerateReply(
                 token_ids=[65 + number % 26],
-                text=TEXT,
+                text=text(),
                 finish_reason=decode_pb2.FINISH_REASON_LENGTH if number == count - 1 else 0,
             )
         yield decode_pb2.GenerateReply(summary=decode_pb2.GenerateSummary(completion_tokens=count))
@@ -133,7 +137,7 @@ class StubEngine:
                     events.append((request_id, Admitted(0, False)))
                 last = done + 1 == most
                 reason = FinishReason.LENGTH if last else None
-                events.append((request_id, Output(0, (65,), TEXT, (), reason, "")))
+                events.append((request_id, Output(0, (65,), text(), (), reason, "")))
                 state[0] += 1
                 if last:
                     events.append((request_id, Finished(most)))
@@ -213,11 +217,11 @@ class Source(asyncio.Protocol):
         self._room.set()
 
     async def _send(self, count: int) -> None:
-        event = b'data: {"choices":[{"index":0,"text":"%s"}]}\n\n' % TEXT.encode()
         for _ in range(count):
             await self._steps.step()
+            made = text()
             await self._room.wait()
-            self._transport.write(event)
+            self._transport.write(b'data: {"choices":[{"index":0,"text":"%s"}]}\n\n' % made.encode())
         self._transport.close()
 
 
