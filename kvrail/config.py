@@ -165,7 +165,8 @@ class WorkerSettings(ServiceSettings):
         description="tokens of a step that computes prompts while other sequences decode; 0: 512 on CUDA, 256 on a CPU",
     )
     step_timeout_s: PositiveFloat = Field(
-        300.0, description="longest step of the engine; a worker whose step takes longer has hung, and ends"
+        300.0,
+        description="longest step of the engine or turn of the event loop; a worker that takes longer hangs, and ends",
     )
     max_running: PositiveInt = Field(64, description="sequences in one engine step")
     max_waiting: PositiveInt = Field(256, description="requests that may wait; more are refused as overload")

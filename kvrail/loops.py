@@ -1,7 +1,9 @@
 """The event loop of a process: uvloop's where it is installed, which takes less of a core for each message."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import faulthandler
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,3 +23,23 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` to its end on a new loop, as asyncio.run does."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)
+
+
+@asynccontextmanager
+async def ends_if_hung(limit_s: float) -> AsyncIterator[None]:
+    """End the process with status 1, and each thread's traceback on stderr, where the loop stands still for so long.
+
+    Whoever watches the process then starts another; nothing in this one could do it.
+    """
+
+    async def turn() -> None:
+        while True:
+            faulthandler.dump_traceback_later(limit_s, exit=True)  # and not the one before
+            await asyncio.sleep(limit_s / 10)
+
+    turning = asyncio.create_task(turn())
+    try:
+        yield
+    finally:
+        turning.cancel()
+        faulthandler.cancel_dump_traceback_later()

@@ -252,13 +252,14 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
             settings.host, settings.metrics_port, worker.render_metrics, worker.healthy
         )
         logger.info("listening on %s:%d, metrics on %d", settings.host, bound, metrics_port)
-        await serve_until_signal(
-            rpc,
-            on_drain=worker.calls.drain,
-            drained=worker.calls.drained,
-            grace_period_s=settings.grace_period_s,
-            broken=_broken(worker.engine, settings.step_timeout_s),
-        )
+        async with loops.ends_if_hung(settings.step_timeout_s):
+            await serve_until_signal(
+                rpc,
+                on_drain=worker.calls.drain,
+                drained=worker.calls.drained,
+                grace_period_s=settings.grace_period_s,
+                broken=_broken(worker.engine, settings.step_timeout_s),
+            )
     finally:
         await rpc.stop()
         if worker.engine.step_seconds < settings.step_timeout_s:  # a step that hangs is not waited for
