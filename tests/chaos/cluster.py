@@ -27,12 +27,13 @@ PAGES = 96
 class Cluster:
     """Run inside the hub's namespace."""
 
-    def __init__(self, ground: Ground, folder: Path, models: Sequence[Path]) -> None:
-        """`models`: what all serve, and one of the same shape with other weights."""
+    def __init__(self, ground: Ground, folder: Path, models: Sequence[Path], transport: str) -> None:
+        """`models`: what all serve, and one of the same shape with other weights. transport: of the KV."""
         self.ground = ground
         self.url = f"http://{HUB_HOST}:{HTTP_PORT}"
         self._folder = folder
         self._models = models
+        self._transport = transport
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         for number in (*PREFILL, *DECODE):
             self.start(number)
@@ -48,7 +49,7 @@ class Cluster:
     def start(self, number: int, other_weights: bool = False) -> None:
         """Start a worker at the address that it always has."""
         role = "prefill" if number in PREFILL else "decode"
-        flags = ["--kv-dtype", "bfloat16", "--num-pages", str(PAGES)]
+        flags = ["--kv-dtype", "bfloat16", "--num-pages", str(PAGES), "--transport", self._transport]
         if role == "decode":
             flags += ["--local-prefill-tokens", "16"]
         inside = self.ground.inside(self.ground.workers[number])

@@ -1,6 +1,6 @@
 """One scenario of faults from beginning to end, inside the hub's namespace; prints a Report as JSON.
 
-python -m tests.chaos.storm SCENARIO --hub NAME --workers NAME,... --models FOLDER,FOLDER --folder FOLDER
+python -m tests.chaos.storm SCENARIO TRANSPORT --hub NAME --workers NAME,... --models FOLDER,FOLDER --folder FOLDER
 """
 
 import argparse
@@ -74,6 +74,7 @@ def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser()
     parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("transport", choices=("grpc", "ucx"))
     parser.add_argument("--hub", required=True)
     parser.add_argument("--workers", required=True)
     parser.add_argument("--models", required=True)
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     ground = Ground(args.hub, tuple(args.workers.split(",")))
-    cluster = Cluster(ground, args.folder, [Path(model) for model in args.models.split(",")])
+    cluster = Cluster(ground, args.folder, [Path(model) for model in args.models.split(",")], args.transport)
     try:
         cluster.settled()
         report = asyncio.run(weather(cluster, args.scenario, args.requests, args.seed))

@@ -21,14 +21,23 @@ NO_LOSS = ("upgrades", "slow links")
 chaos = pytest.mark.chaos
 
 
+IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades")
+"""Scenarios in which no link is harmed: UCX finds a way between processes of one machine that passes none."""
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "name", ["everything", *(pytest.param(s, marks=chaos) for s in SCENARIOS if s != "everything")]
+    ("name", "transport"),
+    [
+        ("everything", "grpc"),
+        *(pytest.param(name, "grpc", marks=chaos) for name in SCENARIOS if name != "everything"),
+        *(pytest.param(name, "ucx", marks=chaos) for name in IN_ONE_MACHINE),
+    ],
 )
-def test_clients_notice_nothing(name, tmp_path):
+def test_clients_notice_nothing(name, transport, tmp_path):
     try:
         with laid(WORKERS) as ground:
-            inside = [*ground.inside(ground.hub), sys.executable, "-m", "tests.chaos.storm", name]
+            inside = [*ground.inside(ground.hub), sys.executable, "-m", "tests.chaos.storm", name, transport]
             flags = {
                 "--hub": ground.hub,
                 "--workers": ",".join(ground.workers),
@@ -44,6 +53,7 @@ def test_clients_notice_nothing(name, tmp_path):
     logs = {log.name: log.read_text()[-3000:] for log in tmp_path.iterdir()}
     assert done.returncode == 0, (done.stderr, logs)
     report = json.loads(done.stdout.splitlines()[-1])
+    print(name, transport, report["outcomes"], len(report["faults"]), "faults")  # noqa: T201
     assert report["faults"], "nothing befell the cluster"
     assert set(report["outcomes"]) <= {"full", "refused"}, report  # none wrong, none hung, no improper error
     assert report["outcomes"]["full"] >= (1 if name in NO_LOSS else 0.99) * sum(report["outcomes"].values()), report

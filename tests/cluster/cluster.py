@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from services.prefill.servicer import PrefillServicer
 
 MODEL = "tiny"
 WITHOUT_UCX = ucx.available()
+assert not (WITHOUT_UCX and os.environ.get("CI")), WITHOUT_UCX
 TRANSPORTS = ["inproc", "grpc", pytest.param("ucx", marks=pytest.mark.skipif(bool(WITHOUT_UCX), reason=WITHOUT_UCX))]
 
 
