@@ -18,6 +18,11 @@ LATER_SLOTS = 2
 PATIENCE = 8
 """Turns of other requests' first stages that a later stage lets pass at most while it waits."""
 
+STUCK_S = 5.0
+"""A turn that lasts so long waits for a receiver that takes nothing: others need not."""
+MOST_LENT = 4
+"""Times `slots`: so many turns at most are given in place of stuck ones, for each holds a frame in memory."""
+
 _Waiting = list[tuple[int, int, asyncio.Future[None]]]
 
 
@@ -29,12 +34,18 @@ class Link:
 
     Two bounds keep later stages moving. One that waits is passed by `patience` first stages of other requests at most;
     its own request's may all go before. And at `max_held_bytes` of later stages in memory (`hold`, `release`) no first
-    stage gets a turn, since it would add to them: at most what `slots` turns bring comes on top. Belongs to one event
-    loop.
+    stage gets a turn, since it would add to them: at most what `slots` turns bring comes on top.
+
+    A turn that lasts longer than `stuck_s` no longer counts, up to a bound: one receiver that takes nothing does not
+    keep the others of its machine from theirs. Belongs to one event loop.
     """
 
-    def __init__(self, max_held_bytes: int, *, slots: int = SLOTS, patience: int = PATIENCE) -> None:
+    def __init__(
+        self, max_held_bytes: int, *, slots: int = SLOTS, patience: int = PATIENCE, stuck_s: float = STUCK_S
+    ) -> None:
         self.slots = slots
+        self._stuck_s = stuck_s
+        self._lent: set[int] = set()  # turns, by number, that are stuck and do not count
         self._free = slots
         self._max_held_bytes = max_held_bytes
         self._patience = patience
@@ -52,16 +63,30 @@ class Link:
     @asynccontextmanager
     async def turn(self, order: int, *, later: bool = False) -> AsyncIterator[None]:
         """Wait for a slot, as the class says, and hold it for the block. order: the request's age, lower is older."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
         self._count += 1
-        heapq.heappush(self._later if later else self._first, (order, self._count, turn))
+        number, stuck = self._count, None
+        heapq.heappush(self._later if later else self._first, (order, number, turn))
         self._grant_soon()
         try:
             await turn
+            stuck = loop.call_later(self._stuck_s, self._lend, number)
             yield
         finally:
-            if turn.done() and not turn.cancelled():
+            if stuck is not None:
+                stuck.cancel()
+            if number in self._lent:
+                self._lent.discard(number)
+            elif turn.done() and not turn.cancelled():
                 self._free += 1
+            self._grant_soon()
+
+    def _lend(self, number: int) -> None:
+        """A turn is stuck: let another one begin."""
+        if len(self._lent) < MOST_LENT * self.slots:
+            self._lent.add(number)
+            self._free += 1
             self._grant_soon()
 
     def hold(self, payload_bytes: int) -> None:

@@ -40,7 +40,6 @@ class Cluster:
         targets = [",".join(map(self.target, numbers)) for numbers in (DECODE, PREFILL)]
         flags = ["--decode-workers", targets[0], "--prefill-workers", targets[1]]
         self._router = self._launch("router", "router", HUB_HOST, HTTP_PORT, [], self._models[0], *flags)
-        self.router = psutil.Process(self._router.pid)
 
     def target(self, number: int) -> str:
         """The worker's address, as the router names it."""
@@ -93,6 +92,15 @@ class Cluster:
         """Workers that take requests."""
         said = self.health()
         return {n for n in self._workers if said.get(self.target(n), {}).get("state") == "healthy"}
+
+    def holdings(self) -> dict[str, tuple[int, int]]:
+        """Open files and MiB of memory of the router and of each worker, by name and number of the process."""
+        processes = {"router": self._router, **{f"worker {number}": each for number, each in self._workers.items()}}
+        found = {}
+        for name, each in processes.items():
+            process = psutil.Process(each.pid)
+            found[f"{name}, process {each.pid}"] = process.num_fds(), process.memory_info().rss >> 20
+        return found
 
     def settled(self, patience_s: float = START_S) -> None:
         """Wait until every worker is healthy and holds nothing. Raises RuntimeError where that does not come."""

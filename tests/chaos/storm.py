@@ -32,14 +32,13 @@ class Report:
     """What came of a storm.
 
     outcomes: requests of each kind (see load.Outcome). details: of those that were not answered in full. faults: what
-    was done. files_before, files_after: descriptors that the router held.
+    was done. held: open files and MiB of memory, before and after, of each process that was not replaced.
     """
 
     outcomes: dict[str, int]
     details: list[str]
     faults: list[str]
-    files_before: int
-    files_after: int
+    held: dict[str, tuple[tuple[int, int], tuple[int, int]]]
 
 
 async def weather(cluster: Cluster, scenario: str, requests: int, seed: int) -> Report:
@@ -47,7 +46,7 @@ async def weather(cluster: Cluster, scenario: str, requests: int, seed: int) -> 
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
         known = [(body, await ask(client, body)) for body in bodies(DISTINCT, seed)]
     await asyncio.to_thread(cluster.settled)
-    before = cluster.router.num_fds()
+    before = cluster.holdings()
     faults: list[str] = []
     harm = asyncio.create_task(befall(cluster, scenario, seed, faults))
 
@@ -65,8 +64,7 @@ async def weather(cluster: Cluster, scenario: str, requests: int, seed: int) -> 
         dict(Counter(outcome.kind for outcome in outcomes)),
         [f"{outcome.kind}: {outcome.detail}" for outcome in outcomes if outcome.kind != "full"],
         faults,
-        before,
-        cluster.router.num_fds(),
+        {name: (before[name], after) for name, after in cluster.holdings().items() if name in before},
     )
 
 

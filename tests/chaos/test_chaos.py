@@ -15,7 +15,9 @@ from tests.models import tiny_model
 REQUESTS = int(os.environ.get("KVRAIL_CHAOS_REQUESTS", "40"))
 WORKERS = 4
 FILES_OF_CONNECTIONS = 8
-"""Descriptors that the router may hold besides: connections of clients that have just gone, of workers that came."""
+"""Descriptors that a process may hold besides: connections of clients that have just gone, of workers that came."""
+MOST_GROWTH_MIB = 150
+"""Of a process's memory: what the first requests of each kind set up, however many follow."""
 NO_LOSS = ("upgrades", "slow links")
 """Scenarios in which nothing is broken: every request is answered in full."""
 chaos = pytest.mark.chaos
@@ -53,8 +55,10 @@ def test_clients_notice_nothing(name, transport, tmp_path):
     logs = {log.name: log.read_text()[-3000:] for log in tmp_path.iterdir()}
     assert done.returncode == 0, (done.stderr, logs)
     report = json.loads(done.stdout.splitlines()[-1])
-    print(name, transport, report["outcomes"], len(report["faults"]), "faults")  # noqa: T201
+    print(name, transport, report["outcomes"], len(report["faults"]), "faults; held", report["held"])  # noqa: T201
     assert report["faults"], "nothing befell the cluster"
     assert set(report["outcomes"]) <= {"full", "refused"}, report  # none wrong, none hung, no improper error
     assert report["outcomes"]["full"] >= (1 if name in NO_LOSS else 0.99) * sum(report["outcomes"].values()), report
-    assert report["files_after"] <= report["files_before"] + FILES_OF_CONNECTIONS, report
+    for process, ((files, memory), (files_after, memory_after)) in report["held"].items():
+        assert files_after <= files + FILES_OF_CONNECTIONS, (process, report)
+        assert memory_after <= memory + MOST_GROWTH_MIB, (process, report)

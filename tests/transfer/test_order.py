@@ -1,6 +1,6 @@
 import asyncio
 
-from kvrail.transfer.order import PATIENCE, Link
+from kvrail.transfer.order import MOST_LENT, PATIENCE, Link
 
 ROOM = 1 << 30
 
@@ -143,3 +143,42 @@ async def test_a_cancelled_later_stage_does_not_keep_its_place():
         await asyncio.wait([gone])
     await asyncio.wait_for(rest, 5)
     assert sender.left == [(1, False)] * 2
+
+
+async def test_turns_that_are_stuck_do_not_keep_others_from_theirs():
+    link, done = Link(ROOM, slots=2, stuck_s=0.05), asyncio.Event()
+
+    async def stuck():
+        async with link.turn(0):
+            await done.wait()
+
+    async def quick(order):
+        async with link.turn(order):
+            return order
+
+    held = [asyncio.create_task(stuck()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(asyncio.gather(*map(quick, range(1, 9))), 10) == list(range(1, 9))
+    done.set()
+    await asyncio.gather(*held)
+    assert link._free == link.slots  # what was lent is not given back twice
+
+
+async def test_no_more_is_lent_than_the_bound_says():
+    link, done, begun = Link(ROOM, slots=1, stuck_s=0.01), asyncio.Event(), 0
+
+    async def stuck():
+        nonlocal begun
+        async with link.turn(0):
+            begun += 1
+            await done.wait()
+
+    held = [asyncio.create_task(stuck()) for _ in range(20)]
+    async with asyncio.timeout(10):
+        while begun < 1 + MOST_LENT:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert begun == 1 + MOST_LENT
+    done.set()
+    await asyncio.gather(*held)
+    assert (begun, link._free) == (20, 1)
