@@ -51,7 +51,7 @@ class FixedSize:
         return self.runner.loaded.logits(inputs)[: len(packed.logit_rows)]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.heavy)])
 def test_a_step_of_fixed_size_computes_what_one_of_its_own_size_does(name: str, request: pytest.FixtureRequest) -> None:
     loaded = tiny_models.load(name)
     own, fixed = poisoned_runner(loaded), poisoned_runner(loaded)
