@@ -1,11 +1,13 @@
 """What to compute next. Decides over sequences and pages; knows no tensors and no clock.
 
 Each step has a budget of tokens. Sequences that decode come first, one token each, so that prefills never stall them;
-then drafts are verified, then made, one a sequence; chunks of prompts share what is left, oldest first. Beside other
-work they may get less than that: a step lasts as long as its chunks take, and who decodes waits for it. Sequences wait
-first come, first served: the head of the queue is never overtaken, so none starves. Where a decoding sequence needs a
-page and none can be had, drafts give up theirs, youngest first. Where there are none, the youngest running sequence
-gives up its pages and goes back to the head of the queue; it computes its KV again, or finds it cached.
+then drafts are verified, then made, one a sequence; chunks of prompts share what is left: half of it is the oldest
+prompt's, the rest goes to those that lack the fewest tokens. So short prompts do not wait for a long one, which gets on
+all the same. Beside other work chunks may get less than that: a step lasts as long as its chunks take, and who decodes
+waits for it. Sequences wait first come, first served: the head of the queue is never overtaken, so none starves. Where
+a decoding sequence needs a page and none can be had, drafts give up theirs, youngest first. Where there are none, the
+youngest running sequence gives up its pages and goes back to the head of the queue; it computes its KV again, or finds
+it cached.
 """
 
 from collections import deque
@@ -118,13 +120,8 @@ class Scheduler:
                 self._extend(sequence)
                 work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
-        budget = self.limits.chunk_tokens(self.limits.max_batch_tokens - budget)
-        for sequence in self._running:
-            if budget and not sequence.is_decoding() and not sequence.drafts:
-                count = self._chunk(sequence, sequence.computed, budget)
-                work.append(Work(sequence, sequence.computed, count))
-                budget -= count
-        return work
+        prompts = [(s, s.computed) for s in self._running if not s.is_decoding() and not s.drafts]
+        return work + self._chunks(prompts, self.limits.chunk_tokens(self.limits.max_batch_tokens - budget))
 
     def schedule_ahead(
         self, current: Iterable[Work], rows: Mapping[Sequence, int], ending: Container[Sequence]
@@ -153,14 +150,8 @@ class Scheduler:
             if count:
                 item.sequence.page_table += self.pool.allocate(count)
         decoding = {item.sequence for item in work}
-        budget = self.limits.chunk_tokens(len(work))
-        for sequence in alive:
-            if budget and sequence not in decoding:
-                start = after.get(sequence, sequence.computed)
-                count = self._chunk(sequence, start, budget)
-                work.append(Work(sequence, start, count))
-                budget -= count
-        return work
+        prompts = [(s, after.get(s, s.computed)) for s in alive if s not in decoding]
+        return work + self._chunks(prompts, self.limits.chunk_tokens(len(work)))
 
     def computed(self, work: Iterable[Work]) -> None:
         """Note that a step's KV is in the pages; full pages become known to the prefix cache.
@@ -293,6 +284,23 @@ class Scheduler:
                 chosen.append(sequence)
         # A later one may have preempted an earlier one.
         return [Work(s, s.computed, 1) for s in chosen if s.status is Status.RUNNING]
+
+    def _chunks(self, prompts: list[tuple[Sequence, int]], budget: int) -> list[Work]:
+        """Chunks of prompts in the order of the module's docstring.
+
+        prompts: oldest first, each with the number of its tokens that are computed.
+        """
+        if not prompts:
+            return []
+        counts = [0] * len(prompts)
+        counts[0] = self._chunk(*prompts[0], -(-budget // 2))
+        budget -= counts[0]
+        missing = [len(sequence.token_ids) - start for sequence, start in prompts]
+        for number in sorted(range(len(prompts)), key=missing.__getitem__):  # of equals the oldest
+            more = self._chunk(*prompts[number], counts[number] + budget) - counts[number]
+            counts[number] += more
+            budget -= more
+        return [Work(*prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
 
     def _chunk(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of the next chunk of a prompt from `start` on.

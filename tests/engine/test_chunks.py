@@ -1,0 +1,71 @@
+"""Whose prompts a step computes: short ones do not wait for a long one, which gets on all the same."""
+
+import pytest
+
+from kvrail.engine.events import Output
+from tests.engine.bench import Bench
+from tests.engine.page_machine import expected
+
+BUDGET = 16
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    return [(first + 7 * i) % 50 for i in range(length)]
+
+
+def first_tokens(bench: Bench, names: str) -> dict[str, int]:
+    """After how many steps each had its first token."""
+    found, steps = {}, 0
+    while len(found) < len(names):
+        bench.step(1)
+        steps += 1
+        assert steps < 200
+        found |= {name: steps for name in names if name not in found and bench.of(name, Output)}
+    return found
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_short_prompts_do_not_wait_for_a_long_one(ahead):
+    bench = Bench(num_pages=64, max_batch_tokens=BUDGET, ahead=ahead)
+    bench.submit("l", prompt(100), max_tokens=2)
+    for number, name in enumerate("abc"):
+        bench.submit(name, prompt(7, number + 2), max_tokens=1)
+    took = first_tokens(bench, "labc")
+    # Half of the budget is theirs: one after another, or nearly so.
+    assert sorted(took[name] for name in "abc") <= [2, 3, 4]
+    assert took["l"] <= 100 // BUDGET + 5
+    bench.run()
+    for name, length, first in (("l", 100, 1), ("a", 7, 2), ("b", 7, 3), ("c", 7, 4)):
+        assert bench.tokens(name) == expected(prompt(length, first), 2 if name == "l" else 1)
+
+
+def test_a_long_prompt_gets_half_of_each_step_however_many_short_ones_come():
+    bench = Bench(num_pages=64, max_batch_tokens=BUDGET, max_running=64, max_waiting=1000)
+    bench.submit("l", prompt(96), max_tokens=1)
+    steps = 0
+    while not bench.of("l", Output):
+        bench.submit(f"s{steps}", prompt(9, steps), max_tokens=1)
+        bench.submit(f"t{steps}", prompt(10, steps), max_tokens=1)
+        bench.step(1)
+        steps += 1
+        assert steps <= 2 * 96 // BUDGET + 2
+
+
+def test_equal_prompts_end_in_the_order_in_which_they_came():
+    took = {}
+    for names in ("a", "abc"):
+        bench = Bench(num_pages=64, max_batch_tokens=BUDGET)
+        for number, name in enumerate(names):
+            bench.submit(name, prompt(2 * BUDGET, number), max_tokens=1)
+        took[names] = first_tokens(bench, names)
+    assert took["abc"]["a"] < took["abc"]["b"] < took["abc"]["c"]
+    assert took["abc"]["a"] == took["a"]["a"]  # nobody takes from who came first and lacks the least
+
+
+def test_all_of_a_step_is_used():
+    bench = Bench(num_pages=64, max_batch_tokens=BUDGET)
+    for number, name in enumerate("abcd"):
+        bench.submit(name, prompt((40, 3, 30, 5)[number], number), max_tokens=1)
+    bench.engine.step()
+    work = bench.scheduler.schedule()
+    assert sum(item.count for item in work) == BUDGET
