@@ -79,7 +79,7 @@ def test_nothing_leaks_and_nobody_starves(seed: int, launches_async: bool) -> No
     bench.machine.launches_async = launches_async
     traffic = Traffic(bench, seed)
     (shared,) = prompts(1, 20)
-    for prompt in prompts(90, longest=40, seed=seed):
+    for prompt in prompts(130, longest=40, seed=seed):
         traffic.ask([*shared[: traffic.rng.randint(0, 20)], *prompt])
         traffic.run(at_most=AT_ONCE - 1)
         if traffic.rng.random() < 0.1:
