@@ -8,6 +8,7 @@ import pytest
 
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
+from services.router import bodies
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -137,3 +138,21 @@ async def test_connections_are_bounded(tokenizer: Tokenizer):
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
         held[1][1].close()
+
+
+async def test_half_received_bodies_take_so_much_memory_and_no_more(tokenizer: Tokenizer, monkeypatch):
+    monkeypatch.setattr(bodies, "HELD_BODIES", 2)
+    large = HEAD + b"content-length: 900\r\n\r\n" + b"x" * 850
+    async with run_cluster(tokenizer, max_body_bytes=900) as cluster:
+        held = [await connect(cluster) for _ in range(2)]
+        for _, writer in held:
+            writer.write(large)
+        await asyncio.sleep(0.1)
+        reader, writer = await connect(cluster)
+        writer.write(large)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 429")
+        writer.close()
+        for _, other in held:
+            other.close()
+        await until(lambda: not cluster.server.server_state.connections)
+        assert (await cluster.complete()).status_code == 200
