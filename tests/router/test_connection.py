@@ -14,7 +14,7 @@ from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 BODY = json.dumps({"model": MODEL, "prompt": "x"}).encode()
 LENGTH = b"content-length: %d\r\n\r\n" % len(BODY)
-LORIS = 100
+LORIS = 200
 
 
 async def connect(cluster: Cluster):
