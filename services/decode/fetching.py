@@ -197,7 +197,8 @@ class Fetcher:
         """Whether one worker has filled the pages."""
         address, breaker = worker.address, self._breakers.of(worker)
         if not breaker.allows:
-            logger.info("prefill worker %s failed %d requests in a row; not asked now", address, breaker.failures)
+            failed, pause_s = breaker.failures, breaker.pause_s
+            logger.info("prefill worker %s failed %d requests in a row; not asked for %.1f s", address, failed, pause_s)
             return False
         client, link = self._prefill_workers.client(address), self._chooser.link_bytes_per_s(address)
         now = monotonic()
