@@ -79,9 +79,9 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Headers are complete: the request starts."""
+        super().on_headers_complete()  # raises where the path is none
         self._stop_reading()
         self._in_body, self._head_bytes, self._body_bytes = True, 0, 0
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
@@ -112,7 +112,12 @@ class ClientConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP request, or could be read as two; called while the parser's error is handled."""
-        self._refuse(400, f"this is no valid HTTP request: {sys.exception()}", None)
+        error = sys.exception()
+        cause = error and error.__context__  # what a callback has raised
+        self._refuse(400, f"this is no valid HTTP request: {cause or error}", None)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """No word of WebSockets, which nobody misses here: the request is served as it is."""
 
     @property
     def _answering(self) -> bool:

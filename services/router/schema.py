@@ -38,7 +38,7 @@ MAX_BIASES = 1024
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
-MAX_TOOLS = 1024
+MAX_ITEMS = 1024
 MAX_FIELDS = 256
 """Of an object of a body, known and unknown ones."""
 MAX_TOKEN_IDS = 1 << 20
@@ -76,7 +76,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), _not_longer(MAX_TOKEN_IDS)]
 Options = Annotated[dict[str, Any], _not_longer(MAX_FIELDS)]
-Tools = Annotated[list[Any], _not_longer(MAX_TOOLS)]
+Items = Annotated[list[Any], _not_longer(MAX_ITEMS)]
 
 _TOKEN_IDS = TypeAdapter(TokenIds, config=ConfigDict(strict=True))
 _PROMPT_KINDS = "must be a string, a list of strings, a list of token ids or a list of such lists"
@@ -103,7 +103,7 @@ class Message(Wire):
         Annotated[list[TextPart], Field(fail_fast=True), _not_longer(MAX_PARTS)] | None, BeforeValidator(_text_as_part)
     ] = None
     name: Name | None = None
-    tool_calls: Tools | None = None
+    tool_calls: Items | None = None
 
     def plain(self) -> dict[str, str]:
         """Role and content for the chat template; `developer` is OpenAI's newer word for `system`."""
@@ -203,11 +203,11 @@ class ChatRequest(Request):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Tools | None = None
+    tools: Items | None = None
     tool_choice: Any = None
-    functions: Tools | None = None
+    functions: Items | None = None
     function_call: Any = None
-    modalities: Tools | None = None
+    modalities: Items | None = None
     audio: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -58,6 +58,10 @@ async def said(cluster: Cluster, *parts: bytes) -> tuple[int, dict]:
         ([HEAD + b"content-length: -1\r\n\r\n" + BODY], 400, "HTTP"),
         ([HEAD + b"transfer-encoding: gzip\r\n\r\n" + BODY], 400, "HTTP"),
         ([b"\x16\x03\x01 this is TLS\r\n\r\n"], 400, "HTTP"),
+        ([b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], 400, "HTTP"),
+        ([b"CONNECT a:1 HTTP/1.1\r\nhost: a\r\n\r\n"], 400, "HTTP"),
+        ([b"GET http://[bad HTTP/1.1\r\nhost: x\r\n\r\n"], 400, "invalid url"),
+        ([b"GET /v1/\x00models HTTP/1.1\r\nhost: x\r\n\r\n"], 400, "HTTP"),
     ],
 )
 async def test_what_is_unfinished_or_ambiguous_is_refused(tokenizer: Tokenizer, parts, status, told):
@@ -156,3 +160,23 @@ async def test_half_received_bodies_take_so_much_memory_and_no_more(tokenizer: T
             other.close()
         await until(lambda: not cluster.server.server_state.connections)
         assert (await cluster.complete()).status_code == 200
+
+
+async def test_garbage_behind_a_request_ends_that_connection_and_no_other(cluster: Cluster):
+    async def slow(worker, request):
+        for number in range(30):
+            yield decode_pb2.GenerateReply(token_ids=[10], text=f"{number} ")
+            await asyncio.sleep(0.01)
+        yield decode_pb2.GenerateReply(token_ids=[10], text="x", finish_reason=decode_pb2.FINISH_REASON_STOP)
+        yield decode_pb2.GenerateReply(summary=decode_pb2.GenerateSummary(prompt_tokens=1, completion_tokens=31))
+
+    cluster.decode[0].script = slow
+    other = asyncio.create_task(cluster.complete())
+    reader, writer = await connect(cluster)
+    writer.write(HEAD + LENGTH + BODY)
+    await until(lambda: cluster.service.admission.active == 2)
+    writer.write(b"\x00\xff garbage\r\n\r\n")
+    assert await reader.read() == b""  # its answer had not begun; an error there would be the answer to what was asked
+    writer.close()
+    assert (await other).json()["choices"][0]["text"] == "".join(f"{number} " for number in range(30)) + "x"
+    await until(lambda: cluster.service.admission.active == 0)
