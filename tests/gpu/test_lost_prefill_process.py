@@ -55,7 +55,9 @@ async def test_stopped_then_killed_in_the_middle(tmp_path, device, transport):
             return answer.summary
 
         for codec in EXACT:
-            summary = await ask(codec)
+            while not (summary := await ask(codec)).prefill_worker:
+                assert device == "cuda", "only kernels for a GPU are compiled for so long that others are asked"
+                await asyncio.sleep(1)
             assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, transport)
         c.fetcher._silence_s = SILENCE_S
         order.write_text(f"{int(signal.SIGSTOP)} {FRAMES}")
