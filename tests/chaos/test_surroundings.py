@@ -16,6 +16,8 @@ from tests.clocks import HOUR, WallClock
 from tests.models import tiny_model
 
 JUMPS = (6 * HOUR, -6 * HOUR, 400 * 24 * HOUR, -400 * 24 * HOUR, 10, -10, 0)
+CODECS = ("raw", "splitzip")
+"""On a full disk the kernels of the second are compiled anew by each process that needs them."""
 SPELL_S = 4.0
 """For which requests go on around each jump; a process sees it a second later at most."""
 
@@ -128,6 +130,6 @@ async def test_disks_are_full_from_the_start(tmp_path):
     caches = ("HOME", "TMPDIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR")
     with full_disk(tmp_path / "full") as full, started(dict.fromkeys(caches, str(full))) as processes:
         async with httpx.AsyncClient(base_url=processes.url, timeout=300) as client:
-            asked = bodies(24, seed=4)  # of all codecs, whose kernels are compiled now
+            asked = [body | {"kvrail": {"codec": name}} for name in CODECS for body in bodies(6, seed=4)]
             texts = [await ask(client, body) for body in asked]
-            assert texts == [await ask(client, body) for body in asked] and all(texts)
+            assert texts[:6] == texts[6:] and all(texts)
