@@ -51,7 +51,8 @@ test-heavy: $(VENV)/.dev  ## kernels on large pages in Triton's interpreter; min
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m heavy -n auto --maxprocesses 8 $(ARGS)
 
 chaos: $(VENV)/.dev  ## storms of kills, stops and partitions over clusters of real processes; needs root; an hour
-	KVRAIL_CHAOS_REQUESTS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "chaos or not chaos" tests/chaos $(ARGS)
+	KVRAIL_CHAOS_REQUESTS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos \
+		tests/gpu/test_lost_prefill_process.py $(ARGS)
 
 fuzz: $(VENV)/.dev  ## damaged frames and bodies, more of them than `make test` sends; tells what streams beside them felt
 	KVRAIL_FUZZ_BODIES=10000 KVRAIL_FUZZED_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout=3600 \
