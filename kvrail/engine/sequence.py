@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvrail.engine.pages import PageHash, page_hashes
+from kvrail.pagehash import PageHash, page_hashes
 from kvrail.sampling import FinishReason, SamplingParams
 
 

@@ -38,7 +38,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
-        status = self._worker.status(self._transports)
+        status = self._worker.status(request, self._transports)
         status.codecs.append(AUTO)
         status.withheld_codecs.extend(self._withheld_codecs)
         return status
