@@ -142,12 +142,16 @@ class Worker:
         return not self.calls.draining and self.engine.status().healthy
 
 
+def mixed_tokens(settings: WorkerSettings) -> int:
+    """Tokens of a step in which chunks of prompts go beside decodes."""
+    return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else MIXED_TOKENS)
+
+
 def build_worker(
     settings: WorkerSettings,
     *,
     codecs: Mapping[str, int],
     on_layer: LayerObserver | None = None,
-    local_prefill_tokens: int = 0,
     max_drafts: int = 0,
     detokenize: bool,
 ) -> Worker:
@@ -163,8 +167,7 @@ def build_worker(
         settings.max_batch_tokens,
         settings.max_running,
         settings.max_waiting,
-        local_prefill_tokens,
-        settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if on_cpu else MIXED_TOKENS),
+        mixed_tokens(settings),
     )
     events = EventRouter(asyncio.get_running_loop())
     engine = Engine(

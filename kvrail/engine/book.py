@@ -283,6 +283,7 @@ class RequestBook:
             list(spec.prompt_ids),
             self._arrivals,
             spec.remote,
+            spec.local_tokens,
             spec.prefill_only,
             spec.cache_space,
             known_hashes=list(state.hashes),

@@ -23,14 +23,12 @@ from kvrail.engine.sequence import Sequence, Status
 class Limits:
     """Bounds of one step and of the queue.
 
-    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all. mixed_batch_tokens:
-    of a step that computes chunks of prompts beside other work; 0: max_batch_tokens.
+    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens.
     """
 
     max_batch_tokens: int
     max_running: int
     max_waiting: int
-    local_prefill_tokens: int = 0
     mixed_batch_tokens: int = 0
 
     def chunk_tokens(self, others: int) -> int:
@@ -235,7 +233,7 @@ class Scheduler:
 
     def _awaits_kv(self, sequence: Sequence, uncached: int) -> bool:
         """Whether another worker is to send the KV of a prompt of which so many tokens are not cached here."""
-        return sequence.remote and not sequence.output_ids and uncached > self.limits.local_prefill_tokens
+        return sequence.remote and not sequence.output_ids and uncached > sequence.local_tokens
 
     def _usable_prefix(self, sequence: Sequence) -> tuple[list[int], int | None]:
         """Cached leading pages; and, where these hold all but the last page, that one too if it is cached.

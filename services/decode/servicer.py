@@ -40,6 +40,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Report identity, limits and load."""
         status = self._worker.status(request, self._transports)
         status.codecs.append(AUTO)
+        status.pace.fetch_each = self._fetcher.fetch_s()
         status.withheld_codecs.extend(self._withheld_codecs)
         return status
 
@@ -54,6 +55,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 prompt_ids=tuple(request.prompt_token_ids),
                 params=sampling_from_proto(request.sampling),
                 remote=bool(workers),
+                local_tokens=self._fetcher.local_tokens(),
                 resumed_ids=tuple(request.resumed_token_ids),
                 provisional=True,  # whoever asks: when drafts are made is measured
                 caller_id=request.request_id,

@@ -14,13 +14,11 @@ from kvrail.errors import DeadlineError, KvrailError, RequestCancelledError
 from kvrail.metrics import RouterMetrics
 from kvrail.pagehash import page_digest, page_hashes
 from kvrail.sampling import SamplingParams
-from services.router.policy import Ask, Placement
+from services.router.policy import Ask, Choice, able, choose
 from services.router.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
 from services.router.rates import Pace
 from services.router.workers import DecodeWorker, PrefillWorker, Worker, WorkerPool
 
-STEPS_AHEAD = 2
-"""Steps full of prompts that a worker gets before their first tokens come: one is computed, one waits."""
 FIRST_OUTPUT = 128.0
 """Tokens that an answer has, before any was seen."""
 WEIGHT = 0.05
@@ -49,15 +47,14 @@ class Turn:
 class Place:
     """A prompt's place with a decode worker and, until its first token, with the worker that computes it.
 
-    prefill: prefill workers, the one that is to compute the prompt first. expected: tokens of the prompt that the
-    decode worker probably has.
+    prefill: prefill workers, the one that is to compute the prompt first. places: what it takes of the decode worker's.
+    began: what the worker's breaker is told.
     """
 
     dispatcher: "Dispatcher"
     turn: Turn
     worker: DecodeWorker
     prefill: Sequence[PrefillWorker]
-    expected: int
     places: int
     began: float
     _computing: Worker | None
@@ -173,7 +170,7 @@ class Dispatcher:
             return
         self._serving = True
         try:
-            if not self._pool.healthy_decode():
+            if not able(self._pool.candidates()[0]):
                 self._fail(self._pool.unavailable())
             while self._serve_next():
                 pass
@@ -182,65 +179,41 @@ class Dispatcher:
             self._tell()
 
     def _serve_next(self) -> bool:
-        """Whether somebody got a place."""
+        """Whether somebody got a place, or waits no more."""
         passed: list[Ticket] = []
-        for ticket in self.queue.turns(self._pool.free_places()):
+        decode, prefill = self._pool.candidates()
+        free = sum(max(0, each.load.max_running - each.load.sequences) for each in able(decode))
+        for ticket in self.queue.turns(free):
             turn = self._turns[ticket]
             granted = turn.granted
             if granted is None or granted.done():  # it has just been given up
                 self._drop(ticket)
                 return True
-            place = self._find(turn)
-            if place is not None:
+            choice = choose(self._pool.policy, turn.ask, decode, prefill, urgent=not self._computing[ticket.client])
+            if choice is not None:
                 del self._turns[ticket]
                 self.queue.granted(ticket, passed)
-                granted.set_result(place)
+                granted.set_result(self._take(turn, choice))
                 return True
             passed.append(ticket)
         return False
 
-    def _find(self, turn: Turn) -> Place | None:
-        """A place for a prompt, taken; None where there is no room."""
-        ask = turn.ask
-        order = self._pool.place_decode(ask)
-        best = next((each for each in order if self._pool.decode[each.target].load().has_room(ask.n)), None)
-        if best is None:
-            return None
-        worker = self._pool.decode[best.target]
-        prefill = self._pool.place_prefill(ask)
-        if prefill:
-            free = [each for each in prefill if self._may_compute(self._pool.prefill[each.target], ask, each)]
-            if not free and self._computing[turn.ticket.client]:
-                return None
-            first = free[0] if free else prefill[0]
-            prefill = [first, *(each for each in prefill if each is not first)]
-        elif not self._may_compute(worker, ask, best) and self._computing[turn.ticket.client]:
-            return None
-        return self._take(turn, worker, best, prefill)
-
-    def _may_compute(self, worker: Worker, ask: Ask, placement: Placement) -> bool:
-        """Whether a worker has not yet got all the tokens of prompts that keep it at work."""
-        room = STEPS_AHEAD * worker.max_batch_tokens
-        missing = ask.prompt_tokens - placement.cached_tokens
-        return not room or not worker.backlog or worker.backlog + missing <= room
-
-    def _take(self, turn: Turn, worker: DecodeWorker, best: Placement, prefill: Sequence[Placement]) -> Place:
-        ask, chosen = turn.ask, prefill[0] if prefill else best
-        others = [self._pool.prefill[each.target] for each in prefill]
-        computing: Worker = others[0] if others else worker
-        tokens = ask.prompt_tokens - chosen.cached_tokens
-        began = self._pool.begin(worker)
-        places = worker.load().places(ask.n)
+    def _take(self, turn: Turn, choice: Choice) -> Place:
+        ask, worker = turn.ask, self._pool.decode[choice.decode.target]
+        prefill = [self._pool.prefill[each.target] for each in choice.prefill]
+        computing: Worker = prefill[0] if prefill else worker
+        tokens = ask.prompt_tokens - choice.computed_tokens
+        began, places = self._pool.begin(worker), worker.load().places(ask.n)
         worker.take(ask.n, places, ask.pages)
         computing.backlog += tokens
         if computing is not worker:
             computing.take(1, 1, ask.pages)
         self._computing[turn.ticket.client] += tokens
-        self._metrics.placed("decode", best.reason)
-        self._metrics.prefix_tokens["expected"].inc(best.cached_tokens)
+        self._metrics.placed("decode", choice.decode.reason)
+        self._metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
         if prefill:
-            self._metrics.placed("prefill", chosen.reason)
-        return Place(self, turn, worker, others, best.cached_tokens, places, began, computing, tokens)
+            self._metrics.placed("prefill", choice.prefill[0].reason)
+        return Place(self, turn, worker, prefill, places, began, computing, tokens)
 
     def first_token(self, client: str, tokens: int) -> None:
         """So many tokens of a client's prompts need not be computed any more."""

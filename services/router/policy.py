@@ -6,10 +6,12 @@ tells how they compare.
 
 import zlib
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+STEPS_AHEAD = 2
+"""Steps full of prompts that a worker gets before their first tokens come: one is computed, one waits."""
 USUAL_TOKEN_S = 5e-5
 """Seconds that a token of a prompt takes a worker of which nothing was measured yet: 20,000 tokens a second."""
 USUAL_SEQUENCE_S = 1e-4
@@ -52,7 +54,7 @@ class Load:
     requests: prompts that it has; sequences: theirs that it computes at once. backlog: tokens of prompts that it has
     still to compute. max_running: sequences that it computes at once. refused: it has just said that it is full.
     pages_free: pages that nothing holds. token_s: seconds that a token of a prompt costs it, sequence_s: that a
-    sequence adds to each step; 0: not measured.
+    sequence adds to each step; 0: not measured. step_tokens: that one of its steps computes; 0: not known.
     """
 
     requests: int = 0
@@ -63,6 +65,7 @@ class Load:
     pages_free: int = 0
     token_s: float = 0.0
     sequence_s: float = 0.0
+    step_tokens: int = 0
 
     def places(self, n: int) -> int:
         """Of a prompt's n sequences those that it computes at once; an eighth of its room it leaves to others."""
@@ -71,6 +74,10 @@ class Load:
     def has_room(self, n: int = 1) -> bool:
         """Whether it would compute a prompt's n sequences at once, as far as it ever does."""
         return not self.refused and self.sequences + self.places(n) <= self.max_running
+
+    def has_time(self, tokens: int) -> bool:
+        """Whether it would begin soon with so many tokens: it is given what keeps it at work, and no more."""
+        return not self.step_tokens or not self.backlog or self.backlog + tokens <= STEPS_AHEAD * self.step_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,39 @@ class Policy(Protocol):
 
     def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
         """Workers that may have the request, the best first, the others as alternates; those without room come last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who gets a request now. decode: its decode worker. prefill: prefill workers, the first of which computes it."""
+
+    decode: Placement
+    prefill: Sequence[Placement]
+
+    @property
+    def computed_tokens(self) -> int:
+        """Cached tokens of whoever computes the prompt."""
+        return (self.prefill[0] if self.prefill else self.decode).cached_tokens
+
+
+def choose(
+    policy: Policy, request: Ask, decode: Sequence[Candidate], prefill: Sequence[Candidate], *, urgent: bool
+) -> Choice | None:
+    """The best workers that have room for a request now; None where it has to wait.
+
+    urgent: it is the only prompt of its client that is not computed yet; then it waits for no other client's prompts.
+    """
+    loads = {each.target: each.load for each in (*decode, *prefill)}
+    chosen = next((each for each in policy.order(request, decode) if loads[each.target].has_room(request.n)), None)
+    if chosen is None:
+        return None
+    others = policy.order(replace(request, n=1, output_tokens=0), prefill)  # it draws one token
+    computing = others or [chosen]
+    in_time = [each for each in computing if loads[each.target].has_time(request.prompt_tokens - each.cached_tokens)]
+    if not in_time and not urgent:
+        return None
+    first = in_time[0] if in_time else computing[0]
+    return Choice(chosen, [first, *(each for each in others if each is not first)] if others else [])
 
 
 def able(candidates: Sequence[Candidate]) -> list[Candidate]:

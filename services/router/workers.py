@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from time import monotonic
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from services.router.compatibility import (
     incompatibility,
     page_mismatch,
 )
-from services.router.policy import POLICIES, Ask, Candidate, Load, Placement, WorkerState, able
+from services.router.policy import POLICIES, Ask, Candidate, Load, WorkerState, able
 from services.router.prefixes import WorkerPages
 from services.router.translate import Limits
 
@@ -107,11 +106,6 @@ class Worker:
         """Which start of its process has answered; 0: none yet."""
         return self._instance
 
-    @property
-    def max_batch_tokens(self) -> int:
-        """Tokens of one of its steps; 0: not known."""
-        return self.answer.max_batch_tokens if self.answer is not None else 0
-
     def take(self, sequences: int, places: int, pages: Sequence[int]) -> None:
         """A prompt goes to this worker. places: of its sequences, those that are computed at once."""
         self.requests += 1
@@ -141,6 +135,7 @@ class Worker:
             pages_free=answer.pages_free,
             token_s=pace.prefill_each if computes else pace.fetch_each,
             sequence_s=pace.decode_each,
+            step_tokens=answer.max_batch_tokens,
         )
 
     def candidate(self, *, computes: bool = True) -> Candidate:
@@ -187,7 +182,7 @@ class WorkerPool:
         self.prefill = {target: PrefillWorker(target) for target in settings.prefill_workers}
         self.fingerprint = ""
         self.on_change: Callable[[], object] = lambda: None
-        self._policy = POLICIES[settings.policy]
+        self.policy = POLICIES[settings.policy]
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = asyncio.Event()
         self._grace: asyncio.TimerHandle | None = None
@@ -305,7 +300,7 @@ class WorkerPool:
 
     def healthy_decode(self) -> list[DecodeWorker]:
         """Decode workers that take requests, the best first for a request of which nothing is known."""
-        return [self.decode[placement.target] for placement in self.place_decode(Ask(1))]
+        return [self.decode[placement.target] for placement in self.policy.order(Ask(1), self.candidates()[0])]
 
     def decode_order(self) -> list[DecodeWorker]:
         """Decode workers that take requests, the best first. Raises WorkerUnavailableError where there is none."""
@@ -318,28 +313,19 @@ class WorkerPool:
         states = ", ".join(f"{worker.target} is {worker.state}" for worker in self.decode.values())
         return WorkerUnavailableError(f"no decode worker takes requests now ({states}); retry, or start one")
 
-    def place_decode(self, ask: Ask) -> list[Placement]:
-        """Decode workers that may have a prompt, the best first; may be empty."""
-        alone = not self.healthy_prefill()
-        return self._policy.order(ask, [worker.candidate(computes=alone) for worker in self.decode.values()])
-
-    def place_prefill(self, ask: Ask) -> list[Placement]:
-        """Prefill workers that may compute a prompt, the best first; may be empty. They draw one token a prompt."""
-        return self._policy.order(replace(ask, n=1, output_tokens=0), [w.candidate() for w in self.prefill.values()])
+    def candidates(self) -> tuple[list[Candidate], list[Candidate]]:
+        """Decode and prefill workers as the policy sees them."""
+        prefill = [worker.candidate() for worker in self.prefill.values()]
+        alone = not able(prefill)
+        return [worker.candidate(computes=alone) for worker in self.decode.values()], prefill
 
     def healthy_prefill(self) -> list[PrefillWorker]:
         """Prefill workers that take requests."""
-        return [self.prefill[each.target] for each in able([w.candidate() for w in self.prefill.values()])]
-
-    def free_places(self) -> int:
-        """Sequences that decode workers could compute at once beside what they have."""
-        loads = [self.decode[each.target].load() for each in able([w.candidate() for w in self.decode.values()])]
-        return sum(max(0, load.max_running - load.sequences) for load in loads)
+        return [self.prefill[each.target] for each in able(self.candidates()[1])]
 
     def places(self, n: int) -> int:
         """Of a prompt's n sequences those that are computed at once wherever it goes; n where no worker is there."""
-        loads = [self.decode[each.target].load() for each in able([w.candidate() for w in self.decode.values()])]
-        return min((load.places(n) for load in loads), default=n)
+        return min((each.load.places(n) for each in able(self.candidates()[0])), default=n)
 
     @property
     def page_size(self) -> int:
