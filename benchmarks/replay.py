@@ -2,7 +2,8 @@
 
     python -m benchmarks.replay
 
-Starts `kvrail up` with the demo model on this machine, 2 prefill and 2 decode workers, once for each policy and trace.
+Starts `kvrail up` with the demo model on this machine, 2 prefill and 2 decode workers, once for each policy, all at the
+same time: each gets the same requests at the same moments, so whatever else the machine does, it does to all of them.
 Prompts are random tokens; workers' caches hold half of the shared prefixes. Correctness first: the answers at
 temperature 0 are the same under every policy.
 """
@@ -14,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import httpx
@@ -75,11 +77,22 @@ async def replay(url: str, trace: Sequence[Request]) -> Result:
     return Result([first for first, _, _ in answers], sum(cached for _, cached, _ in answers), digest)
 
 
+async def compared(policies: Sequence[str], trace: Sequence[Request], pages: int) -> dict[str, Result]:
+    """The same trace through a cluster for each policy, at the same time."""
+    with ExitStack() as stack:
+        clusters = [
+            stack.enter_context(local_cluster(*FLAGS, "--policy", policy, "--num-pages", str(pages)))
+            for policy in policies
+        ]
+        results = await asyncio.gather(*(replay(cluster.url, trace) for cluster in clusters))
+    return dict(zip(policies, results, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", default="round-robin,prefix-aware")
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second")
+    parser.add_argument("--rate", type=float, default=0.8, help="arrivals a second")
     parser.add_argument("--prefix-tokens", type=int, default=480)
     arguments = parser.parse_args()
     sizes = {"prefixes": 12, "prefix_tokens": arguments.prefix_tokens, "own_tokens": 30, "output_tokens": 4}
@@ -87,16 +100,13 @@ def main() -> None:
     print("| trace | policy | TTFT mean ms | p50 | p99 | cached tokens |\n|---|---|---|---|---|---|")
     for name, share in (("shared prefixes", 0.8), ("nothing shared", 0.0)):
         trace = list(generate(Shape(arguments.requests, arguments.rate, share=share, **sizes)))
-        answers = set()
-        for policy in arguments.policies.split(","):
-            with local_cluster(*FLAGS, "--policy", policy, "--num-pages", str(pages)) as url:
-                result = asyncio.run(replay(url, trace))
+        results = asyncio.run(compared(arguments.policies.split(","), trace, pages))
+        for policy, result in results.items():
             times = sorted(result.times)
             shown = [statistics.mean(times), statistics.median(times), times[round(0.99 * (len(times) - 1))]]
             row = " | ".join(f"{1e3 * seconds:.0f}" for seconds in shown)
             print(f"| {name} | {policy} | {row} | {result.cached} |", flush=True)
-            answers.add(result.answers)
-        if len(answers) > 1:
+        if len({result.answers for result in results.values()}) > 1:
             raise SystemExit(f"{name}: answers differ between policies")
 
 

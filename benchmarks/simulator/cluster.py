@@ -121,16 +121,14 @@ class Simulation:
 
     def _send(self, ticket: Ticket, job: Job, decode: SimDecode, prefill: SimPrefill, cached: int) -> None:
         missing = job.tokens - cached
-        prefill.backlog += missing
         self._computing[ticket.client] += missing
-        for worker in (prefill, decode):
-            worker.requests += 1
+        for worker, tokens in ((prefill, missing), (decode, 0)):
+            worker.count(1, tokens)
             worker.pages.expect(job.pages)
 
         def first_token() -> None:
             job.first_token = self._clock.now + self._speed.overhead_s
-            prefill.backlog -= missing
-            prefill.requests -= 1
+            prefill.count(-1, -missing)
             prefill.pages.settle(job.pages)
             self._computing[ticket.client] -= missing
             self._clock.at(self._clock.now + missing * self._speed.fetch_s, lambda: decode.begin(job, end))
@@ -138,7 +136,7 @@ class Simulation:
 
         def end() -> None:
             job.end = max(self._clock.now, job.first_token)
-            decode.requests -= 1
+            decode.count(-1, 0)
             decode.pages.settle(job.pages)
             self._queue.ended(ticket)
             self._output += 0.05 * (job.output - self._output)

@@ -78,13 +78,25 @@ class SimWorker:
     busy_s: float = 0.0
     prefilled: int = 0
     pool: PagePool = field(init=False)
+    _seen: Candidate | None = None  # as long as nothing has changed
 
     def __post_init__(self) -> None:
         self.pool = PagePool(self.num_pages, self.page_size)
 
     def candidate(self, *, computes: bool) -> Candidate:
         """As the router's policy sees it; computes: whether it computes prompts."""
-        load = Load(
+        if self._seen is None:
+            self._seen = Candidate(self.name, WorkerState.HEALTHY, self._load(computes), self.pages)
+        return self._seen
+
+    def count(self, requests: int, backlog: int) -> None:
+        """So many requests, and tokens to compute, have come or gone."""
+        self.requests += requests
+        self.backlog += backlog
+        self._seen = None
+
+    def _load(self, computes: bool) -> Load:
+        return Load(
             requests=self.requests,
             sequences=self.requests,
             backlog=self.backlog,
@@ -94,7 +106,6 @@ class SimWorker:
             sequence_s=self.speed.each_s,
             step_tokens=self.step_tokens,
         )
-        return Candidate(self.name, WorkerState.HEALTHY, load, self.pages)
 
     def report(self) -> None:
         """Answer the router's question for pages."""

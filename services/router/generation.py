@@ -42,23 +42,25 @@ MERGE_QUEUE = 64
 class _Call:
     """What the streams of one request share: where they may go, until when, and whether they were told to stop."""
 
-    def __init__(self, dispatcher: Dispatcher, pool: WorkerPool, metrics: RouterMetrics, timeline: Timeline) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, pool: WorkerPool, metrics: RouterMetrics, timeline: Timeline, timeout_s: float
+    ) -> None:
         self.dispatcher = dispatcher
         self.pool = pool
         self.metrics = metrics
         self.timeline = timeline
         self.cancelled = False
         self.on_overflow: Callable[[], object] | None = None
-        self.timeout_s = 0.0
+        self._timeout_s = timeout_s
         self._open: set[ReplyStream | Turn] = set()
 
     def check(self) -> float:
         """Seconds left; raises DeadlineError or RequestCancelledError."""
         if self.cancelled:
             raise RequestCancelledError("the server ended the request because it shuts down; retry")
-        left = self.timeout_s - self.timeline.elapsed()
+        left = self._timeout_s - self.timeline.elapsed()
         if left <= 0:
-            raise DeadlineError(f"the request took longer than the {self.timeout_s:g} s that this server allows")
+            raise DeadlineError(f"the request took longer than the {self._timeout_s:g} s that this server allows")
         return left
 
     @contextlib.asynccontextmanager
@@ -240,8 +242,7 @@ class Generation:
         timeline: Timeline,
         timeout_s: float,
     ) -> None:
-        self._call = _Call(dispatcher, pool, metrics, timeline)
-        self._call.timeout_s = timeout_s
+        self._call = _Call(dispatcher, pool, metrics, timeline, timeout_s)
         self._timeline = timeline
         self.plan = plan
         self._streams = []
