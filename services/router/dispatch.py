@@ -90,7 +90,7 @@ class Place:
         self.computed()
         self.worker.breaker.left(self.began)
         self.worker.leave(self.turn.ask.n, self.places, self.turn.ask.pages)
-        self.dispatcher.left(self.turn)
+        self.dispatcher.left(self.turn, ended=not refused)
 
 
 class Dispatcher:
@@ -166,13 +166,13 @@ class Dispatcher:
 
     def serve(self) -> None:
         """Give places to those whose turn it is, as long as there are any."""
-        if self._serving or not self._turns:
+        if self._serving:
             return
         self._serving = True
         try:
-            if not able(self._pool.candidates()[0]):
+            if self._turns and not able(self._pool.candidates()[0]):
                 self._fail(self._pool.unavailable())
-            while self._serve_next():
+            while self._turns and self._serve_next():
                 pass
         finally:
             self._serving = False
@@ -222,10 +222,11 @@ class Dispatcher:
             del self._computing[client]
         self.serve()
 
-    def left(self, turn: Turn) -> None:
-        """A prompt holds no place any more."""
+    def left(self, turn: Turn, *, ended: bool) -> None:
+        """A prompt holds no place any more. ended: it had one, and something came of it."""
         self.queue.ended(turn.ticket)
-        self.pace.ended(turn.ask.n)
+        if ended:
+            self.pace.ended(turn.ask.n)
         self.serve()
 
     def answered(self, tokens: int, found: int) -> None:

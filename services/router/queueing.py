@@ -107,10 +107,6 @@ class FairQueue:
         self.charge(ticket.client, ticket.tokens)
         self.remove(ticket)
 
-    def ahead(self, ticket: Ticket) -> int:
-        """Tickets of its client that come before it."""
-        return sum(1 for other in self._waiting.get(ticket.client, ()) if other < ticket and other not in self._gone)
-
     def charge(self, client: str, tokens: int) -> None:
         """Tokens were computed for a client."""
         self._served[client] += tokens

@@ -39,8 +39,8 @@ class Pace:
         self._count(0)
         return self._ended / self._seconds if self._seconds >= LEAST_S and self._ended else None
 
-    def retry_after(self, sequences: int, ahead: int = 0) -> float:
-        """Seconds after which a refused request of so many sequences finds room, with so many ahead of it.
+    def retry_after(self, sequences: int) -> float:
+        """Seconds after which a refused request of so many sequences finds room.
 
         Each that is refused is promised the time after those before it, so that they do not all come at once.
         """
@@ -48,7 +48,7 @@ class Pace:
         if rate is None:
             return SHORTEST_S
         now = self._clock()
-        self._promised = max(self._promised, now + ahead / rate) + sequences / rate
+        self._promised = max(self._promised, now) + sequences / rate
         self._promised = min(self._promised, now + LONGEST_S)
         return min(max(SHORTEST_S, self._promised - now), LONGEST_S)
 

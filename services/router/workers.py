@@ -82,11 +82,13 @@ class Worker:
         except KvrailError as error:
             self.lost(str(error))
             return
-        if answer.instance != self._instance:  # a new process owes nothing
+        known = answer.instance == self._instance
+        if not known:  # a new process owes nothing
             self._instance, self.breaker = answer.instance, Breaker()
-            self.pages.forget()
-        else:
+        if known and answer.HasField("held_pages"):
             self.pages.take(answer.held_pages)
+        else:
+            self.pages.forget()
         self._others = max(0, answer.running + answer.waiting - self._most)
         answer.ClearField("held_pages")
         self.answer, self.failure, self.refused = answer, "", False

@@ -93,8 +93,10 @@ async def test_who_leaves_the_queue_is_gone_and_a_deadline_bounds_it(tokenizer: 
         await until(lambda: len(queue) == 2)
         leaving.cancel()
         await until(lambda: len(queue) == 1)
+        assert await cluster.metric("kvrail_queue_prompts{}") == 1
         error_of(await staying, 504, "deadline_exceeded")
         assert len(queue) == 0
+        assert await cluster.metric("kvrail_queue_prompts{}") == 0
         for task in running:
             error_of(await task, 504, "deadline_exceeded")
         cluster.decode[0].script = write_output

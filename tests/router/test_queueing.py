@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrail.wire.v1 import common_pb2
+from services.router.clients import client_of
 from services.router.prefixes import WorkerPages
 from services.router.queueing import PATIENCE, FairQueue, Ticket, fair
 from services.router.rates import LONGEST_S, SHORTEST_S, Pace
@@ -203,3 +204,19 @@ def test_pages_that_a_worker_will_have_are_expected_until_it_says_otherwise():
     assert 3 not in pages and 4 in pages and len(pages) == 2
     pages.forget()
     assert 4 not in pages and pages.question().added_to == 0
+
+
+def test_clients_are_told_apart_without_their_keys():
+    def scope(address: str, **headers: str) -> dict:
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        return {"type": "http", "client": (address, 1), "headers": pairs}
+
+    def by_key(**headers: str) -> str:
+        return client_of(scope("10.0.0.1", **headers), by_key=True)
+
+    assert by_key(authorization="Bearer secret") == by_key(x_api_key="secret") != by_key(authorization="Bearer other")
+    assert "secret" not in by_key(authorization="Bearer secret")
+    assert client_of(scope("10.0.0.1", authorization="Bearer mine"), by_key=False) == "10.0.0.1"
+    assert client_of(scope("2001:db8::1"), by_key=False) == client_of(scope("2001:db8::ffff"), by_key=False)
+    assert client_of(scope("2001:db8:0:1::1"), by_key=False) != client_of(scope("2001:db8::1"), by_key=False)
+    assert client_of({"type": "http", "client": None, "headers": []}, by_key=False) == "unknown"
