@@ -18,7 +18,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 
 .PHONY: help up test test-heavy chaos fuzz test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-cpu-step bench-token-path
+	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload simulate replay
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -128,6 +128,15 @@ bench-cpu-step: $(VENV)/.dev  ## a step on a CPU, and what parts of its design b
 
 bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and decode worker, without a model
 	$(BIN)/python -m benchmarks.token_path $(ARGS)
+
+bench-overload: $(VENV)/.dev  ## who is lost and who waits when one client floods a cluster; five minutes
+	$(BIN)/python -m benchmarks.overload $(ARGS)
+
+simulate: $(VENV)/.dev  ## the router's policies on traces of requests, on a simulated clock
+	$(BIN)/python -m benchmarks.simulator $(ARGS)
+
+replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real cluster of 2 + 2 workers; five minutes
+	$(BIN)/python -m benchmarks.replay $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)

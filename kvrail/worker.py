@@ -17,6 +17,7 @@ from kvrail.engine.aio import EventRouter
 from kvrail.engine.cache import PagedCache, pages_that_fit
 from kvrail.engine.engine import Engine, LayerObserver
 from kvrail.engine.invariance import Finding
+from kvrail.engine.ledger import Cursor
 from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import ModelLimits
@@ -46,6 +47,8 @@ MIXED_TOKENS_CPU = 256
 """The same on a CPU. With 2,048, who was in the middle of an answer of the demo model waited 7 s for a token while a
 prompt of 3,600 tokens was computed on two busy cores."""
 
+MAX_DIGESTS = 8192
+"""Of pages in one status answer: 64 KiB."""
 
 BROKEN_EVERY_S = 0.5
 """How often a worker looks whether its engine is still at work."""
@@ -82,10 +85,11 @@ class Worker:
         if name != self.settings.model_name:
             raise ModelNotFoundError(f"model {name!r} is not served here; this worker has {self.settings.model_name!r}")
 
-    def status(self, transports: Sequence[str]) -> common_pb2.WorkerStatus:
-        """Identity, limits and load of a worker that has these transports."""
+    def status(self, asked: common_pb2.StatusRequest, transports: Sequence[str]) -> common_pb2.WorkerStatus:
+        """Identity, limits and load of a worker that has these transports, and the news of pages that are asked for."""
         load, settings, loaded = self.engine.status(), self.settings, self.loaded
         counts = load.pages
+        prefill, decode = self.engine.pace.prefill, self.engine.pace.decode
         return common_pb2.WorkerStatus(
             model=common_pb2.ModelInfo(
                 name=settings.model_name,
@@ -108,6 +112,28 @@ class Worker:
             draining=self.calls.draining or not load.healthy,
             instance=self.instance,
             codec_parameters=self.codecs,
+            held_pages=self._held_pages(asked),
+            pace=common_pb2.Pace(
+                prefill_base=prefill.base,
+                prefill_each=prefill.each,
+                decode_base=decode.base,
+                decode_each=decode.each,
+            ),
+            max_batch_tokens=settings.max_batch_tokens,
+        )
+
+    def _held_pages(self, asked: common_pb2.StatusRequest) -> common_pb2.HeldPages | None:
+        if not asked.max_pages:
+            return None
+        heard = Cursor(asked.added_to, asked.removed_to)
+        news = self.engine.held_pages(heard, min(asked.max_pages, MAX_DIGESTS))
+        return common_pb2.HeldPages(
+            anew=news.anew,
+            added_to=news.heard.added,
+            removed_to=news.heard.removed,
+            added=news.added,
+            removed=news.removed,
+            complete=news.complete,
         )
 
     def render_metrics(self, path: str) -> tuple[bytes, str]:
@@ -120,12 +146,16 @@ class Worker:
         return not self.calls.draining and self.engine.status().healthy
 
 
+def mixed_tokens(settings: WorkerSettings) -> int:
+    """Tokens of a step in which chunks of prompts go beside decodes."""
+    return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else MIXED_TOKENS)
+
+
 def build_worker(
     settings: WorkerSettings,
     *,
     codecs: Mapping[str, int],
     on_layer: LayerObserver | None = None,
-    local_prefill_tokens: int = 0,
     max_drafts: int = 0,
     detokenize: bool,
 ) -> Worker:
@@ -141,8 +171,7 @@ def build_worker(
         settings.max_batch_tokens,
         settings.max_running,
         settings.max_waiting,
-        local_prefill_tokens,
-        settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if on_cpu else MIXED_TOKENS),
+        mixed_tokens(settings),
     )
     events = EventRouter(asyncio.get_running_loop())
     engine = Engine(

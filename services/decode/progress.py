@@ -104,6 +104,11 @@ class Progress:
         begin, end = self.timeline.get(Stage.PREFILL_FINISHED), self.timeline.get(Stage.KV_COMPLETE)
         return max(0.0, end - begin) if self.prefill_worker and begin is not None and end is not None else None
 
+    def fetched_s(self) -> float | None:
+        """Seconds from the request's admission to the first token that a prefill worker drew; None where none did."""
+        begin, end = self.timeline.get(Stage.ADMITTED), self.timeline.get(Stage.FIRST_TOKEN)
+        return end - begin if self.prefill_worker and begin is not None and end is not None else None
+
     def _take_drafts(self, event: Drafted | Verified) -> decode_pb2.GenerateReply:
         if isinstance(event, Drafted):
             self._last_draft = self.timeline.elapsed()

@@ -40,8 +40,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
-        status = self._worker.status(self._transports)
+        status = self._worker.status(request, self._transports)
         status.codecs.append(AUTO)
+        status.pace.fetch_each = self._fetcher.fetch_s()
         status.withheld_codecs.extend(self._withheld_codecs)
         return status
 
@@ -56,6 +57,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 prompt_ids=tuple(request.prompt_token_ids),
                 params=sampling_from_proto(request.sampling),
                 remote=bool(workers),
+                local_tokens=self._fetcher.local_tokens(),
                 resumed_ids=tuple(request.resumed_token_ids),
                 provisional=True,  # whoever asks: when drafts are made is measured
                 caller_id=request.request_id,

@@ -90,12 +90,12 @@ def api_routes() -> APIRouter:
     @router.post("/tokenize", response_class=JSONResponse)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Count and list the tokens of a prompt or a chat."""
-        return Response(await _service(request).tokenize(body), media_type="application/json")
+        return Response(await _service(request).tokenize(body, request.state.client), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """Write tokens as text."""
-        return await _service(request).detokenize(body)
+        return await _service(request).detokenize(body, request.state.client)
 
     return router
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvrail.text import Tokenizer
-from services.router.generation import Delta, Drafted, Settled
 from services.router.logprobs import CompletionLogprobs, chat_logprobs
+from services.router.values import Delta, Drafted, Settled
 
 Json = dict[str, Any]
 

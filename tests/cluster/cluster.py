@@ -171,7 +171,6 @@ async def cluster(
     worker = build_worker(
         options,
         codecs=codecs.parameters,
-        local_prefill_tokens=options.local_prefill_tokens,
         max_drafts=options.max_drafts,
         detokenize=True,
     )
