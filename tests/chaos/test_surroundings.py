@@ -108,6 +108,24 @@ def test_kernels_are_compiled_though_their_cache_cannot_be_written(tmp_path, mod
     assert not list(tmp_path.rglob("*.nb?"))
 
 
+STARTS = """
+import os
+from kvrail.config import DecodeSettings
+from kvrail.worker import run_worker
+async def main():
+    with open("/dev/full", "w") as full:
+        full.write("a kernel")
+raise SystemExit(run_worker(DecodeSettings(), "decode", main()))
+"""
+
+
+def test_a_worker_that_cannot_do_without_room_says_so():
+    """What compiles for GPUs keeps what it made, or fails."""
+    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "No space left on device; compiled kernels need room: free some" in done.stderr
+
+
 @contextlib.contextmanager
 def full_disk(folder):
     """A folder that takes no byte more."""
