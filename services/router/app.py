@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -40,6 +41,14 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if settings.cors_origins:  # before the keys: a browser asks without one what it may do
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     app.add_middleware(RequestContext)
     return app
 
@@ -75,15 +84,14 @@ def api_routes() -> APIRouter:
 
     @router.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
-        """List the one model."""
-        return {"object": "list", "data": [_service(request).card()]}
+        """List the names of the model."""
+        return {"object": "list", "data": _service(request).cards()}
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str, request: Request) -> dict[str, Any]:
         """Describe the model."""
         service = _service(request)
-        service.check_model(model_id)
-        return service.card()
+        return service.card(service.check_model(model_id))
 
     @router.post("/tokenize", response_class=JSONResponse)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
@@ -102,12 +110,24 @@ def operator_routes() -> APIRouter:
     """What probes and scrapers use."""
     router = APIRouter()
 
+    @router.get("/live")
+    @router.head("/live", include_in_schema=False)
+    async def live() -> dict[str, str]:
+        """Say that the process answers."""
+        return {"status": "ok"}
+
+    @router.get("/ready")
+    @router.head("/ready", include_in_schema=False)
+    async def ready(request: Request) -> Response:
+        """Say whether requests can be served."""
+        status, body = _service(request).health()
+        return _probed(status, {"status": body["status"]})
+
     @router.get("/health")
+    @router.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:
         """Say whether requests can be served, and each worker's state."""
-        status, body = _service(request).health()
-        headers = {} if status == 200 else {"retry-after": str(UNAVAILABLE_RETRY_S)}
-        return JSONResponse(body, status, headers)
+        return _probed(*_service(request).health())
 
     @router.get("/version")
     async def version() -> dict[str, str]:
@@ -125,6 +145,11 @@ def operator_routes() -> APIRouter:
         return _exposition(exposition.render_vllm(_service(request).registry))
 
     return router
+
+
+def _probed(status: int, body: dict[str, Any]) -> Response:
+    headers = {} if status == 200 else {"retry-after": str(UNAVAILABLE_RETRY_S)}
+    return JSONResponse(body, status, headers)
 
 
 def _exposition(rendered: tuple[bytes, str]) -> Response:

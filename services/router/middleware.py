@@ -14,8 +14,10 @@ from kvrail.logs import bound_request_id
 from services.router.errors import error_response
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/metrics/vllm"})
-"""Paths for probes and scrapers, which carry no key."""
+OPEN_PATHS = frozenset(
+    {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/docs", "/docs.js", "/openapi.json"}
+)
+"""Paths for probes, scrapers and browsers, which carry no key."""
 
 
 class RequestContext:
@@ -50,7 +52,10 @@ class RequestContext:
 
 
 class ApiKeys:
-    """Refuses requests without one of the keys; without any keys everybody is let in."""
+    """Refuses requests without one of the keys; without any keys everybody is let in.
+
+    A key is a bearer token (OpenAI's clients) or the header X-Api-Key (Anthropic's).
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -58,16 +63,22 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS and not self._knows(scope):
-            message = "no valid API key; send the header 'Authorization: Bearer KEY'"
-            await error_response(AuthenticationError(message))(scope, receive, send)
-            return
+        if scope["type"] == "http" and self._keys:
+            key = self._find(Headers(scope=scope))
+            if key is None and scope["path"] not in OPEN_PATHS:
+                message = "no valid API key; send the header 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+                await error_response(AuthenticationError(message))(scope, receive, send)
+                return
+            scope.setdefault("state", {})["api_key"] = key
         await self._app(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
-        """Whether the request has a known key; takes the same time for each wrong key of one length."""
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        found = False
-        for key in self._keys:
-            found |= hmac.compare_digest(given.strip().encode("latin-1"), key)
-        return found and scheme.lower() == "bearer"
+    def _find(self, headers: Headers) -> int | None:
+        """Which of the keys a request has, by its place; takes the same time for each wrong key of one length."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        found = None
+        for given in (bearer, headers.get("x-api-key", "")):
+            for place, key in enumerate(self._keys):
+                if hmac.compare_digest(given.encode("latin-1"), key):
+                    found = place
+        return found

@@ -166,6 +166,8 @@ class Request(Wire):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # ours
     kvrail: KvrailOptions | None = None
 
@@ -191,8 +193,8 @@ class Request(Wire):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk brings the usage so far."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Whether each chunk brings the usage so far; only beside the usage at the end, as with vLLM."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class ChatRequest(Request):

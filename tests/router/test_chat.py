@@ -119,13 +119,17 @@ async def test_stream_with_usage(client: openai.AsyncOpenAI, tokenizer: Tokenize
 
 
 async def test_stream_on_the_wire(cluster: Cluster):
-    answer = await cluster.chat(stream=True, stream_options={"continuous_usage_stats": True})
+    wanted = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await cluster.chat(stream=True, stream_options=wanted)
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = answer.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == list(range(len(chunks)))
+    assert counts[:-1] == list(range(len(chunks) - 1))
+    assert counts[-1] == counts[-2]
+    without = await cluster.chat(stream=True, stream_options={"continuous_usage_stats": True})
+    assert '"usage"' not in without.text
 
 
 async def test_text_that_is_held_back_makes_no_chunk(cluster: Cluster, tokenizer: Tokenizer):
