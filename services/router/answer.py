@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrail.errors import KvrailError
+from kvrail.errors import KvrailError, RequestCancelledError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import RouterMetrics
 from kvrail.sampling import FinishReason
@@ -39,7 +39,8 @@ class Job:
     """One generation request as the endpoint hands it over.
 
     sequences: how much room it takes. provisional: whether drafts are shown. prepare: validates and tokenises; raises
-    from the error tree. failure: the event that tells of an error before that is done.
+    from the error tree. failure: the event that tells of an error before that is done. abandon: called where the client
+    leaves.
     """
 
     stream: bool
@@ -48,6 +49,7 @@ class Job:
     timeline: Timeline
     prepare: Callable[[], Awaitable[Prepared]]
     failure: Callable[[KvrailError], bytes]
+    abandon: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Answer(Response):
         self._watch: asyncio.Task[None] | None = None
         self._events: EventStream | None = None
         self._cancelled = False
+        self._why: KvrailError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; the work is cancelled where the client disconnects first, or falls too far behind."""
@@ -113,8 +116,11 @@ class Answer(Response):
             outcome = await self._run(record, send)
         except asyncio.CancelledError:
             outcome = "cancelled"
+            self._job.abandon()
             raise
         except KvrailError as error:
+            if self._why is not None and isinstance(error, RequestCancelledError):
+                error = self._why
             outcome = outcome_of(error)
             await self._fail(error, scope, receive, send)
         except Exception:
@@ -136,9 +142,10 @@ class Answer(Response):
         await events.write(tell(error))
         await events.end()
 
-    def cancel(self) -> None:
-        """End the work; the client gets an error."""
+    def cancel(self, why: KvrailError | None = None) -> None:
+        """End the work; the client gets an error: `why`, or that the server shuts down."""
         self._cancelled = True
+        self._why = why
         if self._prepared is not None:
             self._prepared.generation.cancel()
 

@@ -41,6 +41,9 @@ class Encoder:
         opened = request.add_generation_prompt
         messages = _plain(request.messages or [])
         arguments = _template_arguments(request.chat_template_kwargs)
+        effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+        if effort is not None:
+            arguments = {"reasoning_effort": effort, **arguments}
 
         def encode() -> list[int]:
             return self._tokenizer.apply_chat_template(

@@ -24,6 +24,7 @@ from kvrail.errors import (
     ModelNotFoundError,
     OverloadedError,
     RequestCancelledError,
+    ResponseNotFoundError,
     WorkerUnavailableError,
 )
 
@@ -37,6 +38,7 @@ _TABLE: tuple[tuple[type[KvrailError], int, str, str | None], ...] = (
     (ContextLengthError, 400, INVALID, "context_length_exceeded"),
     (InvalidRequestError, 400, INVALID, None),
     (ModelNotFoundError, 404, INVALID, "model_not_found"),
+    (ResponseNotFoundError, 404, INVALID, "not_found"),
     (AuthenticationError, 401, INVALID, "invalid_api_key"),
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (WorkerUnavailableError, 503, "service_unavailable_error", "worker_unavailable"),
@@ -147,7 +149,10 @@ def parameter_path(location: Sequence[Any], body: Any) -> str:
 
 def from_validation(errors: Sequence[Any], body: Any) -> InvalidRequestError:
     """The client's error: the one that lies deepest, because its parent's only repeat it."""
-    paths = [parameter_path(entry["loc"][1:], body) for entry in errors]
+    paths = [
+        parameter_path(entry["loc"][1:], body) if entry["loc"][0] == "body" else str(entry["loc"][-1])
+        for entry in errors
+    ]
     deepest = max(range(len(errors)), key=lambda i: paths[i].count(".") if paths[i] else -1)
     entry, path = errors[deepest], paths[deepest]
     if entry["type"] == "json_invalid":

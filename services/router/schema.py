@@ -6,6 +6,7 @@ with OpenAI; what would change the answer if it were honoured, but is not suppor
 Every list and object has a bound, and is refused at its first error: a body is checked while other requests wait.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +17,7 @@ from pydantic import (
     SkipValidation,
     TypeAdapter,
     ValidationError,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -34,7 +36,9 @@ from kvrail.wire.convert import (
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
-MAX_BIASES = 1024
+MAX_BIASES = 1 << 18
+"""Wider than any vocabulary."""
+MAX_NAMED_KEYS = 20
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -43,6 +47,7 @@ MAX_FIELDS = 256
 """Of an object of a body, known and unknown ones."""
 MAX_TOKEN_IDS = 1 << 20
 MAX_NAME_CHARS = 1024
+MAX_ROLE_CHARS = 64
 MAX_TEMPERATURE = 2.0
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -51,11 +56,18 @@ def _one_as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def named(keys: Sequence[str]) -> str:
+    """Keys of an object as the subject of a message about them."""
+    shown = ", ".join(repr(key[:20]) for key in keys[:MAX_NAMED_KEYS])
+    more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
+    return f"keys {shown}{more} are" if len(keys) > 1 else f"key {shown} is"
+
+
 def _text_as_part(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _not_longer(most: int) -> BeforeValidator:
+def not_longer(most: int) -> BeforeValidator:
     """Refuses a longer list or object before it looks at what is in it."""
 
     def check(value: Any) -> Any:
@@ -66,17 +78,32 @@ def _not_longer(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _biases(value: Any, handler: Callable[[Any], Any]) -> Any:
+    """Token ids as text, and what is added to their logits; as many as a vocabulary has, so checked in one pass."""
+    if not isinstance(value, dict):
+        return handler(value)
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries, more than {MAX_BIASES}")
+    wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= 10)]
+    if wrong:
+        raise ValueError(f"{named(wrong)} no token id")
+    most = MAX_LOGIT_BIAS
+    for key, bias in value.items():
+        if type(bias) not in (int, float) or not -most <= bias <= most:
+            raise ValueError(f"the bias of {key} must be a number from {-most:g} to {most:g}")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, le=UINT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True), _not_longer(MAX_TOKEN_IDS)]
-Options = Annotated[dict[str, Any], _not_longer(MAX_FIELDS)]
-Items = Annotated[list[Any], _not_longer(MAX_ITEMS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), not_longer(MAX_TOKEN_IDS)]
+Options = Annotated[dict[str, Any], not_longer(MAX_FIELDS)]
+Items = Annotated[list[Any], not_longer(MAX_ITEMS)]
 
 _TOKEN_IDS = TypeAdapter(TokenIds, config=ConfigDict(strict=True))
 _PROMPT_KINDS = "must be a string, a list of strings, a list of token ids or a list of such lists"
@@ -96,11 +123,11 @@ class TextPart(Wire):
 
 
 class Message(Wire):
-    """One message of a chat."""
+    """One message of a chat. Other roles than OpenAI's are the model's chat template's to take or to refuse."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARS)]
     content: Annotated[
-        Annotated[list[TextPart], Field(fail_fast=True), _not_longer(MAX_PARTS)] | None, BeforeValidator(_text_as_part)
+        Annotated[list[TextPart], Field(fail_fast=True), not_longer(MAX_PARTS)] | None, BeforeValidator(_text_as_part)
     ] = None
     name: Name | None = None
     tool_calls: Items | None = None
@@ -114,7 +141,7 @@ class Message(Wire):
         return fields
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _not_longer(MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]
 
 
 class StreamOptions(Wire):
@@ -137,37 +164,32 @@ class KvrailOptions(Wire):
     trace: bool = False
 
 
-class Request(Wire):
-    """Fields of chat and completion requests alike."""
+class Sampled(Wire):
+    """Fields of every request that generates, except for Anthropic's."""
 
     model_config = ConfigDict(extra="allow")
 
     model: Name | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
     stop: Annotated[
-        Annotated[list[StopString], Field(fail_fast=True), _not_longer(MAX_STOPS)] | None, BeforeValidator(_one_as_list)
+        Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None, BeforeValidator(_one_as_list)
     ] = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=UINT64_MAX)] | None = None
-    logit_bias: Annotated[dict[str, Bias], _not_longer(MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, float] | None, WrapValidator(_biases)] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    response_format: Options | None = None
     user: Name | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _not_longer(MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), not_longer(MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     # ours
     kvrail: KvrailOptions | None = None
 
@@ -178,13 +200,16 @@ class Request(Wire):
             raise ValueError(f"has {len(value)} fields, more than {MAX_FIELDS}")
         return value
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _keys_are_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                raise ValueError(f"key {key[:20]!r} is no token id")
-        return value
+
+class Request(Sampled):
+    """Fields of chat and completion requests alike."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    response_format: Options | None = None
+    # vLLM's
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -214,6 +239,8 @@ class ChatRequest(Request):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Options | None = None
+    reasoning_effort: Name | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(Request):

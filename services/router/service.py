@@ -34,9 +34,9 @@ class RouterService:
         self.metrics = RouterMetrics(self.registry, self.model)
         self.pool = WorkerPool(settings, self.metrics)
         self.admission = Admission(settings.max_concurrent_requests)
-        self._tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
-        self._planner = Planner(self._encoder, self.pool.limits)
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer)
+        self.planner = Planner(self.encoder, self.pool.limits)
         self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
         self._started = int(time.time())
 
@@ -55,14 +55,14 @@ class RouterService:
         def write(plan: Plan, name: str) -> Writer:
             form = ChatFormat(
                 self._head("chatcmpl", state.request_id, name),
-                TokenTexts(self._tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
+                TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
                 choices=plan.n,
                 logprobs=bool(request.logprobs),
                 prompt_ids=plan.prompts[0] if request.return_token_ids else None,
             )
             return chunk_writer(form, request, plan)
 
-        return self._answer(request, 1, state, lambda: self._planner.chat(request), write)
+        return self.answer(request, 1, state, lambda: self.planner.chat(request), write)
 
     def complete(self, request: CompletionRequest, state: State) -> Answer:
         """Answer /v1/completions."""
@@ -70,19 +70,19 @@ class RouterService:
         def write(plan: Plan, name: str) -> Writer:
             form = CompletionFormat(
                 self._head("cmpl", state.request_id, name),
-                TokenTexts(self._tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
+                TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
                 prefixes=[prefix for prefix in plan.prefixes for _ in range(plan.n)],
                 logprobs=request.logprobs is not None,
                 prompt_ids=[ids for ids in plan.prompts for _ in range(plan.n)] if request.return_token_ids else None,
             )
             return chunk_writer(form, request, plan)
 
-        return self._answer(request, len(request.prompt), state, lambda: self._planner.completion(request), write)
+        return self.answer(request, len(request.prompt), state, lambda: self.planner.completion(request), write)
 
     def _head(self, prefix: str, request_id: str, name: str) -> Head:
         return Head(f"{prefix}-{request_id}", int(time.time()), name, f"fp_{self.pool.fingerprint[:12]}")
 
-    def _answer(
+    def answer(
         self,
         request: Request,
         prompts: int,
@@ -90,6 +90,7 @@ class RouterService:
         plan_request: Callable[[], Awaitable[Plan]],
         write: Callable[[Plan, str], Writer],
         failure: Callable[[KvrailError], bytes] = error_event,
+        abandon: Callable[[], object] = lambda: None,
     ) -> Answer:
         """The answer that plans, generates and writes; write: the writer of a plan, under a model's name."""
 
@@ -117,17 +118,17 @@ class RouterService:
                 "server runs at once; send them in several requests",
             )
         provisional = bool(request.kvrail and request.kvrail.provisional)
-        job = Job(bool(request.stream), provisional, sequences, state.timeline, prepare, failure)
+        job = Job(bool(request.stream), provisional, sequences, state.timeline, prepare, failure, abandon)
         return Answer(job, self.admission, self.metrics, self._speech)
 
     async def tokenize(self, request: TokenizeRequest) -> bytes:
         """The JSON that answers /tokenize."""
         self.check_model(request.model)
         with self.admission.admitted(1):
-            tokens = await self._encoder.tokenize(request)
+            tokens = await self.encoder.tokenize(request)
             answer = {"count": len(tokens), "max_model_len": self.max_model_len()}
             members = [json.dumps(answer)[1:-1].encode()]
-            lists = await self._encoder.listed(tokens, texts=bool(request.return_token_strs))
+            lists = await self.encoder.listed(tokens, texts=bool(request.return_token_strs))
             members += [b'"%b": %b' % (name.encode(), text) for name, text in lists.items()]
         return b"{" + b", ".join(members) + b"}"
 
@@ -135,7 +136,7 @@ class RouterService:
         """Answer /detokenize."""
         self.check_model(request.model)
         with self.admission.admitted(1):
-            return {"prompt": await self._encoder.detokenize(request.tokens)}
+            return {"prompt": await self.encoder.detokenize(request.tokens)}
 
     def max_model_len(self) -> int | None:
         """Context length in tokens; None while no decode worker takes requests."""

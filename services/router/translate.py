@@ -1,36 +1,15 @@
 """From an API request to what workers understand: token ids and sampling parameters."""
 
-import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrail.errors import ContextLengthError
 from kvrail.sampling import SamplingParams
 from kvrail.wire.convert import UINT64_MAX
+from services.router import fields
 from services.router.encoding import Encoder, refuse
-from services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Request
-
-log = logging.getLogger("kvrail.router.translate")
-
-REFUSED_EXTRAS = (
-    "allowed_token_ids",
-    "bad_words",
-    "documents",
-    "guided_choice",
-    "guided_decoding_backend",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "logits_processors",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "structured_outputs",
-    "truncate_prompt_tokens",
-    "use_beam_search",
-    "web_search_options",
-)
-"""Fields of OpenAI's or vLLM's that change the answer and are not supported."""
+from services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Request, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +46,8 @@ def refuse_unsupported(request: Request) -> None:
         refuse("kvrail.provisional", "only for streams; set stream to true or leave it out")
     if request.response_format is not None and request.response_format.get("type") != "text":
         refuse("response_format", 'this server only writes {"type": "text"}; leave it out')
-    extras = request.model_extra or {}
-    for name in REFUSED_EXTRAS:
-        if extras.get(name):
-            refuse(name, "not supported by this server; leave it out")
-    if extras:
-        log.debug("ignoring unknown fields: %s", ", ".join(sorted(extras)))
+    own = fields.CHAT if isinstance(request, ChatRequest) else fields.COMPLETION
+    fields.refuse_extras(request.model_extra or {}, {**fields.BOTH, **own})
     if isinstance(request, ChatRequest):
         _refuse_in_chat(request)
     elif isinstance(request, CompletionRequest):
@@ -81,7 +56,7 @@ def refuse_unsupported(request: Request) -> None:
 
 def _refuse_in_chat(request: ChatRequest) -> None:
     for name in ("tools", "functions", "audio"):
-        if getattr(request, name):
+        if getattr(request, name) and (name != "tools" or request.tool_choice != "none"):
             refuse(name, "not supported by this server; leave it out")
     for name in ("tool_choice", "function_call"):
         if getattr(request, name) not in (None, "none", "auto"):
@@ -144,7 +119,7 @@ class Planner:
         max_tokens: int | None,
         logprobs: int | None,
     ) -> Plan:
-        _check_ids("logit_bias", [int(key) for key in request.logit_bias or {}], limits.vocabulary)
+        _check_bias(request.logit_bias or {}, limits.vocabulary)
         _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
         codec = request.kvrail.codec if request.kvrail else ""
         if codec and codec not in limits.codecs:
@@ -161,6 +136,13 @@ class Planner:
             sampling.append(_sampling(request, budget, logprobs))
         ours = request.kvrail or KvrailOptions()
         return Plan(prompts, sampling, prefixes, codec, ours.provisional, ours.trace)
+
+
+def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:
+    """Name every key that is no token of the model's, as far as they fit into a message."""
+    outside = [key for key in biases if int(key) >= vocabulary]
+    if outside:
+        refuse("logit_bias", f"{named(outside)} not in the model's vocabulary of {vocabulary}")
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:

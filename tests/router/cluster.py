@@ -37,8 +37,8 @@ MARKS = (
 )
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'forbidden' %}{{ raise_exception('not this word') }}{% endif %}"
-    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if shout %}!{% endif %}"
+    "{% if m['role'] != 'ghost' %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if shout %}!{% endif %}{{ reasoning_effort }}"
 )
 
 Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[decode_pb2.GenerateReply]]

@@ -95,6 +95,32 @@ async def test_messages_reach_the_template(cluster: Cluster, tokenizer: Tokenize
     assert list(cluster.decode[0].requests[0].prompt_token_ids) == tokenizer.encode(expected, add_special_tokens=False)
 
 
+async def test_other_roles_and_efforts_are_the_templates(cluster: Cluster, tokenizer: Tokenizer):
+    messages = [{"role": "critic", "content": "too long"}, *HI]
+    assert (await cluster.chat(messages=messages, reasoning_effort="low")).status_code == 200
+    expected = "<|critic|>too long<|end|><|user|>hi<|end|><|assistant|>low"
+    assert list(cluster.decode[0].requests[0].prompt_token_ids) == tokenizer.encode(expected, add_special_tokens=False)
+
+
+async def test_token_ids(cluster: Cluster, tokenizer: Tokenizer):
+    generated = tokenizer.encode(OUTPUT, add_special_tokens=False)
+    answer = (await cluster.chat(return_token_ids=True, logprobs=True, return_tokens_as_token_ids=True)).json()
+    assert answer["prompt_token_ids"] == tokenizer.apply_chat_template(HI)
+    assert answer["choices"][0]["token_ids"] == generated
+    assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == [
+        f"token_id:{token_id}" for token_id in generated
+    ]
+    lines = (await cluster.chat(return_token_ids=True, stream=True)).text.split("\n\n")[:-2]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert [i for chunk in chunks[1:] for i in chunk["choices"][0]["token_ids"]] == generated
+    assert "token_ids" not in (await cluster.chat()).text
+    whole = (await cluster.complete(prompt=["hi", "hello"], return_token_ids=True)).json()["choices"]
+    prompts = [tokenizer.encode(text, add_special_tokens=True) for text in ("hi", "hello")]
+    assert [choice["prompt_token_ids"] for choice in whole] == prompts
+    assert [choice["token_ids"] for choice in whole] == [generated] * 2
+
+
 async def test_continue_final_message(cluster: Cluster, tokenizer: Tokenizer):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hel"}]
     assert (await cluster.chat(messages=messages, continue_final_message=True)).status_code == 200

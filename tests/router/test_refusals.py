@@ -33,8 +33,17 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
-    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"grammar": 'root ::= "x"'}, "grammar"),
+    ({"json_schema": {}}, "json_schema"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+    ({"length_penalty": 0.5}, "length_penalty"),
+    ({"return_token_ids": 1}, "return_token_ids"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
@@ -69,7 +78,9 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hi"}, "messages"),
     ({"messages": [5]}, "messages.0"),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": 5, "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "ghost", "content": "x"}, *TEXT]}, "messages.0.role"),
     ({"messages": [*TEXT, {"role": "user"}]}, "messages.1.content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
@@ -83,6 +94,11 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"modalities": ["audio"]}, "modalities"),
+    ({"echo": True}, "echo"),
+    ({"store": True}, "store"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"documents": [{"text": "x"}]}, "documents"),
+    ({"chat_template": "x"}, "chat_template"),
     ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
@@ -143,6 +159,30 @@ async def test_bad_parameters(cluster: Cluster):
         check_error(answer, 400, param, "context_length_exceeded" if (fields, param) in TOO_LONG else None)
     assert cluster.decode[0].requests == []
     assert await cluster.metric('kvrail_requests_in_flight{state="waiting"}') == 0
+
+
+async def test_what_asks_for_nothing_is_taken(cluster: Cluster):
+    both = {
+        "bad_words": [],
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "prompt_logprobs": None,
+        "a_new_field": [1],
+    }
+    chat = {"echo": False, "store": False, "verbosity": "medium", "metadata": {"a": "b"}, "service_tier": "auto"}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+    for answer in (await cluster.chat(**both, **chat, **tools), await cluster.complete(**both)):
+        assert answer.status_code == 200, answer.text
+
+
+async def test_all_bad_keys_are_named(cluster: Cluster):
+    for keys in (("a", "b", "-1"), ("300", "4000000000")):
+        answer = await cluster.chat(logit_bias={"5": 1, **dict.fromkeys(keys, 1)})
+        message = check_error(answer, 400, "logit_bias", None)["message"]
+        assert all(repr(key) in message for key in keys)
+    wide = {str(i): 0.5 for i in range(300)}
+    assert (await cluster.chat(logit_bias=wide)).status_code == 200
+    assert len(cluster.decode[0].requests[0].sampling.logit_bias) == 300
 
 
 async def test_missing_field(cluster: Cluster):
