@@ -179,7 +179,7 @@ class ChatFormat:
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None, "annotations": []},
                 "logprobs": _join_lists(choice.logprobs) if choice.logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,

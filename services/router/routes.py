@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -91,6 +92,11 @@ def responses_routes() -> APIRouter:
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input of messages and what tools said."""
         return _responses(request).create(body, request.state)
+
+    @router.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> None:
+        """OpenAI's, but not ours; without it the path would be that of a response."""
+        raise HTTPException(404)
 
     @router.get("/v1/responses/{response_id}")
     async def read(response_id: str, request: Request, stream: bool | None = None) -> dict[str, Any]:

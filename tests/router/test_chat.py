@@ -75,7 +75,7 @@ async def test_answer_and_what_the_worker_was_asked(client: openai.AsyncOpenAI, 
 
 
 async def test_defaults(cluster: Cluster, tokenizer: Tokenizer):
-    assert (await cluster.chat(model=None, top_k=-1, seed=-1)).status_code == 200
+    assert (await cluster.chat(top_k=-1, seed=-1)).status_code == 200
     await cluster.chat()
     first, second = (request.sampling for request in cluster.decode[0].requests)
     assert first.max_tokens == CONTEXT - len(tokenizer.apply_chat_template(HI))
@@ -209,7 +209,7 @@ class HI_NONE:
 
 
 async def test_request_ids(cluster: Cluster):
-    body = {"messages": HI}
+    body = {"model": MODEL, "messages": HI}
     answer = await cluster.http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
     assert answer.json()["id"] == "chatcmpl-mine-1"

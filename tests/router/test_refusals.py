@@ -14,6 +14,7 @@ from tests.router.cluster import CONTEXT, MODEL, Cluster, run_cluster
 TEXT = [{"role": "user", "content": "hi"}]
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
+    ({"model": None}, "model"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -332,7 +333,7 @@ async def test_api_keys(tokenizer: Tokenizer):
         for key in ("first", "sécond"):
             header = f"Bearer {key}".encode()
             answer = await cluster.http.post(
-                "/v1/completions", json={"prompt": "x"}, headers={b"authorization": header}
+                "/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={b"authorization": header}
             )
             assert answer.status_code == 200
         for path in ("/health", "/version", "/metrics", "/metrics/vllm"):

@@ -37,12 +37,15 @@ class MessageWriter:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(prompt_tokens, 0, 0),
+            "stop_details": None,
+            "container": None,
+            "usage": _usage(prompt_tokens, 0, 0, 0),
         }
         self._reader = reader
         self._blocks: list[Json] = []
         self._open = ""  # kind of the last block, where more of it may come
         self._arguments = ""  # of the call that is open
+        self._thinking_tokens = 0
 
     def opening(self) -> bytes:
         """The message, before there is any output."""
@@ -73,7 +76,10 @@ class MessageWriter:
         return self._message
 
     def _take(self, delta: Delta) -> bytes:
-        events = self._show(self._reader.push(delta.text))
+        said = self._reader.push(delta.text)
+        if said.reasoning and not said.content:
+            self._thinking_tokens += len(delta.token_ids)
+        events = self._show(said)
         if delta.finish_reason is not None:
             events += self._show(self._reader.end())
             self._message["stop_reason"] = "max_tokens" if delta.finish_reason is FinishReason.LENGTH else "end_turn"
@@ -95,7 +101,7 @@ class MessageWriter:
         """Add to the open block, if it is of this kind; else open one."""
         events = b""
         if self._open != kind:
-            begun = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+            begun = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {"citations": None})}
             events = self._close() + self._start(begun)
         self._blocks[-1][kind] += text
         return events + self._delta({"type": f"{kind}_delta", kind: text})
@@ -133,7 +139,7 @@ class MessageWriter:
             self._message["stop_reason"] = "tool_use"
         events = self._close()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        told = _usage(usage["prompt_tokens"], usage["completion_tokens"], cached)
+        told = _usage(usage["prompt_tokens"], usage["completion_tokens"], cached, self._thinking_tokens)
         self._message |= {"content": self._blocks, "usage": {**told, "kvrail": usage["kvrail"]}}
         return events
 
@@ -147,11 +153,16 @@ def _parsed(arguments: str) -> Json:
     return value if isinstance(value, dict) else {}
 
 
-def _usage(prompt_tokens: int, completion_tokens: int, cached: int) -> Json:
+def _usage(prompt_tokens: int, completion_tokens: int, cached: int, thinking: int) -> Json:
     """Counts under Anthropic's names: cached tokens of the prompt are not among its input tokens."""
     return {
         "input_tokens": prompt_tokens - cached,
         "cache_creation_input_tokens": 0,
+        "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "cache_read_input_tokens": cached,
         "output_tokens": completion_tokens,
+        "output_tokens_details": {"thinking_tokens": thinking},
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
     }
