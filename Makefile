@@ -16,7 +16,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tests/codec/test_lynx_kernels.py \
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
-.PHONY: help up test test-heavy chaos fuzz test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
+.PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-cpu-step bench-token-path
 .DEFAULT_GOAL := help
@@ -56,6 +56,9 @@ chaos: $(VENV)/.dev  ## storms of kills, stops and partitions over clusters of r
 fuzz: $(VENV)/.dev  ## damaged frames and bodies, more of them than `make test` sends; tells what streams beside them felt
 	KVRAIL_FUZZ_BODIES=10000 KVRAIL_FUZZED_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout=3600 \
 		tests/router/test_fuzz.py tests/transfer/test_hostile_frames.py $(ARGS)
+
+test-openapi: $(VENV)/.dev  ## schemathesis on the OpenAPI document: 5,000 requests and more
+	KVRAIL_OPENAPI_EXAMPLES=300 $(BIN)/python -m pytest -s --timeout=1800 tests/router/test_openapi.py $(ARGS)
 
 test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's output, or in bfloat16 a tie; takes hours
 	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \

@@ -6,10 +6,9 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from kvrail import __version__
 from kvrail.config import RouterSettings
 from kvrail.text import Tokenizer
-from services.router import errors
+from services.router import errors, openapi
 from services.router.bodies import BodyLimit
 from services.router.messages.service import Messages
 from services.router.middleware import ApiKeys, RequestContext
@@ -33,10 +32,12 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
         finally:
             await service.pool.close()
 
-    app = FastAPI(title="kvrail", version=__version__, lifespan=lifespan)
-    errors.install(app, count_refusal)
-    for routes in (api_routes(), responses_routes(), messages_routes(), operator_routes()):
-        app.include_router(routes)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None)
+    openapi.describe(app, settings.model_names)
+    routers = (api_routes(), responses_routes(), messages_routes(), operator_routes())
+    for router in routers:
+        app.include_router(router)
+    errors.install(app, count_refusal, [route for router in routers for route in router.routes])
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ApiKeys, keys=settings.api_keys)

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
 from kvrail.errors import (
@@ -174,8 +175,17 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
-def install(app: FastAPI, note: Callable[[Request, KvrailError], None]) -> None:
-    """Let every error of `app` answer in OpenAI's shape; `note` hears of those that endpoints raise."""
+def _methods(routes: Sequence[BaseRoute], request: Request) -> set[str]:
+    """What a path takes, over all routes of it."""
+    found: set[str] = set()
+    for route in routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return found
+
+
+def install(app: FastAPI, note: Callable[[Request, KvrailError], None], routes: Sequence[BaseRoute]) -> None:
+    """Let every error of `app`, which has `routes`, answer in its shape; `note` hears of those that endpoints raise."""
 
     async def on_kvrail(request: Request, error: Exception) -> Response:
         assert isinstance(error, KvrailError)
@@ -188,14 +198,15 @@ def install(app: FastAPI, note: Callable[[Request, KvrailError], None]) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = error.detail
+        message, headers = error.detail, dict(error.headers or {})
         if error.status_code == 404:
             message = f"unknown path {request.url.path}; see /docs for the API"
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}"
+            headers = {"allow": ", ".join(sorted(_methods(routes, request)))}
         kind = INVALID if error.status_code < 500 else "server_error"
         body = error_object(message, kind, None, _CODES.get(error.status_code))
-        return ErrorResponse(error.status_code, body, dict(error.headers or {}))
+        return ErrorResponse(error.status_code, body, headers)
 
     async def on_unexpected(_: Request, __: Exception) -> Response:
         body = error_object("internal error; the server's log has the cause", "server_error", None, "internal_error")

@@ -176,7 +176,7 @@ class ChatFormat:
 
     def whole(self) -> Json:
         """The whole response."""
-        choices = [
+        choices: list[Json] = [
             {
                 "index": i,
                 "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None, "annotations": []},

@@ -99,6 +99,8 @@ TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), not_longer(MAX_TOKEN_IDS)]
@@ -127,7 +129,8 @@ class Message(Wire):
 
     role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARS)]
     content: Annotated[
-        Annotated[list[TextPart], Field(fail_fast=True), not_longer(MAX_PARTS)] | None, BeforeValidator(_text_as_part)
+        Annotated[list[TextPart], Field(fail_fast=True), not_longer(MAX_PARTS)] | None,
+        BeforeValidator(_text_as_part, json_schema_input_type=str | list[TextPart] | None),
     ] = None
     name: Name | None = None
     tool_calls: Items | None = None
@@ -169,15 +172,18 @@ class Sampled(Wire):
 
     model_config = ConfigDict(extra="allow")
 
-    model: Name | None = None
+    model: Name
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
     stop: Annotated[
-        Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None, BeforeValidator(_one_as_list)
+        Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None,
+        BeforeValidator(_one_as_list, json_schema_input_type=StopString | list[StopString] | None),
     ] = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=UINT64_MAX)] | None = None
-    logit_bias: Annotated[dict[str, float] | None, WrapValidator(_biases)] = None
+    logit_bias: Annotated[
+        dict[str, float] | None, WrapValidator(_biases, json_schema_input_type=dict[TokenIdKey, Bias] | None)
+    ] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     user: Name | None = None
@@ -243,6 +249,14 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = None
 
 
+Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
 class CompletionRequest(Request):
     """Body of /v1/completions."""
 
@@ -254,7 +268,7 @@ class CompletionRequest(Request):
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     add_special_tokens: bool | None = None
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="before", json_schema_input_type=Prompts)
     @classmethod
     def _as_list(cls, value: Any) -> Any:
         """Prompts as a list of texts or of token ids; the first element decides what is expected of the others."""

@@ -95,8 +95,6 @@ class RouterService:
         """The answer that plans, generates and writes; write: the writer of a plan, under a model's name."""
 
         async def prepare() -> Prepared:
-            if request.model is None:
-                refuse("model", f"field required; this server has {self.model!r}")
             name = self.check_model(request.model)
             await self.pool.settle()
             plan = await plan_request()

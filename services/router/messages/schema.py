@@ -93,7 +93,7 @@ class Prompted(Wire):
 
     model_config = ConfigDict(extra="allow")
 
-    model: Name | None = None
+    model: Name
     messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True), not_longer(MAX_PARTS)] | None = None
     tools: Items | None = None

@@ -56,11 +56,9 @@ def chat_request(request: Prompted) -> tuple[ChatRequest, Rename]:
         found = _messages(turn, place)
         messages += found
         sources += [place] * len(found)
-    body: Json = {"messages": messages, **_tools(request)}
+    body: Json = {"model": request.model, "messages": messages, **_tools(request)}
     if request.messages[-1].role == "assistant":  # its beginning is given, and the model goes on from there
         body |= {"continue_final_message": True, "add_generation_prompt": False}
-    if request.model is not None:
-        body["model"] = request.model
     extras = request.model_extra or {}
     body |= {name: extras[name] for name in PASSED if name in extras}
     if isinstance(request, MessagesRequest):

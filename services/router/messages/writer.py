@@ -17,6 +17,16 @@ from services.router.parts import CallDelta, Reader, Said
 
 Json = dict[str, Any]
 
+EVENTS = (
+    "message_start",
+    "ping",
+    "content_block_start",
+    "content_block_delta",
+    "content_block_stop",
+    "message_delta",
+    "message_stop",
+    "error",
+)
 PING = encode_named({"type": "ping"})
 
 

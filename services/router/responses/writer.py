@@ -24,6 +24,24 @@ from services.router.parts import CallDelta, Reader, Said
 
 Json = dict[str, Any]
 
+EVENTS = (
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.done",
+    "response.content_part.done",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    "response.output_item.done",
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
+    "error",
+)
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
