@@ -154,7 +154,7 @@ class RouterSettings(ServiceSettings):
         60.0, description="seconds for which a client may read nothing of its answer; then its request ends"
     )
     stream_head_s: PositiveFloat = Field(
-        0.025, description="seconds after which a stream's headers leave; a failure before has a status, later an event"
+        0.035, description="seconds after which a stream's headers leave; a failure before has a status, later an event"
     )
     keep_alive_s: float = Field(
         10.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: none"

@@ -54,7 +54,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """When a stream speaks although nothing is to say: seconds as in EventStream."""
+    """When a stream speaks although nothing is to say: seconds since the request came, and of silence."""
 
     head_after_s: float
     keep_alive_s: float
@@ -94,8 +94,8 @@ class Answer(Response):
         if not self._job.stream:
             await self._admitted(scope, receive, send)
             return
-        speech = self._speech
-        async with EventStream(send, head_after_s=speech.head_after_s, keep_alive_s=speech.keep_alive_s) as events:
+        left_s = max(0.0, self._speech.head_after_s - self._job.timeline.elapsed())
+        async with EventStream(send, head_after_s=left_s, keep_alive_s=self._speech.keep_alive_s) as events:
             self._events = events
             await self._admitted(scope, receive, send)
 

@@ -15,7 +15,7 @@ from services.router.errors import error_response
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OPEN_PATHS = frozenset(
-    {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/docs", "/docs.js", "/openapi.json"}
+    {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/docs", "/openapi.json"}
 )
 """Paths for probes, scrapers and browsers, which carry no key."""
 

@@ -1,11 +1,12 @@
 """The paths of the HTTP API."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from kvrail import __version__, exposition
 from kvrail.errors import KvrailError
@@ -26,6 +27,7 @@ from services.router.shapes.openai import ChatCompletion, Completion
 from services.router.shapes.responses import Deleted, ItemPage, ResponseObject
 from services.router.shapes.service import Card, Cards, Detokenized, Health, Status, Tokenized, Version
 
+DOCS = Path(__file__).with_name("docs.html")
 EXPOSITION: dict[int | str, dict[str, Any]] = {
     200: {"description": "Prometheus's text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }
@@ -178,6 +180,13 @@ def operator_routes() -> APIRouter:
     async def health(request: Request) -> Response:
         """Say whether requests can be served, and each worker's state."""
         return _probed(*_service(request).health())
+
+    page = DOCS.read_text(encoding="utf-8")
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """A page that shows the OpenAPI document and sends requests; it loads nothing from elsewhere."""
+        return HTMLResponse(page)
 
     @router.get("/version", response_model=Version)
     async def version() -> dict[str, str]:

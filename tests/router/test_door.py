@@ -64,3 +64,12 @@ async def test_probes(cluster: Cluster):
         assert (await cluster.http.get("/ready")).json() == {"status": "draining"}
     finally:
         cluster.server._app.state.service.admission.draining = False
+
+
+async def test_the_page_of_the_api_needs_nobody_else(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, api_keys=["k"]) as cluster:
+        page = await cluster.http.get("/docs")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "openapi.json" in page.text
+        assert "//" not in page.text.replace("</", "")  # no address of another server
+        assert (await cluster.http.get("/openapi.json")).status_code == 200
