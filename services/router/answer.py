@@ -171,7 +171,7 @@ class Answer(Response):
                     if isinstance(update, Delta):
                         tokens += len(update.token_ids)
                         outcome = _outcome(outcome, update)
-                        if is_plain(update) and not counted:
+                        if is_plain(update) and not counted and prepared.format.verbatim:
                             events.append(texts.encode(update))
                             continue
                     chunk = self._chunk(update, prepared, tokens)

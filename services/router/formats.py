@@ -1,12 +1,14 @@
 """Responses in OpenAI's shapes, whole and as chunks of a stream."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvrail.text import Tokenizer
 from services.router.generation import Delta, Drafted, Settled
 from services.router.logprobs import CompletionLogprobs, chat_logprobs
+from services.router.reading import OutputReader
+from services.router.tools.shown import join_calls, shown_delta, whole_message
 
 Json = dict[str, Any]
 
@@ -37,6 +39,8 @@ class Choice:
     """One choice of a whole response, while it grows."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -53,6 +57,9 @@ class Choice:
 
 class Format(Protocol):
     """One of the two APIs."""
+
+    verbatim: bool
+    """Whether text is shown as it comes."""
 
     def opening(self) -> list[Json]:
         """Chunks that go before the first output."""
@@ -82,9 +89,11 @@ def _join_lists(parts: Sequence[Json]) -> Json:
     }
 
 
-def _finish(delta: Delta) -> Json:
-    """How a choice ended, if it did."""
+def _finish(delta: Delta, *, called: bool = False) -> Json:
+    """How a choice ended, if it did; called: it has called a tool."""
     reason = None if delta.finish_reason is None else delta.finish_reason.value
+    if called and reason == "stop":
+        reason = "tool_calls"
     return {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
 
@@ -104,11 +113,22 @@ def _draft_member(news: Drafted | Settled) -> Json:
 class ChatFormat:
     """chat.completion and chat.completion.chunk."""
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, *, choices: int, logprobs: bool) -> None:
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        *,
+        choices: int,
+        logprobs: bool,
+        reader: Callable[[], OutputReader] | None = None,
+    ) -> None:
+        """reader: what takes a choice's output apart; None: all of it is content."""
         self._head = head
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._choices = [Choice() for _ in range(choices)]
+        self._readers = [OutputReader(None, None) if reader is None else reader() for _ in range(choices)]
+        self.verbatim = reader is None
 
     def _chunk(self, choices: list[Json]) -> Json:
         return self._head.envelope("chat.completion.chunk", choices)
@@ -127,10 +147,12 @@ class ChatFormat:
     def chunk(self, delta: Delta) -> Json | None:
         """New text; None where it is held back and nothing else is to say."""
         logprobs = self._find_logprobs(delta)
-        if not delta.text and logprobs is None and delta.finish_reason is None:
+        reader = self._readers[delta.index]
+        shown = shown_delta(reader.push(delta.text, last=delta.finish_reason is not None))
+        if not shown and logprobs is None and delta.finish_reason is None:
             return None
-        content = {"content": delta.text} if delta.text else {}
-        return self._chunk([{"index": delta.index, "delta": content, "logprobs": logprobs, **_finish(delta)}])
+        finish = _finish(delta, called=reader.called)
+        return self._chunk([{"index": delta.index, "delta": shown, "logprobs": logprobs, **finish}])
 
     def draft_chunk(self, news: Drafted | Settled) -> Json:
         """An empty delta, and the member `kvrail`."""
@@ -143,7 +165,13 @@ class ChatFormat:
 
     def add(self, delta: Delta) -> None:
         """Collect new output."""
-        self._choices[delta.index].add(delta, self._find_logprobs(delta))
+        choice, reader = self._choices[delta.index], self._readers[delta.index]
+        said = reader.push(delta.text, last=delta.finish_reason is not None)
+        choice.add(replace(delta, text=said.content), self._find_logprobs(delta))
+        choice.reasoning.append(said.reasoning)
+        join_calls(choice.calls, said.calls)
+        if reader.called and choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
 
     def whole(self) -> Json:
         """The whole response."""
@@ -152,7 +180,7 @@ class ChatFormat:
             [
                 {
                     "index": i,
-                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                    "message": whole_message("".join(choice.text), "".join(choice.reasoning), choice.calls),
                     "logprobs": _join_lists(choice.logprobs) if choice.logprobs else None,
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
@@ -167,6 +195,7 @@ class CompletionFormat:
 
     def __init__(self, head: Head, tokenizer: Tokenizer, *, prefixes: Sequence[str], logprobs: bool) -> None:
         self._head = head
+        self.verbatim = True
         self._prefixes = prefixes
         self._choices = [Choice() for _ in prefixes]
         self._logprobs = [CompletionLogprobs(tokenizer) for _ in prefixes] if logprobs else []

@@ -10,6 +10,7 @@ from starlette.datastructures import State
 
 from kvrail.config import RouterSettings
 from kvrail.errors import ModelNotFoundError
+from kvrail.grammar import Grammars
 from kvrail.metrics import RouterMetrics
 from kvrail.text import Tokenizer
 from services.router.admission import Admission
@@ -18,6 +19,7 @@ from services.router.encoding import Encoder, refuse
 from services.router.formats import ChatFormat, CompletionFormat, Format, Head
 from services.router.generation import Generation
 from services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from services.router.shaping import Shaper
 from services.router.translate import Plan, Planner
 from services.router.workers import WorkerPool
 
@@ -34,7 +36,8 @@ class RouterService:
         self.admission = Admission(settings.max_concurrent_requests)
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
-        self._planner = Planner(self._encoder, self.pool.limits)
+        shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
+        self._planner = Planner(self._encoder, shaper, self.pool.limits)
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> None:
@@ -47,7 +50,9 @@ class RouterService:
 
         def show(plan: Plan) -> Format:
             head = self._head("chatcmpl", state.request_id)
-            return ChatFormat(head, self._tokenizer, choices=plan.n, logprobs=bool(request.logprobs))
+            return ChatFormat(
+                head, self._tokenizer, choices=plan.n, logprobs=bool(request.logprobs), reader=plan.reader
+            )
 
         return self._answer(request, 1, state, lambda: self._planner.chat(request), show)
 
