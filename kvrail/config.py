@@ -146,6 +146,12 @@ class RouterSettings(ServiceSettings):
     )
     max_connections: PositiveInt = Field(4096, description="connections of clients at once; more are answered 503")
     max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="form in which the model writes calls of tools; auto: as its chat template shows"
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
+        "auto", description="split reasoning off answers; auto: where the chat template has <think>"
+    )
     head_timeout_s: PositiveFloat = Field(10.0, description="seconds in which a request's headers must have come")
     body_timeout_s: PositiveFloat = Field(
         60.0, description="seconds in which a request's body must have come, and one more for each 64 KiB of it"

@@ -6,6 +6,9 @@ from enum import StrEnum
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy, as in vLLM: float32 logits divided by them have no room for noise."""
 
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Of one grammar. OpenAI takes schemas of up to 120,000 characters."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -13,7 +16,8 @@ class SamplingParams:
 
     `temperature` below GREEDY_BELOW is greedy. `top_k` 0 is off. `logprobs` None asks for none; k asks for the chosen
     token's and the k most likely ones'. `seed` is always set: the random draw for a token is keyed by (seed, sequence
-    index, position, token id), so a run repeats.
+    index, position, token id), so a run repeats. `grammar` is what the output must match (kvrail.grammar.texts): draws
+    are made among the tokens that it allows, and it says when the output may end, whatever `ignore_eos` says.
     """
 
     max_tokens: int
@@ -34,6 +38,7 @@ class SamplingParams:
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+    grammar: str = ""
 
     @property
     def greedy(self) -> bool:

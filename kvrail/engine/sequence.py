@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvrail.engine.pages import PageHash, page_hashes
+from kvrail.grammar import Matcher
 from kvrail.sampling import FinishReason, SamplingParams
 
 
@@ -27,7 +28,7 @@ class Sequence:
 
     remote: whether another worker computes the prompt's KV. copied_page: held too, until a step has copied what it
     holds, KV up to `computed`, into the sequence's own last page. drafts: guesses of the tokens that follow; nothing
-    that was computed from them counts as KV before they are verified.
+    that was computed from them counts as KV before they are verified. matcher: where the output must match a grammar.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     known_hashes: list[PageHash] = field(default_factory=list)
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.output_ids]

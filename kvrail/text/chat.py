@@ -94,6 +94,11 @@ class ChatTemplate:
                     "tokenizer_config.json"
                 ) from error
 
+    @property
+    def source(self) -> str:
+        """The Jinja of all templates."""
+        return "\n".join(self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -27,7 +27,6 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": _WITHOUT,
     "repetition_detection": _WITHOUT,
     "spaces_between_special_tokens": (None, True),
-    "structured_outputs": _WITHOUT,
     "thinking_token_budget": _WITHOUT,
     "truncate_prompt_tokens": _WITHOUT,
     "use_beam_search": (None, False),
@@ -40,8 +39,6 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
     "guided_whitespace_pattern": _WITHOUT,
     # llama.cpp's and SGLang's, of the same meaning
     "ebnf": _WITHOUT,
-    "grammar": _WITHOUT,
-    "json_schema": _WITHOUT,
     "regex": _WITHOUT,
 }
 """Fields of chats and completions that change the answer and are not supported; values with which they would not."""

@@ -1,11 +1,13 @@
 """Responses in OpenAI's shapes, whole and as chunks of a stream."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from services.router.generation import Delta, Drafted, Settled
 from services.router.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from services.router.reading import OutputReader
+from services.router.tools.shown import join_calls, shown_delta, whole_message
 
 Json = dict[str, Any]
 
@@ -37,6 +39,8 @@ class Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -87,9 +91,11 @@ def _join_lists(parts: Sequence[Json]) -> Json:
     }
 
 
-def _finish(delta: Delta) -> Json:
-    """How a choice ended, if it did."""
+def _finish(delta: Delta, *, called: bool = False) -> Json:
+    """How a choice ended, if it did; called: it has called a tool."""
     reason = None if delta.finish_reason is None else delta.finish_reason.value
+    if called and reason == "stop":
+        reason = "tool_calls"
     return {"finish_reason": reason, "stop_reason": delta.stop_reason}
 
 
@@ -121,19 +127,25 @@ class ChatFormat:
         *,
         choices: int,
         logprobs: bool,
+        reader: Callable[[], OutputReader] | None = None,
         prompt_ids: Sequence[int] | None = None,
     ) -> None:
-        """prompt_ids: the prompt's token ids, where those of the output are to be told too."""
+        """reader: what takes a choice's output apart; None: all of it is content.
+
+        prompt_ids: the prompt's token ids, where those of the output are to be told too.
+        """
         self._head = head
         self._texts = texts
         self._logprobs = logprobs
         self._prompt_ids = prompt_ids
         self._choices = [Choice() for _ in range(choices)]
+        self._readers = [OutputReader(None, None) if reader is None else reader() for _ in range(choices)]
+        self._verbatim = reader is None
 
     @property
     def simple(self) -> bool:
         """Whether chunks that bring text alone differ in nothing but that."""
-        return self._prompt_ids is None
+        return self._verbatim and self._prompt_ids is None
 
     def _chunk(self, choices: list[Json]) -> Json:
         return self._head.envelope("chat.completion.chunk", choices)
@@ -156,10 +168,12 @@ class ChatFormat:
         """New text; None where it is held back and nothing else is to say."""
         logprobs = self._find_logprobs(delta)
         told = _token_ids(delta, self._prompt_ids is not None)
-        if not delta.text and logprobs is None and delta.finish_reason is None and not told:
+        reader = self._readers[delta.index]
+        shown = shown_delta(reader.push(delta.text, last=delta.finish_reason is not None))
+        if not shown and logprobs is None and delta.finish_reason is None and not told:
             return None
-        content = {"content": delta.text} if delta.text else {}
-        return self._chunk([{"index": delta.index, "delta": content, "logprobs": logprobs, **_finish(delta), **told}])
+        finish = _finish(delta, called=reader.called)
+        return self._chunk([{"index": delta.index, "delta": shown, "logprobs": logprobs, **finish, **told}])
 
     def draft_chunk(self, news: Drafted | Settled) -> Json:
         """An empty delta, and the member `kvrail`."""
@@ -172,14 +186,20 @@ class ChatFormat:
 
     def add(self, delta: Delta) -> None:
         """Collect new output."""
-        self._choices[delta.index].add(delta, self._find_logprobs(delta))
+        choice, reader = self._choices[delta.index], self._readers[delta.index]
+        said = reader.push(delta.text, last=delta.finish_reason is not None)
+        choice.add(replace(delta, text=said.content), self._find_logprobs(delta))
+        choice.reasoning.append(said.reasoning)
+        join_calls(choice.calls, said.calls)
+        if reader.called and choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
 
     def whole(self) -> Json:
         """The whole response."""
         choices: list[Json] = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None, "annotations": []},
+                "message": whole_message("".join(choice.text), "".join(choice.reasoning), choice.calls),
                 "logprobs": _join_lists(choice.logprobs) if choice.logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,

@@ -6,6 +6,7 @@ with OpenAI; what would change the answer if it were honoured, but is not suppor
 Every list and object has a bound, and is refused at its first error: a body is checked while other requests wait.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -124,6 +125,29 @@ class TextPart(Wire):
     text: str
 
 
+class CalledFunction(Wire):
+    """A function that an assistant called, with its arguments as JSON in a text."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(Wire):
+    """One call in an assistant's message."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """What the chat template gets: arguments as an object, as templates expect, where they are one."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Wire):
     """One message of a chat. Other roles than OpenAI's are the model's chat template's to take or to refuse."""
 
@@ -133,14 +157,19 @@ class Message(Wire):
         BeforeValidator(_text_as_part, json_schema_input_type=str | list[TextPart] | None),
     ] = None
     name: Name | None = None
-    tool_calls: Items | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), not_longer(MAX_ITEMS)] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """Role and content for the chat template; `developer` is OpenAI's newer word for `system`."""
-        fields: dict[str, str] = {"role": "system" if self.role == "developer" else self.role}
+    def plain(self) -> dict[str, Any]:
+        """What the chat template gets; `developer` is OpenAI's newer word for `system`."""
+        fields: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         fields["content"] = "\n".join(part.text for part in self.content or [])
-        if self.name is not None:
-            fields["name"] = self.name
+        for key in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, key) is not None:
+                fields[key] = getattr(self, key)
+        if self.tool_calls:
+            fields["tool_calls"] = [call.plain() for call in self.tool_calls]
         return fields
 
 
@@ -196,6 +225,10 @@ class Sampled(Wire):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: Options | None = None
+    # llama.cpp's
+    json_schema: Any = None
+    grammar: str | None = None
     # ours
     kvrail: KvrailOptions | None = None
 
@@ -238,6 +271,7 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Items | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Items | None = None
     function_call: Any = None
     modalities: Items | None = None
@@ -246,7 +280,6 @@ class ChatRequest(Request):
     continue_final_message: bool | None = None
     chat_template_kwargs: Options | None = None
     reasoning_effort: Name | None = None
-    parallel_tool_calls: bool | None = None
 
 
 Prompts = (

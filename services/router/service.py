@@ -10,6 +10,7 @@ from starlette.datastructures import State
 
 from kvrail.config import RouterSettings
 from kvrail.errors import KvrailError, ModelNotFoundError
+from kvrail.grammar import Grammars
 from kvrail.metrics import RouterMetrics
 from kvrail.text import Tokenizer
 from services.router.admission import Admission
@@ -19,6 +20,7 @@ from services.router.formats import ChatFormat, CompletionFormat, Head
 from services.router.generation import Generation
 from services.router.logprobs import TokenTexts
 from services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from services.router.shaping import Shaper
 from services.router.translate import Plan, Planner
 from services.router.workers import WorkerPool
 from services.router.writers import Writer, chunk_writer, error_event
@@ -36,7 +38,8 @@ class RouterService:
         self.admission = Admission(settings.max_concurrent_requests)
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer)
-        self.planner = Planner(self.encoder, self.pool.limits)
+        shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
+        self.planner = Planner(self.encoder, shaper, self.pool.limits)
         self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
         self._started = int(time.time())
 
@@ -58,6 +61,7 @@ class RouterService:
                 TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
                 choices=plan.n,
                 logprobs=bool(request.logprobs),
+                reader=plan.reader,
                 prompt_ids=plan.prompts[0] if request.return_token_ids else None,
             )
             return chunk_writer(form, request, plan)

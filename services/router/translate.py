@@ -9,7 +9,10 @@ from kvrail.sampling import SamplingParams
 from kvrail.wire.convert import UINT64_MAX
 from services.router import fields
 from services.router.encoding import Encoder, refuse
+from services.router.reading import OutputReader
 from services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Request, named
+from services.router.shaping import Shape, Shaper
+from services.router.tools.offered import offer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,7 @@ class Plan:
 
     prompts: token ids. sampling: one for each prompt. prefixes: text that goes before each prompt's output (echo).
     provisional: whether drafts are shown. traced: whether the usage tells what each process did when.
+    reader: takes one output apart; None: it is shown as it is.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -26,11 +30,16 @@ class Plan:
     codec: str
     provisional: bool
     traced: bool = False
+    reader: Callable[[], OutputReader] | None = None
 
     @property
     def n(self) -> int:
         """Sequences of each prompt."""
         return self.sampling[0].n
+
+    def new_reader(self) -> OutputReader:
+        """What takes one output apart."""
+        return OutputReader(None, None) if self.reader is None else self.reader()
 
     @property
     def prompt_tokens(self) -> int:
@@ -44,8 +53,6 @@ def refuse_unsupported(request: Request) -> None:
         refuse("stream_options", "only for streams; set stream to true or leave it out")
     if request.kvrail is not None and request.kvrail.provisional and not request.stream:
         refuse("kvrail.provisional", "only for streams; set stream to true or leave it out")
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        refuse("response_format", 'this server only writes {"type": "text"}; leave it out')
     own = fields.CHAT if isinstance(request, ChatRequest) else fields.COMPLETION
     fields.refuse_extras(request.model_extra or {}, {**fields.BOTH, **own})
     if isinstance(request, ChatRequest):
@@ -55,12 +62,12 @@ def refuse_unsupported(request: Request) -> None:
 
 
 def _refuse_in_chat(request: ChatRequest) -> None:
-    for name in ("tools", "functions", "audio"):
-        if getattr(request, name) and (name != "tools" or request.tool_choice != "none"):
-            refuse(name, "not supported by this server; leave it out")
-    for name in ("tool_choice", "function_call"):
-        if getattr(request, name) not in (None, "none", "auto"):
-            refuse(name, "this server calls no tools; leave it out")
+    if request.functions:
+        refuse("functions", "not supported by this server; send them as tools")
+    if request.function_call not in (None, "none", "auto"):
+        refuse("function_call", "not supported by this server; send tools and tool_choice")
+    if request.audio:
+        refuse("audio", "not supported by this server; leave it out")
     if request.modalities not in (None, [], ["text"]):
         refuse("modalities", 'this server only writes ["text"]; leave it out')
     if request.top_logprobs is not None and not request.logprobs:
@@ -89,25 +96,29 @@ class Limits:
 class Planner:
     """Turns validated requests into plans; `limits` tells those of the workers, or raises WorkerUnavailableError."""
 
-    def __init__(self, encoder: Encoder, limits: Callable[[], Limits]) -> None:
+    def __init__(self, encoder: Encoder, shaper: Shaper, limits: Callable[[], Limits]) -> None:
         self._encoder = encoder
+        self._shaper = shaper
         self._limits = limits
 
     async def chat(self, request: ChatRequest) -> Plan:
         """Plan a chat; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
         limits = self._limits()
-        prompts = [await self._encoder.chat(request, limits.context)]
+        offer = offer_of(request)
+        prompts = [await self._encoder.chat(request, limits.context, () if offer is None else offer.shown)]
+        shape = await self._shaper.chat(request, offer, prompts[0])
         top = (request.top_logprobs or 0) if request.logprobs else None
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        return self._plan(request, "messages", prompts, [""], limits, wanted, top)
+        return self._plan(request, "messages", prompts, [""], limits, wanted, top, shape)
 
     async def completion(self, request: CompletionRequest) -> Plan:
         """Plan completions; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
         limits = self._limits()
+        shape = await self._shaper.completion(request)
         prompts, prefixes = await self._encoder.prompts(request, limits.context)
-        return self._plan(request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs)
+        return self._plan(request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs, shape)
 
     def _plan(
         self,
@@ -118,6 +129,7 @@ class Planner:
         limits: Limits,
         max_tokens: int | None,
         logprobs: int | None,
+        shape: Shape,
     ) -> Plan:
         _check_bias(request.logit_bias or {}, limits.vocabulary)
         _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
@@ -133,9 +145,9 @@ class Planner:
             _check_ids(field, prompt, limits.vocabulary)
             if (request.min_tokens or 0) > budget:
                 refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
-            sampling.append(_sampling(request, budget, logprobs))
+            sampling.append(_sampling(request, budget, logprobs, shape))
         ours = request.kvrail or KvrailOptions()
-        return Plan(prompts, sampling, prefixes, codec, ours.provisional, ours.trace)
+        return Plan(prompts, sampling, prefixes, codec, ours.provisional, ours.trace, shape.reader)
 
 
 def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:
@@ -165,7 +177,7 @@ def _budget(field: str, prompt: int, max_tokens: int | None, context: int) -> in
     return context - prompt if max_tokens is None else max_tokens
 
 
-def _sampling(request: Request, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _sampling(request: Request, max_tokens: int, logprobs: int | None, shape: Shape) -> SamplingParams:
     """Sampling parameters; without a seed of the client's each prompt draws its own."""
     seed = secrets.randbits(64) if request.seed is None else request.seed & UINT64_MAX
 
@@ -189,6 +201,7 @@ def _sampling(request: Request, max_tokens: int, logprobs: int | None) -> Sampli
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         include_stop_in_output=bool(request.include_stop_str_in_output),
-        skip_special_tokens=request.skip_special_tokens is not False,
+        skip_special_tokens=request.skip_special_tokens is not False and not shape.special,
         n=request.n or 1,
+        grammar=shape.grammar,
     )

@@ -28,7 +28,7 @@ def late(release: asyncio.Event, then=write_output):
 
 async def test_headers_and_comments_come_before_the_first_token(tokenizer: Tokenizer):
     release = asyncio.Event()
-    async with run_cluster(tokenizer, keep_alive_s=0.02) as cluster:
+    async with run_cluster(tokenizer, stream_head_s=0.01, keep_alive_s=0.02) as cluster:
         cluster.decode[0].script = late(release)
         body = {"model": MODEL, "messages": HI, "stream": True}
         async with cluster.http.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -47,7 +47,7 @@ async def test_headers_and_comments_come_before_the_first_token(tokenizer: Token
 async def test_the_official_client_skips_comments(tokenizer: Tokenizer):
     release = asyncio.Event()
     async with (
-        run_cluster(tokenizer, keep_alive_s=0.01) as cluster,
+        run_cluster(tokenizer, stream_head_s=0.01, keep_alive_s=0.01) as cluster,
         openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0) as client,
     ):
         cluster.decode[0].script = late(release)
@@ -60,7 +60,7 @@ async def test_the_official_client_skips_comments(tokenizer: Tokenizer):
 async def test_a_failure_after_the_headers_is_an_event(tokenizer: Tokenizer):
     release = asyncio.Event()
     async with (
-        run_cluster(tokenizer) as cluster,
+        run_cluster(tokenizer, stream_head_s=0.01) as cluster,
         openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0) as client,
     ):
         cluster.decode[0].script = late(release, failing(OverloadedError("full")))
@@ -75,7 +75,7 @@ async def test_a_failure_after_the_headers_is_an_event(tokenizer: Tokenizer):
 
 
 async def test_a_failure_before_the_headers_has_a_status(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, stream_head_s=60) as cluster:
+    async with run_cluster(tokenizer) as cluster:
         error_of(await cluster.chat(stream=True, logit_bias={"299999": 1}), 400, None)
         cluster.decode[0].script = failing(OverloadedError("full"))
         error_of(await cluster.chat(stream=True), 429, "overloaded")

@@ -12,6 +12,21 @@ from services.router.schema import ChatRequest, CompletionRequest
 from tests.router.cluster import CONTEXT, MODEL, Cluster, run_cluster
 
 TEXT = [{"role": "user", "content": "hi"}]
+DEEP: dict[str, Any] = {}
+for _ in range(60):
+    DEEP = {"items": DEEP}
+
+
+def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+
+
+def tool(kind: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+
+
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
     ({"model": None}, "model"),
@@ -38,8 +53,6 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"5": True}}, "logit_bias"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
     ({"prompt_logprobs": 0}, "prompt_logprobs"),
-    ({"grammar": 'root ::= "x"'}, "grammar"),
-    ({"json_schema": {}}, "json_schema"),
     ({"bad_words": ["x"]}, "bad_words"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
@@ -60,7 +73,31 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [300]}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ({"ignore_eos": 1}, "ignore_eos"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": named_schema({"type": "strin"})}, "response_format.json_schema.schema.type"),
+    (
+        {"response_format": named_schema({"properties": {"a": {"uniqueItems": True}}})},
+        "response_format.json_schema.schema.properties.a.uniqueItems",
+    ),
+    ({"response_format": named_schema({"$ref": "#/$defs/x"})}, "response_format.json_schema.schema.$ref"),
+    ({"response_format": named_schema(DEEP)}, "response_format.json_schema.schema"),
+    ({"response_format": named_schema({"enum": ["x" * 300_000]})}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": [5]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"grammar": "start: ("}, "grammar"),
+    ({"grammar": "start: missing"}, "grammar"),
+    ({"json_schema": 5}, "json_schema"),
     ({"response_format": "text"}, "response_format"),
     ({"guided_json": {"type": "object"}}, "guided_json"),
     ({"kvrail": {"codec": "unheard-of"}}, "kvrail.codec"),
@@ -86,9 +123,18 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [NOW, NOW]}, "tools.1.function.name"),
+    ({"tools": [NOW] * 129}, "tools"),
+    ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+    ({"tools": [tool("strin")], "tool_choice": "required"}, "tools.0.function.parameters.type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"logprobs": 3}, "logprobs"),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrail/wire/v1/common.proto\x12\tkvrail.v1\"z\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x0f\n\x07key_dim\x18\x03 \x01(\r\x12\x11\n\tvalue_dim\x18\x04 \x01(\r\x12\x11\n\tpage_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"Y\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\"\xef\x03\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12<\n\nlogit_bias\x18\n \x03(\x0b\x32(.kvrail.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x1e\n\x16include_stop_in_output\x18\x10 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x11 \x01(\x08\x12\t\n\x01n\x18\x12 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"D\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.kvrail.v1.TopLogprob\"&\n\x04Mark\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xad\x01\n\x04Span\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\r\n\x05track\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05\x62\x65gin\x18\x04 \x01(\x01\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12)\n\x05sizes\x18\x06 \x03(\x0b\x32\x1a.kvrail.v1.Span.SizesEntry\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x0f\n\rStatusRequest\"\xde\x03\n\x0cWorkerStatus\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.kvrail.v1.ModelInfo\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.kvrail.v1.KVLayout\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x0e\n\x06\x63odecs\x18\x04 \x03(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x13\n\x0bmax_running\x18\x08 \x01(\r\x12\x13\n\x0bmax_waiting\x18\t \x01(\r\x12\x13\n\x0bpages_total\x18\n \x01(\r\x12\x12\n\npages_free\x18\x0b \x01(\r\x12\x14\n\x0cpages_cached\x18\x0c \x01(\r\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x17\n\x0fwithheld_codecs\x18\x0e \x03(\t\x12\x10\n\x08instance\x18\x0f \x01(\x06\x12\x46\n\x10\x63odec_parameters\x18\x10 \x03(\x0b\x32,.kvrail.v1.WorkerStatus.CodecParametersEntry\x1a\x36\n\x14\x43odecParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrail/wire/v1/common.proto\x12\tkvrail.v1\"z\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x0f\n\x07key_dim\x18\x03 \x01(\r\x12\x11\n\tvalue_dim\x18\x04 \x01(\r\x12\x11\n\tpage_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\"Y\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\"\x80\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12<\n\nlogit_bias\x18\n \x03(\x0b\x32(.kvrail.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x1e\n\x16include_stop_in_output\x18\x10 \x01(\x08\x12\x1b\n\x13skip_special_tokens\x18\x11 \x01(\x08\x12\t\n\x01n\x18\x12 \x01(\r\x12\x0f\n\x07grammar\x18\x13 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobs\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"D\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.kvrail.v1.TopLogprob\"&\n\x04Mark\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xad\x01\n\x04Span\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\r\n\x05track\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\r\n\x05\x62\x65gin\x18\x04 \x01(\x01\x12\x0f\n\x07seconds\x18\x05 \x01(\x01\x12)\n\x05sizes\x18\x06 \x03(\x0b\x32\x1a.kvrail.v1.Span.SizesEntry\x1a,\n\nSizesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x0f\n\rStatusRequest\"\xde\x03\n\x0cWorkerStatus\x12#\n\x05model\x18\x01 \x01(\x0b\x32\x14.kvrail.v1.ModelInfo\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.kvrail.v1.KVLayout\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x0e\n\x06\x63odecs\x18\x04 \x03(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0f\n\x07waiting\x18\x07 \x01(\r\x12\x13\n\x0bmax_running\x18\x08 \x01(\r\x12\x13\n\x0bmax_waiting\x18\t \x01(\r\x12\x13\n\x0bpages_total\x18\n \x01(\r\x12\x12\n\npages_free\x18\x0b \x01(\r\x12\x14\n\x0cpages_cached\x18\x0c \x01(\r\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x17\n\x0fwithheld_codecs\x18\x0e \x03(\t\x12\x10\n\x08instance\x18\x0f \x01(\x06\x12\x46\n\x10\x63odec_parameters\x18\x10 \x03(\x0b\x32,.kvrail.v1.WorkerStatus.CodecParametersEntry\x1a\x36\n\x14\x43odecParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MODELINFO']._serialized_start=166
   _globals['_MODELINFO']._serialized_end=255
   _globals['_SAMPLINGPARAMS']._serialized_start=258
-  _globals['_SAMPLINGPARAMS']._serialized_end=753
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=692
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=740
-  _globals['_TOPLOGPROB']._serialized_start=755
-  _globals['_TOPLOGPROB']._serialized_end=802
-  _globals['_TOKENLOGPROBS']._serialized_start=804
-  _globals['_TOKENLOGPROBS']._serialized_end=872
-  _globals['_MARK']._serialized_start=874
-  _globals['_MARK']._serialized_end=912
-  _globals['_SPAN']._serialized_start=915
-  _globals['_SPAN']._serialized_end=1088
-  _globals['_SPAN_SIZESENTRY']._serialized_start=1044
-  _globals['_SPAN_SIZESENTRY']._serialized_end=1088
-  _globals['_STATUSREQUEST']._serialized_start=1090
-  _globals['_STATUSREQUEST']._serialized_end=1105
-  _globals['_WORKERSTATUS']._serialized_start=1108
-  _globals['_WORKERSTATUS']._serialized_end=1586
-  _globals['_WORKERSTATUS_CODECPARAMETERSENTRY']._serialized_start=1532
-  _globals['_WORKERSTATUS_CODECPARAMETERSENTRY']._serialized_end=1586
+  _globals['_SAMPLINGPARAMS']._serialized_end=770
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=709
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=757
+  _globals['_TOPLOGPROB']._serialized_start=772
+  _globals['_TOPLOGPROB']._serialized_end=819
+  _globals['_TOKENLOGPROBS']._serialized_start=821
+  _globals['_TOKENLOGPROBS']._serialized_end=889
+  _globals['_MARK']._serialized_start=891
+  _globals['_MARK']._serialized_end=929
+  _globals['_SPAN']._serialized_start=932
+  _globals['_SPAN']._serialized_end=1105
+  _globals['_SPAN_SIZESENTRY']._serialized_start=1061
+  _globals['_SPAN_SIZESENTRY']._serialized_end=1105
+  _globals['_STATUSREQUEST']._serialized_start=1107
+  _globals['_STATUSREQUEST']._serialized_end=1122
+  _globals['_WORKERSTATUS']._serialized_start=1125
+  _globals['_WORKERSTATUS']._serialized_end=1603
+  _globals['_WORKERSTATUS_CODECPARAMETERSENTRY']._serialized_start=1549
+  _globals['_WORKERSTATUS_CODECPARAMETERSENTRY']._serialized_end=1603
 # @@protoc_insertion_point(module_scope)

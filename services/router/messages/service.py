@@ -8,7 +8,6 @@ from services.router.answer import Answer
 from services.router.messages.schema import MessagesRequest, Prompted
 from services.router.messages.translate import chat_request
 from services.router.messages.writer import MessageWriter, failure_event
-from services.router.parts import TextReader
 from services.router.renaming import renamed
 from services.router.service import RouterService
 from services.router.translate import Plan
@@ -25,7 +24,7 @@ class Messages:
         chat, rename = chat_request(request)
 
         def write(plan: Plan, name: str) -> MessageWriter:
-            return MessageWriter(f"msg_{state.wire_id}", name, plan.prompt_tokens, TextReader())
+            return MessageWriter(f"msg_{state.wire_id}", name, plan.prompt_tokens, plan.new_reader())
 
         planner = self._service.planner
         return self._service.answer(chat, 1, state, lambda: renamed(planner.chat(chat), rename), write, failure_event)

@@ -13,7 +13,8 @@ from kvrail.sampling import FinishReason
 from services.router.errors import anthropic_error, to_http
 from services.router.events import encode_named
 from services.router.generation import Delta, Updates
-from services.router.parts import CallDelta, Reader, Said
+from services.router.reading import OutputReader
+from services.router.tools.forms import CallDelta, Said
 
 Json = dict[str, Any]
 
@@ -38,7 +39,7 @@ def failure_event(error: KvrailError) -> bytes:
 class MessageWriter:
     """Writes one message; reader: takes its output apart. prompt_tokens: of the whole prompt."""
 
-    def __init__(self, message_id: str, model: str, prompt_tokens: int, reader: Reader) -> None:
+    def __init__(self, message_id: str, model: str, prompt_tokens: int, reader: OutputReader) -> None:
         self._message: Json = {
             "id": message_id,
             "type": "message",
@@ -86,12 +87,11 @@ class MessageWriter:
         return self._message
 
     def _take(self, delta: Delta) -> bytes:
-        said = self._reader.push(delta.text)
+        said = self._reader.push(delta.text, last=delta.finish_reason is not None)
         if said.reasoning and not said.content:
             self._thinking_tokens += len(delta.token_ids)
         events = self._show(said)
         if delta.finish_reason is not None:
-            events += self._show(self._reader.end())
             self._message["stop_reason"] = "max_tokens" if delta.finish_reason is FinishReason.LENGTH else "end_turn"
             if isinstance(delta.stop_reason, str):
                 self._message |= {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}

@@ -9,7 +9,6 @@ from kvrail.errors import InvalidRequestError
 from services.router.answer import Answer
 from services.router.encoding import refuse
 from services.router.logprobs import TokenTexts
-from services.router.parts import TextReader
 from services.router.renaming import renamed
 from services.router.responses.schema import ResponsesRequest
 from services.router.responses.store import ResponseStore
@@ -41,12 +40,12 @@ class Responses:
         response_id = f"resp_{state.wire_id}"
         items = [*history, *input_items(request)]
 
-        def write(_: Plan, name: str) -> ResponseWriter:
+        def write(plan: Plan, name: str) -> ResponseWriter:
             response = _described(request, response_id, name)
             if kept:
                 self._store.begin(owner, items, response, cancel)
             texts = TokenTexts(self._service.tokenizer) if chat.logprobs else None
-            return ResponseWriter(response, TextReader(), texts, lambda now: self._store.update(owner, now))
+            return ResponseWriter(response, plan.new_reader(), texts, lambda now: self._store.update(owner, now))
 
         def cancel() -> None:
             answer.cancel(InvalidRequestError("the response was cancelled"))

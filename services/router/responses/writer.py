@@ -20,7 +20,8 @@ from services.router.errors import to_http
 from services.router.events import encode_named
 from services.router.generation import Delta, Updates
 from services.router.logprobs import TokenTexts, chat_logprobs
-from services.router.parts import CallDelta, Reader, Said
+from services.router.reading import OutputReader
+from services.router.tools.forms import CallDelta, Said
 
 Json = dict[str, Any]
 
@@ -61,7 +62,7 @@ class ResponseWriter:
     """
 
     def __init__(
-        self, response: Json, reader: Reader, texts: TokenTexts | None, keep: Callable[[Json], object]
+        self, response: Json, reader: OutputReader, texts: TokenTexts | None, keep: Callable[[Json], object]
     ) -> None:
         self._response = response
         self._reader = reader
@@ -117,7 +118,7 @@ class ResponseWriter:
         return event
 
     def _take(self, delta: Delta) -> bytes:
-        said = self._reader.push(delta.text)
+        said = self._reader.push(delta.text, last=delta.finish_reason is not None)
         if said.reasoning and not said.content:
             self._reasoning_tokens += len(delta.token_ids)
         logprobs = []
@@ -126,7 +127,6 @@ class ResponseWriter:
         events = self._show(said, logprobs)
         if delta.finish_reason is not None:
             self._cut = delta.finish_reason is FinishReason.LENGTH
-            events += self._show(self._reader.end(), [])
         return events
 
     def _show(self, said: Said, logprobs: list[Json]) -> bytes:
