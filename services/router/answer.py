@@ -25,6 +25,9 @@ from services.router.writers import Writer
 
 log = logging.getLogger("kvrail.router.answer")
 
+LEAST_HEAD_S = 0.01
+"""What a request whose body took long still gets, so that a refusal which takes no time has a status."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -94,7 +97,7 @@ class Answer(Response):
         if not self._job.stream:
             await self._admitted(scope, receive, send)
             return
-        left_s = max(0.0, self._speech.head_after_s - self._job.timeline.elapsed())
+        left_s = max(LEAST_HEAD_S, self._speech.head_after_s - self._job.timeline.elapsed())
         async with EventStream(send, head_after_s=left_s, keep_alive_s=self._speech.keep_alive_s) as events:
             self._events = events
             await self._admitted(scope, receive, send)

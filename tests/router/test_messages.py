@@ -8,6 +8,8 @@ from kvrail.text import Tokenizer
 from tests.router.cluster import CONTEXT, MODEL, OUTPUT, Cluster, run_cluster
 from tests.router.scripts import failing
 from tests.router.test_responses import prompt_of
+from tests.router.test_tools import roomy
+from tests.router.writing import saying
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -127,3 +129,35 @@ async def test_keys(tokenizer: Tokenizer):
                         await claude.messages.create(model=MODEL, max_tokens=5, messages=HI)
                     assert caught.value.body["error"]["type"] == "authentication_error"
         assert (await cluster.http.get("/v1/models", headers={"x-api-key": "first"})).status_code == 200
+
+
+async def test_tools(tokenizer: Tokenizer):
+    async with (
+        roomy(tokenizer) as cluster,
+        anthropic.AsyncAnthropic(base_url=cluster.url, api_key="unused", max_retries=0) as claude,
+    ):
+        await call_a_tool(claude, cluster, tokenizer)
+
+
+async def call_a_tool(claude: anthropic.AsyncAnthropic, cluster: Cluster, tokenizer: Tokenizer) -> None:
+    tool = {"name": "look_up", "description": "Look up", "input_schema": {"type": "object", "properties": {}}}
+    cluster.decode[0].script = saying(
+        'I look.\n<tool_call>\n{"name": "look_up", "arguments": {"a": "b"}}\n</tool_call>'
+    )
+    asked = {"model": MODEL, "max_tokens": 50, "tools": [tool], "messages": HI}
+    answer = await claude.messages.create(**asked)
+    text, call = answer.content
+    assert (text.text, call.name, call.input, answer.stop_reason) == ("I look.", "look_up", {"a": "b"}, "tool_use")
+    async with claude.messages.stream(**asked) as stream:
+        streamed = await stream.get_final_message()
+    assert [block.type for block in streamed.content] == ["text", "tool_use"]
+    assert (streamed.content[1].input, streamed.stop_reason) == ({"a": "b"}, "tool_use")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "found"}]}
+    history = [*HI, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    await claude.messages.create(**(asked | {"messages": history}))
+    assert "found" in prompt_of(cluster, tokenizer)
+    forced = await claude.messages.create(**asked, tool_choice={"type": "tool", "name": "look_up"})
+    assert forced.stop_reason == "tool_use"
+    assert cluster.decode[0].requests[-1].sampling.grammar
+    await claude.messages.create(**asked, tool_choice={"type": "none"})
+    assert not cluster.decode[0].requests[-1].sampling.grammar

@@ -10,6 +10,8 @@ from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until
 from tests.router.scripts import error_of, hanging
 from tests.router.test_refusals import check_error
+from tests.router.test_tools import roomy
+from tests.router.writing import matching, saying
 
 TEXT_EVENTS = [
     "response.created",
@@ -164,6 +166,57 @@ async def test_a_client_that_leaves(client: openai.AsyncOpenAI, cluster: Cluster
         return (await client.responses.retrieve(response_id)).status == "cancelled"
 
     await until(ended)
+
+
+async def test_tools(tokenizer: Tokenizer):
+    tool = {"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}}
+    written = 'I look.\n<tool_call>\n{"name": "look_up", "arguments": {"a": "b"}}\n</tool_call>'
+    async with (
+        roomy(tokenizer) as cluster,
+        openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        cluster.decode[0].script = saying(written)
+        asked = {"model": MODEL, "tools": [tool]}
+        first = await client.responses.create(**asked, input="hi")
+        assert [item.type for item in first.output] == ["message", "function_call"]
+        call = first.output[1]
+        assert (first.output_text, call.name, json.loads(call.arguments)) == ("I look.", "look_up", {"a": "b"})
+        events = [event async for event in await client.responses.create(**asked, input="hi", stream=True)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = list(dict.fromkeys(event.type for event in events))
+        at = kinds.index("response.function_call_arguments.delta")
+        assert kinds[at : at + 2] == [
+            "response.function_call_arguments.delta",
+            "response.function_call_arguments.done",
+        ]
+        parts = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert "".join(parts) == call.arguments
+        told = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
+        second = await client.responses.create(**asked, input=[told], previous_response_id=first.id)
+        prompt = prompt_of(cluster, tokenizer)
+        assert "I look." in prompt
+        assert prompt.index("look_up") < prompt.index("found")
+        listed = await client.responses.input_items.list(second.id, order="asc")
+        assert [item.type for item in listed.data] == ["message", "message", "function_call", "function_call_output"]
+        await client.responses.create(**asked, input="hi", tool_choice={"type": "function", "name": "look_up"})
+        assert cluster.decode[0].requests[-1].sampling.grammar
+
+
+async def test_structured_text(tokenizer: Tokenizer):
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    async with (
+        roomy(tokenizer) as cluster,
+        openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        cluster.decode[0].script = matching
+        answer = await client.responses.create(model=MODEL, input="hi", text={"format": form})
+        assert json.loads(answer.output_text) == {"a": "b"}
+        assert answer.text.format.schema_ == schema
+        with pytest.raises(openai.BadRequestError) as caught:
+            wrong = {**form, "schema": {"type": "nothing"}}
+            await client.responses.create(model=MODEL, input="hi", text={"format": wrong})
+        assert caught.value.param.startswith("text.format.")
 
 
 REFUSED = [

@@ -119,7 +119,7 @@ class MessageWriter:
     def _call(self, call: CallDelta) -> bytes:
         events = b""
         if call.id is not None:
-            events = self._close() + self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            events = self._close() + self._start(_called(call))
         if call.arguments:
             self._arguments += call.arguments
             events += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
@@ -152,6 +152,11 @@ class MessageWriter:
         told = _usage(usage["prompt_tokens"], usage["completion_tokens"], cached, self._thinking_tokens)
         self._message |= {"content": self._blocks, "usage": {**told, "kvrail": usage["kvrail"]}}
         return events
+
+
+def _called(call: CallDelta) -> Json:
+    """A call's block before its arguments; caller: the model itself, not code that it has written."""
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}, "caller": {"type": "direct"}}
 
 
 def _parsed(arguments: str) -> Json:

@@ -104,6 +104,11 @@ def _listed(response_id: str, place: int, item: Any) -> Json:
     return told
 
 
+def _tool(tool: Json) -> Json:
+    """A function as the response repeats it, with its defaults."""
+    return {"description": None, "parameters": None, "strict": False, **tool}
+
+
 def _described(request: ResponsesRequest, response_id: str, name: str) -> Json:
     """The response as it begins: what was asked for, and no output."""
     given = request.model_dump(exclude_none=True, by_alias=True)
@@ -134,7 +139,7 @@ def _described(request: ResponsesRequest, response_id: str, name: str) -> Json:
         "temperature": given.get("temperature", 1.0),
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tool_choice": request.tool_choice or "auto",
-        "tools": request.tools or [],
+        "tools": [_tool(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": given.get("top_p", 1.0),
         "truncation": request.truncation or "disabled",

@@ -23,6 +23,7 @@ class ToolUseShape(Shape):
     id: str
     name: str
     input: dict[str, Any]
+    caller: dict[str, str]
 
 
 class ThinkingShape(Shape):
