@@ -37,9 +37,9 @@ class RouterService:
         self.pool = WorkerPool(settings, self.metrics)
         self.admission = Admission(settings.max_concurrent_requests)
         self.tokenizer = tokenizer
-        self.encoder = Encoder(tokenizer)
+        self._encoder = Encoder(tokenizer)
         shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
-        self.planner = Planner(self.encoder, shaper, self.pool.limits)
+        self.planner = Planner(self._encoder, shaper, self.pool.limits)
         self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
         self._started = int(time.time())
 
@@ -129,10 +129,10 @@ class RouterService:
         """The JSON that answers /tokenize."""
         self.check_model(request.model)
         with self.admission.admitted(1):
-            tokens = await self.encoder.tokenize(request)
+            tokens = await self._encoder.tokenize(request)
             answer = {"count": len(tokens), "max_model_len": self.max_model_len()}
             members = [json.dumps(answer)[1:-1].encode()]
-            lists = await self.encoder.listed(tokens, texts=bool(request.return_token_strs))
+            lists = await self._encoder.listed(tokens, texts=bool(request.return_token_strs))
             members += [b'"%b": %b' % (name.encode(), text) for name, text in lists.items()]
         return b"{" + b", ".join(members) + b"}"
 
@@ -140,7 +140,7 @@ class RouterService:
         """Answer /detokenize."""
         self.check_model(request.model)
         with self.admission.admitted(1):
-            return {"prompt": await self.encoder.detokenize(request.tokens)}
+            return {"prompt": await self._encoder.detokenize(request.tokens)}
 
     def max_model_len(self) -> int | None:
         """Context length in tokens; None while no decode worker takes requests."""

@@ -112,6 +112,12 @@ class Planner:
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         return self._plan(request, "messages", prompts, [""], limits, wanted, top, shape)
 
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of a chat's prompt; raises InvalidRequestError naming the parameter."""
+        refuse_unsupported(request)
+        offer = offer_of(request)
+        return len(await self._encoder.chat(request, tools=() if offer is None else offer.shown))
+
     async def completion(self, request: CompletionRequest) -> Plan:
         """Plan completions; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)

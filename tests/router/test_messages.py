@@ -156,6 +156,9 @@ async def call_a_tool(claude: anthropic.AsyncAnthropic, cluster: Cluster, tokeni
     history = [*HI, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     await claude.messages.create(**(asked | {"messages": history}))
     assert "found" in prompt_of(cluster, tokenizer)
+    bare = await claude.messages.count_tokens(model=MODEL, messages=HI)
+    offered = await claude.messages.count_tokens(model=MODEL, messages=HI, tools=[tool])
+    assert offered.input_tokens > bare.input_tokens + 10
     forced = await claude.messages.create(**asked, tool_choice={"type": "tool", "name": "look_up"})
     assert forced.stop_reason == "tool_use"
     assert cluster.decode[0].requests[-1].sampling.grammar

@@ -34,5 +34,4 @@ class Messages:
         self._service.check_model(request.model)
         chat, rename = chat_request(request)
         with self._service.admission.admitted(1):
-            tokens = await renamed(self._service.encoder.chat(chat), rename)
-        return {"input_tokens": len(tokens)}
+            return {"input_tokens": await renamed(self._service.planner.count(chat), rename)}

@@ -92,6 +92,8 @@ def chat_request(request: ResponsesRequest, history: Sequence[InputItem]) -> tup
 
     def rename(param: str) -> str:
         name, _, rest = param.partition(".")
+        if name == "response_format":
+            rest = rest.removeprefix("json_schema").removeprefix(".")
         place, _, inner = rest.partition(".")
         if name == "messages" and place.isdecimal():
             source = sources[int(place)]
