@@ -60,6 +60,9 @@ fuzz: $(VENV)/.dev  ## damaged frames and bodies, more of them than `make test` 
 test-openapi: $(VENV)/.dev  ## schemathesis on the OpenAPI document: 5,000 requests and more
 	KVRAIL_OPENAPI_EXAMPLES=300 $(BIN)/python -m pytest -s --timeout=1800 tests/router/test_openapi.py $(ARGS)
 
+test-clients: $(VENV)/.dev  ## clients in Python and Node, each installed apart, against a live cluster; needs node and npm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "clients or not clients" --timeout=1800 tests/clients $(ARGS)
+
 test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's output, or in bfloat16 a tie; takes hours
 	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \
 		--log-cli-level=INFO $(ARGS)

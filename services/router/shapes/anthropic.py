@@ -13,7 +13,7 @@ class TextBlockShape(Shape):
 
     type: Literal["text"]
     text: str
-    citations: None
+    citations: list[Any]
 
 
 class ToolUseShape(Shape):
