@@ -2,12 +2,22 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy, as in vLLM: float32 logits divided by them have no room for noise."""
 
 MAX_GRAMMAR_BYTES = 256 << 10
 """Of one grammar. OpenAI takes schemas of up to 120,000 characters."""
+
+
+class LogitBias(dict[int, float]):
+    """What is added to the logits of tokens; up to a vocabulary of them.
+
+    laid_out: what the engine makes of it once, rather than at each token.
+    """
+
+    laid_out: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES, KVLayout
 from kvrail.lifecycle import Stage
-from kvrail.sampling import MAX_GRAMMAR_BYTES, FinishReason, SamplingParams, TokenLogprobs
+from kvrail.sampling import MAX_GRAMMAR_BYTES, FinishReason, LogitBias, SamplingParams, TokenLogprobs
 from kvrail.spans import MAX_SPANS, Span
 from kvrail.wire.v1 import common_pb2, decode_pb2
 
@@ -118,7 +118,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         repetition_penalty=message.repetition_penalty,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
-        logit_bias=dict(message.logit_bias),
+        logit_bias=LogitBias(message.logit_bias),
         seed=message.seed,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         stop=tuple(message.stop),

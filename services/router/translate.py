@@ -1,8 +1,10 @@
 """From an API request to what workers understand: token ids and sampling parameters."""
 
+import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrail.errors import ContextLengthError
 from kvrail.sampling import SamplingParams
@@ -13,6 +15,8 @@ from services.router.reading import OutputReader
 from services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Request, named
 from services.router.shaping import Shape, Shaper
 from services.router.tools.offered import offer_of
+
+MANY_BIASES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class Planner:
         shape = await self._shaper.chat(request, offer, prompts[0])
         top = (request.top_logprobs or 0) if request.logprobs else None
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        return self._plan(request, "messages", prompts, [""], limits, wanted, top, shape)
+        return await self._planned(request, "messages", prompts, [""], limits, wanted, top, shape)
 
     async def count(self, request: ChatRequest) -> int:
         """Tokens of a chat's prompt; raises InvalidRequestError naming the parameter."""
@@ -124,7 +128,15 @@ class Planner:
         limits = self._limits()
         shape = await self._shaper.completion(request)
         prompts, prefixes = await self._encoder.prompts(request, limits.context)
-        return self._plan(request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs, shape)
+        return await self._planned(
+            request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs, shape
+        )
+
+    async def _planned(self, request: Request, *others: Any) -> Plan:
+        """The plan; beside the event loop where a bias is as wide as a vocabulary."""
+        if len(request.logit_bias or ()) <= MANY_BIASES:
+            return self._plan(request, *others)
+        return await asyncio.to_thread(self._plan, request, *others)
 
     def _plan(
         self,

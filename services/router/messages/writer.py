@@ -111,7 +111,7 @@ class MessageWriter:
         """Add to the open block, if it is of this kind; else open one."""
         events = b""
         if self._open != kind:
-            begun = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {"citations": []})}
+            begun: Json = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {"citations": []})}
             events = self._close() + self._start(begun)
         self._blocks[-1][kind] += text
         return events + self._delta({"type": f"{kind}_delta", kind: text})

@@ -58,21 +58,45 @@ def chat_request(request: ResponsesRequest, history: Sequence[InputItem]) -> tup
     InvalidRequestError names the request's own parameter.
     """
     _refuse_unsupported(request)
-    items = [*history, *input_items(request)]
+    messages, origins = _turns(request, history)
+
+    def rename(param: str) -> str:
+        name, _, rest = param.partition(".")
+        place, _, inner = rest.partition(".")
+        if name == "messages" and place.isdecimal():
+            origin = origins[int(place)]
+            return f"{origin}.{inner}" if inner and origin.startswith("input.") else origin
+        if name == "response_format":
+            rest = rest.removeprefix("json_schema").removeprefix(".")
+        return ".".join(filter(None, (NAMES.get(name, name), rest)))
+
+    return as_chat(_body(request, messages), rename)
+
+
+def _turns(request: ResponsesRequest, history: Sequence[InputItem]) -> tuple[list[Json], list[str]]:
+    """The chat's messages, and the parameter that each of them is of."""
     messages: list[Json] = []
-    sources: list[int] = []  # of each message, the first of the request's items that it is made of
+    origins: list[str] = []
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
-        sources.append(-1)
-    for place, item in enumerate(items):
+        origins.append("instructions")
+    before: InputItem | None = None
+    for place, item in enumerate([*history, *input_items(request)], -len(history)):
         if isinstance(item, Reasoning) and not item.content:
             continue
         message = _message(item)
-        if messages and _joins(messages[-1], message, place and items[place - 1], item):
+        if messages and _joins(messages[-1], message, before, item):
             _join(messages[-1], message)
         else:
             messages.append(message)
-            sources.append(place - len(history))
+            own = "input" if isinstance(request.input, str) else f"input.{place}"
+            origins.append("previous_response_id" if place < 0 else own)
+        before = item
+    return messages, origins
+
+
+def _body(request: ResponsesRequest, messages: list[Json]) -> Json:
+    """The chat's body."""
     given = {name: getattr(request, name) for name in Sampled.model_fields if name in request.model_fields_set}
     if request.kvrail is not None:
         given["kvrail"] = request.kvrail.model_dump(exclude_unset=True)
@@ -87,24 +111,8 @@ def chat_request(request: ResponsesRequest, history: Sequence[InputItem]) -> tup
     }
     if LOGPROBS in (request.include or ()):
         optional |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
-    extras = request.model_extra or {}
-    body = {**extras, **given, "messages": messages, **{k: v for k, v in optional.items() if v is not None}}
-
-    def rename(param: str) -> str:
-        name, _, rest = param.partition(".")
-        if name == "response_format":
-            rest = rest.removeprefix("json_schema").removeprefix(".")
-        place, _, inner = rest.partition(".")
-        if name == "messages" and place.isdecimal():
-            source = sources[int(place)]
-            if source < 0:
-                return (
-                    "instructions" if int(place) == 0 and request.instructions is not None else "previous_response_id"
-                )
-            rest = ".".join(filter(None, (str(source), inner)))
-        return ".".join(filter(None, (NAMES.get(name, name), rest)))
-
-    return as_chat(body, rename)
+    told = {name: value for name, value in optional.items() if value is not None}
+    return {**(request.model_extra or {}), **given, "messages": messages, **told}
 
 
 def input_items(request: ResponsesRequest) -> list[InputItem]:
@@ -155,7 +163,7 @@ def _message(item: InputItem) -> Json:
     return {"role": "assistant", "reasoning_content": "\n".join(part.text for part in item.content or ())}
 
 
-def _joins(last: Json, message: Json, before: object, item: InputItem) -> bool:
+def _joins(last: Json, message: Json, before: InputItem | None, item: InputItem) -> bool:
     """Whether an item continues the assistant's turn that the item before it is of: reasoning, text, then calls."""
     if last["role"] != "assistant" or message["role"] != "assistant":
         return False
