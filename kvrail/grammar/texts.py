@@ -11,11 +11,13 @@ from typing import Any
 from llguidance import LLMatcher, grammar_from
 
 from kvrail.errors import InvalidRequestError
+from kvrail.grammar.closing import closed
 
 MAX_DEPTH = 50
 """Levels of a schema. llguidance reads up to 128 of JSON, and each of a schema takes about two."""
-WHITESPACE = r"[ \t\n]{1,20}"
-"""Between JSON's tokens, or nothing: without a bound a weak model writes spaces until it is cut off."""
+WHITESPACE = r"( |\n[ \t]{0,20})"
+"""Between JSON's tokens, or nothing: a space, or a line's end and an indent, as llama.cpp has it. Without a bound a
+weak model writes spaces until it is cut off."""
 OPTIONS = "x-guidance"
 """The key under which a schema carries llguidance's options."""
 
@@ -27,7 +29,7 @@ Part = dict[str, Any]
 def schema_of(schema: object, *, lenient: bool) -> Json:
     """A schema as llguidance is given it; lenient: keywords that it does not know are passed over.
 
-    Raises InvalidRequestError where it is no schema or too deep.
+    Its objects are closed (kvrail.grammar.closing). Raises InvalidRequestError where it is no schema or too deep.
     """
     if schema is True:
         schema = {}
@@ -35,7 +37,7 @@ def schema_of(schema: object, *, lenient: bool) -> Json:
         raise InvalidRequestError("is no JSON schema under which anything is valid; send an object")
     if _depth(schema) > MAX_DEPTH:
         raise InvalidRequestError(f"is nested deeper than {MAX_DEPTH} levels; send a flatter schema, with $defs")
-    return {**schema, OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
+    return {**closed(schema), OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
 
 
 def from_schema(schema: object, *, lenient: bool) -> Part:

@@ -7,7 +7,7 @@ import sys
 import venv
 from pathlib import Path
 
-PLACE = Path(sys.prefix) / "clients"
+PLACE = Path(sys.prefix) / "client-environments"
 """Beside the tests' own packages; `make clean` takes it along."""
 PYTHON: dict[str, tuple[str, ...]] = {
     "litellm": ("litellm>=1.80", "mcp"),

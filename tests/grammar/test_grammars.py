@@ -9,6 +9,7 @@ import pytest
 
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar import Grammars, texts
+from kvrail.grammar.closing import closed
 from kvrail.sampling import MAX_GRAMMAR_BYTES
 from kvrail.text import load_tokenizer
 from kvrail.wire.convert import sampling_from_proto, sampling_to_proto
@@ -139,3 +140,32 @@ def test_gbnf_is_read_as_lark():
     assert "start" in part["lark_grammar"]
     with pytest.raises(InvalidRequestError, match="GBNF"):
         texts.from_lark_or_gbnf('root ::= "a')
+
+
+INNER = {"type": "object", "properties": {"x": {"type": "integer"}}}
+CLOSED = {**INNER, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (INNER, CLOSED),
+        ({"items": INNER, "$defs": {"a": INNER}}, {"items": CLOSED, "$defs": {"a": CLOSED}}),
+        ({"anyOf": [INNER, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"properties": {"properties": INNER}}, {"properties": {"properties": CLOSED}, "additionalProperties": False}),
+        ({"type": "object"}, {"type": "object"}),
+        ({"enum": [INNER]}, {"enum": [INNER]}),
+        *(
+            (same, same)
+            for same in (
+                {**INNER, "additionalProperties": True},
+                {**INNER, "required": ["y"]},
+                {**INNER, "anyOf": [INNER]},
+                {"allOf": [INNER, {"properties": {"y": {}}}]},
+                {"items": {**INNER, "if": {}, "then": {}}},
+            )
+        ),
+    ],
+)
+def test_objects_are_closed_where_their_schema_says_nothing_of_others(schema, expected):
+    assert closed(schema) == expected
