@@ -164,6 +164,51 @@ async def test_priorities_are_for_those_who_may(tokenizer: Tokenizer):
             task.cancel()
 
 
+async def test_priorities_pass_through_every_api(tokenizer: Tokenizer):
+    asked = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": {"model": MODEL, "prompt": "hi"},
+        "/v1/responses": {"model": MODEL, "input": "hi"},
+        "/v1/messages": CHAT | {"max_tokens": 5},
+    }
+    async with run_cluster(tokenizer) as cluster:
+        for path, body in asked.items():
+            refused = await cluster.http.post(path, json=body | {"priority": 3})
+            assert refused.status_code == 400, path
+            assert refused.json()["error"]["message"].startswith("priority: is 3, but this server takes none"), path
+    async with run_cluster(tokenizer, newcomer_share=0, priorities=True) as cluster:
+        cluster.decode[0].script = hanging()
+        running = [asyncio.create_task(cluster.complete()) for _ in range(8)]
+        await until(lambda: len(cluster.decode[0].requests) == 8)
+        dispatcher = cluster.service.dispatcher
+        for number, (path, body) in enumerate(asked.items()):
+            running.append(asyncio.create_task(cluster.http.post(path, json=body | {"priority": -number})))
+            await until(lambda: len(dispatcher.queue) == len(running) - 8)
+        assert [ticket.priority for ticket in dispatcher._turns] == [0, -1, -2, -3]
+        for task in running:
+            task.cancel()
+
+
+async def test_a_key_is_one_client_however_it_comes(tokenizer: Tokenizer):
+    async with two_keys(tokenizer, newcomer_share=0) as (cluster, first, second):
+        cluster.decode[0].script = hanging()
+
+        def ask(headers: dict) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(cluster.http.post("/v1/chat/completions", json=CHAT, headers=headers))
+
+        asked = [ask(first) for _ in range(8)]
+        await until(lambda: len(cluster.decode[0].requests) == 8)
+        queue = cluster.service.dispatcher.queue
+        asked += [ask(first), ask({"X-Api-Key": "first"})]
+        await until(lambda: len(queue) == 2)
+        assert queue.clients == 1
+        asked += [ask({"X-Api-Key": "second"}), ask(second)]
+        await until(lambda: len(queue) == 4)
+        assert queue.clients == 2
+        for task in asked:
+            task.cancel()
+
+
 async def test_what_a_worker_refuses_goes_before_the_others(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, status_interval_s=0.5) as cluster:
         seen: list[int] = []
