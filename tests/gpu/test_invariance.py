@@ -46,7 +46,7 @@ def load(name: str, kv_dtype: str = "bfloat16") -> LoadedModel:
 def runner_of(loaded: LoadedModel, *, graphs: bool = True, compile: bool = False) -> ModelRunner:
     torch._dynamo.reset()
     runner = ModelRunner(
-        loaded, 240, max_running=COMPANY + 1, max_batch_tokens=2048, cuda_graphs=graphs, compile=compile
+        loaded, 260, max_running=COMPANY + 1, max_batch_tokens=2048, cuda_graphs=graphs, compile=compile
     )
     runner.warm_up()
     return runner
@@ -154,6 +154,22 @@ def test_a_tokens_bits_do_not_depend_on_its_company(name: str, kv_dtype: str) ->
     runner = runner_of(load(name, kv_dtype))
     assert runner.finding.holds, runner.finding.reason
     assert list(differing(runner)) == []
+
+
+def test_chunks_of_up_to_two_thousand_tokens() -> None:
+    runner, ids = runner_of(load("demo")), tokens(2_300, 6)
+    choice = random.Random(8)
+    found = []
+    for sizes in ([64] * 36, [2048, 252], [1, 1000, 7, 700, 592], [choice.choice([1, 5, 130]) for _ in range(2_300)]):
+        sequence = Sequence(runner, ids)
+        for size in sizes:
+            if sequence.at < len(ids):
+                company = choice.choice([0, 9]) if size < 2_000 else 0
+                sequence.step(min(size, len(ids) - sequence.at), company=company)
+        assert sequence.at == len(ids)
+        found.append(sequence.bits())
+    for bits in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], bits, strict=True))
 
 
 @pytest.mark.parametrize(("graphs", "compile"), [(False, False), (False, True), (True, True)])
