@@ -37,11 +37,10 @@ class Cluster:
         http, *ports = free_ports(5)
         self.url = f"http://127.0.0.1:{http}"
         self.prefills, self.decodes = [f"127.0.0.1:{p}" for p in ports[:2]], [f"127.0.0.1:{p}" for p in ports[2:]]
-        flags = ["--kv-dtype", "float32", "--num-pages", "64", "--no-prefix-cache"]
         for address in self.prefills:
-            self.start("prefill", address, *flags)
+            self.start("prefill", address, "--kv-dtype", "float32", "--num-pages", "64", "--no-prefix-cache")
         for address in self.decodes:
-            self.start("decode", address, "--local-prefill-tokens", "16", *flags)
+            self.start("decode", address, "--kv-dtype", "float32", "--num-pages", "64", "--no-prefix-cache")
         workers = ["--decode-workers", ",".join(self.decodes), "--prefill-workers", ",".join(self.prefills)]
         self.start("router", f"127.0.0.1:{http}", *workers)
         deadline = time.monotonic() + 120
