@@ -19,7 +19,8 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 .PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
 	gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-structured simulate replay
+	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
+	simulate replay
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -148,6 +149,9 @@ bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and 
 
 bench-overload: $(VENV)/.dev  ## who is lost and who waits when one client floods a cluster; five minutes
 	$(BIN)/python -m benchmarks.overload $(ARGS)
+
+bench-local-prefill: $(VENV)/.dev  ## short prompts at the decode worker: a fixed number of tokens, or as measured
+	$(BIN)/python -m benchmarks.local_prefill $(ARGS)
 
 bench-structured: $(VENV)/.dev  ## tokens/s with a JSON schema and without, in turns
 	$(BIN)/python -m benchmarks.structured $(ARGS)

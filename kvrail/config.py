@@ -259,7 +259,7 @@ class DecodeSettings(WorkerSettings):
         64, ge=0, description="tokens drafted while later stages of the KV are on their way; 0: none"
     )
     local_prefill_tokens: int = Field(
-        -1,
+        64,
         ge=-1,
         description="prompts with no more uncached tokens than this are prefilled by the decode worker itself; -1: as "
         "many as cost it less than fetching them, as measured",

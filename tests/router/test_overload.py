@@ -11,7 +11,7 @@ import openai
 from kvrail.errors import OverloadedError
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
-from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
+from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, status, until, write_output
 from tests.router.scripts import error_of, hanging
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -210,19 +210,25 @@ async def test_a_key_is_one_client_however_it_comes(tokenizer: Tokenizer):
 
 
 async def test_what_a_worker_refuses_goes_before_the_others(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, status_interval_s=0.5) as cluster:
-        seen: list[int] = []
+    async with run_cluster(tokenizer) as cluster:
+        fake, seen, refuse = cluster.decode[0], [], asyncio.Event()
+        fake.status = status(max_running=1)
+        await until(lambda: cluster.service.pool.decode[fake.target].load().max_running == 1)
 
         async def refuses_once(worker, request):
             seen.append(request.prompt_token_ids[0])
             if seen == [1]:
+                await refuse.wait()
                 raise OverloadedError("full")
             async for reply in write_output(worker, request):
                 yield reply
 
-        cluster.decode[0].script = refuses_once
-        first = asyncio.create_task(cluster.complete(prompt=[1]))
-        await until(lambda: cluster.service.pool.decode[cluster.decode[0].target].refused)
-        second = asyncio.create_task(cluster.complete(prompt=[2]))
-        assert [(await task).status_code for task in (first, second)] == [200, 200]
-        assert seen == [1, 1, 2]
+        fake.script = refuses_once
+        asked = [asyncio.create_task(cluster.complete(prompt=[1]))]
+        await until(lambda: seen == [1])
+        for number in (2, 3):
+            asked.append(asyncio.create_task(cluster.complete(prompt=[number])))
+            await until(lambda: len(cluster.service.dispatcher.queue) == len(asked) - 1)
+        refuse.set()
+        assert [(await task).status_code for task in asked] == [200] * 3
+        assert seen == [1, 1, 2, 3]
