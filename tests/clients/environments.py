@@ -9,6 +9,8 @@ from pathlib import Path
 
 PLACE = Path(sys.prefix) / "client-environments"
 """Beside the tests' own packages; `make clean` takes it along."""
+WITHOUT_GPU = Path(__file__).parents[2] / "constraints-cpu.txt"
+"""No client computes: what needs torch gets the small one."""
 PYTHON: dict[str, tuple[str, ...]] = {
     "litellm": ("litellm>=1.80", "mcp"),
     "langchain": ("langchain-openai>=1.0",),
@@ -34,7 +36,7 @@ def python_with(client: str) -> str:
     python = folder / "bin" / "python"
     if not (folder / "done").exists():
         venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *needs], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", str(WITHOUT_GPU), *needs], check=True)
         (folder / "done").touch()
     return str(python)
 
