@@ -5,8 +5,8 @@
 
 Each round sends the same prompts twice, with the schema and without; the order changes with every round. All outputs
 are cut at the same number of tokens: the schema wants more records than fit. Correctness first: outputs of a schema
-that fits must be valid, and every output must have its tokens. Without --shape the cluster has the model that ships, on
-the CPU.
+that fits must be valid, and every output must have its tokens. CPU time is the cluster's, and tells the same on a
+machine that others use too. Without --shape the cluster has the model that ships, on the CPU.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from typing import Any
 
 import httpx
 import jsonschema
+import psutil
 
 from benchmarks.serving import started as shape_started
 from benchmarks.serving import wait_healthy
@@ -69,9 +70,18 @@ async def check(client: httpx.AsyncClient, model: str) -> None:
         raise SystemExit("no output came to its end, so that none was checked")
 
 
-async def measure(url: str, model: str, vocab: int, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Tokens/s of each round, with the schema and without."""
+def cpu_seconds() -> float:
+    """CPU time that the cluster's processes, this one's children, have taken."""
+    times = [each.cpu_times() for each in psutil.Process().children(recursive=True)]
+    return float(sum(each.user + each.system for each in times))
+
+
+async def measure(
+    url: str, model: str, vocab: int, args: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens/s of each round, with the schema and without, and CPU milliseconds a token."""
     rates: dict[str, list[float]] = {"free": [], "schema": []}
+    costs: dict[str, list[float]] = {"free": [], "schema": []}
     limits = httpx.Limits(max_connections=args.streams + 8)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         await check(client, model)
@@ -81,7 +91,7 @@ async def measure(url: str, model: str, vocab: int, args: argparse.Namespace) ->
             for kind in sorted(rates, reverse=bool(number % 2)):
                 form: dict[str, Any] = {"json_schema": LONG} if kind == "schema" else {"ignore_eos": True}
                 common = {"model": model, "max_tokens": args.output_tokens, "temperature": args.temperature, **form}
-                begin = time.perf_counter()
+                begin, before = time.perf_counter(), cpu_seconds()
                 answers = await asyncio.gather(
                     *(ask(client, {**common, "prompt": prompt, "seed": i}) for i, prompt in enumerate(prompts))
                 )
@@ -91,7 +101,8 @@ async def measure(url: str, model: str, vocab: int, args: argparse.Namespace) ->
                     raise SystemExit(f"{kind}: outputs have {sorted(set(tokens))} tokens, not {args.output_tokens}")
                 if number:  # the first round warms up
                     rates[kind].append(sum(tokens) / seconds)
-    return rates
+                    costs[kind].append(1e3 * (cpu_seconds() - before) / sum(tokens))
+    return rates, costs
 
 
 @contextmanager
@@ -131,14 +142,17 @@ def main() -> None:
     parser.add_argument("--up", nargs=argparse.REMAINDER, default=[], help="last: more flags of kvrail up")
     args = parser.parse_args()
     with started(args) as (url, model, vocab):
-        rates = asyncio.run(measure(url, model, vocab, args))
+        rates, costs = asyncio.run(measure(url, model, vocab, args))
     medians = {kind: statistics.median(values) for kind, values in rates.items()}
     for kind, values in rates.items():
         sys.stdout.write(f"{kind:7} {medians[kind]:8.1f} tokens/s   rounds {[round(value, 1) for value in values]}\n")
-    pairs = [with_schema / free for with_schema, free in zip(rates["schema"], rates["free"], strict=True)]
-    sys.stdout.write(f"with a schema / without: {statistics.median(pairs):.3f} (median of the rounds' quotients)\n")
+    for name, found in (("tokens/s", rates), ("CPU time a token", costs)):
+        pairs = [with_schema / free for with_schema, free in zip(found["schema"], found["free"], strict=True)]
+        sys.stdout.write(f"{name}, with a schema / without: {statistics.median(pairs):.3f} (median of the rounds)\n")
     if args.out:
-        args.out.write_text(json.dumps({"command": sys.argv[1:], "tokens_per_s": rates, "median": medians}, indent=1))
+        args.out.write_text(
+            json.dumps({"command": sys.argv[1:], "tokens_per_s": rates, "cpu_ms_a_token": costs}, indent=1)
+        )
 
 
 if __name__ == "__main__":

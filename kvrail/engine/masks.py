@@ -5,6 +5,7 @@ where the row is. What a step draws is therefore the same with drafts and withou
 """
 
 import math
+import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.grammar import Matcher
 
 BITS = 32
+WARY_S = 0.02
+"""Masks of a step that take longer are found one by one in the next, to see whose do."""
+ALLOWED_S, ALLOWED_S_A_TOKEN = 0.1, 0.002
+"""CPU time of one sequence's masks, when it is looked at: usual ones take 10 to 100 µs, the first some ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class MaskFinder:
         self._no_end = np.packbits(bits, bitorder="little").view(np.int32)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._executor = LLExecutor()
+        self._wary = False  # the last masks took long
 
     def begin(self, step: Step) -> "Future[Masks] | None":
         """Find the masks of `step`, whose sequences' tokens are all known by now; None where it needs none.
@@ -110,14 +116,30 @@ class MaskFinder:
         self, words: npt.NDArray[np.int32], runs: list[tuple[_Run, int]], stuck: dict[Sequence, KvrailError]
     ) -> None:
         """Write the masks of the matchers' places, in parallel."""
-        if runs:
+        begin = time.perf_counter()
+        if self._wary:
+            self._fill_one_by_one(words, runs, stuck)
+        elif runs:
             places = [(run.matcher.state, mask) for run, mask in runs]
             self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, 4 * self._words, len(words))
+        self._wary = time.perf_counter() - begin > WARY_S
         for run, mask in runs:
             if not run.matcher.complete:
                 words[mask] &= self._no_end
             if not words[mask].any():
-                stuck[run.sequence] = _no_way_on(run)
+                stuck.setdefault(run.sequence, _no_way_on(run))
+
+    def _fill_one_by_one(
+        self, words: npt.NDArray[np.int32], runs: list[tuple[_Run, int]], stuck: dict[Sequence, KvrailError]
+    ) -> None:
+        """The same, and find out who takes long: a grammar that does for several tokens fails its request."""
+        for run, mask in runs:
+            begin = time.thread_time()
+            run.matcher.state.unsafe_compute_mask_ptr(words[mask].ctypes.data, 4 * self._words)
+            run.matcher.seconds += time.thread_time() - begin
+            if run.matcher.seconds > ALLOWED_S + ALLOWED_S_A_TOKEN * len(run.tokens):
+                stuck[run.sequence] = _too_slow(run)
+                words[mask] = 0
 
     def _fill_behind_drafts(self, words: npt.NDArray[np.int32], run: _Run, stuck: dict[Sequence, KvrailError]) -> None:
         """Write the masks of a run with drafts. Behind one that does not match all is allowed: it will be rejected."""
@@ -160,6 +182,14 @@ def _no_way_on(run: _Run) -> KvrailError:
     return InvalidRequestError(
         f"after {len(run.tokens)} tokens the grammar allows no further one and no end: {_why(run)};"
         " send a simpler grammar",
+        param="grammar",
+    )
+
+
+def _too_slow(run: _Run) -> KvrailError:
+    return InvalidRequestError(
+        f"the grammar takes too long to follow: {run.matcher.seconds:.2f} s for {len(run.tokens)} tokens; send a"
+        " simpler one",
         param="grammar",
     )
 

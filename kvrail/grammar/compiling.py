@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import random
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -21,15 +23,18 @@ MAX_CHECKED = 1024
 """Digests of grammars that were found good."""
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    step_lexer_fuel=100_000,
+    step_max_items=6_000,
     max_items_in_row=2000,
     max_lexer_states=20_000,
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-"""llguidance's own bounds, its defaults but for the lexer's states, which take up to 2 kB each. A grammar that needs
-more memory, or more work in a step than some 20 ms, ends in an error."""
+"""llguidance's bounds: tighter than its defaults where these let a step take seconds (an ambiguous grammar) or hundreds
+of megabytes (a lexer's states). Objects of 400 optional properties and enums of 3,000 values are well within."""
+PROBED_TOKENS = 32
+PROBE_S = 0.25
+"""CPU time in which the tokens of a probe must be found."""
 
 
 class Grammar:
@@ -52,18 +57,21 @@ class Grammars:
 
     def __init__(self, load: Callable[[], Tokenizer], eos_token_ids: Collection[int] = ()) -> None:
         self._load = load
-        self._eos_token_ids = eos_token_ids
+        self._ends = sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._cached: OrderedDict[bytes, Grammar] = OrderedDict()
         self._checked: OrderedDict[bytes, bool] = OrderedDict()
         self._turn = asyncio.Semaphore(1)
 
     async def check(self, text: str) -> None:
-        """Raise InvalidRequestError where `text` cannot be compiled; nothing is kept of it but its digest."""
+        """Raise InvalidRequestError where `text` cannot be compiled, or followed at a bearable cost.
+
+        Nothing is kept of it but its digest.
+        """
         key = _digest(text)
         if key not in self._checked:
             async with self._turn:
-                await asyncio.to_thread(self._compile, text)
+                await asyncio.to_thread(self._follow, text)
             _keep(self._checked, key, True, MAX_CHECKED)
 
     async def get(self, text: str) -> Grammar | None:
@@ -84,13 +92,33 @@ class Grammars:
         self._cached.move_to_end(key)
         return self._cached[key]
 
+    def _follow(self, text: str) -> None:
+        """Compile, and write the beginning of an output at random, until limits or the time are exceeded."""
+        state = self._compile(text).matcher().state
+        rng, begin = random.Random(0), time.thread_time()
+        for _ in range(PROBED_TOKENS):
+            mask = bytearray(state.compute_bitmask())
+            if state.is_error():
+                raise InvalidRequestError(_reason(state))
+            for end in self._ends:
+                mask[end // 8] &= ~(1 << end % 8)
+            if not any(mask):
+                return
+            if time.thread_time() - begin > PROBE_S:
+                raise InvalidRequestError(
+                    f"takes more than {PROBE_S:g} s to follow for some tokens; send a simpler one"
+                )
+            place = rng.randrange(len(mask))
+            place = next(i for i in (*range(place, len(mask)), *range(place)) if mask[i])
+            state.consume_token(8 * place + rng.choice([bit for bit in range(8) if mask[place] >> bit & 1]))
+
     def _compile(self, text: str) -> Grammar:
         if self._tokenizer is None:
             tokenizer = self._load()
-            ends = sorted(self._eos_token_ids or tokenizer.eos_token_ids)
-            if not ends:
+            self._ends = sorted(self._ends or tokenizer.eos_token_ids)
+            if not self._ends:
                 raise InvalidRequestError("this model has no end-of-sequence token, which ends what matches a grammar")
-            self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=ends)
+            self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=self._ends)
         start = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if not start.is_error():
             start.compute_bitmask()  # what has no first token is found out here

@@ -13,8 +13,12 @@ class Matcher:
     """
 
     def __init__(self, state: LLMatcher) -> None:
-        """state: at the grammar's start; whoever fills masks in batches takes it from here."""
+        """state: at the grammar's start; whoever fills masks in batches takes it from here.
+
+        seconds: CPU time that its masks took, as far as it was looked at.
+        """
         self.state = state
+        self.seconds = 0.0
         self._taken: list[int] = []
 
     def move_to(self, tokens: Sequence[int]) -> int:

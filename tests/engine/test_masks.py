@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvrail.engine import masks as masks_of_steps
 from kvrail.engine.events import Failed, Finished, Output
 from kvrail.engine.mask_kernel import mask_on_cuda
 from kvrail.engine.masks import Masks, mask_on_cpu
@@ -117,3 +118,16 @@ def test_a_grammar_that_leads_nowhere_fails_its_own_request_alone(monkeypatch):
     (failed,) = site.of("stuck", Failed)
     assert site.of("free", Finished) and not site.of("free", Failed)
     assert isinstance(failed.error, InvalidRequestError) and "allows no further" in str(failed.error)
+
+
+def test_a_grammar_whose_masks_take_long_fails_its_own_request_alone(monkeypatch):
+    site = DecodeSite()
+    monkeypatch.setattr(masks_of_steps, "WARY_S", -1)  # every step is looked at, and no time is allowed
+    submit(site, "free", 1)
+    submit(site, "slow", 2, TEXT)
+    site.step(4)
+    assert not site.of("slow", Failed)
+    monkeypatch.setattr(masks_of_steps, "ALLOWED_S", -1)
+    site.run()
+    (failed,) = site.of("slow", Failed)
+    assert "takes too long" in str(failed.error) and site.of("free", Finished)

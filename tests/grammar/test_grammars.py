@@ -7,6 +7,7 @@ import random
 import jsonschema
 import pytest
 
+from kvrail.config import DEMO_MODEL
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar import Grammars, texts
 from kvrail.grammar.closing import closed
@@ -91,6 +92,21 @@ async def test_what_does_not_compile_is_refused(grammars, part, word):
     for ask in (grammars.check, grammars.get):
         with pytest.raises(InvalidRequestError, match=word):
             await ask(texts.whole(part))
+
+
+async def test_what_costs_too_much_is_refused():
+    """Each compiles at once, and takes seconds a token under llguidance's own limits, or fails after some."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    grammars = Grammars(lambda: tokenizer)
+    ambiguous = texts.from_lark("start: s\ns: s s | s s s | /[a-z ]/ |")
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    for part in (ambiguous, texts.from_schema(wide, lenient=True)):
+        with pytest.raises(InvalidRequestError, match="items"):
+            await grammars.check(texts.whole(part))
+    for count in (400, 3000):
+        some = {**wide, "properties": {f"p{i}": {"type": "string"} for i in range(min(count, 400))}}
+        await grammars.check(texts.whole(texts.from_schema(some, lenient=True)))
+        await grammars.check(texts.whole(texts.from_schema({"enum": [f"v{i}" for i in range(count)]}, lenient=True)))
 
 
 async def test_bounds(grammars):
