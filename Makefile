@@ -16,9 +16,11 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tests/codec/test_lynx_kernels.py \
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
-.PHONY: help up test test-heavy chaos fuzz test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
+.PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
+	gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload simulate replay
+	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
+	simulate replay
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -36,6 +38,11 @@ $(VENV)/.worker: $(SOURCES) | $(BIN)/python
 $(VENV)/.dev: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev]'
 	@touch $(VENV)/.worker $@
+
+$(VENV)/clients/.made: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --quiet -e '.[clients]'
+	@touch $@
 
 $(VENV)/.bench: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,bench]'
@@ -58,11 +65,22 @@ fuzz: $(VENV)/.dev  ## damaged frames and bodies, more of them than `make test` 
 	KVRAIL_FUZZ_BODIES=10000 KVRAIL_FUZZED_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout=3600 \
 		tests/router/test_fuzz.py tests/transfer/test_hostile_frames.py $(ARGS)
 
+test-openapi: $(VENV)/.dev  ## schemathesis on the OpenAPI document: 5,000 requests and more
+	KVRAIL_OPENAPI_EXAMPLES=300 $(BIN)/python -m pytest -s --timeout=1800 tests/router/test_openapi.py $(ARGS)
+
 test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's output, bit for bit; takes hours
 	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \
 		--log-cli-level=INFO $(ARGS)
 	KVRAIL_EQUALITY_DTYPE=bfloat16 KVRAIL_EQUALITY_PROMPTS=40 $(BIN)/python -m pytest \
 		tests/progressive/test_same_output.py --timeout=7200 -o log_cli=true --log-cli-level=INFO $(ARGS)
+
+test-clients: $(VENV)/.dev $(VENV)/clients/.made  ## clients, agent frameworks and compliance suites against a cluster; needs node
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "clients or not clients" --timeout=1800 tests/clients/test_clients.py $(ARGS)
+	KVRAIL_PYTHON=$(abspath $(BIN))/python $(VENV)/clients/bin/python -m pytest --noconftest -m clients \
+		tests/clients/test_frameworks.py $(ARGS)
+
+test-schemas: $(VENV)/.dev  ## 1,000 outputs under 100 schemas, of which `make test` has a few; half an hour
+	KVRAIL_SCHEMA_OUTPUTS=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=3600 tests/e2e/test_openai_client.py -k valid_or_cut $(ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
 	$(BIN)/ruff check .
@@ -131,6 +149,12 @@ bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and 
 
 bench-overload: $(VENV)/.dev  ## who is lost and who waits when one client floods a cluster; five minutes
 	$(BIN)/python -m benchmarks.overload $(ARGS)
+
+bench-local-prefill: $(VENV)/.dev  ## short prompts at the decode worker: a fixed number of tokens, or as measured
+	$(BIN)/python -m benchmarks.local_prefill $(ARGS)
+
+bench-structured: $(VENV)/.dev  ## tokens/s with a JSON schema and without, in turns
+	$(BIN)/python -m benchmarks.structured $(ARGS)
 
 simulate: $(VENV)/.dev  ## the router's policies on traces of requests, on a simulated clock
 	$(BIN)/python -m benchmarks.simulator $(ARGS)

@@ -2,14 +2,17 @@
 
     python -m benchmarks.local_prefill
 
-Starts `kvrail up` with the demo model on this machine for each setting in turn. A closed loop keeps so many streams
-open; prompts of 16 to 400 tokens, each new. Correctness first: the same tokens come whatever the setting.
+Starts `kvrail up` with the demo model on this machine, once for each setting, all at the same time: what else the
+machine does, it does to all of them. A closed loop keeps so many streams open; prompts of 16 to 400 tokens, each new.
+Correctness first: the same tokens come whatever the setting.
 """
 
 import argparse
 import asyncio
 import random
 import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import httpx
 
@@ -36,27 +39,34 @@ async def loop(url: str, streams: int, count: int) -> list[Stream]:
     return [answers[number] for number in range(count)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", default="64,-1,0,-1,64")
-    parser.add_argument("--streams", default="1,4,16")
-    parser.add_argument("--requests", type=int, default=40, help="for each number of streams")
-    arguments = parser.parse_args()
-    print("| local tokens | streams | TTFT mean ms | TTFT p99 | gap mean | gap p99 |\n|---|---|---|---|---|---|")
-    texts: dict[int, list[str]] = {}
-    for setting in arguments.settings.split(","):
-        with local_cluster("--local-prefill-tokens", setting) as cluster:
-            asyncio.run(loop(cluster.url, 2, 12))  # both ways are measured, once they can be
-            for streams in map(int, arguments.streams.split(",")):
-                answers = asyncio.run(loop(cluster.url, streams, arguments.requests))
-                if texts.setdefault(streams, [a.text for a in answers]) != [a.text for a in answers]:
-                    raise SystemExit(f"with {setting} and {streams} streams other answers came")
+async def compared(settings: Sequence[str], streams: Sequence[int], count: int) -> None:
+    """A row for each number of streams and each setting."""
+    with ExitStack() as stack:
+        flags = [("--local-prefill-tokens", setting) for setting in settings]
+        urls = [stack.enter_context(local_cluster(*each)).url for each in flags]
+        await asyncio.gather(*(loop(url, 2, 12) for url in urls))  # both ways are measured, once they can be
+        for number in streams:
+            found = await asyncio.gather(*(loop(url, number, count) for url in urls))
+            for setting, answers in zip(settings, found, strict=True):
+                if [answer.text for answer in answers] != [answer.text for answer in found[0]]:
+                    raise SystemExit(f"with {setting} and {number} streams other answers came")
                 firsts = sorted(answer.first_token for answer in answers)
                 gaps = sorted(gap for answer in answers for gap in answer.gaps)
                 shown = [statistics.mean(firsts), firsts[round(0.99 * (len(firsts) - 1))]]
                 shown += [statistics.mean(gaps), gaps[round(0.99 * (len(gaps) - 1))]]
                 row = " | ".join(f"{1e3 * seconds:.1f}" for seconds in shown)
-                print(f"| {setting} | {streams} | {row} |", flush=True)
+                print(f"| {setting} | {number} | {row} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", default="64,-1")
+    parser.add_argument("--streams", default="1,4,16,1,4,16")
+    parser.add_argument("--requests", type=int, default=40, help="for each number of streams")
+    arguments = parser.parse_args()
+    print("| local tokens | streams | TTFT mean ms | TTFT p99 | gap mean | gap p99 |\n|---|---|---|---|---|---|")
+    streams = [int(each) for each in arguments.streams.split(",")]
+    asyncio.run(compared(arguments.settings.split(","), streams, arguments.requests))
 
 
 if __name__ == "__main__":

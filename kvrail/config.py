@@ -42,10 +42,17 @@ def _check_device(value: str) -> str:
     return value
 
 
+def _check_origin(value: str) -> str:
+    if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", value):
+        raise ValueError("write each origin as scheme://host or scheme://host:port, without a path, or *")
+    return value
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Address = Annotated[str, AfterValidator(_check_address)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_split)]
 Device = Annotated[str, AfterValidator(_check_device)]
 KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
@@ -103,15 +110,22 @@ class ServiceSettings(Settings):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     model: str = Field(DEMO_MODEL, min_length=1, description="model: a local folder or a Hub name (safetensors only)")
-    served_model_name: str = Field("", description="name that clients use; default: the model's last path part")
+    served_model_name: Names = Field(
+        (), description="names that clients may use, the first one among workers; default: the model's last path part"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
     grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names under which clients ask for the model; never empty."""
+        return self.served_model_name or (Path(self.model).name,)
+
+    @property
     def model_name(self) -> str:
-        """The name under which clients ask for the model."""
-        return self.served_model_name or Path(self.model).name
+        """The first of them, which router and workers use between each other."""
+        return self.model_names[0]
 
 
 class RouterSettings(ServiceSettings):
@@ -132,6 +146,12 @@ class RouterSettings(ServiceSettings):
     )
     max_connections: PositiveInt = Field(4096, description="connections of clients at once; more are answered 503")
     max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="form in which the model writes calls of tools; auto: as its chat template shows"
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
+        "auto", description="split reasoning off answers; auto: where the chat template has <think>"
+    )
     head_timeout_s: PositiveFloat = Field(10.0, description="seconds in which a request's headers must have come")
     body_timeout_s: PositiveFloat = Field(
         60.0, description="seconds in which a request's body must have come, and one more for each 64 KiB of it"
@@ -148,6 +168,15 @@ class RouterSettings(ServiceSettings):
     priorities: bool = Field(
         False, description="let requests name a priority among their client's own; lower is earlier"
     )
+    stream_head_s: PositiveFloat = Field(
+        0.035, description="seconds after which a stream's headers leave; a failure before has a status, later an event"
+    )
+    keep_alive_s: float = Field(
+        10.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: none"
+    )
+    cors_origins: Origins = Field((), description="origins whose pages may use the API in a browser; *: any")
+    stored_responses: int = Field(1024, ge=0, description="responses that /v1/responses keeps, at most; 0: none")
+    stored_responses_mib: PositiveInt = Field(64, description="memory for them, in MiB; the oldest ones make room")
     status_interval_s: PositiveFloat = Field(0.5, description="seconds between two looks at each worker's load")
 
 
@@ -230,7 +259,7 @@ class DecodeSettings(WorkerSettings):
         64, ge=0, description="tokens drafted while later stages of the KV are on their way; 0: none"
     )
     local_prefill_tokens: int = Field(
-        -1,
+        64,
         ge=-1,
         description="prompts with no more uncached tokens than this are prefilled by the decode worker itself; -1: as "
         "many as cost it less than fetching them, as measured",

@@ -6,6 +6,7 @@ KvrailError
 ├── InvalidRequestError       the client's request is wrong; names the parameter
 │   └── ContextLengthError    prompt and output do not fit the model's context
 ├── ModelNotFoundError        no such model is served here
+├── ResponseNotFoundError     no such response is kept
 ├── AuthenticationError       no valid API key
 ├── OverloadedError           no capacity now; carries seconds after which to retry
 ├── IncompatibleError         the handshake failed: protocol, model, layout, codec or transport differ
@@ -46,6 +47,10 @@ class ContextLengthError(InvalidRequestError):
 
 class ModelNotFoundError(KvrailError):
     """No such model is served here."""
+
+
+class ResponseNotFoundError(KvrailError):
+    """No such response is kept."""
 
 
 class AuthenticationError(KvrailError):

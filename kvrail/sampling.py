@@ -2,9 +2,22 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy, as in vLLM: float32 logits divided by them have no room for noise."""
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Of one grammar. OpenAI takes schemas of up to 120,000 characters."""
+
+
+class LogitBias(dict[int, float]):
+    """What is added to the logits of tokens; up to a vocabulary of them.
+
+    laid_out: what the engine makes of it once, rather than at each token.
+    """
+
+    laid_out: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +26,8 @@ class SamplingParams:
 
     `temperature` below GREEDY_BELOW is greedy. `top_k` 0 is off. `logprobs` None asks for none; k asks for the chosen
     token's and the k most likely ones'. `seed` is always set: the random draw for a token is keyed by (seed, sequence
-    index, position, token id), so a run repeats.
+    index, position, token id), so a run repeats. `grammar` is what the output must match (kvrail.grammar.texts): draws
+    are made among the tokens that it allows, and it says when the output may end, whatever `ignore_eos` says.
     """
 
     max_tokens: int
@@ -34,6 +48,7 @@ class SamplingParams:
     include_stop_in_output: bool = False
     skip_special_tokens: bool = True
     n: int = 1
+    grammar: str = ""
 
     @property
     def greedy(self) -> bool:

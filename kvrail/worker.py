@@ -28,6 +28,7 @@ from kvrail.engine.scheduler import Limits, Scheduler
 from kvrail.engine.streams import SideStream
 from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
 from kvrail.exposition import render, render_vllm
+from kvrail.grammar import Grammars
 from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
@@ -83,6 +84,7 @@ class Worker:
     transfers: TransferMetrics
     coding: CodecMetrics
     codecs: Mapping[str, int]
+    grammars: Grammars
     instance: int = field(default_factory=lambda: secrets.randbits(64))
 
     def check_model(self, name: str) -> None:
@@ -178,13 +180,14 @@ def build_worker(
         settings.max_waiting,
         mixed_tokens(settings),
     )
+    tokenizer = load_tokenizer(settings.model) if detokenize else None
     events = EventRouter(asyncio.get_running_loop())
     engine = Engine(
         runner,
         Sampler(loaded.vocab_size, loaded.device),
         Scheduler(pool, limits),
         ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
-        load_tokenizer(settings.model) if detokenize else None,
+        tokenizer,
         EngineMetrics(registry, settings.model_name),
         events.deliver,
         on_layer,
@@ -203,6 +206,7 @@ def build_worker(
         transfers=TransferMetrics(registry, settings.model_name, tuple(codecs)),
         coding=CodecMetrics(registry, settings.model_name, tuple(codecs)),
         codecs=codecs,
+        grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
     )
 
 

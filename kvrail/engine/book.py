@@ -32,6 +32,7 @@ from kvrail.pagehash import PageHash
 from kvrail.text import Tokenizer
 
 Events = list[tuple[str, Event]]
+_NO_LOGITS = KvrailError("the model gave no finite logits, so that no token can be drawn; check its weights")
 
 
 @dataclass(slots=True)
@@ -258,8 +259,8 @@ class RequestBook:
         drafting = step.drafting() & undrawn
         for sequence in drafting:
             self.drop_drafts(sequence.request_id)
-        error = KvrailError("the model gave no finite logits, so that no token can be drawn; check its weights")
-        return self.fail({sequence.request_id for sequence in undrawn - drafting}, error)
+        why = {sequence.request_id: step.stuck.get(sequence, _NO_LOGITS) for sequence in undrawn - drafting}
+        return [event for request_id, error in why.items() for event in self.fail([request_id], error)]
 
     def abandon(self, steps: Sequence[Step]) -> None:
         """These steps, the last ones that were planned, are over without result."""
@@ -287,6 +288,7 @@ class RequestBook:
             spec.prefill_only,
             spec.cache_space,
             known_hashes=list(state.hashes),
+            matcher=None if spec.grammar is None else spec.grammar.matcher(),
         )
         state.sequences.append(sequence)
         text = None if self._tokenizer is None or spec.prefill_only else SequenceText(self._tokenizer, sequence)

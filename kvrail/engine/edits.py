@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrail.engine.batch import SampleRow
+from kvrail.sampling import LogitBias
 
 
 def is_edited(row: SampleRow) -> bool:
@@ -39,17 +40,31 @@ def _is_penalised(row: SampleRow) -> bool:
 
 def _add_biases(logits: Tensor, rows: Sequence[SampleRow]) -> None:
     vocab_size = logits.shape[1]
-    places: list[tuple[int, int]] = []
-    values: list[float] = []
-    for i, row in enumerate(rows):
-        biases = row.params.logit_bias | dict.fromkeys(row.banned, float("-inf"))
-        for token_id, value in biases.items():
-            if 0 <= token_id < vocab_size:
-                places.append((i, token_id))
-                values.append(value)
-    if places:
-        row_ids, token_ids = torch.tensor(places, device=logits.device).unbind(1)
-        logits[row_ids, token_ids] += torch.tensor(values, dtype=torch.float32, device=logits.device)
+    found = [(i, *_laid_out(row.params.logit_bias, vocab_size)) for i, row in enumerate(rows) if row.params.logit_bias]
+    if found:
+        row_ids = np.concatenate([np.full(len(ids), i) for i, ids, _ in found])
+        token_ids = np.concatenate([ids for _, ids, _ in found])
+        places = torch.from_numpy(np.stack([row_ids, token_ids])).to(logits.device)
+        biases = torch.from_numpy(np.concatenate([values for _, _, values in found])).to(logits.device)
+        logits[places[0], places[1]] += biases
+    banned = [(i, token_id) for i, row in enumerate(rows) for token_id in row.banned if 0 <= token_id < vocab_size]
+    if banned:
+        of_rows, of_tokens = torch.tensor(banned, device=logits.device).unbind(1)
+        logits[of_rows, of_tokens] = float("-inf")
+
+
+def _laid_out(biases: dict[int, float], vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Token ids in the vocabulary and their biases; kept with a LogitBias, which may be as wide as that."""
+    if isinstance(biases, LogitBias) and biases.laid_out is not None:
+        kept: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] = biases.laid_out
+        return kept
+    token_ids = np.fromiter(biases.keys(), np.int64, len(biases))
+    values = np.fromiter(biases.values(), np.float32, len(biases))
+    known = (token_ids >= 0) & (token_ids < vocab_size)
+    made = token_ids[known], values[known]
+    if isinstance(biases, LogitBias):
+        biases.laid_out = made
+    return made
 
 
 def _penalise(logits: Tensor, rows: Sequence[SampleRow]) -> None:

@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
 
-import torch
-
-from kvrail.engine.batch import Drawing, Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.batch import Drawing, Feed, SampledToken
 from kvrail.engine.book import RequestBook
 from kvrail.engine.events import Delivery, Failed, PageLease
+from kvrail.engine.flight import Draws, Flight, Runner
 from kvrail.engine.ledger import Cursor, HeldPages
+from kvrail.engine.masks import MaskFinder
 from kvrail.engine.pace import StepPace
 from kvrail.engine.pages import PageCounts
 from kvrail.engine.planning import Step
@@ -35,48 +34,9 @@ MAX_FAILURES = 3
 """Failed steps in a row after which the engine gives up: the device is broken, not a request."""
 
 
-class Runner(Protocol):
-    """Computes a step (kvrail.engine.runner)."""
-
-    @property
-    def launches_async(self) -> bool:
-        """Whether `execute` returns before the device has finished."""
-
-    def bind_thread(self) -> None:
-        """Called once by the thread that will execute."""
-
-    def execute(
-        self,
-        slices: Sequence[SequenceSlice],
-        on_layer: Callable[[int], None] | None = None,
-        feed: Feed | None = None,
-    ) -> torch.Tensor:
-        """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices."""
-
-
-class Draws(Protocol):
-    """Draws tokens from logits (kvrail.engine.sampler)."""
-
-    def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawing:
-        """One token a row; may return before the device has drawn them."""
-
-
 LayerObserver = Callable[[range, Sequence[WrittenPages]], None]
 """Called on the engine's thread once some layers' work of a prefill step is enqueued: (layers, pages they complete).
 Over a step the ranges follow on one another, from the first layer to the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that the device has, and its draws."""
-
-    step: Step
-    drawing: Drawing | None
-    begin: float
-
-    def land(self) -> Sequence[SampledToken]:
-        """The tokens, once they are here."""
-        return () if self.drawing is None else self.drawing.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +79,8 @@ class Engine:
         self._changed = threading.Condition(threading.RLock())
         self._outbox: deque[Delivery] = deque()  # filled under the lock, so that the order is that of the changes
         self._delivering = threading.Lock()
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
+        self._masks = MaskFinder(limits.vocab_size, limits.eos_token_ids)
         self._landed = 0.0
         self._failures = 0
         self._stepping_since: float | None = None
@@ -243,6 +204,8 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             flight = self._launch(self._plan())
+        elif flight.undrawn:
+            flight = self._draw(flight)
         if flight is not None:
             self._flight = self._launch_ahead(flight)
         if self._runner.launches_async or flight is None:
@@ -260,22 +223,34 @@ class Engine:
         self._deliver()
         return step
 
-    def _launch(self, step: Step, before: Drawing | None = None) -> _Flight | None:
-        """Enqueue a step; None where nothing is to be computed or that failed. before: draws it takes tokens from."""
+    def _launch(self, step: Step, before: Drawing | None = None) -> Flight | None:
+        """Enqueue a step; None where nothing is to be computed or that failed. before: draws it takes tokens from.
+
+        Behind such draws, whatever a grammar decides about is left undrawn: its masks need these tokens.
+        """
         if not step.work:
             return None
         begin = perf_counter()
         feed = Feed(before.tokens, step.sources) if before is not None and step.sources else None
+        waits = feed is not None and step.constrained()
         try:
-            logits = self._runner.execute(step.slices, self._observer(step), feed)
-            if len(step.logit_rows) != logits.shape[0]:
-                logits = logits[step.logit_rows]
-            return _Flight(step, self._sampler.begin(logits, step.rows) if step.rows else None, begin)
+            flight = Flight(step, begin, None if waits else self._masks.begin(step))
+            flight.computed(self._runner.execute(step.slices, self._observer(step), feed))
         except Exception as error:  # noqa: BLE001 whatever broke a step, its requests must hear of it
             self._step_failed([step], error)
             return None
+        return flight if waits else self._draw(flight)
 
-    def _launch_ahead(self, flight: _Flight) -> _Flight | None:
+    def _draw(self, flight: Flight) -> Flight | None:
+        """Enqueue a computed step's draws; None where that failed."""
+        try:
+            flight.draw(self._sampler)
+        except Exception as error:  # noqa: BLE001 see _launch
+            self._step_failed([flight.step], error)
+            return None
+        return flight
+
+    def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Enqueue the step behind `flight`; None where it depends on what that draws."""
         drawing = flight.drawing
         if not self._runner.launches_async or (drawing is not None and drawing.tokens is None):
@@ -290,7 +265,7 @@ class Engine:
         self._deliver()
         return None if planned is None else self._launch(planned[0], drawing)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """Wait for a step's draws and book them."""
         try:
             tokens = flight.land()
@@ -300,6 +275,8 @@ class Engine:
             return
         with self._changed:
             self._outbox.append(self._book.settle(flight.step, tokens))
+            if self._flight is not None:
+                self._flight.find_masks(self._masks)  # while the device computes it
         self._deliver()
         now = perf_counter()
         self._record(flight.step, now - max(flight.begin, self._landed))  # enqueued ahead, it waited for its turn
@@ -322,8 +299,9 @@ class Engine:
             finally:
                 self._stepping_since = None
         flight, self._flight = self._flight, None
-        if flight is not None:
+        if flight is not None and self._draw(flight):
             self._land(flight)  # its pages are written until then
+        self._masks.close()
 
     def _give_up(self, error: Exception) -> None:
         """End for good: every request is failed, and none is taken any more."""

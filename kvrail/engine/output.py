@@ -32,7 +32,7 @@ def ending_of(sequence: Sequence, newest: int, length: int, limits: ModelLimits)
     if count > params.min_tokens or not params.min_tokens:
         if newest in params.stop_token_ids:
             return FinishReason.STOP, str(newest)
-        if newest in limits.eos_token_ids and not params.ignore_eos:
+        if newest in limits.eos_token_ids and (params.grammar or not params.ignore_eos):
             return FinishReason.STOP, ""
     if count >= params.max_tokens or length >= limits.max_model_len:
         return FinishReason.LENGTH, ""

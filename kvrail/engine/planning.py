@@ -8,6 +8,7 @@ from kvrail.engine.output import banned_tokens
 from kvrail.engine.requests import WrittenPages
 from kvrail.engine.scheduler import Work
 from kvrail.engine.sequence import Sequence as Seq
+from kvrail.errors import KvrailError
 
 UNKNOWN = (0,)
 """Stands for one token that the step before draws."""
@@ -18,7 +19,8 @@ class Step:
     """One step: the scheduler's work as slices for the runner and rows for the sampler.
 
     drawn_for: the sequence of each row. logit_rows: for each row, which row of the runner's logits it draws from; a
-    prompt's logits serve n rows. sources: the first slices' tokens are these draws of the step before.
+    prompt's logits serve n rows. sources: the first slices' tokens are these draws of the step before. stuck: sequences
+    whose grammar leads nowhere, which is why nothing is drawn for them.
     """
 
     work: list[Work]
@@ -28,10 +30,15 @@ class Step:
     drawn_for: list[Seq] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
+    stuck: dict[Seq, KvrailError] = field(default_factory=dict)
 
     def drafting(self) -> set[Seq]:
         """Sequences that make a draft in this step."""
         return {item.sequence for item in self.work if item.drafts is not None}
+
+    def constrained(self) -> bool:
+        """Whether some row must match a grammar."""
+        return any(sequence.matcher is not None for sequence in self.drawn_for)
 
     def draws(self, tokens: Sequence[SampledToken]) -> dict[Seq, list[SampledToken]]:
         """The tokens drawn for the rows, by sequence."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvrail.engine.pages import PagePool
 from kvrail.errors import ContextLengthError, InvalidRequestError
+from kvrail.grammar import Grammar
 from kvrail.sampling import SamplingParams
 
 
@@ -15,7 +16,7 @@ class EngineRequest:
     computes the prompt's KV, unless no more than local_tokens of it are missing. prefill_only: draw the first tokens,
     compute nothing further. resumed_ids: output that another engine generated before; it is continued. provisional:
     report drafts as they are made, before they are verified. cache_space: pages are shared with requests of the same
-    space only; those of a codec that loses bits are kept apart by its name.
+    space only; those of a codec that loses bits are kept apart by its name. grammar: params.grammar, compiled.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class EngineRequest:
     provisional: bool = False
     cache_space: str = ""
     caller_id: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class ModelLimits:
 def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -> None:
     """Raise InvalidRequestError or ContextLengthError where the request can never be served."""
     prompt = request.prompt_ids
+    if request.params.grammar and request.grammar is None:
+        raise InvalidRequestError("the grammar was not compiled; compile it before the request is submitted")
     if not prompt:
         raise InvalidRequestError("the prompt is empty; give at least one token", param="prompt")
     if request.resumed_ids and (request.params.n > 1 or len(request.resumed_ids) >= request.params.max_tokens):

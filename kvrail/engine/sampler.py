@@ -1,9 +1,10 @@
 """From logits to tokens.
 
-The order of operations is vLLM's: log probabilities of the raw logits; bias and banned tokens; penalties; temperature;
-min_p, top_k, top_p; then one draw by the Gumbel-max method. The draw is keyed by (seed, sequence index, position, token
-id) and depends on nothing else but the row's logits, so it can be repeated: verification samples the exact logits of a
-position again, in a batch of any other shape, and gets the token that decoding without drafts would have got.
+The order of operations is vLLM's: log probabilities of the raw logits; the mask of a grammar; bias and banned tokens;
+penalties; temperature; min_p, top_k, top_p; then one draw by the Gumbel-max method. The draw is keyed by (seed,
+sequence index, position, token id) and depends on nothing else but the row's logits and mask, so it can be repeated:
+verification samples the exact logits of a position again, in a batch of any other shape, and gets the token that
+decoding without drafts would have got.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +16,14 @@ from kvrail.engine.batch import NOT_DRAWN, SampledToken, SampleRow
 from kvrail.engine.draw import DrawParams, draw_on_cpu
 from kvrail.engine.edits import edit_logits, is_edited
 from kvrail.engine.logprobs import token_logprobs
+from kvrail.engine.masks import Masks, mask_on_cpu
 from kvrail.engine.readback import Readback, to_list
 from kvrail.errors import ConfigError
 
 Draw = Callable[[Tensor, Sequence[DrawParams]], Tensor]
 """Token ids, int64 [R], where the logits are."""
+Mask = Callable[[Tensor, Masks], Tensor]
+"""The logits, float32 [R, V], with -inf in place of tokens that a row's mask forbids; a new tensor."""
 
 
 class Sampler:
@@ -30,7 +34,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._draw = _draw_for(device)
+        self._draw, self._mask = _kernels_for(device)
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Draw one token for each row.
@@ -39,10 +43,10 @@ class Sampler:
         """
         return self.begin(logits, rows).wait()
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow]) -> "Draws":
+    def begin(self, logits: Tensor, rows: Sequence[SampleRow], masks: Masks | None = None) -> "Draws":
         """The same, without waiting for the tokens unless some row's logits are edited or its log probabilities asked.
 
-        On a CPU everything is done here.
+        masks: which tokens may be drawn; None: all. On a CPU everything is done here.
         """
         if logits.shape != (len(rows), self._vocab_size) or logits.dtype != torch.float32:
             raise ValueError(
@@ -50,12 +54,13 @@ class Sampler:
             )
         if not rows:
             return Draws(None, [])
+        raw, logits = logits, logits if masks is None else self._mask(logits, masks)
         plain = not any(row.params.logprobs is not None or is_edited(row) for row in rows)
         if plain and all(row.params.greedy for row in rows):
             peaks, token_ids = logits.max(dim=-1)
             return Draws(token_ids.masked_fill_(~peaks.isfinite(), NOT_DRAWN))
         token_ids = self._draw(edit_logits(logits, rows), [DrawParams.of(row) for row in rows])
-        return Draws(token_ids) if plain else Draws(None, _with_logprobs(logits, rows, to_list(token_ids)))
+        return Draws(token_ids) if plain else Draws(None, _with_logprobs(raw, rows, to_list(token_ids)))
 
 
 class Draws:
@@ -74,13 +79,14 @@ class Draws:
         return self._known
 
 
-def _draw_for(device: torch.device) -> Draw:
+def _kernels_for(device: torch.device) -> tuple[Draw, Mask]:
     if device.type == "cpu":
-        return lambda logits, params: torch.tensor(draw_on_cpu(logits, params), dtype=torch.int64)
+        return lambda logits, params: torch.tensor(draw_on_cpu(logits, params), dtype=torch.int64), mask_on_cpu
     if device.type == "cuda":
-        from kvrail.engine.sampling_kernels import begin_draw  # Triton is installed only where it can run
+        from kvrail.engine.mask_kernel import mask_on_cuda  # Triton is installed only where it can run
+        from kvrail.engine.sampling_kernels import begin_draw
 
-        return begin_draw
+        return begin_draw, mask_on_cuda
     raise ConfigError(f"device {device} has no sampler; choose cpu or cuda")
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from kvrail.grammar import Matcher
 from kvrail.pagehash import PageHash, page_hashes
 from kvrail.sampling import FinishReason, SamplingParams
 
@@ -28,6 +29,7 @@ class Sequence:
     remote: whether another worker computes the KV where more than local_tokens of the prompt lack it. copied_page:
     held too, until a step has copied what it holds, KV up to `computed`, into the sequence's own last page. drafts:
     guesses of the tokens that follow; nothing that was computed from them counts as KV before they are verified.
+    matcher: where the output must match a grammar.
     """
 
     request_id: str
@@ -50,6 +52,7 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     known_hashes: list[PageHash] = field(default_factory=list)
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.output_ids]

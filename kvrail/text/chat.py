@@ -16,6 +16,7 @@ from kvrail.errors import ConfigError, InvalidRequestError
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -93,6 +94,11 @@ class ChatTemplate:
                     "tokenizer_config.json"
                 ) from error
 
+    @property
+    def source(self) -> str:
+        """The Jinja of all templates."""
+        return "\n".join(self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -130,6 +136,7 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        _check_roles(messages, text)
         return _cut_at_mark(text, final) if continue_final_message else text
 
     def _select(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -149,6 +156,20 @@ def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
     if reasoning is not None:
         prepared = {"thinking": reasoning, **prepared, "reasoning_content": reasoning}
     return prepared
+
+
+def _check_roles(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise InvalidRequestError for a message of a role that only some templates know, where `text` lacks it."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] in KNOWN_ROLES or not isinstance(content, str):
+            continue
+        if content.strip() not in text:
+            raise InvalidRequestError(
+                f"messages.{i}.role: the model's chat template leaves out messages of role {message['role'][:80]!r}; "
+                "send another role",
+                param=f"messages.{i}.role",
+            )
 
 
 def _mark_final(chat: list[dict[str, Any]], source: str) -> str:

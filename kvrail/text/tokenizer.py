@@ -84,6 +84,20 @@ class Tokenizer:
         text = self._chat.render(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
         return self.encode(text, add_special_tokens=False, most=most)
 
+    @property
+    def chat_template(self) -> str:
+        """Source of the model's chat templates."""
+        return self._chat.source
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its own name, such as `<|im_end|>`; None where there is none."""
+        found = self._backend.token_to_id(token)
+        return None if found is None else int(found)
+
+    def to_json(self) -> str:
+        """The tokenizer as a file tokenizer.json would hold it, with all its added tokens."""
+        return str(self._backend.to_str())
+
     def has_token(self, token_id: int) -> bool:
         """Whether the id has a token; ids that only pad the model's logits have none."""
         return self._backend.id_to_token(token_id) is not None

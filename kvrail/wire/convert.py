@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES, KVLayout
 from kvrail.lifecycle import Stage
-from kvrail.sampling import FinishReason, SamplingParams, TokenLogprobs
+from kvrail.sampling import MAX_GRAMMAR_BYTES, FinishReason, LogitBias, SamplingParams, TokenLogprobs
 from kvrail.spans import MAX_SPANS, Span
 from kvrail.wire.v1 import common_pb2, decode_pb2
 
@@ -67,6 +67,15 @@ def check_sampling(params: SamplingParams) -> None:
         _check("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     for token_id in params.stop_token_ids:
         _check("stop_token_ids", token_id, 0, UINT32_MAX)
+    if len(params.grammar.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequestError(
+            f"grammar has more than {MAX_GRAMMAR_BYTES} bytes; send a smaller one", param="grammar"
+        )
+    if params.grammar and params.min_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {params.min_tokens}, but a grammar decides when the output ends; leave it out",
+            param="min_tokens",
+        )
     if "" in params.stop:
         raise InvalidRequestError("stop contains an empty string, which matches everywhere; leave it out", param="stop")
 
@@ -93,6 +102,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         include_stop_in_output=params.include_stop_in_output,
         skip_special_tokens=params.skip_special_tokens,
         n=params.n,
+        grammar=params.grammar,
     )
 
 
@@ -108,7 +118,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         repetition_penalty=message.repetition_penalty,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
-        logit_bias=dict(message.logit_bias),
+        logit_bias=LogitBias(message.logit_bias),
         seed=message.seed,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         stop=tuple(message.stop),
@@ -117,6 +127,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         include_stop_in_output=message.include_stop_in_output,
         skip_special_tokens=message.skip_special_tokens,
         n=message.n,
+        grammar=message.grammar,
     )
     check_sampling(params)
     return params

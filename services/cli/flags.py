@@ -51,8 +51,33 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "allowed_prefill_workers",
         ),
     ),
-    ("requests", ("api_keys", "request_timeout_s", "max_concurrent_requests", "status_interval_s")),
-    ("connections", ("max_connections", "max_body_bytes", "head_timeout_s", "body_timeout_s", "write_timeout_s")),
+    (
+        "requests",
+        (
+            "api_keys",
+            "request_timeout_s",
+            "max_concurrent_requests",
+            "newcomer_share",
+            "priorities",
+            "policy",
+            "status_interval_s",
+            "stored_responses",
+            "stored_responses_mib",
+        ),
+    ),
+    (
+        "connections",
+        (
+            "cors_origins",
+            "max_connections",
+            "max_body_bytes",
+            "head_timeout_s",
+            "body_timeout_s",
+            "write_timeout_s",
+            "stream_head_s",
+            "keep_alive_s",
+        ),
+    ),
     ("process", ("log_level", "log_format", "grace_period_s")),
 )
 OTHER = "other"

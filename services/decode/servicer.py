@@ -52,16 +52,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         with bound_request_id(request.request_id), self._worker.calls.track():
             codec = self._check(request)
             workers = self._fetcher.may_ask(request.prefill_workers, request.prefill_instances)
+            params = sampling_from_proto(request.sampling)
             asked = EngineRequest(
                 request_id=f"{request.request_id}/{next(self._calls)}",
                 prompt_ids=tuple(request.prompt_token_ids),
-                params=sampling_from_proto(request.sampling),
+                params=params,
                 remote=bool(workers),
                 local_tokens=self._fetcher.local_tokens(),
                 resumed_ids=tuple(request.resumed_token_ids),
                 provisional=True,  # whoever asks: when drafts are made is measured
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
+                grammar=await self._worker.grammars.get(params.grammar),
             )
             progress = Progress(asked, self._promise, request.provisional, request.trace)
             events = self._worker.events.open(self._worker.engine, asked)

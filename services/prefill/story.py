@@ -7,8 +7,10 @@ from kvrail.engine.aio import EventStream
 from kvrail.engine.events import Admitted, PageLease, Prefilled, PrefillStarted
 from kvrail.engine.requests import EngineRequest
 from kvrail.errors import KvrailError, TransferAbortedError
+from kvrail.grammar import Grammar
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.rpc.prefill_replies import PrefillReplies
+from kvrail.sampling import SamplingParams
 from kvrail.spans import SpanLog
 from kvrail.transfer.sending import PageSender
 from kvrail.waiting import settled
@@ -53,7 +55,8 @@ class PrefillStory:
 
     async def tell(self, accepted: prefill_pb2.Accepted) -> None:
         """Compute and send side by side; commit when all has left. However it ends, no page is read any more."""
-        events = self._open()
+        params = sampling_from_proto(self._request.sampling)
+        events = self._open(params, await self._worker.grammars.get(params.grammar))
         self._replies.accept(accepted)
         sending = asyncio.create_task(self._sender.run())
         beating = asyncio.create_task(self._beat())
@@ -91,7 +94,7 @@ class PrefillStory:
                 if self._worker.engine.step_seconds < HUNG_S:
                     self._replies.heartbeat()
 
-    def _open(self) -> EventStream:
+    def _open(self, params: SamplingParams, grammar: Grammar | None) -> EventStream:
         """Submit to the engine; from here on its pages find the sender."""
         self._observer.watch(self._engine_id, self._sender)
         try:
@@ -100,8 +103,9 @@ class PrefillStory:
                 EngineRequest(
                     request_id=self._engine_id,
                     prompt_ids=tuple(self._request.prompt_token_ids),
-                    params=sampling_from_proto(self._request.sampling),
+                    params=params,
                     prefill_only=True,
+                    grammar=grammar,
                 ),
             )
         except BaseException:

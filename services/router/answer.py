@@ -9,63 +9,76 @@ from dataclasses import dataclass
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrail.errors import KvrailError
+from kvrail.errors import KvrailError, RequestCancelledError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import RouterMetrics
 from kvrail.sampling import FinishReason
 from services.router.admission import Admission
-from services.router.errors import error_response, outcome_of, to_http
-from services.router.events import DONE, TextEvents, encode_event, encode_json, is_plain
-from services.router.formats import Format, Json
+from services.router.errors import error_response, outcome_of
+from services.router.events import encode_json
+from services.router.eventstream import EventStream
+from services.router.formats import Json
 from services.router.generation import Generation
 from services.router.observe import RequestRecord
-from services.router.schema import Request
-from services.router.usage import final_usage, usage_so_far
-from services.router.values import Delta, Update
+from services.router.usage import final_usage
+from services.router.values import Delta
+from services.router.writers import Writer
 
 log = logging.getLogger("kvrail.router.answer")
 
-SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
-]
+LEAST_HEAD_S = 0.01
+"""What a request whose body took long still gets, so that a refusal which takes no time has a status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A validated request: what to generate and how to show it."""
+    """A validated request: what to generate and how to write it."""
 
     generation: Generation
-    format: Format
+    writer: Writer
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One generation request as the endpoint hands it over.
 
-    sequences: how much room it takes. client: who asks. prepare: validates and tokenises; raises from the error tree.
+    sequences: how much room it takes. client: who asks. provisional: whether drafts are shown. prepare: validates and
+    tokenises; raises from the error tree. failure: the event that tells of an error before that is done. abandon:
+    called where the client leaves.
     """
 
-    request: Request
+    stream: bool
+    provisional: bool
     sequences: int
     client: str
     timeline: Timeline
     prepare: Callable[[], Awaitable[Prepared]]
+    failure: Callable[[KvrailError], bytes]
+    abandon: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """When a stream speaks although nothing is to say: seconds since the request came, and of silence."""
+
+    head_after_s: float
+    keep_alive_s: float
 
 
 class Answer(Response):
-    """Runs a job while it is sent. Errors before the first token get a proper status, later ones an event."""
+    """Runs a job while it is sent. Errors before the headers left get a proper status, later ones an event."""
 
-    def __init__(self, job: Job, admission: Admission, metrics: RouterMetrics) -> None:
+    def __init__(self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech) -> None:
         super().__init__()
         self._job = job
         self._admission = admission
         self._metrics = metrics
-        self._generation: Generation | None = None
+        self._speech = speech
+        self._prepared: Prepared | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._events: EventStream | None = None
         self._cancelled = False
-        self._started = False
+        self._why: KvrailError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; the work is cancelled where the client disconnects first, or falls too far behind."""
@@ -82,58 +95,75 @@ class Answer(Response):
             work.result()
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit the job and run it, measured; what goes wrong becomes the client's error."""
+        """Answer in one of the two ways."""
+        if not self._job.stream:
+            await self._admitted(scope, receive, send)
+            return
+        left_s = max(LEAST_HEAD_S, self._speech.head_after_s - self._job.timeline.elapsed())
+        async with EventStream(send, head_after_s=left_s, keep_alive_s=self._speech.keep_alive_s) as events:
+            self._events = events
+            await self._admitted(scope, receive, send)
+
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit the job and run it."""
         try:
-            with self._admission.admitted(self._job.sequences, self._job.client, self._cancel):
+            with self._admission.admitted(self._job.sequences, self._job.client, self.cancel):
                 await self._measured(scope, receive, send)
         except KvrailError as error:  # not admitted
             self._metrics.outcomes[outcome_of(error)].inc()
-            await error_response(error)(scope, receive, send)
+            await self._fail(error, scope, receive, send)
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
-        options = self._job.request.kvrail
-        record = RequestRecord(self._metrics, self._job.timeline, provisional=bool(options and options.provisional))
+        """Run the job, counted; what goes wrong becomes the client's error."""
+        record = RequestRecord(self._metrics, self._job.timeline, provisional=self._job.provisional)
         outcome = "error"
         try:
             outcome = await self._run(record, send)
         except asyncio.CancelledError:
             outcome = "cancelled"
+            self._job.abandon()
             raise
         except KvrailError as error:
+            if self._why is not None and isinstance(error, RequestCancelledError):
+                error = self._why
             outcome = outcome_of(error)
-            if not self._started:
-                await error_response(error)(scope, receive, send)
-            else:
-                log.warning("failed after the stream began: %s", error)
-                await self._break_off(send, error)
+            await self._fail(error, scope, receive, send)
         except Exception:
-            if not self._started:
+            if self._events is None or not self._events.started:
                 raise  # answered 500 by the application
             log.exception("failed after the stream began")
-            await self._break_off(send, KvrailError("internal error; the server's log has the cause"))
+            await self._fail(KvrailError("internal error; the server's log has the cause"), scope, receive, send)
         finally:
-            record.close(outcome, self._generation)
+            record.close(outcome, None if self._prepared is None else self._prepared.generation)
 
-    async def _break_off(self, send: Send, error: KvrailError) -> None:
-        """End a stream with an error event; clients know by the missing [DONE] too."""
-        await _write(send, encode_event(to_http(error)[1]))
-        await send({"type": "http.response.body", "body": b""})
+    async def _fail(self, error: KvrailError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tell the client: by a status, or where the headers have left by the stream's last event."""
+        events = self._events
+        if events is None or not events.started:
+            await error_response(error)(scope, receive, send)
+            return
+        log.warning("failed after the stream began: %s", error)
+        tell = self._job.failure if self._prepared is None else self._prepared.writer.failure
+        await events.write(tell(error))
+        await events.end()
 
-    def _cancel(self) -> None:
+    def cancel(self, why: KvrailError | None = None) -> None:
+        """End the work; the client gets an error: `why`, or that the server shuts down."""
         self._cancelled = True
-        if self._generation is not None:
-            self._generation.cancel()
+        self._why = why
+        if self._prepared is not None:
+            self._prepared.generation.cancel()
 
     async def _run(self, record: RequestRecord, send: Send) -> str:
         """Generate and send; returns the outcome."""
-        prepared = await self._job.prepare()
-        self._generation = prepared.generation
+        prepared = self._prepared = await self._job.prepare()
         if self._watch is not None:
             prepared.generation.when_overflown(self._watch.cancel)  # whoever does not read counts as gone
         if self._cancelled:
             prepared.generation.cancel()
-        run = self._stream if self._job.request.stream else self._whole
-        return await run(prepared, record, send)
+        if self._events is None:
+            return await self._whole(prepared, record, send)
+        return await self._stream(prepared, record, self._events)
 
     async def _whole(self, prepared: Prepared, record: RequestRecord, send: Send) -> str:
         outcome = "stop"
@@ -142,70 +172,35 @@ class Answer(Response):
                 record.take(updates)
                 for update in updates:
                     if isinstance(update, Delta):  # drafts are for streams alone
-                        prepared.format.add(update)
+                        prepared.writer.add(update)
                         outcome = _outcome(outcome, update)
-        body = prepared.format.whole()
-        body["usage"] = final_usage(prepared.generation, record.completion_tokens, self._job.timeline)
-        payload = encode_json(body)
+        payload = encode_json(prepared.writer.whole(self._usage(prepared, record)))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
-        self._started = True
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
         self._job.timeline.mark(Stage.RESPONDED)
         return outcome
 
-    async def _stream(self, prepared: Prepared, record: RequestRecord, send: Send) -> str:
-        """Send each update as an event of its own; those that came at one moment in one write."""
+    async def _stream(self, prepared: Prepared, record: RequestRecord, out: EventStream) -> str:
+        """Send what came at one moment in one write."""
         outcome = "stop"
-        tokens = 0
-        counted = self._job.request.continuous_usage
-        texts = TextEvents(lambda delta: self._chunk(delta, prepared, 0))
+        opening = prepared.writer.opening()
         async with aclosing(prepared.generation.updates()) as batches:
             async for updates in batches:
                 record.take(updates)
-                events = []
-                if not self._started:
-                    self._started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-                    opening = prepared.format.opening()
-                    events += [encode_event(self._with_usage(chunk, prepared, 0)) for chunk in opening]
                 for update in updates:
                     if isinstance(update, Delta):
-                        tokens += len(update.token_ids)
                         outcome = _outcome(outcome, update)
-                        if is_plain(update) and not counted:
-                            events.append(texts.encode(update))
-                            continue
-                    chunk = self._chunk(update, prepared, tokens)
-                    if chunk is not None:
-                        events.append(encode_event(chunk))
-                if events:
-                    await _write(send, b"".join(events))
-        end = b""
-        if self._job.request.include_usage:
-            usage = final_usage(prepared.generation, record.completion_tokens, self._job.timeline)
-            end = encode_event({**prepared.format.last(), "usage": usage})
-        await _write(send, end + DONE)
-        await send({"type": "http.response.body", "body": b""})
+                if events := opening + prepared.writer.events(updates):
+                    await out.write(events)
+                opening = b""
+        await out.write(opening + prepared.writer.closing(self._usage(prepared, record)))
+        await out.end()
         self._job.timeline.mark(Stage.RESPONDED)
         return outcome
 
-    def _chunk(self, update: Update, prepared: Prepared, completion_tokens: int) -> Json | None:
-        """The chunk for an update; None where it has nothing to show."""
-        shown = prepared.format.chunk(update) if isinstance(update, Delta) else prepared.format.draft_chunk(update)
-        return None if shown is None else self._with_usage(shown, prepared, completion_tokens)
-
-    def _with_usage(self, chunk: Json, prepared: Prepared, completion_tokens: int) -> Json:
-        """Add the usage field that the stream options ask for."""
-        if self._job.request.continuous_usage:
-            chunk["usage"] = usage_so_far(prepared.generation, completion_tokens)
-        elif self._job.request.include_usage:
-            chunk["usage"] = None
-        return chunk
-
-
-async def _write(send: Send, events: bytes) -> None:
-    await send({"type": "http.response.body", "body": events, "more_body": True})
+    def _usage(self, prepared: Prepared, record: RequestRecord) -> Json:
+        return final_usage(prepared.generation, record.completion_tokens, self._job.timeline)
 
 
 def _outcome(before: str, delta: Delta) -> str:

@@ -1,24 +1,20 @@
-"""Who asks: what tells one client's requests from another's in the queue. Never the key itself."""
+"""Who asks: what tells one client's requests from another's, for turns and for room. Never the key itself."""
 
-import hashlib
 import ipaddress
 
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 UNKNOWN = "unknown"
 """Whoever comes by a way that has no addresses."""
 
 
-def client_of(scope: Scope, *, by_key: bool) -> str:
-    """A name for the client of a request: a digest of its API key, or its address; of IPv6 the network of 64 bits.
+def client_of(scope: Scope, key: int | None) -> str:
+    """A name for the client of a request: its API key's place, or its address; of IPv6 the network of 64 bits.
 
-    by_key: whether keys are asked for here; else what a client sends as its key is its own invention.
+    key: None where the request has none of the server's keys; what a client sends beside is its own invention.
     """
-    if by_key:
-        headers = Headers(scope=scope)
-        given = headers.get("authorization", "").partition(" ")[2].strip() or headers.get("x-api-key", "")
-        return f"key-{hashlib.blake2b(given.encode(), digest_size=8).hexdigest()}"
+    if key is not None:
+        return f"key-{key}"
     host = (scope.get("client") or (UNKNOWN,))[0]
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

@@ -182,7 +182,10 @@ class Dispatcher:
         """Whether somebody got a place, or waits no more."""
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
-        free = sum(max(0, each.load.max_running - each.load.sequences) for each in able(decode))
+        loads = [each.load for each in able(decode)]
+        if not any(load.has_room() for load in loads):
+            return False
+        free = sum(max(0, load.max_running - load.sequences) for load in loads)
         for ticket in self.queue.turns(free):
             turn = self._turns[ticket]
             granted = turn.granted

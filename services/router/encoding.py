@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from kvrail.errors import ContextLengthError, InvalidRequestError
 from kvrail.text import Tokenizer
 from services.router.schema import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, Message, TokenizeRequest
+from services.router.tools.history import shown_by
 
 T = TypeVar("T")
 
@@ -35,16 +36,22 @@ class Encoder:
         self._tokenizer = tokenizer
         self._long = asyncio.Semaphore(1)
 
-    async def chat(self, request: ChatRequest | TokenizeRequest, most: int = MAX_TOKEN_IDS) -> list[int]:
-        """At most `most` token ids of a chat; InvalidRequestError names the parameter."""
+    async def chat(
+        self, request: ChatRequest | TokenizeRequest, most: int = MAX_TOKEN_IDS, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """At most `most` token ids of a chat that offers `tools`; InvalidRequestError names the parameter."""
         continued = bool(request.continue_final_message)
         opened = request.add_generation_prompt
-        messages = _plain(request.messages or [])
+        messages, shown = shown_by(self._tokenizer.chat_template, _plain(request.messages or []), tools)
         arguments = _template_arguments(request.chat_template_kwargs)
+        effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+        if effort is not None:
+            arguments = {"reasoning_effort": effort, **arguments}
 
         def encode() -> list[int]:
             return self._tokenizer.apply_chat_template(
                 messages,
+                shown,
                 add_generation_prompt=not continued if opened is None else opened,
                 continue_final_message=continued,
                 most=most,
@@ -120,12 +127,12 @@ def _json_list(items: Sequence[int], of: Callable[[int], object]) -> bytes:
     return b"[" + b",".join(json.dumps([of(item) for item in piece])[1:-1].encode() for piece in pieces) + b"]"
 
 
-def _plain(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages for the chat template; raises InvalidRequestError for one without text."""
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages for the chat template; raises InvalidRequestError for one without text or calls."""
     for i, message in enumerate(messages):
-        if message.tool_calls:
-            refuse(f"messages.{i}.tool_calls", "not supported by this server; leave it out")
-        if message.content is None:
+        if message.tool_calls and message.role != "assistant":
+            refuse(f"messages.{i}.tool_calls", "only the assistant calls tools; leave it out")
+        if message.content is None and not message.tool_calls:
             refuse(f"messages.{i}.content", "field required; send the message's text")
     return [message.plain() for message in messages]
 

@@ -1,4 +1,7 @@
-"""The one mapping from errors to HTTP: a status, OpenAI's error object, and the headers that belong to it."""
+"""The one mapping from errors to HTTP: a status, the headers that belong to it, and an object.
+
+The object has OpenAI's shape, and under /v1/messages Anthropic's.
+"""
 
 import json
 import logging
@@ -9,7 +12,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Receive, Scope, Send
 
 from kvrail.errors import (
     AuthenticationError,
@@ -20,6 +25,7 @@ from kvrail.errors import (
     ModelNotFoundError,
     OverloadedError,
     RequestCancelledError,
+    ResponseNotFoundError,
     WorkerUnavailableError,
 )
 
@@ -33,6 +39,7 @@ _TABLE: tuple[tuple[type[KvrailError], int, str, str | None], ...] = (
     (ContextLengthError, 400, INVALID, "context_length_exceeded"),
     (InvalidRequestError, 400, INVALID, None),
     (ModelNotFoundError, 404, INVALID, "model_not_found"),
+    (ResponseNotFoundError, 404, INVALID, "not_found"),
     (AuthenticationError, 401, INVALID, "invalid_api_key"),
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (WorkerUnavailableError, 503, "service_unavailable_error", "worker_unavailable"),
@@ -42,6 +49,44 @@ _TABLE: tuple[tuple[type[KvrailError], int, str, str | None], ...] = (
 )
 _OUTCOMES = {400: "invalid", 401: "invalid", 404: "invalid", 429: "overloaded", 503: "unavailable", 504: "deadline"}
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+
+
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ErrorResponse(Response):
+    """An error object as a response; the message may quote any text of the client's, surrogates included."""
+
+    def __init__(self, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        super().__init__(json.dumps(body), status, headers, media_type="application/json")
+        self.error = body["error"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, in the shape that the path's clients know."""
+        if is_anthropic(scope["path"]):
+            body = anthropic_error(self.error["message"], self.status_code, scope.get("state", {}).get("request_id"))
+            self.body = json.dumps(body).encode()
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether the clients of a path expect Anthropic's shapes."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def anthropic_error(message: str, status: int, request_id: str | None) -> dict[str, Any]:
+    """Anthropic's error shape (https://docs.anthropic.com/en/api/errors)."""
+    kind = _ANTHROPIC_TYPES.get(status, INVALID if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def error_object(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -75,18 +120,13 @@ def error_response(error: KvrailError) -> Response:
     status, body, headers = to_http(error)
     if status >= 500:
         log.warning("answered %d: %s", status, error)
-    return json_error(status, body, headers)
-
-
-def json_error(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    """An error object as a response; the message may quote any text of the client's, surrogates included."""
-    return Response(json.dumps(body), status, headers, media_type="application/json")
+    return ErrorResponse(status, body, headers)
 
 
 def too_large(why: str) -> Response:
     """The answer to a body over a limit."""
     body = error_object(f"{why}; send a shorter one", INVALID, None, _CODES[413])
-    return json_error(413, body, {"connection": "close"})
+    return ErrorResponse(413, body, {"connection": "close"})
 
 
 def parameter_path(location: Sequence[Any], body: Any) -> str:
@@ -110,7 +150,10 @@ def parameter_path(location: Sequence[Any], body: Any) -> str:
 
 def from_validation(errors: Sequence[Any], body: Any) -> InvalidRequestError:
     """The client's error: the one that lies deepest, because its parent's only repeat it."""
-    paths = [parameter_path(entry["loc"][1:], body) for entry in errors]
+    paths = [
+        parameter_path(entry["loc"][1:], body) if entry["loc"][0] == "body" else str(entry["loc"][-1])
+        for entry in errors
+    ]
     deepest = max(range(len(errors)), key=lambda i: paths[i].count(".") if paths[i] else -1)
     entry, path = errors[deepest], paths[deepest]
     if entry["type"] == "json_invalid":
@@ -132,8 +175,17 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
-def install(app: FastAPI, note: Callable[[Request, KvrailError], None]) -> None:
-    """Let every error of `app` answer in OpenAI's shape; `note` hears of those that endpoints raise."""
+def _methods(routes: Sequence[BaseRoute], request: Request) -> set[str]:
+    """What a path takes, over all routes of it."""
+    found: set[str] = set()
+    for route in routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return found
+
+
+def install(app: FastAPI, note: Callable[[Request, KvrailError], None], routes: Sequence[BaseRoute]) -> None:
+    """Let every error of `app`, which has `routes`, answer in its shape; `note` hears of those that endpoints raise."""
 
     async def on_kvrail(request: Request, error: Exception) -> Response:
         assert isinstance(error, KvrailError)
@@ -146,18 +198,19 @@ def install(app: FastAPI, note: Callable[[Request, KvrailError], None]) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = error.detail
+        message, headers = error.detail, dict(error.headers or {})
         if error.status_code == 404:
             message = f"unknown path {request.url.path}; see /docs for the API"
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}"
+            headers = {"allow": ", ".join(sorted(_methods(routes, request)))}
         kind = INVALID if error.status_code < 500 else "server_error"
         body = error_object(message, kind, None, _CODES.get(error.status_code))
-        return json_error(error.status_code, body, dict(error.headers or {}))
+        return ErrorResponse(error.status_code, body, headers)
 
     async def on_unexpected(_: Request, __: Exception) -> Response:
         body = error_object("internal error; the server's log has the cause", "server_error", None, "internal_error")
-        return JSONResponse(body, 500)
+        return ErrorResponse(500, body)
 
     app.add_exception_handler(KvrailError, on_kvrail)
     app.add_exception_handler(RequestValidationError, on_validation)

@@ -23,6 +23,11 @@ def encode_event(value: dict[str, Any]) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
+def encode_named(value: dict[str, Any]) -> bytes:
+    """One event whose name is its member `type`."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + encode_event(value)
+
+
 class TextEvents:
     """Events of chunks that bring text and nothing else.
 

@@ -14,14 +14,30 @@ def _bounded(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
+class TokenTexts:
+    """What stands for a token in log probabilities: its text, or where a request wants that, `token_id:` and its id."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        """One token's."""
+        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
+
+    def data(self, token_id: int) -> list[int]:
+        """The bytes that the token stands for."""
+        return list(self._tokenizer.token_bytes(token_id))
+
+
+def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
     """One entry a token: the token, its log probability and bytes, and the most likely ones at its position."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": tokenizer.token_text(token_id),
+            "token": texts.text(token_id),
             "logprob": _bounded(logprob),
-            "bytes": list(tokenizer.token_bytes(token_id)),
+            "bytes": texts.data(token_id),
         }
 
     content = [
@@ -34,13 +50,13 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> dict[str, Any]:
 class CompletionLogprobs:
     """Builds parallel lists over the tokens of one choice; offsets are in characters from the output's start."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
         self._offset = 0
 
     def take(self, delta: Delta) -> dict[str, Any]:
         """The lists for these tokens."""
-        tokens = [self._tokenizer.token_text(token_id) for token_id in delta.token_ids]
+        tokens = [self._texts.text(token_id) for token_id in delta.token_ids]
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -57,6 +73,6 @@ class CompletionLogprobs:
         """The most likely tokens and the chosen one; of several with one text the most likely stays."""
         top: dict[str, float] = {}
         for token_id, logprob in found.top:
-            top.setdefault(self._tokenizer.token_text(token_id), _bounded(logprob))
+            top.setdefault(self._texts.text(token_id), _bounded(logprob))
         top.setdefault(token, _bounded(found.logprob))
         return top

@@ -15,8 +15,10 @@ from services.router.clients import client_of
 from services.router.errors import error_response
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/metrics/vllm"})
-"""Paths for probes and scrapers, which carry no key."""
+OPEN_PATHS = frozenset(
+    {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/docs", "/openapi.json"}
+)
+"""Paths for probes, scrapers and browsers, which carry no key."""
 
 
 class RequestContext:
@@ -51,7 +53,10 @@ class RequestContext:
 
 
 class ApiKeys:
-    """Refuses requests without one of the keys; without any keys everybody is let in."""
+    """Refuses requests without one of the keys; without any keys everybody is let in.
+
+    A key is a bearer token (OpenAI's clients) or the header X-Api-Key (Anthropic's).
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -59,18 +64,23 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS and not self._knows(scope):
-            message = "no valid API key; send the header 'Authorization: Bearer KEY'"
-            await error_response(AuthenticationError(message))(scope, receive, send)
-            return
         if scope["type"] == "http":
-            scope["state"]["client"] = client_of(scope, by_key=bool(self._keys))
+            key = self._find(Headers(scope=scope))
+            if self._keys and key is None and scope["path"] not in OPEN_PATHS:
+                message = "no valid API key; send the header 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+                await error_response(AuthenticationError(message))(scope, receive, send)
+                return
+            scope["state"]["api_key"] = key
+            scope["state"]["client"] = client_of(scope, key)
         await self._app(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
-        """Whether the request has a known key; takes the same time for each wrong key of one length."""
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        found = False
-        for key in self._keys:
-            found |= hmac.compare_digest(given.strip().encode("latin-1"), key)
-        return found and scheme.lower() == "bearer"
+    def _find(self, headers: Headers) -> int | None:
+        """Which of the keys a request has, by its place; takes the same time for each wrong key of one length."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        found = None
+        for given in (bearer, headers.get("x-api-key", "")):
+            for place, key in enumerate(self._keys):
+                if hmac.compare_digest(given.encode("latin-1"), key):
+                    found = place
+        return found

@@ -6,6 +6,8 @@ with OpenAI; what would change the answer if it were honoured, but is not suppor
 Every list and object has a bound, and is refused at its first error: a body is checked while other requests wait.
 """
 
+import json
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -16,6 +18,7 @@ from pydantic import (
     SkipValidation,
     TypeAdapter,
     ValidationError,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -34,7 +37,9 @@ from kvrail.wire.convert import (
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
-MAX_BIASES = 1024
+MAX_BIASES = 1 << 18
+"""Wider than any vocabulary."""
+MAX_NAMED_KEYS = 20
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -43,6 +48,7 @@ MAX_FIELDS = 256
 """Of an object of a body, known and unknown ones."""
 MAX_TOKEN_IDS = 1 << 20
 MAX_NAME_CHARS = 1024
+MAX_ROLE_CHARS = 64
 MAX_TEMPERATURE = 2.0
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -51,11 +57,18 @@ def _one_as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def named(keys: Sequence[str]) -> str:
+    """Keys of an object as the subject of a message about them."""
+    shown = ", ".join(repr(key[:20]) for key in keys[:MAX_NAMED_KEYS])
+    more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
+    return f"keys {shown}{more} are" if len(keys) > 1 else f"key {shown} is"
+
+
 def _text_as_part(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _not_longer(most: int) -> BeforeValidator:
+def not_longer(most: int) -> BeforeValidator:
     """Refuses a longer list or object before it looks at what is in it."""
 
     def check(value: Any) -> Any:
@@ -66,17 +79,34 @@ def _not_longer(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _biases(value: Any, handler: Callable[[Any], Any]) -> Any:
+    """Token ids as text, and what is added to their logits; as many as a vocabulary has, so checked in one pass."""
+    if not isinstance(value, dict):
+        return handler(value)
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries, more than {MAX_BIASES}")
+    wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= 10)]
+    if wrong:
+        raise ValueError(f"{named(wrong)} no token id")
+    most = MAX_LOGIT_BIAS
+    for key, bias in value.items():
+        if type(bias) not in (int, float) or not -most <= bias <= most:
+            raise ValueError(f"the bias of {key} must be a number from {-most:g} to {most:g}")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, le=UINT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS, allow_inf_nan=False)]
+TokenIdKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True), _not_longer(MAX_TOKEN_IDS)]
-Options = Annotated[dict[str, Any], _not_longer(MAX_FIELDS)]
-Items = Annotated[list[Any], _not_longer(MAX_ITEMS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), not_longer(MAX_TOKEN_IDS)]
+Options = Annotated[dict[str, Any], not_longer(MAX_FIELDS)]
+Items = Annotated[list[Any], not_longer(MAX_ITEMS)]
 
 _TOKEN_IDS = TypeAdapter(TokenIds, config=ConfigDict(strict=True))
 _PROMPT_KINDS = "must be a string, a list of strings, a list of token ids or a list of such lists"
@@ -95,26 +125,55 @@ class TextPart(Wire):
     text: str
 
 
-class Message(Wire):
-    """One message of a chat."""
+class CalledFunction(Wire):
+    """A function that an assistant called, with its arguments as JSON in a text."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: Name
+    arguments: str
+
+
+class ToolCall(Wire):
+    """One call in an assistant's message."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """What the chat template gets: arguments as an object, as templates expect, where they are one."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(Wire):
+    """One message of a chat. Other roles than OpenAI's are the model's chat template's to take or to refuse."""
+
+    role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARS)]
     content: Annotated[
-        Annotated[list[TextPart], Field(fail_fast=True), _not_longer(MAX_PARTS)] | None, BeforeValidator(_text_as_part)
+        Annotated[list[TextPart], Field(fail_fast=True), not_longer(MAX_PARTS)] | None,
+        BeforeValidator(_text_as_part, json_schema_input_type=str | list[TextPart] | None),
     ] = None
     name: Name | None = None
-    tool_calls: Items | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), not_longer(MAX_ITEMS)] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """Role and content for the chat template; `developer` is OpenAI's newer word for `system`."""
-        fields: dict[str, str] = {"role": "system" if self.role == "developer" else self.role}
+    def plain(self) -> dict[str, Any]:
+        """What the chat template gets; `developer` is OpenAI's newer word for `system`."""
+        fields: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         fields["content"] = "\n".join(part.text for part in self.content or [])
-        if self.name is not None:
-            fields["name"] = self.name
+        for key in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, key) is not None:
+                fields[key] = getattr(self, key)
+        if self.tool_calls:
+            fields["tool_calls"] = [call.plain() for call in self.tool_calls]
         return fields
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _not_longer(MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]
 
 
 class StreamOptions(Wire):
@@ -137,25 +196,25 @@ class KvrailOptions(Wire):
     trace: bool = False
 
 
-class Request(Wire):
-    """Fields of chat and completion requests alike."""
+class Sampled(Wire):
+    """Fields of every request that generates, except for Anthropic's."""
 
     model_config = ConfigDict(extra="allow")
 
-    model: Name | None = None
+    model: Name
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
     stop: Annotated[
-        Annotated[list[StopString], Field(fail_fast=True), _not_longer(MAX_STOPS)] | None, BeforeValidator(_one_as_list)
+        Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None,
+        BeforeValidator(_one_as_list, json_schema_input_type=StopString | list[StopString] | None),
     ] = None
     seed: Annotated[int, Field(ge=-(1 << 63), le=UINT64_MAX)] | None = None
-    logit_bias: Annotated[dict[str, Bias], _not_longer(MAX_BIASES)] | None = None
+    logit_bias: Annotated[
+        dict[str, float] | None, WrapValidator(_biases, json_schema_input_type=dict[TokenIdKey, Bias] | None)
+    ] = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    response_format: Options | None = None
     user: Name | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
@@ -163,10 +222,14 @@ class Request(Wire):
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _not_longer(MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), not_longer(MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: Options | None = None
+    # llama.cpp's
+    json_schema: Any = None
+    grammar: str | None = None
     # ours
     kvrail: KvrailOptions | None = None
 
@@ -177,13 +240,16 @@ class Request(Wire):
             raise ValueError(f"has {len(value)} fields, more than {MAX_FIELDS}")
         return value
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _keys_are_ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10):
-                raise ValueError(f"key {key[:20]!r} is no token id")
-        return value
+
+class Request(Sampled):
+    """Fields of chat and completion requests alike."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    response_format: Options | None = None
+    # vLLM's
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -192,8 +258,8 @@ class Request(Wire):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk brings the usage so far."""
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Whether each chunk brings the usage so far; only beside the usage at the end, as with vLLM."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class ChatRequest(Request):
@@ -206,6 +272,7 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Items | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Items | None = None
     function_call: Any = None
     modalities: Items | None = None
@@ -213,6 +280,15 @@ class ChatRequest(Request):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Options | None = None
+    reasoning_effort: Name | None = None
+
+
+Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
 
 
 class CompletionRequest(Request):
@@ -226,7 +302,7 @@ class CompletionRequest(Request):
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     add_special_tokens: bool | None = None
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="before", json_schema_input_type=Prompts)
     @classmethod
     def _as_list(cls, value: Any) -> Any:
         """Prompts as a list of texts or of token ids; the first element decides what is expected of the others."""

@@ -9,18 +9,22 @@ import prometheus_client
 from starlette.datastructures import State
 
 from kvrail.config import RouterSettings
-from kvrail.errors import ModelNotFoundError
+from kvrail.errors import KvrailError, ModelNotFoundError
+from kvrail.grammar import Grammars
 from kvrail.metrics import RouterMetrics
 from kvrail.text import Tokenizer
 from services.router.admission import Admission
-from services.router.answer import Answer, Job, Prepared
+from services.router.answer import Answer, Job, Prepared, Speech
 from services.router.dispatch import Dispatcher
 from services.router.encoding import Encoder, refuse
-from services.router.formats import ChatFormat, CompletionFormat, Format, Head
+from services.router.formats import ChatFormat, CompletionFormat, Head
 from services.router.generation import Generation
+from services.router.logprobs import TokenTexts
 from services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from services.router.shaping import Shaper
 from services.router.translate import Plan, Planner
 from services.router.workers import WorkerPool
+from services.router.writers import Writer, chunk_writer, error_event
 
 
 class RouterService:
@@ -34,48 +38,70 @@ class RouterService:
         self.pool = WorkerPool(settings, self.metrics)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
-        self._planner = Planner(self._encoder, self.pool.limits, priorities=settings.priorities)
+        shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
+        self.planner = Planner(self._encoder, shaper, self.pool.limits, priorities=settings.priorities)
+        self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
         self._started = int(time.time())
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError where a request names another model than the one served."""
-        if name is not None and name != self.model:
-            raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {self.model!r}")
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under; raises ModelNotFoundError where a request names a model that is not served."""
+        if name is None:
+            return self.model
+        if name not in self.settings.model_names:
+            served = " and ".join(map(repr, self.settings.model_names))
+            raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {served}")
+        return name
 
     def chat(self, request: ChatRequest, state: State) -> Answer:
         """Answer /v1/chat/completions."""
 
-        def show(plan: Plan) -> Format:
-            head = self._head("chatcmpl", state.request_id)
-            return ChatFormat(head, self._tokenizer, choices=plan.n, logprobs=bool(request.logprobs))
+        def write(plan: Plan, name: str) -> Writer:
+            form = ChatFormat(
+                self._head("chatcmpl", state.request_id, name),
+                TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
+                choices=plan.n,
+                logprobs=bool(request.logprobs),
+                reader=plan.reader,
+                prompt_ids=plan.prompts[0] if request.return_token_ids else None,
+            )
+            return chunk_writer(form, request, plan)
 
-        return self._answer(request, 1, state, lambda: self._planner.chat(request), show)
+        return self.answer(request, 1, state, lambda: self.planner.chat(request), write)
 
     def complete(self, request: CompletionRequest, state: State) -> Answer:
         """Answer /v1/completions."""
 
-        def show(plan: Plan) -> Format:
-            head = self._head("cmpl", state.request_id)
-            prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
-            return CompletionFormat(head, self._tokenizer, prefixes=prefixes, logprobs=request.logprobs is not None)
+        def write(plan: Plan, name: str) -> Writer:
+            form = CompletionFormat(
+                self._head("cmpl", state.request_id, name),
+                TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
+                prefixes=[prefix for prefix in plan.prefixes for _ in range(plan.n)],
+                logprobs=request.logprobs is not None,
+                prompt_ids=[ids for ids in plan.prompts for _ in range(plan.n)] if request.return_token_ids else None,
+            )
+            return chunk_writer(form, request, plan)
 
-        return self._answer(request, len(request.prompt), state, lambda: self._planner.completion(request), show)
+        return self.answer(request, len(request.prompt), state, lambda: self.planner.completion(request), write)
 
-    def _head(self, prefix: str, request_id: str) -> Head:
-        return Head(f"{prefix}-{request_id}", int(time.time()), self.model, f"fp_{self.pool.fingerprint[:12]}")
+    def _head(self, prefix: str, request_id: str, name: str) -> Head:
+        return Head(f"{prefix}-{request_id}", int(time.time()), name, f"fp_{self.pool.fingerprint[:12]}")
 
-    def _answer(
+    def answer(
         self,
         request: Request,
         prompts: int,
         state: State,
         plan_request: Callable[[], Awaitable[Plan]],
-        show: Callable[[Plan], Format],
+        write: Callable[[Plan, str], Writer],
+        failure: Callable[[KvrailError], bytes] = error_event,
+        abandon: Callable[[], object] = lambda: None,
     ) -> Answer:
+        """The answer that plans, generates and writes; write: the writer of a plan, under a model's name."""
+
         async def prepare() -> Prepared:
-            self.check_model(request.model)
+            name = self.check_model(request.model)
             await self.pool.settle()
             plan = await plan_request()
             generation = Generation(
@@ -89,7 +115,7 @@ class RouterService:
                 timeline=state.timeline,
                 timeout_s=self.settings.request_timeout_s,
             )
-            return Prepared(generation, show(plan))
+            return Prepared(generation, write(plan, name))
 
         sequences = prompts * (request.n or 1)
         most = self.admission.most
@@ -99,7 +125,17 @@ class RouterService:
                 f"{prompts} prompts of n = {request.n or 1} are {sequences} sequences, more than the {most} that "
                 "one client may have at once; send them in several requests",
             )
-        return Answer(Job(request, sequences, state.client, state.timeline, prepare), self.admission, self.metrics)
+        job = Job(
+            stream=bool(request.stream),
+            provisional=bool(request.kvrail and request.kvrail.provisional),
+            sequences=sequences,
+            client=state.client,
+            timeline=state.timeline,
+            prepare=prepare,
+            failure=failure,
+            abandon=abandon,
+        )
+        return Answer(job, self.admission, self.metrics, self._speech)
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> bytes:
         """The JSON that answers /tokenize."""
@@ -122,10 +158,14 @@ class RouterService:
         """Context length in tokens; None while no decode worker takes requests."""
         return self.pool.limits().context if self.pool.healthy else None
 
-    def card(self) -> dict[str, Any]:
+    def cards(self) -> list[dict[str, Any]]:
+        """The served model under each of its names."""
+        return [self.card(name) for name in self.settings.model_names]
+
+    def card(self, name: str) -> dict[str, Any]:
         """The served model as /v1/models shows it."""
         return {
-            "id": self.model,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "kvrail",

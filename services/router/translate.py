@@ -1,36 +1,22 @@
 """From an API request to what workers understand: token ids and sampling parameters."""
 
-import logging
+import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrail.errors import ContextLengthError
 from kvrail.sampling import SamplingParams
 from kvrail.wire.convert import UINT64_MAX
+from services.router import fields
 from services.router.encoding import Encoder, refuse
-from services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Request
+from services.router.reading import OutputReader
+from services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Request, named
+from services.router.shaping import Shape, Shaper
+from services.router.tools.offered import offer_of
 
-log = logging.getLogger("kvrail.router.translate")
-
-REFUSED_EXTRAS = (
-    "allowed_token_ids",
-    "bad_words",
-    "documents",
-    "guided_choice",
-    "guided_decoding_backend",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "logits_processors",
-    "prompt_embeds",
-    "prompt_logprobs",
-    "structured_outputs",
-    "truncate_prompt_tokens",
-    "use_beam_search",
-    "web_search_options",
-)
-"""Fields of OpenAI's or vLLM's that change the answer and are not supported."""
+MANY_BIASES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +25,7 @@ class Plan:
 
     prompts: token ids. sampling: one for each prompt. prefixes: text that goes before each prompt's output (echo).
     provisional: whether drafts are shown. traced: whether the usage tells what each process did when. priority:
-    among the client's own requests; lower is earlier.
+    among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown as it is.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -49,11 +35,16 @@ class Plan:
     provisional: bool
     traced: bool = False
     priority: int = 0
+    reader: Callable[[], OutputReader] | None = None
 
     @property
     def n(self) -> int:
         """Sequences of each prompt."""
         return self.sampling[0].n
+
+    def new_reader(self) -> OutputReader:
+        """What takes one output apart."""
+        return OutputReader(None, None) if self.reader is None else self.reader()
 
     @property
     def prompt_tokens(self) -> int:
@@ -67,14 +58,8 @@ def refuse_unsupported(request: Request) -> None:
         refuse("stream_options", "only for streams; set stream to true or leave it out")
     if request.kvrail is not None and request.kvrail.provisional and not request.stream:
         refuse("kvrail.provisional", "only for streams; set stream to true or leave it out")
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        refuse("response_format", 'this server only writes {"type": "text"}; leave it out')
-    extras = request.model_extra or {}
-    for name in REFUSED_EXTRAS:
-        if extras.get(name):
-            refuse(name, "not supported by this server; leave it out")
-    if extras:
-        log.debug("ignoring unknown fields: %s", ", ".join(sorted(extras)))
+    own = fields.CHAT if isinstance(request, ChatRequest) else fields.COMPLETION
+    fields.refuse_extras(request.model_extra or {}, {**fields.BOTH, **own})
     if isinstance(request, ChatRequest):
         _refuse_in_chat(request)
     elif isinstance(request, CompletionRequest):
@@ -82,12 +67,12 @@ def refuse_unsupported(request: Request) -> None:
 
 
 def _refuse_in_chat(request: ChatRequest) -> None:
-    for name in ("tools", "functions", "audio"):
-        if getattr(request, name):
-            refuse(name, "not supported by this server; leave it out")
-    for name in ("tool_choice", "function_call"):
-        if getattr(request, name) not in (None, "none", "auto"):
-            refuse(name, "this server calls no tools; leave it out")
+    if request.functions:
+        refuse("functions", "not supported by this server; send them as tools")
+    if request.function_call not in (None, "none", "auto"):
+        refuse("function_call", "not supported by this server; send tools and tool_choice")
+    if request.audio:
+        refuse("audio", "not supported by this server; leave it out")
     if request.modalities not in (None, [], ["text"]):
         refuse("modalities", 'this server only writes ["text"]; leave it out')
     if request.top_logprobs is not None and not request.logprobs:
@@ -116,9 +101,12 @@ class Limits:
 class Planner:
     """Turns validated requests into plans; `limits` tells those of the workers, or raises WorkerUnavailableError."""
 
-    def __init__(self, encoder: Encoder, limits: Callable[[], Limits], *, priorities: bool = False) -> None:
+    def __init__(
+        self, encoder: Encoder, shaper: Shaper, limits: Callable[[], Limits], *, priorities: bool = False
+    ) -> None:
         """priorities: whether requests may name theirs."""
         self._encoder = encoder
+        self._shaper = shaper
         self._limits = limits
         self._priorities = priorities
 
@@ -126,17 +114,34 @@ class Planner:
         """Plan a chat; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
         limits = self._limits()
-        prompts = [await self._encoder.chat(request, limits.context)]
+        offer = offer_of(request)
+        prompts = [await self._encoder.chat(request, limits.context, () if offer is None else offer.shown)]
+        shape = await self._shaper.chat(request, offer, prompts[0])
         top = (request.top_logprobs or 0) if request.logprobs else None
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        return self._plan(request, "messages", prompts, [""], limits, wanted, top)
+        return await self._planned(request, "messages", prompts, [""], limits, wanted, top, shape)
+
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of a chat's prompt; raises InvalidRequestError naming the parameter."""
+        refuse_unsupported(request)
+        offer = offer_of(request)
+        return len(await self._encoder.chat(request, tools=() if offer is None else offer.shown))
 
     async def completion(self, request: CompletionRequest) -> Plan:
         """Plan completions; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
         limits = self._limits()
+        shape = await self._shaper.completion(request)
         prompts, prefixes = await self._encoder.prompts(request, limits.context)
-        return self._plan(request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs)
+        return await self._planned(
+            request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs, shape
+        )
+
+    async def _planned(self, request: Request, *others: Any) -> Plan:
+        """The plan; beside the event loop where a bias is as wide as a vocabulary."""
+        if len(request.logit_bias or ()) <= MANY_BIASES:
+            return self._plan(request, *others)
+        return await asyncio.to_thread(self._plan, request, *others)
 
     def _plan(
         self,
@@ -147,10 +152,11 @@ class Planner:
         limits: Limits,
         max_tokens: int | None,
         logprobs: int | None,
+        shape: Shape,
     ) -> Plan:
         if request.priority and not self._priorities:
             refuse("priority", f"is {request.priority}, but this server takes none (--priorities); leave it out")
-        _check_ids("logit_bias", [int(key) for key in request.logit_bias or {}], limits.vocabulary)
+        _check_bias(request.logit_bias or {}, limits.vocabulary)
         _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
         codec = request.kvrail.codec if request.kvrail else ""
         if codec and codec not in limits.codecs:
@@ -164,9 +170,25 @@ class Planner:
             _check_ids(field, prompt, limits.vocabulary)
             if (request.min_tokens or 0) > budget:
                 refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
-            sampling.append(_sampling(request, budget, logprobs))
+            sampling.append(_sampling(request, budget, logprobs, shape))
         ours = request.kvrail or KvrailOptions()
-        return Plan(prompts, sampling, prefixes, codec, ours.provisional, ours.trace, request.priority or 0)
+        return Plan(
+            prompts,
+            sampling,
+            prefixes,
+            codec,
+            ours.provisional,
+            ours.trace,
+            priority=request.priority or 0,
+            reader=shape.reader,
+        )
+
+
+def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:
+    """Name every key that is no token of the model's, as far as they fit into a message."""
+    outside = [key for key in biases if int(key) >= vocabulary]
+    if outside:
+        refuse("logit_bias", f"{named(outside)} not in the model's vocabulary of {vocabulary}")
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:
@@ -189,7 +211,7 @@ def _budget(field: str, prompt: int, max_tokens: int | None, context: int) -> in
     return context - prompt if max_tokens is None else max_tokens
 
 
-def _sampling(request: Request, max_tokens: int, logprobs: int | None) -> SamplingParams:
+def _sampling(request: Request, max_tokens: int, logprobs: int | None, shape: Shape) -> SamplingParams:
     """Sampling parameters; without a seed of the client's each prompt draws its own."""
     seed = secrets.randbits(64) if request.seed is None else request.seed & UINT64_MAX
 
@@ -213,6 +235,7 @@ def _sampling(request: Request, max_tokens: int, logprobs: int | None) -> Sampli
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         include_stop_in_output=bool(request.include_stop_str_in_output),
-        skip_special_tokens=request.skip_special_tokens is not False,
+        skip_special_tokens=request.skip_special_tokens is not False and not shape.special,
         n=request.n or 1,
+        grammar=shape.grammar,
     )

@@ -4,11 +4,12 @@ from typing import Any
 
 from kvrail.lifecycle import Timeline
 from services.router.generation import Generation
+from services.router.translate import Plan
 
 
-def usage_so_far(generation: Generation, completion_tokens: int) -> dict[str, Any]:
+def usage_so_far(plan: Plan, completion_tokens: int) -> dict[str, Any]:
     """Counts while tokens still come."""
-    prompt_tokens = generation.plan.prompt_tokens
+    prompt_tokens = plan.prompt_tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -26,7 +27,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     exposed_transfer_seconds: the longest time that exact KV came after its prompt had been computed.
     """
     summaries = generation.summaries
-    usage = usage_so_far(generation, completion_tokens)
+    usage = usage_so_far(generation.plan, completion_tokens)
     usage["prompt_tokens_details"] = {"cached_tokens": sum(summary.cached_tokens for summary in summaries)}
     prefill_workers = dict.fromkeys(s.prefill_worker for s in summaries if s.prefill_worker)
     codecs = dict.fromkeys(summary.codec for summary in summaries if summary.codec)

@@ -1,18 +1,25 @@
 """The official OpenAI client against a whole cluster of real processes with the model that ships."""
 
 import json
+import os
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Literal
 
 import httpx
+import jsonschema
 import openai
 import pytest
 import torch
+from pydantic import BaseModel, Field
 
 from tests.e2e import cluster as processes
 from tests.e2e.cluster import MODEL, ROOT, lint, started
+from tests.e2e.schemas import hundred
 
 QUESTION = [{"role": "user", "content": "What is grep?"}]
+OUTPUTS = int(os.environ.get("KVRAIL_SCHEMA_OUTPUTS", "40"))
 LONG = "A page of text about sockets, files and processes. " * 40
 
 
@@ -146,3 +153,52 @@ def test_leaving_a_stream_frees_the_worker(cluster):
     while samples(cluster.metrics["decode-0"])["kvrail_engine_pages", "used"]:
         assert time.monotonic() < deadline, "the pages of a request whose client left are still used"
         time.sleep(0.05)
+
+
+def test_outputs_are_valid_or_cut(cluster):
+    """Objects under schemas of all kinds, at temperature 1; `make test-schemas` asks for 1,000."""
+    schemas = hundred()
+    for each in schemas:
+        jsonschema.Draft202012Validator.check_schema(each)
+    chosen = schemas[:: max(1, len(schemas) // OUTPUTS)]
+
+    def ask(number: int) -> str:
+        schema = chosen[number % len(chosen)]
+        described = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+        answer = cluster.client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=1, seed=number, max_tokens=256, response_format=described
+        )
+        (choice,) = answer.choices
+        if choice.finish_reason == "stop":
+            jsonschema.Draft202012Validator(schema).validate(json.loads(choice.message.content))
+        return choice.finish_reason
+
+    with ThreadPoolExecutor(16) as pool:
+        reasons = Counter(pool.map(ask, range(OUTPUTS)))
+    assert set(reasons) <= {"stop", "length"} and reasons["stop"] > OUTPUTS // 2, reasons
+
+
+class Command(BaseModel):
+    name: Annotated[str, Field(max_length=12)]
+    level: Annotated[int, Field(ge=1, le=5)]
+    also: Annotated[list[Literal["awk", "sed"]], Field(max_length=2)]
+    note: Literal["old", "new"] | None
+
+
+def test_parse_and_tools_with_the_official_client(cluster):
+    asked = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 300}
+    parsed = cluster.client.chat.completions.parse(response_format=Command, **asked).choices[0].message.parsed
+    assert isinstance(parsed, Command)
+    tools = [openai.pydantic_function_tool(Command)]
+    forced = {**asked, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = cluster.client.chat.completions.parse(**forced).choices
+    assert choice.finish_reason == "tool_calls"
+    assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, Command)
+    with cluster.client.chat.completions.stream(**forced) as stream:
+        names = {event.name for event in stream if event.type == "tool_calls.function.arguments.delta"}
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert names == {"Command"} and streamed.function.arguments == choice.message.tool_calls[0].function.arguments
+    call = choice.message.model_dump(include={"role", "content", "tool_calls"})
+    history = [*QUESTION, call, {"role": "tool", "tool_call_id": streamed.id, "content": "grep prints lines."}]
+    answer = cluster.client.chat.completions.create(**{**asked, "messages": history})
+    assert answer.choices[0].finish_reason in ("stop", "length")

@@ -97,7 +97,7 @@ class FirstIndexShift:
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         return self.begin(logits, rows).wait()
 
-    def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Drawn:
+    def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow], masks: None = None) -> Drawn:
         assert logits.shape == (len(rows), VOCAB)
         first = [ask.index if ask.position == len(ask.prompt_ids) else 0 for ask in rows]
         return Drawn((logits.argmax(1) + torch.tensor(first)) % VOCAB)

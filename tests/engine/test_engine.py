@@ -258,7 +258,7 @@ def test_a_row_that_cannot_be_drawn_fails_its_request_and_no_other(ahead):
     bench.step(4)
     begin, shot = bench.engine._sampler.begin, []
 
-    def undrawn(logits, rows):
+    def undrawn(logits, rows, masks=None):
         drawn = begin(logits, rows)
         for i, asked in enumerate(rows):
             if list(asked.prompt_ids) == [4, 5] and asked.position == 10:

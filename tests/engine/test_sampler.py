@@ -23,7 +23,7 @@ from kvrail.engine.edits import edit_logits
 from kvrail.engine.noise import gumbel_noise, noise_key
 from kvrail.engine.sampler import Sampler
 from kvrail.errors import ConfigError
-from kvrail.sampling import SamplingParams
+from kvrail.sampling import LogitBias, SamplingParams
 from tests.engine.test_sampler_noise import chi_square_z
 
 CPU = torch.device("cpu")
@@ -93,7 +93,8 @@ SETTINGS = st.fixed_dictionaries(
         "repetition_penalty": st.sampled_from([1.0, 1.3, 0.8]),
         "presence_penalty": st.sampled_from([0.0, 1.5, -1.0]),
         "frequency_penalty": st.sampled_from([0.0, 0.7, -0.3]),
-        "logit_bias": st.dictionaries(st.integers(0, 199), st.floats(-100, 100, width=32), max_size=3),
+        "logit_bias": st.dictionaries(st.integers(0, 199), st.floats(-100, 100, width=32), max_size=3)
+        | st.dictionaries(st.integers(0, 199), st.floats(-100, 100, width=32), max_size=3).map(LogitBias),
         "seed": st.integers(0, 2**64 - 1),
     }
 )

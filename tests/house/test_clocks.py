@@ -5,8 +5,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
-TELLING = {"kvrail/text/chat.py", "services/router/service.py"}
-"""A chat template's date; when an answer was created."""
+TELLING = {
+    "kvrail/text/chat.py",
+    "services/router/service.py",
+    "services/router/responses/service.py",
+    "services/router/responses/writer.py",
+}
+"""A chat template's date; when an answer was created, and when it was complete."""
 
 
 def readings(source):

@@ -37,14 +37,14 @@ MARKS = (
 )
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'forbidden' %}{{ raise_exception('not this word') }}{% endif %}"
-    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if shout %}!{% endif %}"
+    "{% if m['role'] != 'ghost' %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}{% if shout %}!{% endif %}{{ reasoning_effort }}"
 )
 
 Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[decode_pb2.GenerateReply]]
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
     """A byte-level BPE with a few merges, a chat template and a vocabulary of 300."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +57,7 @@ def write_tokenizer(folder: Path) -> None:
     )
     backend.train_from_iterator(["Hello world, hello there", "the quick brown fox"], trainer)
     backend.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY, "model_type": "llama"}))
 
@@ -226,7 +226,14 @@ async def run_cluster(
                 stack.push_async_callback(rpc.stop)
                 targets[f"{role}_workers"].append(target)
                 (decoders_ if role == "decode" else prefills).append(worker)
-        values = {"served_model_name": MODEL, "status_interval_s": 0.05, **targets, **settings}
+        # Tests tell statuses and bytes, so a slow machine must not make a stream speak early.
+        values = {
+            "served_model_name": MODEL,
+            "status_interval_s": 0.05,
+            "stream_head_s": 60.0,
+            **targets,
+            **settings,
+        }
         chosen = RouterSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
         server = RouterServer(build_app(chosen, tokenizer), chosen)
         listener = listen("127.0.0.1", 0)

@@ -20,14 +20,23 @@ STATUSES = {200, 400, 404, 413, 429}
 LARGE = 1_000_000
 """Bytes, about, of the large ones."""
 VALID: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
-    "/v1/completions": {"prompt": "hi", "max_tokens": 4, "logprobs": 1, "stop": ["x"], "echo": True},
+    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/completions": {"model": "tiny", "prompt": "hi", "max_tokens": 4, "logprobs": 1, "stop": ["x"], "echo": True},
+    "/v1/responses": {"model": "tiny", "input": "hi", "max_output_tokens": 4},
+    "/v1/messages": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [40, 41, 42]},
 }
 FIELDS = [
     "messages",
     "prompt",
+    "input",
+    "instructions",
+    "system",
+    "text",
+    "tool_choice",
+    "previous_response_id",
+    "max_output_tokens",
     "max_tokens",
     "tokens",
     "n",
@@ -45,6 +54,11 @@ FIELDS = [
     "kvrail",
     "tools",
     "response_format",
+    "structured_outputs",
+    "json_schema",
+    "grammar",
+    "tool_choice",
+    "parallel_tool_calls",
     "chat_template_kwargs",
     "stop_token_ids",
     "min_tokens",

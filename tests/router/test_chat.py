@@ -75,7 +75,7 @@ async def test_answer_and_what_the_worker_was_asked(client: openai.AsyncOpenAI, 
 
 
 async def test_defaults(cluster: Cluster, tokenizer: Tokenizer):
-    assert (await cluster.chat(model=None, top_k=-1, seed=-1)).status_code == 200
+    assert (await cluster.chat(top_k=-1, seed=-1)).status_code == 200
     await cluster.chat()
     first, second = (request.sampling for request in cluster.decode[0].requests)
     assert first.max_tokens == CONTEXT - len(tokenizer.apply_chat_template(HI))
@@ -93,6 +93,32 @@ async def test_messages_reach_the_template(cluster: Cluster, tokenizer: Tokenize
     await cluster.chat(messages=messages, add_generation_prompt=False, chat_template_kwargs={"shout": True})
     expected = "<|system|>be brief<|end|><|user|>a\nb<|end|>!"
     assert list(cluster.decode[0].requests[0].prompt_token_ids) == tokenizer.encode(expected, add_special_tokens=False)
+
+
+async def test_other_roles_and_efforts_are_the_templates(cluster: Cluster, tokenizer: Tokenizer):
+    messages = [{"role": "critic", "content": "too long"}, *HI]
+    assert (await cluster.chat(messages=messages, reasoning_effort="low")).status_code == 200
+    expected = "<|critic|>too long<|end|><|user|>hi<|end|><|assistant|>low"
+    assert list(cluster.decode[0].requests[0].prompt_token_ids) == tokenizer.encode(expected, add_special_tokens=False)
+
+
+async def test_token_ids(cluster: Cluster, tokenizer: Tokenizer):
+    generated = tokenizer.encode(OUTPUT, add_special_tokens=False)
+    answer = (await cluster.chat(return_token_ids=True, logprobs=True, return_tokens_as_token_ids=True)).json()
+    assert answer["prompt_token_ids"] == tokenizer.apply_chat_template(HI)
+    assert answer["choices"][0]["token_ids"] == generated
+    assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == [
+        f"token_id:{token_id}" for token_id in generated
+    ]
+    lines = (await cluster.chat(return_token_ids=True, stream=True)).text.split("\n\n")[:-2]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert chunks[0]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert [i for chunk in chunks[1:] for i in chunk["choices"][0]["token_ids"]] == generated
+    assert "token_ids" not in (await cluster.chat()).text
+    whole = (await cluster.complete(prompt=["hi", "hello"], return_token_ids=True)).json()["choices"]
+    prompts = [tokenizer.encode(text, add_special_tokens=True) for text in ("hi", "hello")]
+    assert [choice["prompt_token_ids"] for choice in whole] == prompts
+    assert [choice["token_ids"] for choice in whole] == [generated] * 2
 
 
 async def test_continue_final_message(cluster: Cluster, tokenizer: Tokenizer):
@@ -119,13 +145,17 @@ async def test_stream_with_usage(client: openai.AsyncOpenAI, tokenizer: Tokenize
 
 
 async def test_stream_on_the_wire(cluster: Cluster):
-    answer = await cluster.chat(stream=True, stream_options={"continuous_usage_stats": True})
+    wanted = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await cluster.chat(stream=True, stream_options=wanted)
     assert answer.headers["content-type"].startswith("text/event-stream")
     events = answer.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == list(range(len(chunks)))
+    assert counts[:-1] == list(range(len(chunks) - 1))
+    assert counts[-1] == counts[-2]
+    without = await cluster.chat(stream=True, stream_options={"continuous_usage_stats": True})
+    assert '"usage"' not in without.text
 
 
 async def test_text_that_is_held_back_makes_no_chunk(cluster: Cluster, tokenizer: Tokenizer):
@@ -179,7 +209,7 @@ class HI_NONE:
 
 
 async def test_request_ids(cluster: Cluster):
-    body = {"messages": HI}
+    body = {"model": MODEL, "messages": HI}
     answer = await cluster.http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "mine-1"})
     assert answer.headers["x-request-id"] == "mine-1"
     assert answer.json()["id"] == "chatcmpl-mine-1"

@@ -11,7 +11,7 @@ import openai
 from kvrail.errors import OverloadedError
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
-from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
+from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, status, until, write_output
 from tests.router.scripts import error_of, hanging
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -164,20 +164,71 @@ async def test_priorities_are_for_those_who_may(tokenizer: Tokenizer):
             task.cancel()
 
 
+async def test_priorities_pass_through_every_api(tokenizer: Tokenizer):
+    asked = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": {"model": MODEL, "prompt": "hi"},
+        "/v1/responses": {"model": MODEL, "input": "hi"},
+        "/v1/messages": CHAT | {"max_tokens": 5},
+    }
+    async with run_cluster(tokenizer) as cluster:
+        for path, body in asked.items():
+            refused = await cluster.http.post(path, json=body | {"priority": 3})
+            assert refused.status_code == 400, path
+            assert refused.json()["error"]["message"].startswith("priority: is 3, but this server takes none"), path
+    async with run_cluster(tokenizer, newcomer_share=0, priorities=True) as cluster:
+        cluster.decode[0].script = hanging()
+        running = [asyncio.create_task(cluster.complete()) for _ in range(8)]
+        await until(lambda: len(cluster.decode[0].requests) == 8)
+        dispatcher = cluster.service.dispatcher
+        for number, (path, body) in enumerate(asked.items()):
+            running.append(asyncio.create_task(cluster.http.post(path, json=body | {"priority": -number})))
+            await until(lambda: len(dispatcher.queue) == len(running) - 8)
+        assert [ticket.priority for ticket in dispatcher._turns] == [0, -1, -2, -3]
+        for task in running:
+            task.cancel()
+
+
+async def test_a_key_is_one_client_however_it_comes(tokenizer: Tokenizer):
+    async with two_keys(tokenizer, newcomer_share=0) as (cluster, first, second):
+        cluster.decode[0].script = hanging()
+
+        def ask(headers: dict) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(cluster.http.post("/v1/chat/completions", json=CHAT, headers=headers))
+
+        asked = [ask(first) for _ in range(8)]
+        await until(lambda: len(cluster.decode[0].requests) == 8)
+        queue = cluster.service.dispatcher.queue
+        asked += [ask(first), ask({"X-Api-Key": "first"})]
+        await until(lambda: len(queue) == 2)
+        assert queue.clients == 1
+        asked += [ask({"X-Api-Key": "second"}), ask(second)]
+        await until(lambda: len(queue) == 4)
+        assert queue.clients == 2
+        for task in asked:
+            task.cancel()
+
+
 async def test_what_a_worker_refuses_goes_before_the_others(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, status_interval_s=0.5) as cluster:
-        seen: list[int] = []
+    async with run_cluster(tokenizer) as cluster:
+        fake, seen, refuse = cluster.decode[0], [], asyncio.Event()
+        fake.status = status(max_running=1)
+        await until(lambda: cluster.service.pool.decode[fake.target].load().max_running == 1)
 
         async def refuses_once(worker, request):
             seen.append(request.prompt_token_ids[0])
             if seen == [1]:
+                await refuse.wait()
                 raise OverloadedError("full")
             async for reply in write_output(worker, request):
                 yield reply
 
-        cluster.decode[0].script = refuses_once
-        first = asyncio.create_task(cluster.complete(prompt=[1]))
-        await until(lambda: cluster.service.pool.decode[cluster.decode[0].target].refused)
-        second = asyncio.create_task(cluster.complete(prompt=[2]))
-        assert [(await task).status_code for task in (first, second)] == [200, 200]
-        assert seen == [1, 1, 2]
+        fake.script = refuses_once
+        asked = [asyncio.create_task(cluster.complete(prompt=[1]))]
+        await until(lambda: seen == [1])
+        for number in (2, 3):
+            asked.append(asyncio.create_task(cluster.complete(prompt=[number])))
+            await until(lambda: len(cluster.service.dispatcher.queue) == len(asked) - 1)
+        refuse.set()
+        assert [(await task).status_code for task in asked] == [200] * 3
+        assert seen == [1, 1, 2, 3]

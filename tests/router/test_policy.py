@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from services.router.compatibility import Identity, choose_fingerprint, codec_mismatch, incompatibility
-from services.router.policy import POLICIES, Ask, Candidate, Load, WorkerState, cached_tokens
+from services.router.policy import POLICIES, Ask, Candidate, Load, WorkerState, cached_tokens, choose
 
 ASK = Ask(prompt_tokens=2048, pages=range(32), page_size=64, output_tokens=128)
 
@@ -107,3 +107,27 @@ def test_a_codec_of_other_parameters_than_any_decode_worker_has_is_named():
     assert codec_mismatch({"raw": 0, "splitzip": 5}, [{"splitzip": 6}, {"splitzip": 5}]) == ""
     assert codec_mismatch({"raw": 0, "splitzip": 5}, [{"raw": 0}]) == ""
     assert "000000000000000c of codec 'splitzip'" in codec_mismatch({"splitzip": 12}, [{"splitzip": 6}])
+
+
+def test_prompts_are_handed_out_as_they_are_computed():
+    """Two steps full of prompts; a client's only one waits for nobody, and what is cached takes no time."""
+    ask = replace(ASK, prompt_tokens=2048)
+    decode = [worker("d", token_s=1e-6)]
+
+    def chosen(*prefill: Candidate, urgent: bool = False, asked: Ask = ask) -> list[str] | None:
+        choice = choose(POLICIES["prefix-aware"], asked, decode, prefill, urgent=urgent)
+        return None if choice is None else [choice.decode.target, *(each.target for each in choice.prefill)]
+
+    busy, later = worker("busy", step_tokens=2048, backlog=2049), worker("later", step_tokens=2048, backlog=2048)
+    assert chosen(busy) is None
+    assert chosen(busy, urgent=True) == ["d", "busy"]
+    assert chosen(later) == ["d", "later"]
+    assert chosen(busy, later) == ["d", "later", "busy"]
+    assert chosen(replace(busy, holds=range(16))) == ["d", "busy"]
+    assert chosen(worker("idle", step_tokens=256)) == ["d", "idle"]  # however long it is
+    assert chosen() == ["d"]
+    assert choose(POLICIES["prefix-aware"], ask, [replace(busy, target="d")], [], urgent=False) is None
+    assert choose(POLICIES["prefix-aware"], ask, [worker("d", sequences=8)], [later], urgent=True) is None
+    many = replace(ask, n=64)
+    assert choose(POLICIES["prefix-aware"], many, [worker("d", sequences=2)], [], urgent=True) is None
+    assert choose(POLICIES["prefix-aware"], many, [worker("d", sequences=1)], [], urgent=True) is not None

@@ -12,8 +12,24 @@ from services.router.schema import ChatRequest, CompletionRequest
 from tests.router.cluster import CONTEXT, MODEL, Cluster, run_cluster
 
 TEXT = [{"role": "user", "content": "hi"}]
+DEEP: dict[str, Any] = {}
+for _ in range(60):
+    DEEP = {"items": DEEP}
+
+
+def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+
+
+def tool(kind: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+
+
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
+    ({"model": None}, "model"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -33,8 +49,15 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
-    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+    ({"length_penalty": 0.5}, "length_penalty"),
+    ({"return_token_ids": 1}, "return_token_ids"),
     ({"logit_bias": [1]}, "logit_bias"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
@@ -50,7 +73,31 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [300]}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ({"ignore_eos": 1}, "ignore_eos"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
+    ({"response_format": named_schema({"type": "strin"})}, "response_format.json_schema.schema.type"),
+    (
+        {"response_format": named_schema({"properties": {"a": {"uniqueItems": True}}})},
+        "response_format.json_schema.schema.properties.a.uniqueItems",
+    ),
+    ({"response_format": named_schema({"$ref": "#/$defs/x"})}, "response_format.json_schema.schema.$ref"),
+    ({"response_format": named_schema(DEEP)}, "response_format.json_schema.schema"),
+    ({"response_format": named_schema({"enum": ["x" * 300_000]})}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": [5]}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    ({"grammar": "start: ("}, "grammar"),
+    ({"grammar": "start: missing"}, "grammar"),
+    ({"json_schema": 5}, "json_schema"),
     ({"response_format": "text"}, "response_format"),
     ({"guided_json": {"type": "object"}}, "guided_json"),
     ({"kvrail": {"codec": "unheard-of"}}, "kvrail.codec"),
@@ -69,20 +116,36 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hi"}, "messages"),
     ({"messages": [5]}, "messages.0"),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": 5, "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "ghost", "content": "x"}, *TEXT]}, "messages.0.role"),
     ({"messages": [*TEXT, {"role": "user"}]}, "messages.1.content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": "forbidden"}]}, "messages"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+    ({"tools": [NOW, NOW]}, "tools.1.function.name"),
+    ({"tools": [NOW] * 129}, "tools"),
+    ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+    ({"tools": [tool("strin")], "tool_choice": "required"}, "tools.0.function.parameters.type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"modalities": ["audio"]}, "modalities"),
+    ({"echo": True}, "echo"),
+    ({"store": True}, "store"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"documents": [{"text": "x"}]}, "documents"),
+    ({"chat_template": "x"}, "chat_template"),
     ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
@@ -143,6 +206,30 @@ async def test_bad_parameters(cluster: Cluster):
         check_error(answer, 400, param, "context_length_exceeded" if (fields, param) in TOO_LONG else None)
     assert cluster.decode[0].requests == []
     assert await cluster.metric('kvrail_requests_in_flight{state="waiting"}') == 0
+
+
+async def test_what_asks_for_nothing_is_taken(cluster: Cluster):
+    both = {
+        "bad_words": [],
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "prompt_logprobs": None,
+        "a_new_field": [1],
+    }
+    chat = {"echo": False, "store": False, "verbosity": "medium", "metadata": {"a": "b"}, "service_tier": "auto"}
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+    for answer in (await cluster.chat(**both, **chat, **tools), await cluster.complete(**both)):
+        assert answer.status_code == 200, answer.text
+
+
+async def test_all_bad_keys_are_named(cluster: Cluster):
+    for keys in (("a", "b", "-1"), ("300", "4000000000")):
+        answer = await cluster.chat(logit_bias={"5": 1, **dict.fromkeys(keys, 1)})
+        message = check_error(answer, 400, "logit_bias", None)["message"]
+        assert all(repr(key) in message for key in keys)
+    wide = {str(i): 0.5 for i in range(300)}
+    assert (await cluster.chat(logit_bias=wide)).status_code == 200
+    assert len(cluster.decode[0].requests[0].sampling.logit_bias) == 300
 
 
 async def test_missing_field(cluster: Cluster):
@@ -293,7 +380,7 @@ async def test_api_keys(tokenizer: Tokenizer):
         for key in ("first", "sécond"):
             header = f"Bearer {key}".encode()
             answer = await cluster.http.post(
-                "/v1/completions", json={"prompt": "x"}, headers={b"authorization": header}
+                "/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={b"authorization": header}
             )
             assert answer.status_code == 200
         for path in ("/health", "/version", "/metrics", "/metrics/vllm"):

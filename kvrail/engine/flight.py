@@ -1,0 +1,83 @@
+"""A step in the device's hands, and the parts of the engine that it goes through.
+
+computed, its tokens drawn     ready to be landed; the step behind it can be enqueued, fed from the draws
+computed, not drawn yet        a grammar decides about a draw by what the step before gives: its masks are found once
+that one has landed, while the device computes this one
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from kvrail.engine.batch import Drawing, Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.masks import MaskFinder, Masks
+from kvrail.engine.planning import Step
+
+
+class Runner(Protocol):
+    """Computes a step (kvrail.engine.runner)."""
+
+    @property
+    def launches_async(self) -> bool:
+        """Whether `execute` returns before the device has finished."""
+
+    def bind_thread(self) -> None:
+        """Called once by the thread that will execute."""
+
+    def execute(
+        self,
+        slices: Sequence[SequenceSlice],
+        on_layer: Callable[[int], None] | None = None,
+        feed: Feed | None = None,
+    ) -> torch.Tensor:
+        """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices."""
+
+
+class Draws(Protocol):
+    """Draws tokens from logits (kvrail.engine.sampler)."""
+
+    def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow], masks: Masks | None = None) -> Drawing:
+        """One token a row, of those that its mask allows; may return before the device has drawn them."""
+
+
+class Flight:
+    """A step that the device has. begin: when it was given to it, in seconds of perf_counter."""
+
+    def __init__(self, step: Step, begin: float, masks: "Future[Masks] | None") -> None:
+        self.step = step
+        self.begin = begin
+        self.drawing: Drawing | None = None
+        self._masks = masks
+        self._logits: torch.Tensor | None = None
+
+    @property
+    def undrawn(self) -> bool:
+        """Whether `draw` is still to be called."""
+        return self._logits is not None
+
+    def computed(self, logits: torch.Tensor) -> None:
+        """Take in the logits that the device computes; they are valid until it is given the next step."""
+        rows = self.step.logit_rows
+        if rows:
+            self._logits = logits if len(rows) == logits.shape[0] else logits[rows]
+
+    def find_masks(self, finder: MaskFinder) -> None:
+        """Begin to find the masks: every token before the rows is known now."""
+        if self.undrawn:
+            self._masks = finder.begin(self.step)
+
+    def draw(self, sampler: Draws) -> None:
+        """Enqueue the draws, once the masks are here."""
+        if self._logits is None:
+            return
+        masks = None if self._masks is None else self._masks.result()
+        if masks is not None:
+            self.step.stuck.update(masks.stuck)
+        self.drawing = sampler.begin(self._logits, self.step.rows, masks)
+        self._logits = None
+
+    def land(self) -> Sequence[SampledToken]:
+        """The tokens, once they are here."""
+        return () if self.drawing is None else self.drawing.wait()

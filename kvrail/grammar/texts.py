@@ -1,0 +1,94 @@
+"""What clients ask for, as texts that llguidance compiles: JSON schemas, regular expressions, choices, grammars.
+
+A text is what travels to the workers. It holds one grammar, or several of which the first names the others: so calls of
+tools, in their model's form around arguments under a schema, are grammars too.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from llguidance import LLMatcher, grammar_from
+
+from kvrail.errors import InvalidRequestError
+from kvrail.grammar.closing import closed
+
+MAX_DEPTH = 50
+"""Levels of a schema. llguidance reads up to 128 of JSON, and each of a schema takes about two."""
+WHITESPACE = r"( |\n[ \t]{0,20})"
+"""Between JSON's tokens, or nothing: a space, or a line's end and an indent, as llama.cpp has it. Without a bound a
+weak model writes spaces until it is cut off."""
+OPTIONS = "x-guidance"
+"""The key under which a schema carries llguidance's options."""
+
+Json = dict[str, Any]
+Part = dict[str, Any]
+"""One grammar of a text: an object that llguidance reads."""
+
+
+def schema_of(schema: object, *, lenient: bool) -> Json:
+    """A schema as llguidance is given it; lenient: keywords that it does not know are passed over.
+
+    Its objects are closed (kvrail.grammar.closing). Raises InvalidRequestError where it is no schema or too deep.
+    """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError("is no JSON schema under which anything is valid; send an object")
+    if _depth(schema) > MAX_DEPTH:
+        raise InvalidRequestError(f"is nested deeper than {MAX_DEPTH} levels; send a flatter schema, with $defs")
+    return {**closed(schema), OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
+
+
+def from_schema(schema: object, *, lenient: bool) -> Part:
+    """JSON that is valid under `schema`."""
+    return {"json_schema": schema_of(schema, lenient=lenient)}
+
+
+def from_regex(pattern: str) -> Part:
+    """Text that matches all of `pattern`, in the syntax of Rust's regex."""
+    (part,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
+    return dict(part)
+
+
+def from_choice(choices: Sequence[str]) -> Part:
+    """One of `choices`."""
+    return from_lark("start: " + " | ".join(literal(choice) for choice in choices))
+
+
+def from_lark(text: str) -> Part:
+    """A grammar in llguidance's Lark."""
+    return {"lark_grammar": text}
+
+
+def from_lark_or_gbnf(text: str) -> Part:
+    """The same, or one in llama.cpp's GBNF."""
+    try:
+        return from_lark(grammar_from("grammar", text))
+    except ValueError as error:
+        raise InvalidRequestError(f"is neither Lark nor GBNF: {error}") from None
+
+
+def whole(first: Part, **others: Part) -> str:
+    """The text that travels: the grammar `first`, in whose Lark `@name` stands for one of the others."""
+    named = [{"name": name, **part} for name, part in others.items()]
+    return json.dumps({"grammars": [first, *named]}, ensure_ascii=False)
+
+
+def literal(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _depth(value: object) -> int:
+    """Levels of lists and objects."""
+    level, depth = [value], -1
+    while level:
+        inner: list[object] = []
+        for each in level:
+            if isinstance(each, dict):
+                inner += each.values()
+            elif isinstance(each, list):
+                inner += each
+        level, depth = inner, depth + 1
+    return depth

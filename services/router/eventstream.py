@@ -1,0 +1,66 @@
+"""A response of server-sent events that speaks early: headers soon, and comments while nothing is to say."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from starlette.types import Send
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+COMMENT = b": waiting\n\n"
+"""What clients skip (https://html.spec.whatwg.org/multipage/server-sent-events.html, section 9.2.6)."""
+
+
+class EventStream:
+    """Writes one response. As a context it begins by itself, unless `write` comes first; leaving it ends that.
+
+    head_after_s: seconds until headers and a comment leave although nothing is to say. Until then a failure can still
+    be told by a status. keep_alive_s: seconds of silence after which a comment leaves; 0: none does.
+    """
+
+    def __init__(self, send: Send, *, head_after_s: float, keep_alive_s: float) -> None:
+        self._send = send
+        self._head_after_s = head_after_s
+        self._keep_alive_s = keep_alive_s
+        self._last = 0.0
+        self._speaking: asyncio.Task[None] | None = None
+        self.started = False
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._speaking = asyncio.create_task(self._speak())
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._speaking is not None:
+            self._speaking.cancel()
+            await asyncio.gather(self._speaking, return_exceptions=True)
+
+    async def write(self, events: bytes) -> None:
+        """Send whole events, or a comment; the headers before the first ones."""
+        self._last = self._loop.time()
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self) -> None:
+        """Nothing follows."""
+        if self._speaking is not None:
+            self._speaking.cancel()
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _speak(self) -> None:
+        await asyncio.sleep(self._head_after_s)
+        if not self.started:
+            await self.write(COMMENT)
+        while self._keep_alive_s:
+            silent_s = self._loop.time() - self._last
+            if silent_s < self._keep_alive_s:
+                await asyncio.sleep(self._keep_alive_s - silent_s)
+            else:
+                await self.write(COMMENT)

@@ -1,0 +1,1 @@
+"""Tools: what a client offers, how a model's template shows it, and the calls that a model writes."""

@@ -1,0 +1,62 @@
+"""Chats with tools for templates that know none: the tools and their calls written into the messages' text.
+
+The form is that of Hermes, which most models have seen.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]
+
+PREAMBLE = (
+    "You may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    'tags:\n<tool_call>\n{{"name": <function-name>, "arguments": <args-json-object>}}\n</tool_call>'
+)
+"""Qwen's words."""
+
+
+def knows_tools(template: str) -> bool:
+    """Whether a chat template shows tools by itself."""
+    return "tools" in template
+
+
+def knows_calls(template: str) -> bool:
+    """Whether a chat template shows calls that were made."""
+    return "tool_calls" in template
+
+
+def shown_by(
+    template: str, messages: Sequence[Message], tools: Sequence[Message]
+) -> tuple[Sequence[Message], Sequence[Message] | None]:
+    """Messages and tools as a chat template can show them."""
+    if not knows_calls(template):
+        messages = [_plain(message) for message in messages]
+    if tools and not knows_tools(template):
+        return with_tools(messages, tools), None
+    return messages, tools or None
+
+
+def with_tools(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
+    """The messages with the tools written into the system's, or into one before them."""
+    text = PREAMBLE.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{text}".lstrip()}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _plain(message: Message) -> Message:
+    """A message with calls written as the assistant's text, or their result as the user's."""
+    content = message.get("content") or ""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return {**message, "content": content}
+    calls = [
+        {"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in message["tool_calls"]
+    ]
+    written = "\n".join(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls)
+    return {"role": message["role"], "content": f"{content}\n{written}".lstrip("\n")}

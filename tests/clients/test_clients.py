@@ -1,0 +1,66 @@
+"""Clients, each by a script of its own in a process of its own, against a live cluster with the model that ships."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clients.environments import node_with_clients, python_with
+from tests.e2e.cluster import MODEL, ROOT, Cluster
+
+ASKING = Path(__file__).with_name("asking")
+LIMIT_S = 240
+
+
+def run(cluster: Cluster, command: list[str], cwd: Path = ROOT) -> str:
+    """What a command says that must end well."""
+    told = {"BASE_URL": cluster.url, "MODEL": MODEL, "MODEL_FOLDER": str(ROOT / "models" / MODEL)}
+    told |= {"OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "true", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env={**os.environ, **told}, cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("client", ["openai", "anthropic"])
+def test_official_clients(cluster: Cluster, client: str):
+    run(cluster, [sys.executable, str(ASKING / f"ask_{client}.py")])
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("client", ["litellm", "langchain", "llm", "guidellm"])
+def test_python(cluster: Cluster, client: str):
+    run(cluster, [python_with(client), str(ASKING / f"ask_{client}.py")])
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("client", ["openai", "anthropic", "ai"])
+def test_node(cluster: Cluster, client: str):
+    node, folder = node_with_clients()
+    script = Path(shutil.copy(ASKING / f"ask_{client}.mjs", folder))  # beside the packages, where node looks for them
+    run(cluster, [node, script.name], folder)
+
+
+@pytest.mark.clients
+def test_compatcanary(cluster: Cluster):
+    node, folder = node_with_clients()
+    command = [node, "node_modules/.bin/compatcanary", "scan", "--fail-on", "never"]
+    said = run(cluster, [*command, "--base-url", f"{cluster.url}/v1", "--model", MODEL], folder)
+    assert "Score: 100/100" in said, said
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("api", ["openai-chat", "open-responses", "anthropic"])
+def test_llm_comply(cluster: Cluster, api: str):
+    """All of its suite, but for images, which are refused by name."""
+    comply = str(Path(python_with("llm_comply")).with_name("llm-comply"))
+    command = [comply, "-u", f"{cluster.url}/v1", "-k", "none", "-m", MODEL, "--format", api]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    failed = re.findall(r"❌ (.+?) \(", done.stdout)
+    if "expected 'tool_use', got 'max_tokens'" in done.stdout:  # the small model may call on and on
+        failed.remove("Tool Calling")
+    assert failed == ["Image Input"], done.stdout
+    assert re.search(r"❌ Image Input .*\n +└─ HTTP 400", done.stdout), done.stdout

@@ -1,0 +1,133 @@
+"""Masks: the same on CPU and GPU, and the same output where steps are enqueued before their tokens are known."""
+
+import asyncio
+import ctypes
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from kvrail.engine import masks as masks_of_steps
+from kvrail.engine.events import Failed, Finished, Output
+from kvrail.engine.mask_kernel import mask_on_cuda
+from kvrail.engine.masks import Masks, mask_on_cpu
+from kvrail.engine.requests import EngineRequest
+from kvrail.engine.runner import ModelRunner
+from kvrail.engine.sampler import Sampler
+from kvrail.errors import InvalidRequestError
+from kvrail.grammar import Grammars, texts
+from kvrail.sampling import SamplingParams
+from tests.engine.drafting import DecodeSite, loaded
+from tests.engine.test_sampler import random_logits, row
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TEXT = texts.whole(texts.from_schema(SCHEMA, lenient=False))
+
+
+def random_masks(rows, vocab_size, seed):
+    """Masks for two rows in three, and the same as booleans."""
+    rng = np.random.default_rng(seed)
+    of_rows = np.full(rows, -1, np.int32)
+    of_rows[: rows * 2 // 3] = rng.permutation(rows)[: rows * 2 // 3]
+    words = rng.integers(-(2**31), 2**31, (rows, -(-vocab_size // 32)), dtype=np.int32)
+    plain = [
+        [mask < 0 or bool(int(words[mask, i // 32]) >> (i % 32) & 1) for i in range(vocab_size)] for mask in of_rows
+    ]
+    return Masks(words, of_rows), torch.tensor(plain)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 500, 513])
+def test_masks_forbid_what_their_bits_say(vocab_size):
+    masks, plain = random_masks(7, vocab_size, vocab_size)
+    logits = random_logits(9, vocab_size + 5)[1:8, :vocab_size]  # rows with a stride of their own
+    expected = torch.where(plain, logits, float("-inf"))
+    before = logits.clone()
+    assert torch.equal(mask_on_cpu(logits, masks), expected)
+    assert torch.equal(mask_on_cuda(logits.to(DEVICE), masks, block=128).cpu(), expected)
+    assert torch.equal(logits, before)
+
+
+def test_log_probabilities_are_those_of_all_tokens():
+    logits = random_logits(1, 64)
+    best = int(logits.argmax())
+    words = np.full((1, 2), -1, np.int32)
+    words[0, best // 32] ^= np.array(1 << best % 32, np.uint32).view(np.int32)
+    masks = Masks(words, np.zeros(1, np.int32))
+    (token,) = Sampler(64, torch.device("cpu")).begin(logits, [row(0, temperature=0.0, logprobs=1)], masks).wait()
+    assert token.token_id != best and token.logprobs.top[0][0] == best
+
+
+def compiled(text):
+    model, tokenizer = loaded("llama")
+    return asyncio.run(Grammars(lambda: tokenizer, model.eos_token_ids).get(text))
+
+
+def submit(site, name, seed, grammar="", **options):
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=seed, grammar=grammar, **options)
+    known = compiled(grammar) if grammar else None
+    site.engine.submit(EngineRequest(name, tuple(range(60, 80 + seed)), params, grammar=known))
+
+
+def asked_of(site):
+    """Six requests, every other one constrained, one of two sequences, come one after the other."""
+    for seed in range(6):
+        submit(site, f"r{seed}", seed, TEXT if seed % 2 else "", n=2 if seed == 3 else 1)
+        site.step(2)
+    site.run()
+    said = [[event for event in site.events[f"r{seed}"] if isinstance(event, Output)] for seed in range(6)]
+    assert all(site.of(f"r{seed}", Finished) for seed in range(6))
+    return [sorted((event.index, event.token_ids) for event in events) for events in said]
+
+
+def test_steps_ahead_draw_what_steps_by_themselves_do(monkeypatch):
+    """The model computes ahead; a constrained draw waits for the token before it, and for the masks."""
+    plain = DecodeSite()
+    expected = asked_of(plain)
+    for name in ("r1", "r5"):
+        _, text, reason, *_ = plain.answer(name)
+        if reason == "stop":
+            jsonschema.validate(json.loads(text), SCHEMA)
+    ahead, fed = DecodeSite(), []
+    execute = ahead.runner.execute
+    monkeypatch.setattr(ModelRunner, "launches_async", property(lambda _: True))
+    monkeypatch.setattr(ahead.runner, "execute", lambda *step: fed.append(step[2] is not None) or execute(*step))
+    assert asked_of(ahead) == expected
+    assert sum(fed) > 20
+
+
+def test_a_request_whose_grammar_was_not_compiled_is_refused():
+    site = DecodeSite()
+    with pytest.raises(InvalidRequestError, match="not compiled"):
+        site.engine.submit(EngineRequest("r", (1, 2), SamplingParams(max_tokens=4, grammar=TEXT)))
+
+
+def test_a_grammar_that_leads_nowhere_fails_its_own_request_alone(monkeypatch):
+    class Nothing:
+        def unsafe_compute_mask_ptr(self, places, where, width, count):
+            ctypes.memset(where, 0, width * count)
+
+    site = DecodeSite()
+    submit(site, "free", 1)
+    submit(site, "stuck", 2, TEXT)
+    site.step(3)
+    monkeypatch.setattr(site.engine._masks, "_executor", Nothing())
+    site.run()
+    (failed,) = site.of("stuck", Failed)
+    assert site.of("free", Finished) and not site.of("free", Failed)
+    assert isinstance(failed.error, InvalidRequestError) and "allows no further" in str(failed.error)
+
+
+def test_a_grammar_whose_masks_take_long_fails_its_own_request_alone(monkeypatch):
+    site = DecodeSite()
+    monkeypatch.setattr(masks_of_steps, "WARY_S", -1)  # every step is looked at, and no time is allowed
+    submit(site, "free", 1)
+    submit(site, "slow", 2, TEXT)
+    site.step(4)
+    assert not site.of("slow", Failed)
+    monkeypatch.setattr(masks_of_steps, "ALLOWED_S", -1)
+    site.run()
+    (failed,) = site.of("slow", Failed)
+    assert "takes too long" in str(failed.error) and site.of("free", Finished)

@@ -1,0 +1,187 @@
+"""Grammars: what compiles, what is refused, and that a matcher's place depends on the tokens before it alone."""
+
+import asyncio
+import json
+import random
+
+import jsonschema
+import pytest
+
+from kvrail.config import DEMO_MODEL
+from kvrail.errors import InvalidRequestError
+from kvrail.grammar import Grammars, texts
+from kvrail.grammar.closing import closed
+from kvrail.sampling import MAX_GRAMMAR_BYTES
+from kvrail.text import load_tokenizer
+from kvrail.wire.convert import sampling_from_proto, sampling_to_proto
+from tests.engine.test_sampler import row
+from tests.models import tiny_model
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "é"]}}, "required": ["a", "b"]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(tiny_model("llama")))
+
+
+@pytest.fixture
+def grammars(tokenizer):
+    return Grammars(lambda: tokenizer)
+
+
+def allowed(matcher, vocab_size):
+    mask = int.from_bytes(matcher.state.compute_bitmask(), "little")
+    return [token for token in range(vocab_size) if mask >> token & 1]
+
+
+def write(matcher, tokenizer, rng, most=80):
+    """Random tokens that match, and whether they came to an end."""
+    tokens = []
+    while len(tokens) < most:
+        token = rng.choice(allowed(matcher, tokenizer.vocab_size))
+        if token in tokenizer.eos_token_ids and matcher.complete:
+            return tokens, True
+        matcher.move_to([*tokens, token])
+        tokens.append(token)
+    return tokens, False
+
+
+async def test_what_is_written_is_valid(grammars, tokenizer):
+    grammar = await grammars.get(texts.whole(texts.from_schema(SCHEMA, lenient=False)))
+    ended = 0
+    for seed in range(30):
+        tokens, done = write(grammar.matcher(), tokenizer, random.Random(seed))
+        if done:
+            jsonschema.validate(json.loads(tokenizer.decode(tokens, skip_special_tokens=True)), SCHEMA)
+        ended += done
+    assert ended > 10
+
+
+async def test_a_place_depends_on_the_tokens_before_it_alone(grammars, tokenizer):
+    """Ahead, back, into wrong drafts and out of them: the mask is that of a matcher that went straight there."""
+    rng = random.Random(2)
+    grammar = await grammars.get(texts.whole(texts.from_schema(SCHEMA, lenient=False)))
+    outputs = [write(grammar.matcher(), tokenizer, rng)[0] for _ in range(6)]
+    moved = grammar.matcher()
+    for _ in range(150):
+        tokens = rng.choice(outputs)
+        place = tokens[: rng.randint(0, len(tokens))]
+        straight = grammar.matcher()
+        assert moved.move_to(place) == straight.move_to(place) == len(place)
+        assert allowed(moved, tokenizer.vocab_size) == allowed(straight, tokenizer.vocab_size)
+        assert moved.complete == straight.complete
+        wrong = [rng.randrange(tokenizer.vocab_size) for _ in range(3)]
+        assert moved.move_to([*place, *wrong]) == straight.move_to([*place, *wrong])
+
+
+@pytest.mark.parametrize(
+    ("part", "word"),
+    [
+        (texts.from_schema({"type": "nothing"}, lenient=False), "nothing"),
+        (texts.from_schema({"allOf": [{"type": "string"}, {"type": "null"}]}, lenient=True), "Unsatisfiable"),
+        (texts.from_schema({"type": "array", "uniqueItems": True}, lenient=False), "uniqueItems"),
+        (texts.from_schema({"$ref": "https://example.com/x"}, lenient=True), "example.com"),
+        (texts.from_schema({"$ref": "#"}, lenient=False), "no text matches"),
+        (texts.from_regex("(a"), "regex"),
+        (texts.from_lark("start: missing"), "missing"),
+        (texts.from_lark("start: " + "(" * 10_000 + '"a"' + ")" * 10_000), "nested"),
+    ],
+)
+async def test_what_does_not_compile_is_refused(grammars, part, word):
+    for ask in (grammars.check, grammars.get):
+        with pytest.raises(InvalidRequestError, match=word):
+            await ask(texts.whole(part))
+
+
+async def test_what_costs_too_much_is_refused():
+    """Each compiles at once, and takes seconds a token under llguidance's own limits, or fails after some."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    grammars = Grammars(lambda: tokenizer)
+    ambiguous = texts.from_lark("start: s\ns: s s | s s s | /[a-z ]/ |")
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
+    for part in (ambiguous, texts.from_schema(wide, lenient=True)):
+        with pytest.raises(InvalidRequestError, match="items"):
+            await grammars.check(texts.whole(part))
+    for count in (400, 3000):
+        some = {**wide, "properties": {f"p{i}": {"type": "string"} for i in range(min(count, 400))}}
+        await grammars.check(texts.whole(texts.from_schema(some, lenient=True)))
+        await grammars.check(texts.whole(texts.from_schema({"enum": [f"v{i}" for i in range(count)]}, lenient=True)))
+
+
+async def test_bounds(grammars):
+    deep = {}
+    for _ in range(60):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(InvalidRequestError, match="nested deeper"):
+        texts.from_schema(deep, lenient=True)
+    with pytest.raises(InvalidRequestError, match="no JSON schema"):
+        texts.from_schema(False, lenient=True)
+    long = texts.whole(texts.from_choice(["x" * MAX_GRAMMAR_BYTES]))
+    with pytest.raises(InvalidRequestError, match="bytes"):
+        await grammars.check(long)
+    with pytest.raises(InvalidRequestError, match="bytes"):
+        sampling_to_proto(row(0, grammar=long).params)
+    with pytest.raises(InvalidRequestError, match="min_tokens"):
+        sampling_to_proto(row(0, grammar="x", min_tokens=1).params)
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        await grammars.check(texts.whole(texts.from_choice(["\ud800"])))
+
+
+async def test_lenient_schemas_pass_over_what_cannot_be_enforced(grammars):
+    await grammars.check(texts.whole(texts.from_schema({"type": "array", "uniqueItems": True}, lenient=True)))
+
+
+async def test_the_same_grammar_is_compiled_once(grammars, monkeypatch):
+    compiled = []
+    compile_one = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda text: compiled.append(text) or compile_one(text))
+    text = texts.whole(texts.from_choice(["a", "b"]))
+    assert len({id(each) for each in await asyncio.gather(*(grammars.get(text) for _ in range(5)))}) == 1
+    await grammars.check(text)
+    await grammars.check(text)
+    assert len(compiled) == 2  # one is kept, of the other one only that it is good
+    for number in range(40):
+        await grammars.get(texts.whole(texts.from_choice([str(number)])))
+    assert len(grammars._cached) == 32
+
+
+def test_a_grammar_travels_with_the_parameters():
+    params = row(0, grammar="é" * 10).params
+    assert sampling_from_proto(sampling_to_proto(params)) == params
+
+
+def test_gbnf_is_read_as_lark():
+    part = texts.from_lark_or_gbnf('root ::= "a" [0-9]+')
+    assert "start" in part["lark_grammar"]
+    with pytest.raises(InvalidRequestError, match="GBNF"):
+        texts.from_lark_or_gbnf('root ::= "a')
+
+
+INNER = {"type": "object", "properties": {"x": {"type": "integer"}}}
+CLOSED = {**INNER, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (INNER, CLOSED),
+        ({"items": INNER, "$defs": {"a": INNER}}, {"items": CLOSED, "$defs": {"a": CLOSED}}),
+        ({"anyOf": [INNER, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"properties": {"properties": INNER}}, {"properties": {"properties": CLOSED}, "additionalProperties": False}),
+        ({"type": "object"}, {"type": "object"}),
+        ({"enum": [INNER]}, {"enum": [INNER]}),
+        *(
+            (same, same)
+            for same in (
+                {**INNER, "additionalProperties": True},
+                {**INNER, "required": ["y"]},
+                {**INNER, "anyOf": [INNER]},
+                {"allOf": [INNER, {"properties": {"y": {}}}]},
+                {"items": {**INNER, "if": {}, "then": {}}},
+            )
+        ),
+    ],
+)
+def test_objects_are_closed_where_their_schema_says_nothing_of_others(schema, expected):
+    assert closed(schema) == expected
