@@ -182,6 +182,11 @@ class WorkerSettings(ServiceSettings):
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
     cuda_graphs: bool = Field(True, description="capture steps on CUDA, so that a few launches replay each")
     compile: bool = Field(True, description="fuse each layer's elementwise work with torch.compile on CUDA")
+    invariant: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="the same bits for a token in any company, tried at start; auto: where model and device allow it,"
+        " on: or refuse to start",
+    )
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
     )

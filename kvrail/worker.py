@@ -16,6 +16,7 @@ from kvrail.config import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.cache import PagedCache, pages_that_fit
 from kvrail.engine.engine import Engine, LayerObserver
+from kvrail.engine.invariance import Finding
 from kvrail.engine.ledger import Cursor
 from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.engine.pages import PagePool
@@ -61,11 +62,13 @@ class _BrokenError(KvrailError):
 class Worker:
     """An engine and its surroundings; built once, before the first request.
 
-    codecs: by name, the number of its parameters. instance: tells this start of the process from others.
+    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: tells this start
+    of the process from others.
     """
 
     settings: WorkerSettings
     loaded: LoadedModel
+    numerics: str
     engine: Engine
     events: EventRouter
     cache: PagedCache
@@ -93,6 +96,7 @@ class Worker:
                 fingerprint=loaded.fingerprint,
                 vocab_size=loaded.vocab_size,
                 max_model_len=loaded.max_model_len,
+                numerics=self.numerics,
             ),
             layout=layout_to_proto(loaded.layout),
             protocol_version=PROTOCOL_VERSION,
@@ -184,6 +188,7 @@ def build_worker(
     return Worker(
         settings=settings,
         loaded=loaded,
+        numerics=runner.finding.numerics,
         engine=engine,
         events=events,
         cache=runner.cache,
@@ -221,8 +226,10 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         max_batch_tokens=settings.max_batch_tokens,
         cuda_graphs=settings.cuda_graphs,
         compile=settings.compile,
+        invariant=settings.invariant != "off",
     )
     runner.warm_up()
+    _tell_of(runner.finding, settings)
     logger.info(
         "%s: %d layers, context %d, %d pages of %d tokens (%s, %.1f MiB), fingerprint %s",
         settings.model_name,
@@ -235,6 +242,16 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         loaded.fingerprint[:12],
     )
     return loaded, runner
+
+
+def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
+    """Log what was found. Raises ConfigError where the operator asked for more than holds."""
+    if finding.holds:
+        logger.info("a token gets the same bits in any company (numerics %s)", finding.numerics)
+    elif settings.invariant == "on":
+        raise ConfigError(f"invariant is 'on', but {finding.reason}; set it to auto to serve all the same")
+    elif settings.invariant == "auto":
+        logger.warning("tokens may differ with a batch's company: %s", finding.reason)
 
 
 def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, None]) -> int:

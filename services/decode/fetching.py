@@ -196,6 +196,7 @@ class Fetcher:
                 if await self._fetch_from(worker, fetch, time_remaining):
                     progress.prefill_worker = address
                     progress.received = fetch.received
+                    progress.promise.received(address, fetch.received.numerics)
                     if (exposed := progress.exposed_s()) is not None:
                         metrics.exposed_seconds.observe(exposed)
                     self._chooser.observe_link(address, codec.name, fetch.watch.sample())

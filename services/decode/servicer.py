@@ -18,6 +18,7 @@ from kvrail.worker import Worker
 from services.codecs import AUTO
 from services.decode.fetching import Fetcher
 from services.decode.progress import Progress
+from services.decode.promise import Promise
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -31,6 +32,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._fetcher = fetcher
         self._transports = transports
         self._withheld_codecs = withheld_codecs
+        self._promise = Promise(worker.numerics)
         self._calls = itertools.count(1)  # a request that is asked for again must not meet its first call
 
     @maps_errors
@@ -61,7 +63,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
             )
-            progress = Progress(asked, request.provisional, request.trace)
+            progress = Progress(asked, self._promise, request.provisional, request.trace)
             events = self._worker.events.open(self._worker.engine, asked)
             fetching: asyncio.Task[None] | None = None
             try:

@@ -153,6 +153,8 @@ class Worker:
             for field in ("running", "waiting", "pages_total", "pages_free", "pages_cached"):
                 entry[field] = getattr(self.answer, field)
             entry["codecs"] = list(self.answer.codecs)
+            entry["invariant"] = bool(self.answer.model.numerics)
+            entry["numerics"] = self.answer.model.numerics or None
         return entry
 
 
