@@ -18,7 +18,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 
 .PHONY: help up test test-heavy test-clients test-schemas chaos fuzz test-progressive lint format protos gpu-test gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-structured
+	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-structured simulate replay
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -56,13 +56,14 @@ test-heavy: $(VENV)/.dev  ## kernels on large pages in Triton's interpreter; min
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m heavy -n auto --maxprocesses 8 $(ARGS)
 
 chaos: $(VENV)/.dev  ## storms of kills, stops and partitions over clusters of real processes; needs root; an hour
-	KVRAIL_CHAOS_REQUESTS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "chaos or not chaos" tests/chaos $(ARGS)
+	KVRAIL_CHAOS_REQUESTS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos \
+		tests/gpu/test_lost_prefill_process.py $(ARGS)
 
 fuzz: $(VENV)/.dev  ## damaged frames and bodies, more of them than `make test` sends; tells what streams beside them felt
 	KVRAIL_FUZZ_BODIES=10000 KVRAIL_FUZZED_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout=3600 \
 		tests/router/test_fuzz.py tests/transfer/test_hostile_frames.py $(ARGS)
 
-test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's output, or in bfloat16 a tie; takes hours
+test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's output, bit for bit; takes hours
 	KVRAIL_EQUALITY_PROMPTS=200 $(BIN)/python -m pytest tests/progressive --timeout=7200 -o log_cli=true \
 		--log-cli-level=INFO $(ARGS)
 	KVRAIL_EQUALITY_DTYPE=bfloat16 KVRAIL_EQUALITY_PROMPTS=40 $(BIN)/python -m pytest \
@@ -141,6 +142,15 @@ bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and 
 
 bench-structured: $(VENV)/.dev  ## tokens/s with a JSON schema and without, in turns
 	$(BIN)/python -m benchmarks.structured $(ARGS)
+
+bench-overload: $(VENV)/.dev  ## who is lost and who waits when one client floods a cluster; five minutes
+	$(BIN)/python -m benchmarks.overload $(ARGS)
+
+simulate: $(VENV)/.dev  ## the router's policies on traces of requests, on a simulated clock
+	$(BIN)/python -m benchmarks.simulator $(ARGS)
+
+replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real cluster of 2 + 2 workers; five minutes
+	$(BIN)/python -m benchmarks.replay $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)

@@ -3,10 +3,12 @@
     python -m benchmarks.engine [--shape qwen3-8b | --model FOLDER] [--device cuda] [--peer] [--profile]
 
 Correctness first: packed, chunked, captured steps are compared with the model's own dense forward pass; beyond a
-relative difference of 0.1 nothing is timed. Then, each after a warm-up and as medians: decode steps and prefills of the
-runner (model and sampler), the same through the engine (scheduling, text-less output), and, with --peer, a workload
-of prompts and continuations beside `generate_batch` of transformers in the same run. --profile adds the kernels of one
-decode step by time. Results go to benchmarks/results as JSON and Markdown.
+relative difference of 0.1 nothing is timed, nor where a token's bits depend on its company. Then, each after a warm-up
+and as medians: decode steps and prefills of the runner (model and sampler), the same through the engine (scheduling,
+text-less output), and, with --peer, a workload of prompts and continuations beside `generate_batch` of transformers in
+the same run. With --compare-invariant a second engine in the same run computes as it likes (--invariant off), in turns
+with the first. --attention adds attention by itself, --profile the kernels of one decode step by time. Results go to
+benchmarks/results as JSON and Markdown.
 """
 
 import argparse
@@ -17,13 +19,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import transformers
 
+from benchmarks.engine_attention import attention_alone
 from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case, Measurement, measure_ceilings, profile_step
 from benchmarks.peers import generate_batch_seconds
 from benchmarks.shapes import SHAPES, write_shape
@@ -51,6 +54,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens continued in the comparison")
     parser.add_argument("--steps", type=int, default=24, help="decode steps that are timed")
     parser.add_argument("--peer", action="store_true", help="run transformers' generate_batch too")
+    parser.add_argument("--compare-invariant", action="store_true", help="time an engine with --invariant off beside")
+    parser.add_argument("--attention", action="store_true", help="time one layer's attention by itself")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--no-compile", action="store_true")
@@ -78,17 +83,35 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Measurement]:
     begin = time.perf_counter()
     loaded = load(options, folder)
     yield Measurement("load the model", time.perf_counter() - begin, "s")
-    decodes, prefills = pairs(options.decode), pairs(options.prefill)
+    decodes, prefills = ([Case(*pair) for pair in pairs(text)] for text in (options.decode, options.prefill))
     work = pairs(options.workload)[0]
-    grown = max(options.steps, options.new_tokens) + SPARE_TOKENS
-    bench = Bench(
-        loaded,
-        max_tokens=max(n * (length + grown) for n, length in [*decodes, *prefills, work]),
-        max_running=max([n for n, _ in decodes] + [64]),
-        max_batch_tokens=options.max_batch_tokens,
-        graphs=not options.no_graphs,
-        compile=not options.no_compile,
-    )
+    bench = make_bench(options, loaded, [*decodes, *prefills, Case(*work)], invariant=True)
+    yield from warm_up(bench)
+    yield from measure_ceilings(loaded.device)
+    benches = [bench]
+    if options.compare_invariant:
+        benches.append(make_bench(options, loaded, [*decodes, *prefills], invariant=False))
+        benches[1].runner.warm_up()
+    for each in benches:
+        each.fill_pages()
+    for case in decodes:
+        yield from in_turns("runner", case, benches, lambda each, case=case: each.decode_runner(case, options.steps))
+        yield Measurement(f"decode {case}, engine", bench.decode_engine(case, options.steps) * 1e3, "ms a step")
+    for case in prefills:
+        yield from in_turns("runner", case, benches, lambda each, case=case: each.prefill_runner(case), prefill=True)
+        yield Measurement(f"prefill {case}, engine", case.tokens / bench.prefill_engine(case), "tokens/s")
+    if options.attention:
+        yield from attention_alone(bench, decodes, prefills)
+    if options.peer:
+        yield from compare(options, bench, Case(*work), folder)
+    if options.profile:
+        for case in (Case(1, 128), Case(64, 2048)):
+            print(profile_step(bench, case, options.out))
+        print(profile_step(bench, Case(1, 2048), options.out, prefill=True))
+
+
+def warm_up(bench: Bench) -> Iterator[Measurement]:
+    """Make an engine ready and try whether it computes what it should; ends the program where it does not."""
     reference = bench.dense_logits()
     begin = time.perf_counter()
     bench.runner.warm_up()
@@ -97,20 +120,39 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[Measurement]:
         yield Measurement(f"gate: {name}", error, "relative difference")
         if not error < 0.1:
             raise SystemExit(f"the gate failed: {name} differs by {error:.3g}; nothing was timed")
-    yield from measure_ceilings(loaded.device)
-    bench.fill_pages()
-    for case in [Case(*pair) for pair in decodes]:
-        yield Measurement(f"decode {case}, runner", bench.decode_runner(case, options.steps) * 1e3, "ms a step")
-        yield Measurement(f"decode {case}, engine", bench.decode_engine(case, options.steps) * 1e3, "ms a step")
-    for case in [Case(*pair) for pair in prefills]:
-        yield Measurement(f"prefill {case}, runner", case.tokens / bench.prefill_runner(case), "tokens/s")
-        yield Measurement(f"prefill {case}, engine", case.tokens / bench.prefill_engine(case), "tokens/s")
-    if options.peer:
-        yield from compare(options, bench, Case(*work), folder)
-    if options.profile:
-        for case in (Case(1, 128), Case(64, 2048)):
-            print(profile_step(bench, case, options.out))
-        print(profile_step(bench, Case(1, 2048), options.out, prefill=True))
+    if not bench.runner.finding.holds:
+        raise SystemExit(f"the gate failed: {bench.runner.finding.reason}; nothing was timed")
+
+
+def make_bench(options: argparse.Namespace, loaded: LoadedModel, cases: list[Case], *, invariant: bool) -> Bench:
+    """An engine with room for any of `cases`, not warmed up yet."""
+    grown = max(options.steps, options.new_tokens) + SPARE_TOKENS
+    return Bench(
+        loaded,
+        max_tokens=max(case.batch * (case.length + grown) for case in cases),
+        max_running=max([case.batch for case in cases] + [64]),
+        max_batch_tokens=options.max_batch_tokens,
+        graphs=not options.no_graphs,
+        compile=not options.no_compile,
+        invariant=invariant,
+    )
+
+
+def in_turns(
+    what: str, case: Case, benches: list[Bench], run: Callable[[Bench], float], *, prefill: bool = False
+) -> Iterator[Measurement]:
+    """Seconds of `run` on each of `benches`, the median of several turns where there are two."""
+    turns = [[run(bench) for bench in benches] for _ in range(1 if len(benches) == 1 else 3)]
+    seconds = [statistics.median(each) for each in zip(*turns, strict=True)]
+    kind = "prefill" if prefill else "decode"
+    for number, taken in enumerate(seconds):
+        name = f"{kind} {case}, {what}{', not invariant' if number else ''}"
+        if prefill:
+            yield Measurement(name, case.tokens / taken, "tokens/s")
+        else:
+            yield Measurement(name, taken * 1e3, "ms a step")
+    if len(seconds) > 1:
+        yield Measurement(f"{kind} {case}, time of invariant over not invariant", seconds[0] / seconds[1], "")
 
 
 def compare(options: argparse.Namespace, bench: Bench, case: Case, folder: Path) -> Iterator[Measurement]:

@@ -67,6 +67,7 @@ class Bench:
         max_batch_tokens: int,
         graphs: bool,
         compile: bool,
+        invariant: bool = True,
     ) -> None:
         self.loaded = loaded
         self._limits = Limits(max_batch_tokens, max_running, max_waiting=1024)
@@ -78,6 +79,7 @@ class Bench:
             max_batch_tokens=max_batch_tokens,
             cuda_graphs=graphs,
             compile=compile,
+            invariant=invariant,
         )
         self._sampler = Sampler(loaded.vocab_size, loaded.device)
         choice = random.Random(0)
@@ -127,7 +129,7 @@ class Bench:
 
     def decode_runner(self, case: Case, steps: int) -> float:
         """Seconds of a decode step: model and greedy sampling, tokens back on the host."""
-        tables = self._tables(case, case.length + steps + 8)
+        tables = self.tables(case, case.length + steps + 8)
         tokens = random.choices(range(self.loaded.vocab_size), k=case.batch)
         taken = []
         for step in range(steps + 8):
@@ -141,16 +143,17 @@ class Bench:
 
     def prefill_runner(self, case: Case) -> float:
         """Seconds of prefilling all prompts, in steps as large as allowed, until the last logits are there."""
-        tables, prompts = self._tables(case, case.length), self.prompts(case)
+        tables, prompts = self.tables(case, case.length), self.prompts(case)
 
         def run() -> None:
-            for slices in self._prefill_steps(prompts, tables):
+            for slices in self.prefill_steps(prompts, tables):
                 logits = self.runner.execute(slices)
             logits.argmax(-1).tolist()
 
         return _median(run, 5)
 
-    def _prefill_steps(self, prompts: list[list[int]], tables: list[list[int]]) -> Iterator[list[SequenceSlice]]:
+    def prefill_steps(self, prompts: list[list[int]], tables: list[list[int]]) -> Iterator[list[SequenceSlice]]:
+        """The steps in which prompts are computed, as large as allowed."""
         room, slices = self._limits.max_batch_tokens, []
         for ids, table in zip(prompts, tables, strict=True):
             start = 0
@@ -221,7 +224,8 @@ class Bench:
         for number, ids in enumerate(prompts):
             engine.submit(EngineRequest(str(number), tuple(ids), params))
 
-    def _tables(self, case: Case, tokens: int) -> list[list[int]]:
+    def tables(self, case: Case, tokens: int) -> list[list[int]]:
+        """Random pages for so many tokens of each sequence."""
         pages = random.sample(range(self._num_pages), self._num_pages)
         need = self.loaded.layout.pages_for(tokens)
         return [[pages.pop() for _ in range(need)] for _ in range(case.batch)]

@@ -128,7 +128,7 @@ class RouterSettings(ServiceSettings):
     api_keys: Names = Field((), repr=False, description="accepted bearer keys; none: no authentication")
     request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one request, in seconds")
     max_concurrent_requests: PositiveInt = Field(
-        1024, description="requests at once, one of n sequences counted n times; more are answered 429"
+        1024, description="requests at once, waiting ones included, one of n sequences counted n times; beyond it: 429"
     )
     max_connections: PositiveInt = Field(4096, description="connections of clients at once; more are answered 503")
     max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
@@ -144,6 +144,15 @@ class RouterSettings(ServiceSettings):
     )
     write_timeout_s: PositiveFloat = Field(
         60.0, description="seconds for which a client may read nothing of its answer; then its request ends"
+    )
+    policy: Literal["prefix-aware", "least-load", "power-of-two", "round-robin"] = Field(
+        "prefix-aware", description="how workers are chosen (docs/scheduling.md)"
+    )
+    newcomer_share: float = Field(
+        0.1, ge=0, le=0.5, description="share of all room that one client's requests leave to other clients"
+    )
+    priorities: bool = Field(
+        False, description="let requests name a priority among their client's own; lower is earlier"
     )
     status_interval_s: PositiveFloat = Field(0.5, description="seconds between two looks at each worker's load")
 
@@ -179,6 +188,11 @@ class WorkerSettings(ServiceSettings):
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
     cuda_graphs: bool = Field(True, description="capture steps on CUDA, so that a few launches replay each")
     compile: bool = Field(True, description="fuse each layer's elementwise work with torch.compile on CUDA")
+    invariant: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="the same bits for a token in any company, tried at start; auto: where model and device allow it,"
+        " on: or refuse to start",
+    )
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
     )
@@ -222,7 +236,10 @@ class DecodeSettings(WorkerSettings):
         64, ge=0, description="tokens drafted while later stages of the KV are on their way; 0: none"
     )
     local_prefill_tokens: int = Field(
-        64, ge=0, description="prompts with no more uncached tokens than this are prefilled by the decode worker itself"
+        -1,
+        ge=-1,
+        description="prompts with no more uncached tokens than this are prefilled by the decode worker itself; -1: as "
+        "many as cost it less than fetching them, as measured",
     )
     local_fallback_tokens: PositiveInt = Field(
         16384, description="tokens of prompts that no prefill worker took and that wait here; more are answered 429"

@@ -9,7 +9,8 @@ class Stage(StrEnum):
     """Moments on a request's critical path, in the order in which they happen."""
 
     RECEIVED = "received"  # the router has the HTTP request
-    DISPATCHED = "dispatched"  # validated, tokenised; the stream to the decode worker is opened
+    PLANNED = "planned"  # validated, tokenised; it waits for its turn
+    DISPATCHED = "dispatched"  # a worker has room; the stream to the decode worker is opened
     ADMITTED = "admitted"  # the decode worker has reserved pages and calls the prefill worker
     PREFILL_QUEUED = "prefill_queued"  # the prefill worker has accepted the request
     PREFILL_STARTED = "prefill_started"  # its first chunk is scheduled
@@ -23,7 +24,8 @@ class Stage(StrEnum):
 
 
 PARTS: tuple[tuple[str, Stage, Stage], ...] = (
-    ("frontend", Stage.RECEIVED, Stage.DISPATCHED),
+    ("frontend", Stage.RECEIVED, Stage.PLANNED),
+    ("turn", Stage.PLANNED, Stage.DISPATCHED),
     ("queue", Stage.DISPATCHED, Stage.ADMITTED),
     ("handshake", Stage.ADMITTED, Stage.PREFILL_QUEUED),
     ("prefill_queue", Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED),

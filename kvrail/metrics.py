@@ -164,12 +164,40 @@ class RouterMetrics:
         self.cached_tokens = make.counter("kvrail_cached_prompt_tokens", "Prompt tokens whose KV was held already.")
         self.generation_tokens = make.tally("kvrail_generation_tokens", "Generated tokens that reached the router.")
         self.failovers = make.counter("kvrail_failovers", "Streams that another decode worker took over.")
+        self._measure_scheduling(registry, make)
         self._workers = Gauge(
             "kvrail_worker_up",
             "Whether a worker answers, fits this model and is not draining.",
             ["model_name", "role", "worker"],
             registry=registry,
         )
+
+    def _measure_scheduling(self, registry: CollectorRegistry, make: _Family) -> None:
+        """What is measured of the queue in front of the workers, and of who gets what."""
+        self.queue_length = make.gauge("kvrail_queue_prompts", "Prompts that wait in the router for their turn.")
+        self.queue_clients = make.gauge("kvrail_queue_clients", "Clients, by API key or address, whose prompts wait.")
+        self.queue_place = make.histogram(
+            "kvrail_queue_place", "Prompts that waited already when one came; fair turns may overtake them.", TOKENS
+        )
+        self.queue_seconds = make.histogram(
+            "kvrail_queue_seconds", "Time that a prompt waited in the router for its turn.", PART_SECONDS
+        )
+        self._placements = Counter(
+            "kvrail_placements",
+            "Prompts given to workers, by what decided between them.",
+            ["model_name", "role", "reason"],
+            registry=registry,
+        )
+        self.prefix_tokens = make.counters(
+            "kvrail_prefix_tokens",
+            "Tokens of prompts that decode workers were expected to hold, and that they found.",
+            "kind",
+            ("expected", "found"),
+        )
+
+    def placed(self, role: str, reason: str) -> None:
+        """Count a prompt that a worker got."""
+        self._placements.labels(self._model, role, reason).inc()
 
     def worker_up(self, role: str, worker: str, up: bool) -> None:
         """Record whether requests can be sent to `worker`."""
@@ -206,6 +234,11 @@ class EngineMetrics:
         )
         self.step_seconds = make.histogram("kvrail_engine_step_seconds", "Time of one engine step.", TOKEN_SECONDS)
         self.step_tokens = make.histogram("kvrail_engine_step_tokens", "Tokens computed in one engine step.", TOKENS)
+
+    def set_load(self, running: int, waiting: int) -> None:
+        """Record the sequences that run and wait."""
+        self.running.set(running)
+        self.waiting.set(waiting)
 
     def set_pages(self, *, free: int, used: int, cached: int) -> None:
         """Record the pages in each state; the three add up to the pool."""

@@ -16,6 +16,8 @@ from kvrail.config import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.cache import PagedCache, pages_that_fit
 from kvrail.engine.engine import Engine, LayerObserver
+from kvrail.engine.invariance import Finding
+from kvrail.engine.ledger import Cursor
 from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import ModelLimits
@@ -46,6 +48,8 @@ MIXED_TOKENS_CPU = 256
 """The same on a CPU. With 2,048, who was in the middle of an answer of the demo model waited 7 s for a token while a
 prompt of 3,600 tokens was computed on two busy cores."""
 
+MAX_DIGESTS = 8192
+"""Of pages in one status answer: 64 KiB."""
 
 BROKEN_EVERY_S = 0.5
 """How often a worker looks whether its engine is still at work."""
@@ -59,11 +63,13 @@ class _BrokenError(KvrailError):
 class Worker:
     """An engine and its surroundings; built once, before the first request.
 
-    codecs: by name, the number of its parameters. instance: tells this start of the process from others.
+    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: tells this start
+    of the process from others.
     """
 
     settings: WorkerSettings
     loaded: LoadedModel
+    numerics: str
     engine: Engine
     events: EventRouter
     cache: PagedCache
@@ -81,16 +87,18 @@ class Worker:
         if name != self.settings.model_name:
             raise ModelNotFoundError(f"model {name!r} is not served here; this worker has {self.settings.model_name!r}")
 
-    def status(self, transports: Sequence[str]) -> common_pb2.WorkerStatus:
-        """Identity, limits and load of a worker that has these transports."""
+    def status(self, asked: common_pb2.StatusRequest, transports: Sequence[str]) -> common_pb2.WorkerStatus:
+        """Identity, limits and load of a worker that has these transports, and the news of pages that are asked for."""
         load, settings, loaded = self.engine.status(), self.settings, self.loaded
         counts = load.pages
+        prefill, decode = self.engine.pace.prefill, self.engine.pace.decode
         return common_pb2.WorkerStatus(
             model=common_pb2.ModelInfo(
                 name=settings.model_name,
                 fingerprint=loaded.fingerprint,
                 vocab_size=loaded.vocab_size,
                 max_model_len=loaded.max_model_len,
+                numerics=self.numerics,
             ),
             layout=layout_to_proto(loaded.layout),
             protocol_version=PROTOCOL_VERSION,
@@ -106,6 +114,28 @@ class Worker:
             draining=self.calls.draining or not load.healthy,
             instance=self.instance,
             codec_parameters=self.codecs,
+            held_pages=self._held_pages(asked),
+            pace=common_pb2.Pace(
+                prefill_base=prefill.base,
+                prefill_each=prefill.each,
+                decode_base=decode.base,
+                decode_each=decode.each,
+            ),
+            max_batch_tokens=settings.max_batch_tokens,
+        )
+
+    def _held_pages(self, asked: common_pb2.StatusRequest) -> common_pb2.HeldPages | None:
+        if not asked.max_pages:
+            return None
+        heard = Cursor(asked.added_to, asked.removed_to)
+        news = self.engine.held_pages(heard, min(asked.max_pages, MAX_DIGESTS))
+        return common_pb2.HeldPages(
+            anew=news.anew,
+            added_to=news.heard.added,
+            removed_to=news.heard.removed,
+            added=news.added,
+            removed=news.removed,
+            complete=news.complete,
         )
 
     def render_metrics(self, path: str) -> tuple[bytes, str]:
@@ -118,12 +148,16 @@ class Worker:
         return not self.calls.draining and self.engine.status().healthy
 
 
+def mixed_tokens(settings: WorkerSettings) -> int:
+    """Tokens of a step in which chunks of prompts go beside decodes."""
+    return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else MIXED_TOKENS)
+
+
 def build_worker(
     settings: WorkerSettings,
     *,
     codecs: Mapping[str, int],
     on_layer: LayerObserver | None = None,
-    local_prefill_tokens: int = 0,
     max_drafts: int = 0,
     detokenize: bool,
 ) -> Worker:
@@ -139,8 +173,7 @@ def build_worker(
         settings.max_batch_tokens,
         settings.max_running,
         settings.max_waiting,
-        local_prefill_tokens,
-        settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if on_cpu else MIXED_TOKENS),
+        mixed_tokens(settings),
     )
     tokenizer = load_tokenizer(settings.model) if detokenize else None
     events = EventRouter(asyncio.get_running_loop())
@@ -158,6 +191,7 @@ def build_worker(
     return Worker(
         settings=settings,
         loaded=loaded,
+        numerics=runner.finding.numerics,
         engine=engine,
         events=events,
         cache=runner.cache,
@@ -196,8 +230,10 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         max_batch_tokens=settings.max_batch_tokens,
         cuda_graphs=settings.cuda_graphs,
         compile=settings.compile,
+        invariant=settings.invariant != "off",
     )
     runner.warm_up()
+    _tell_of(runner.finding, settings)
     logger.info(
         "%s: %d layers, context %d, %d pages of %d tokens (%s, %.1f MiB), fingerprint %s",
         settings.model_name,
@@ -210,6 +246,16 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         loaded.fingerprint[:12],
     )
     return loaded, runner
+
+
+def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
+    """Log what was found. Raises ConfigError where the operator asked for more than holds."""
+    if finding.holds:
+        logger.info("a token gets the same bits in any company (numerics %s)", finding.numerics)
+    elif settings.invariant == "on":
+        raise ConfigError(f"invariant is 'on', but {finding.reason}; set it to auto to serve all the same")
+    elif settings.invariant == "auto":
+        logger.warning("tokens may differ with a batch's company: %s", finding.reason)
 
 
 def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, None]) -> int:

@@ -18,7 +18,7 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             return njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # numba found no directory for its cache
+        except (RuntimeError, OSError):  # numba found no directory for its cache, or the disk is full
             return njit(signature, nogil=True)(function)
 
     return decorate

@@ -20,7 +20,6 @@ from kvrail.engine.events import (
     Verified,
 )
 from kvrail.engine.output import Booked, SequenceText, ending_of, ends_by_length
-from kvrail.engine.pages import PageHash
 from kvrail.engine.planning import Step, draws_ahead, plan_step
 from kvrail.engine.requests import EngineRequest, ModelLimits
 from kvrail.engine.scheduler import Scheduler, Work
@@ -29,6 +28,7 @@ from kvrail.engine.sequence import Status
 from kvrail.engine.speculation import Draft, Drafting, DraftText
 from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.metrics import EngineMetrics
+from kvrail.pagehash import PageHash
 from kvrail.text import Tokenizer
 
 Events = list[tuple[str, Event]]
@@ -284,6 +284,7 @@ class RequestBook:
             list(spec.prompt_ids),
             self._arrivals,
             spec.remote,
+            spec.local_tokens,
             spec.prefill_only,
             spec.cache_space,
             known_hashes=list(state.hashes),

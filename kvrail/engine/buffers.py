@@ -35,9 +35,9 @@ class StepSize:
         return begins
 
 
-def decode_size(rows: int, width: int, kv_heads: int) -> StepSize:
-    """Of at most `rows` sequences with one new token each and page tables of `width` pages."""
-    return StepSize(Extents(rows, rows, width, rows, 0, kv_heads))
+def decode_size(rows: int, width: int, kv_heads: int, tokens: int = 0) -> StepSize:
+    """Of at most `rows` sequences with one new token each and page tables of `width` pages, padded to `tokens`."""
+    return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads))
 
 
 def mixed_size(tokens: int, sequences: int, width: int, kv_heads: int, logit_rows: int, queries: int) -> StepSize:

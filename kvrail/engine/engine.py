@@ -16,13 +16,16 @@ from kvrail.engine.batch import Drawing, Feed, SampledToken
 from kvrail.engine.book import RequestBook
 from kvrail.engine.events import Delivery, Failed, PageLease
 from kvrail.engine.flight import Draws, Flight, Runner
+from kvrail.engine.ledger import Cursor, HeldPages
 from kvrail.engine.masks import MaskFinder
-from kvrail.engine.pages import PageCounts, page_hashes
+from kvrail.engine.pace import StepPace
+from kvrail.engine.pages import PageCounts
 from kvrail.engine.planning import Step
 from kvrail.engine.requests import EngineRequest, ModelLimits, WrittenPages, check_request
 from kvrail.engine.scheduler import Scheduler
 from kvrail.errors import KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.metrics import EngineMetrics
+from kvrail.pagehash import page_hashes
 from kvrail.text import Tokenizer
 
 logger = logging.getLogger("kvrail.engine")
@@ -82,6 +85,7 @@ class Engine:
         self._failures = 0
         self._stepping_since: float | None = None
         self._preemptions = 0
+        self.pace = StepPace()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -159,6 +163,11 @@ class Engine:
         with self._changed:
             scheduler = self._scheduler
             return EngineStatus(scheduler.num_running, scheduler.num_waiting, scheduler.pool.counts(), self.alive)
+
+    def held_pages(self, heard: Cursor, limit: int) -> HeldPages:
+        """At most `limit` digests of pages that came or went since a listener heard so much."""
+        with self._changed:
+            return self._scheduler.pool.ledger.news(heard, limit)
 
     @property
     def alive(self) -> bool:
@@ -331,19 +340,18 @@ class Engine:
         return tell
 
     def _record(self, step: Step, seconds: float) -> None:
-        metrics = self._metrics
-        metrics.step_seconds.observe(seconds)
-        metrics.step_tokens.observe(sum(item.count for item in step.work))
+        self._metrics.step_seconds.observe(seconds)
+        self._metrics.step_tokens.observe(sum(item.count for item in step.work))
         prompt = [w.count for w, s in zip(step.work, step.slices, strict=True) if s.start < len(w.sequence.prompt_ids)]
-        metrics.prompt_tokens.inc(sum(prompt))
-        metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions)
+        self._metrics.prompt_tokens.inc(sum(prompt))
+        self.pace.note(sum(prompt), len(step.work) - len(prompt), seconds)
+        self._metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions)
         self._preemptions = self._scheduler.preemptions
 
     def report_load(self) -> None:
         """Bring the gauges up to date; called when metrics are read."""
         status = self.status()
-        self._metrics.running.set(status.running)
-        self._metrics.waiting.set(status.waiting)
+        self._metrics.set_load(status.running, status.waiting)
         self._metrics.set_pages(free=status.pages.free, used=status.pages.used, cached=status.pages.cached)
 
     def _emit_drawn(self) -> None:

@@ -2,7 +2,7 @@
 
 A graph replays fixed shapes over fixed addresses, so there is one for each of a few sizes, and the integers of a step
 are copied to where the graph reads them. Attention reads every length from there. Tokens that pad a step to its size
-store nothing, attend to nothing and get zeros.
+store nothing and attend to nothing.
 
 There are two kinds. Steps in which each sequence has one new token are one graph each. All others are captured for
 numbers of tokens, for any mix of chunks and decodes, as one graph for each group of layers: between two of them the
@@ -50,9 +50,14 @@ class _Captured:
 
 
 class StepGraphs:
-    """Captured steps of one model over one page pool. All sizes share one memory pool: only one runs at a time."""
+    """Captured steps of one model over one page pool. All sizes share one memory pool: only one runs at a time.
 
-    def __init__(self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int) -> None:
+    least: tokens to which every step is padded at least.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int, least: int = 0
+    ) -> None:
         from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
 
         self._loaded = loaded
@@ -73,10 +78,10 @@ class StepGraphs:
                 mixed_size(tokens, max_running, width, layout.num_kv_heads, max_running + VERIFIED_ROWS, queries),
                 -(-len(loaded.layers) // GROUPS),
             )
-            for tokens in reversed(token_sizes(max_tokens))
+            for tokens in reversed(token_sizes(max(max_tokens, least)))
         ][::-1]
         self._decodes = [
-            self._capture(decode_size(rows, width, layout.num_kv_heads), 0)
+            self._capture(decode_size(rows, width, layout.num_kv_heads, least), 0)
             for rows in reversed(batch_sizes(max_running))
         ][::-1]
         taken = free - torch.cuda.mem_get_info(loaded.device)[0]
@@ -117,7 +122,7 @@ class StepGraphs:
         """The smallest size that holds a step; grouped: of those that tell of layers."""
         tokens, rows = len(packed.token_ids), len(packed.logit_rows)
         if not grouped and tokens == len(packed.plan) == rows:
-            return next((step for step in self._decodes if step.buffer.size.extents.tokens >= tokens), None)
+            return next((step for step in self._decodes if step.buffer.size.extents.rows >= tokens), None)
         for step in self._mixed:
             size = step.buffer.size
             if size.extents.tokens >= tokens and size.logit_rows >= rows:

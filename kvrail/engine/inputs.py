@@ -17,6 +17,9 @@ _ALIGN = 16
 ROWS = 4
 """On a CPU a step's rows are padded to a multiple of this: linear layers give a row the same bits beside any others,
 but not alone."""
+CUDA_ROWS = 32
+"""The least rows of a step on CUDA whose tokens are to get the same bits in any company. Products give a row these bits
+at fewer rows too, but take up to nine times as long (docs/decisions/0019-invariant-cuda.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,14 +42,16 @@ def step_inputs(
     dtype: torch.dtype,
     on_layer: Callable[[int], None] | None = None,
     feed: Feed | None = None,
+    least: int = 0,
 ) -> StepInputs:
     """Inputs of `packed` over the pages of `cache`, for a model that computes in `dtype`.
 
     On a CPU padded to a multiple of ROWS: there a token's float32 results do not depend on what else is computed.
+    least: on CUDA, rows to which tokens and logits are padded where they are fewer.
     """
     if cache.device.type == "cuda":
-        return _cuda_inputs(cache, packed, dtype, on_layer, feed)
-    arrays = [_padded(array) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
+        return _cuda_inputs(cache, packed, dtype, on_layer, feed, least)
+    arrays = [_padded(array, -len(array) % ROWS) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
     ids, positions, rows = (torch.from_numpy(array) for array in arrays)
     if feed is not None:
         take_fed(ids, feed, torch.tensor(feed.rows))
@@ -66,12 +71,14 @@ def _cuda_inputs(
     dtype: torch.dtype,
     on_layer: Callable[[int], None] | None,
     feed: Feed | None,
+    least: int,
 ) -> StepInputs:
     from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
 
-    blocks = query_blocks(packed, queries_of_a_block(cache.layout, dtype))
+    tokens, queries = max(least, len(packed.token_ids)), queries_of_a_block(cache.layout, dtype)
+    blocks = query_blocks(packed, queries, tokens)
     extents = Extents(
-        tokens=len(packed.token_ids),
+        tokens=tokens,
         sequences=len(packed.page_tables),
         width=packed.page_tables.shape[1],
         rows=packed.decodes,
@@ -81,9 +88,15 @@ def _cuda_inputs(
     data = np.zeros(extents.words(), np.int32)
     fill_meta(extents.sections(data), packed, blocks)
     fed = np.asarray(feed.rows if feed else (), np.int64)
-    ids, positions, rows, fed_rows, on_device = upload(
-        [packed.token_ids, packed.positions, packed.logit_rows, fed, data], cache.device
+    arrays = (
+        _padded(array, max(0, size - len(array)))
+        for array, size in (
+            (packed.token_ids, tokens),
+            (packed.positions, tokens),
+            (packed.logit_rows, least if len(packed.logit_rows) else 0),
+        )
     )
+    ids, positions, rows, fed_rows, on_device = upload([*arrays, fed, data], cache.device)
     if feed is not None:
         take_fed(ids, feed, fed_rows)
     step = PagedStep(
@@ -132,6 +145,6 @@ def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> l
     ]
 
 
-def _padded(array: Ints) -> Ints:
-    """Zeros behind `array`, up to a multiple of ROWS."""
-    return np.pad(array, (0, -len(array) % ROWS))
+def _padded(array: Ints, zeros: int) -> Ints:
+    """`array` and so many zeros behind it."""
+    return np.pad(array, (0, zeros))

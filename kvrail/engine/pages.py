@@ -14,29 +14,12 @@ Each page is in exactly one of three states, and free + used + cached = total, a
       └────────── evict, least recently used first ─────┘
 """
 
-import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-PageHash = bytes
-
-
-def page_hashes(
-    token_ids: Sequence[int], page_size: int, known: Sequence[PageHash] = (), space: str = ""
-) -> list[PageHash]:
-    """Hash of each full page of a sequence; a page's hash covers every token up to its end, and the space.
-
-    known: hashes of the leading pages, if some were computed before. space: sequences of different spaces share none.
-    """
-    hashes = list(known)
-    for start in range(len(hashes) * page_size, len(token_ids) - page_size + 1, page_size):
-        tokens = np.asarray(token_ids[start : start + page_size], dtype=np.uint32).tobytes()
-        parent = hashes[-1] if hashes else space.encode()
-        hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
-    return hashes
+from kvrail.engine.ledger import PageLedger
+from kvrail.pagehash import PageHash
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +44,7 @@ class PagePool:
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.ledger = PageLedger()
 
     def counts(self) -> PageCounts:
         """Pages by state."""
@@ -128,6 +112,7 @@ class PagePool:
         if self._keep and page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
+            self.ledger.add(page_hash)
 
     def check(self) -> None:
         """Raise AssertionError unless every page is in exactly one state and hashes are one to one."""
@@ -137,9 +122,12 @@ class PagePool:
         assert not (free & cached or free & used or cached & used), "a page is in two states"
         assert len(free) + len(used) + len(cached) == self.num_pages, "free + used + cached != total"
         assert {h: p for p, h in self._hash_of.items()} == self._page_of, "hashes and pages disagree"
+        assert len(self.ledger) == len(self._page_of), "the ledger and the pages disagree"
         assert cached <= self._hash_of.keys() and not (free & self._hash_of.keys()), "cached pages need a hash"
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
+        page_hash = self._hash_of.pop(page)
+        del self._page_of[page_hash]
+        self.ledger.remove(page_hash)
         return page

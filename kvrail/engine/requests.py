@@ -13,16 +13,17 @@ class EngineRequest:
     """One prompt to continue.
 
     request_id: of this call alone. caller_id: by which its caller and other workers know it. remote: another worker
-    computes the prompt's KV, unless little of it is missing. prefill_only: draw the first tokens, compute nothing
-    further. resumed_ids: output that another engine generated before; it is continued. provisional: report drafts as
-    they are made, before they are verified. cache_space: pages are shared with requests of the same space only; those
-    of a codec that loses bits are kept apart by its name. grammar: params.grammar, compiled.
+    computes the prompt's KV, unless no more than local_tokens of it are missing. prefill_only: draw the first tokens,
+    compute nothing further. resumed_ids: output that another engine generated before; it is continued. provisional:
+    report drafts as they are made, before they are verified. cache_space: pages are shared with requests of the same
+    space only; those of a codec that loses bits are kept apart by its name. grammar: params.grammar, compiled.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     remote: bool = False
+    local_tokens: int = 0
     prefill_only: bool = False
     resumed_ids: tuple[int, ...] = ()
     provisional: bool = False

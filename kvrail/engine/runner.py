@@ -10,7 +10,8 @@ from kvrail.engine.batch import Feed, SequenceSlice
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.fusion import compile_layers
 from kvrail.engine.graphs import StepGraphs, batch_sizes
-from kvrail.engine.inputs import step_inputs
+from kvrail.engine.inputs import CUDA_ROWS, step_inputs
+from kvrail.engine.invariance import Finding, check, choose_products
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.packed_linear import mean_weights
 from kvrail.engine.packing import pack
@@ -29,6 +30,9 @@ class ModelRunner:
     Several runners may share one loaded model, each with a pool of its own; one thread at a time may execute. Graphs
     and compilation are for CUDA and come into force with `warm_up`; compilation is the model's, so every runner that
     shares it takes part.
+
+    invariant: compute so that a token gets the same bits in any company, and see in `warm_up` whether it does. On CUDA
+    it chooses, for the whole process, how products are computed.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class ModelRunner:
         max_batch_tokens: int,
         cuda_graphs: bool = True,
         compile: bool = True,
+        invariant: bool = True,
     ) -> None:
         self.loaded = loaded
         self.cache = PagedCache(loaded.layout, num_pages, loaded.device)
@@ -48,6 +53,9 @@ class ModelRunner:
         self._wants_graphs = cuda_graphs and self.launches_async
         self._wants_compiled = compile and self.launches_async
         self._graphs: StepGraphs | None = None
+        self._invariant = invariant
+        self._least = CUDA_ROWS if invariant and self.launches_async else 0
+        self.finding: Finding = Finding("", "not asked for" if not invariant else "not tried")
         self._threads = torch.get_num_threads()
         self._weights = mean_weights(loaded.model)
 
@@ -64,17 +72,23 @@ class ModelRunner:
             compute_with(self._threads)
 
     def warm_up(self) -> None:
-        """Compile kernels and capture graphs, so that no request waits for it. Overwrites pages."""
-        if not self.launches_async:
+        """Compile kernels and capture graphs, so that no request waits for it; then `finding`. Overwrites pages."""
+        if self.launches_async:
+            self._warm_up_cuda()
+        else:
             importlib.import_module("kvrail.engine.attention.cpu")
-            return
+        if self._invariant:
+            self.finding = check(self, self._max_running, self._max_tokens)
+
+    def _warm_up_cuda(self) -> None:
         self.bind_thread()
+        choose_products(invariant=self._invariant)
         if self._wants_compiled:
             compile_layers(self.loaded.layers, self.loaded.projections)
         for slices in self._rehearsals():
             self.execute(slices)
         if self._wants_graphs:
-            self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens)
+            self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens, self._least)
         torch.cuda.synchronize(self.loaded.device)
         logger.info(
             "warmed up: layers %s, steps %s",
@@ -108,7 +122,7 @@ class ModelRunner:
             logits = self._graphs.run(packed, on_layer, feed)
             if logits is not None:
                 return logits
-        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer, feed)
+        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer, feed, self._least)
         if self.launches_async or tokens * self._weights >= _PRODUCTS_FOR_ALL_CORES:
             return self.loaded.logits(inputs)
         compute_with(1)

@@ -4,10 +4,11 @@ Each step has a budget of tokens. Sequences that decode come first, one token ea
 then drafts are verified, then made, one a sequence; chunks of prompts share what is left: half of it is the oldest
 prompt's, the rest goes to those that lack the fewest tokens. So short prompts do not wait for a long one, which gets on
 all the same. Beside other work chunks may get less than that: a step lasts as long as its chunks take, and who decodes
-waits for it. Sequences wait first come, first served: the head of the queue is never overtaken, so none starves. Where
-a decoding sequence needs a page and none can be had, drafts give up theirs, youngest first. Where there are none, the
-youngest running sequence gives up its pages and goes back to the head of the queue; it computes its KV again, or finds
-it cached.
+waits for it. Sequences wait first come, first served: the head of the queue is never overtaken, so none starves. A
+request's sequences beyond its first leave an eighth of the places free, for which they are overtaken: one request of
+many sequences does not make others wait for their first token. Where a decoding sequence needs a page and none can be
+had, drafts give up theirs, youngest first. Where there are none, the youngest running sequence gives up its pages and
+goes back to the head of the queue; it computes its KV again, or finds it cached.
 """
 
 from collections import deque
@@ -22,14 +23,12 @@ from kvrail.engine.sequence import Sequence, Status
 class Limits:
     """Bounds of one step and of the queue.
 
-    local_prefill_tokens: uncached tokens up to which a remote prompt is computed here after all. mixed_batch_tokens:
-    of a step that computes chunks of prompts beside other work; 0: max_batch_tokens.
+    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens.
     """
 
     max_batch_tokens: int
     max_running: int
     max_waiting: int
-    local_prefill_tokens: int = 0
     mixed_batch_tokens: int = 0
 
     def chunk_tokens(self, others: int) -> int:
@@ -63,6 +62,7 @@ class Scheduler:
         self.limits = limits
         self.preemptions = 0
         self._waiting: deque[Sequence] = deque()
+        self._siblings: deque[Sequence] = deque()  # likewise; of requests whose first sequence was admitted
         self._running: list[Sequence] = []  # oldest arrival first
         self._receiving: list[Sequence] = []  # status RECEIVING or DRAFTING
         self._dropped: list[tuple[Sequence, int]] = []
@@ -70,7 +70,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no pages."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._siblings)
 
     @property
     def num_running(self) -> int:
@@ -81,21 +81,21 @@ class Scheduler:
         """Whether `schedule` could return anything now."""
         if self._running or any(s.status is Status.DRAFTING and self._has_room(s) for s in self._receiving):
             return True
-        return bool(self._waiting and self._can_admit(self._waiting[0]))
+        return self._next() is not None
 
-    def can_wait(self, count: int = 1) -> bool:
-        """Whether the queue has room."""
-        return len(self._waiting) + count <= self.limits.max_waiting
+    def can_wait(self) -> bool:
+        """Whether the queue has room for one more request."""
+        return len(self._waiting) < self.limits.max_waiting
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self._waiting.append(sequence)
+        self._queue_of(sequence).append(sequence)
 
     def admit(self) -> list[Sequence]:
         """Give pages to waiting sequences, in order, as long as they fit. Returns those that were admitted."""
         admitted: list[Sequence] = []
-        while self._waiting and self._can_admit(self._waiting[0]):
-            sequence = self._waiting.popleft()
+        while (sequence := self._next()) is not None:
+            self._queue_of(sequence).popleft()
             self._take_pages(sequence)
             if self._awaits_kv(sequence, len(sequence.prompt_ids) - sequence.computed):
                 sequence.status = Status.RECEIVING
@@ -214,7 +214,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and release its pages."""
-        for place in (self._running, self._receiving, self._waiting):
+        for place in (self._running, self._receiving, self._waiting, self._siblings):
             if sequence in place:
                 place.remove(sequence)
         sequence.status = Status.FINISHED
@@ -225,14 +225,15 @@ class Scheduler:
         self.pool.check()
         for sequence in [*self._running, *self._receiving]:
             assert len(sequence.page_table) * self.pool.page_size >= sequence.computed, "KV without pages"
-        assert all(not sequence.page_table for sequence in self._waiting), "a waiting sequence holds pages"
+        waiting = (*self._waiting, *self._siblings)
+        assert all(not sequence.page_table for sequence in waiting), "a waiting sequence holds pages"
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_size)
 
     def _awaits_kv(self, sequence: Sequence, uncached: int) -> bool:
         """Whether another worker is to send the KV of a prompt of which so many tokens are not cached here."""
-        return sequence.remote and not sequence.output_ids and uncached > self.limits.local_prefill_tokens
+        return sequence.remote and not sequence.output_ids and uncached > sequence.local_tokens
 
     def _usable_prefix(self, sequence: Sequence) -> tuple[list[int], int | None]:
         """Cached leading pages; and, where these hold all but the last page, that one too if it is cached.
@@ -244,8 +245,16 @@ class Scheduler:
         found = self.pool.match(sequence.hashes(self.pool.page_size))
         return found[:whole], found[whole] if len(found) > whole and not self._awaits_kv(sequence, 1) else None
 
-    def _can_admit(self, sequence: Sequence) -> bool:
-        return self.num_running < self.limits.max_running and self._fits(sequence, self._usable_prefix(sequence)[0])
+    def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
+        return self._siblings if sequence.index else self._waiting
+
+    def _next(self) -> Sequence | None:
+        """The waiting sequence that comes first, where it can have its pages now."""
+        most = self.limits.max_running
+        places = (self._waiting, most), (self._siblings, most - most // 8)
+        heads = [queue[0] for queue, count in places if queue and self.num_running < count]
+        first = min(heads, key=lambda sequence: sequence.arrival, default=None)
+        return first if first is not None and self._fits(first, self._usable_prefix(first)[0]) else None
 
     def _fits(self, sequence: Sequence, held: list[int]) -> bool:
         """Whether a waiting sequence can have its pages while it holds these cached ones."""
@@ -368,7 +377,7 @@ class Scheduler:
         self._release(sequence)
         sequence.computed = sequence.published = 0
         sequence.status = Status.WAITING
-        self._waiting.appendleft(sequence)
+        self._queue_of(sequence).appendleft(sequence)
         self.preemptions += 1
 
     def _publish(self, sequence: Sequence) -> None:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvrail.engine.pages import PageHash, page_hashes
 from kvrail.grammar import Matcher
+from kvrail.pagehash import PageHash, page_hashes
 from kvrail.sampling import FinishReason, SamplingParams
 
 
@@ -26,9 +26,10 @@ class Sequence:
         |---- KV in pages ----|--- to compute ---|-- drafts --|
                                                  └ a decoding sequence has exactly one token to compute, and no drafts
 
-    remote: whether another worker computes the prompt's KV. copied_page: held too, until a step has copied what it
-    holds, KV up to `computed`, into the sequence's own last page. drafts: guesses of the tokens that follow; nothing
-    that was computed from them counts as KV before they are verified. matcher: where the output must match a grammar.
+    remote: whether another worker computes the KV where more than local_tokens of the prompt lack it. copied_page:
+    held too, until a step has copied what it holds, KV up to `computed`, into the sequence's own last page. drafts:
+    guesses of the tokens that follow; nothing that was computed from them counts as KV before they are verified.
+    matcher: where the output must match a grammar.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class Sequence:
     prompt_ids: list[int]
     arrival: int
     remote: bool = False
+    local_tokens: int = 0
     prefill_only: bool = False
     cache_space: str = ""
     output_ids: list[int] = field(default_factory=list)

@@ -11,10 +11,13 @@ from kvrail.rpc.errors import from_rpc_error
 from kvrail.rpc.trunk import ReplyStream, Trunk
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
+NO_PAGES = common_pb2.StatusRequest()
+"""Asks for no news of pages."""
 
-async def _status(stub: Any, peer: str, timeout_s: float) -> common_pb2.WorkerStatus:
+
+async def _status(stub: Any, peer: str, asked: common_pb2.StatusRequest, timeout_s: float) -> common_pb2.WorkerStatus:
     try:
-        status: common_pb2.WorkerStatus | None = await stub.GetStatus(common_pb2.StatusRequest(), timeout=timeout_s)
+        status: common_pb2.WorkerStatus | None = await stub.GetStatus(asked, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, peer=peer) from error
     if status is None:  # what gRPC makes of bytes that it cannot read
@@ -52,9 +55,11 @@ class DecodeClient:
         """End what still runs."""
         await self._trunk.close()
 
-    async def get_status(self, *, timeout_s: float) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load."""
-        return await _status(self._stub, self._peer, timeout_s)
+    async def get_status(
+        self, asked: common_pb2.StatusRequest = NO_PAGES, *, timeout_s: float
+    ) -> common_pb2.WorkerStatus:
+        """Ask for identity, limits and load, and for the news of pages that `asked` names."""
+        return await _status(self._stub, self._peer, asked, timeout_s)
 
 
 class PrefillStatusClient:
@@ -64,6 +69,8 @@ class PrefillStatusClient:
         self._stub: Any = prefill_pb2_grpc.PrefillStub(channel)  # type: ignore[no-untyped-call]
         self._peer = peer
 
-    async def get_status(self, *, timeout_s: float) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load."""
-        return await _status(self._stub, self._peer, timeout_s)
+    async def get_status(
+        self, asked: common_pb2.StatusRequest = NO_PAGES, *, timeout_s: float
+    ) -> common_pb2.WorkerStatus:
+        """Ask for identity, limits and load, and for the news of pages that `asked` names."""
+        return await _status(self._stub, self._peer, asked, timeout_s)

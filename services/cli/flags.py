@@ -29,6 +29,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "step_timeout_s",
             "cuda_graphs",
             "compile",
+            "invariant",
         ),
     ),
     ("KV cache", ("kv_dtype", "page_size", "kv_memory_gib", "num_pages", "prefix_cache")),

@@ -16,6 +16,7 @@ class Output:
         self._prefix = prefix
         self._colored = stream.isatty() and not os.environ.get("NO_COLOR")
         self._colors: dict[str, str] = {}
+        self._unwritten = 0  # lines
 
     def line(self, name: str, text: str) -> None:
         """Write one line of the process `name`."""
@@ -31,5 +32,18 @@ class Output:
         self._write(f"{BOLD}{text}{RESET}" if self._colored else text)
 
     def _write(self, text: str) -> None:
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        """Write a line. A full disk must not end the cluster: the next line that can be written tells of those before.
+
+        Raises BrokenPipeError where nobody reads any more.
+        """
+        try:
+            if self._unwritten:
+                self._stream.write(f"the output took no lines for a while; up to {self._unwritten} are missing here\n")
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self._unwritten += 1
+        else:
+            self._unwritten = 0

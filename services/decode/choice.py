@@ -142,6 +142,10 @@ class Chooser:
         """Rate of the link from a prefill worker; 0 where it has not been measured yet."""
         return int(self._links.get(worker, 0))
 
+    def mean_link_s(self) -> float:
+        """Seconds that a byte takes, over all links from prefill workers that were measured; 0 where none was."""
+        return sum(1 / rate for rate in self._links.values()) / len(self._links) if self._links else 0.0
+
     def observe_link(self, worker: str, codec: str, sample: LinkSample) -> None:
         """Learn from a transfer. One that its ends held up, not the wire, can only raise the estimate."""
         if sample.payload_bytes < LEAST_SAMPLE_BYTES or sample.seconds <= 0:

@@ -13,11 +13,12 @@ from kvrail.engine.requests import EngineRequest
 from kvrail.errors import DeadlineError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.tuning import compute_with
-from kvrail.worker import Worker
+from kvrail.worker import Worker, mixed_tokens
 from services.carriers import Carriers
 from services.codecs import AUTO, CodecChoiceError, Codecs
 from services.decode.choice import Chooser
 from services.decode.fallback import LocalFallbacks
+from services.decode.local import LocalPrefill
 from services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
 from services.decode.progress import Progress
 from services.decode.transfer import Fetch
@@ -66,6 +67,10 @@ class Fetcher:
         self._breakers = Breakers()
         self._local = LocalFallbacks(settings.local_fallback_tokens)
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
+        self._bytes_a_token = worker.loaded.layout.page_bytes / worker.loaded.layout.page_size
+        self._here = LocalPrefill(
+            settings.local_prefill_tokens, lambda: worker.engine.pace.prefill, mixed_tokens(settings)
+        )
         self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
 
     def codec_for(self, asked: str) -> str:
@@ -96,10 +101,20 @@ class Fetcher:
             except CodecChoiceError as error:
                 logger.warning("codec %s leaves one out: %s", AUTO, error)
 
+    def local_tokens(self) -> int:
+        """Missing tokens of a prompt up to which this worker computes them by itself now."""
+        return self._here.tokens(self._worker.engine.status().running)
+
+    def fetch_s(self) -> float:
+        """Seconds in which the KV of a token comes here, from the mean of all links; 0 where none was measured."""
+        return self._bytes_a_token * self._chooser.mean_link_s()
+
     def learn(self, progress: Progress) -> None:
         """Measure a request that has come to its end."""
         if (share := progress.hidden_share()) is not None:
             self._worker.transfers.hidden_share.observe(share)
+        if (fetched := progress.fetched_s()) is not None:
+            self._here.fetched(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
         self._chooser.observe_steps(*progress.steps_after())
         self._chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
 
@@ -181,6 +196,7 @@ class Fetcher:
                 if await self._fetch_from(worker, fetch, time_remaining):
                     progress.prefill_worker = address
                     progress.received = fetch.received
+                    progress.promise.received(address, fetch.received.numerics)
                     if (exposed := progress.exposed_s()) is not None:
                         metrics.exposed_seconds.observe(exposed)
                     self._chooser.observe_link(address, codec.name, fetch.watch.sample())

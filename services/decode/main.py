@@ -22,7 +22,6 @@ async def _main(settings: DecodeSettings) -> None:
     worker = build_worker(
         settings,
         codecs=codecs.parameters,
-        local_prefill_tokens=settings.local_prefill_tokens,
         max_drafts=settings.max_drafts,
         detokenize=True,
     )

@@ -9,6 +9,7 @@ from kvrail.spans import SpanLog
 from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto, spans_to_proto
 from kvrail.wire.v1 import decode_pb2
 from services.decode.drafts import DraftLog
+from services.decode.promise import Promise
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Received:
     transport: str = ""
     payload_bytes: int = 0
     raw_bytes: int = 0
+    numerics: str = ""
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Progress:
     """
 
     request: EngineRequest
+    promise: Promise
     provisional: bool
     traced: bool = False
     timeline: Timeline = field(default_factory=Timeline)
@@ -101,6 +104,11 @@ class Progress:
         begin, end = self.timeline.get(Stage.PREFILL_FINISHED), self.timeline.get(Stage.KV_COMPLETE)
         return max(0.0, end - begin) if self.prefill_worker and begin is not None and end is not None else None
 
+    def fetched_s(self) -> float | None:
+        """Seconds from the request's admission to the first token that a prefill worker drew; None where none did."""
+        begin, end = self.timeline.get(Stage.ADMITTED), self.timeline.get(Stage.FIRST_TOKEN)
+        return end - begin if self.prefill_worker and begin is not None and end is not None else None
+
     def _take_drafts(self, event: Drafted | Verified) -> decode_pb2.GenerateReply:
         if isinstance(event, Drafted):
             self._last_draft = self.timeline.elapsed()
@@ -125,6 +133,14 @@ class Progress:
                 timeline.mark(Stage.KV_COARSE)
                 timeline.mark(Stage.KV_COMPLETE)
 
+    def _lossy(self) -> bool:
+        """Whether some of the prompt's KV is not what was computed, bit for bit."""
+        return self.received.lossy or bool(self.request.cache_space and self.cached_tokens)
+
+    def _numerics(self) -> str:
+        prefill = self.received.numerics if self.prefill_worker else None
+        return "" if self._lossy() else self.promise.of(prefill, self.cached_tokens)
+
     def _last_reply(self, event: Finished) -> decode_pb2.GenerateReply:
         received = self.received
         return decode_pb2.GenerateReply(
@@ -135,7 +151,8 @@ class Progress:
                 marks=marks_to_proto(self.timeline.marks()),
                 prefill_worker=self.prefill_worker,
                 codec=received.codec,
-                lossy=received.lossy or bool(self.request.cache_space and self.cached_tokens),
+                lossy=self._lossy(),
+                numerics=self._numerics(),
                 kv_bytes=received.payload_bytes,
                 kv_raw_bytes=received.raw_bytes,
                 drafts_proposed=self.drafts.proposed,

@@ -18,6 +18,7 @@ from kvrail.worker import Worker
 from services.codecs import AUTO
 from services.decode.fetching import Fetcher
 from services.decode.progress import Progress
+from services.decode.promise import Promise
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -31,6 +32,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._fetcher = fetcher
         self._transports = transports
         self._withheld_codecs = withheld_codecs
+        self._promise = Promise(worker.numerics)
         self._calls = itertools.count(1)  # a request that is asked for again must not meet its first call
 
     @maps_errors
@@ -38,8 +40,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
-        status = self._worker.status(self._transports)
+        status = self._worker.status(request, self._transports)
         status.codecs.append(AUTO)
+        status.pace.fetch_each = self._fetcher.fetch_s()
         status.withheld_codecs.extend(self._withheld_codecs)
         return status
 
@@ -55,13 +58,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 prompt_ids=tuple(request.prompt_token_ids),
                 params=params,
                 remote=bool(workers),
+                local_tokens=self._fetcher.local_tokens(),
                 resumed_ids=tuple(request.resumed_token_ids),
                 provisional=True,  # whoever asks: when drafts are made is measured
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
                 grammar=await self._worker.grammars.get(params.grammar),
             )
-            progress = Progress(asked, request.provisional, request.trace)
+            progress = Progress(asked, self._promise, request.provisional, request.trace)
             events = self._worker.events.open(self._worker.engine, asked)
             fetching: asyncio.Task[None] | None = None
             try:

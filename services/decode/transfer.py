@@ -155,7 +155,7 @@ class Fetch:
                 f" codec {codec.name!r} and {num_pages} pages from {self._held_pages}"
             )
         carrier = self._carriers.get(accepted.transport)
-        self.received = Received(codec.name, not codec.exact, carrier.name)
+        self.received = Received(codec.name, not codec.exact, carrier.name, numerics=accepted.numerics)
         inlet = carrier.inlet(Peer(accepted.transport_address, host), key)
         return await unless_silent(inlet, self._silence_s)
 

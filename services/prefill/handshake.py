@@ -56,6 +56,7 @@ def agree(
         first_page=theirs.held_pages,
         page_count=page_count,
         transport_address=carrier.address,
+        numerics=worker.numerics,
     )
     on_device = codec.device_payloads and carrier.on_device and transport.on_device
     peer = Peer(transport.address, host)

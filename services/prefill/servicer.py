@@ -54,7 +54,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
-        return self._worker.status(self._carriers.names)
+        return self._worker.status(request, self._carriers.names)
 
     @maps_errors
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext) -> None:

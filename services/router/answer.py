@@ -17,10 +17,11 @@ from services.router.admission import Admission
 from services.router.errors import error_response, outcome_of, to_http
 from services.router.events import DONE, TextEvents, encode_event, encode_json, is_plain
 from services.router.formats import Format, Json
-from services.router.generation import Delta, Generation, Update
+from services.router.generation import Generation
 from services.router.observe import RequestRecord
 from services.router.schema import Request
 from services.router.usage import final_usage, usage_so_far
+from services.router.values import Delta, Update
 
 log = logging.getLogger("kvrail.router.answer")
 
@@ -43,11 +44,12 @@ class Prepared:
 class Job:
     """One generation request as the endpoint hands it over.
 
-    sequences: how much room it takes. prepare: validates and tokenises; raises from the error tree.
+    sequences: how much room it takes. client: who asks. prepare: validates and tokenises; raises from the error tree.
     """
 
     request: Request
     sequences: int
+    client: str
     timeline: Timeline
     prepare: Callable[[], Awaitable[Prepared]]
 
@@ -82,7 +84,7 @@ class Answer(Response):
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit the job and run it, measured; what goes wrong becomes the client's error."""
         try:
-            with self._admission.admitted(self._job.sequences, self._cancel):
+            with self._admission.admitted(self._job.sequences, self._job.client, self._cancel):
                 await self._measured(scope, receive, send)
         except KvrailError as error:  # not admitted
             self._metrics.outcomes[outcome_of(error)].inc()

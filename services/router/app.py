@@ -1,5 +1,6 @@
 """The HTTP application: paths, middleware and the lifetime of the router's parts."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from services.router.service import RouterService
 
 
 def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
-    """The application; `app.state.service` is set while it runs."""
+    """The application; `app.state.service` is set while it runs. `app.state.parsing`: whose body is parsed."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -34,6 +35,7 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
             await service.pool.close()
 
     app = FastAPI(title="kvrail", version=__version__, lifespan=lifespan)
+    app.state.parsing = asyncio.Lock()
     errors.install(app, count_refusal)
     app.include_router(api_routes())
     app.include_router(operator_routes())
@@ -88,12 +90,12 @@ def api_routes() -> APIRouter:
     @router.post("/tokenize", response_class=JSONResponse)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Count and list the tokens of a prompt or a chat."""
-        return Response(await _service(request).tokenize(body), media_type="application/json")
+        return Response(await _service(request).tokenize(body, request.state.client), media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """Write tokens as text."""
-        return await _service(request).detokenize(body)
+        return await _service(request).detokenize(body, request.state.client)
 
     return router
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from json.encoder import encode_basestring
 from typing import Any
 
-from services.router.generation import Delta
+from services.router.values import Delta
 
 DONE = b"data: [DONE]\n\n"
 _MARK = uuid.uuid4().hex

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvrail.text import Tokenizer
-from services.router.generation import Delta, Drafted, Settled
 from services.router.logprobs import CompletionLogprobs, chat_logprobs
 from services.router.reading import OutputReader
 from services.router.tools.shown import join_calls, shown_delta, whole_message
+from services.router.values import Delta, Drafted, Settled
 
 Json = dict[str, Any]
 

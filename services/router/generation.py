@@ -1,10 +1,10 @@
-"""The streams of one request to decode workers: opening, failing over before the first token, merging, cancelling."""
+"""The streams of one request to decode workers: their places, moving where one is lost, merging, cancelling."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvrail.errors import (
     DeadlineError,
@@ -16,7 +16,6 @@ from kvrail.errors import (
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import RouterMetrics
 from kvrail.rpc.trunk import ReplyStream
-from kvrail.sampling import FinishReason, TokenLogprobs
 from kvrail.spans import Span
 from kvrail.wire.convert import (
     finish_reason_from_proto,
@@ -26,73 +25,34 @@ from kvrail.wire.convert import (
     spans_from_proto,
 )
 from kvrail.wire.v1 import decode_pb2
+from services.router.dispatch import Dispatcher, Place, Turn
 from services.router.translate import Plan
+from services.router.values import Delta, Drafted, Ended, Settled, Update, Updates
 from services.router.workers import DecodeWorker, WorkerPool
 
 MAX_MOVES = 2
 """Times that a request goes on elsewhere: one that kills workers must not visit them all."""
+MAX_REFUSALS = 8
+"""Times that workers may say that they are full before the client hears it; each is half a second's wait, or a place
+that has become free."""
 MERGE_QUEUE = 64
 """Batches of updates of several prompts that wait for a slow client before what feeds them does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New output of one choice; index: the number of the choice in the response."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs]
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None  # the stop string or the token id that ended the choice, if one did
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """Tokens that a choice will perhaps have, from `position` of its output on; only where the plan asks for them."""
-
-    index: int
-    position: int
-    token_ids: Sequence[int]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What became of a choice's drafts, of which the first has `position`: the first `accepted` of them are right."""
-
-    index: int
-    position: int
-    proposed: int
-    accepted: int
-
-
-Update = Delta | Drafted | Settled
-"""What a generation tells; a Settled comes before the deltas that repeat what it accepted."""
-
-Updates = Sequence[Update]
-"""What waited at one moment, in order; never empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What a worker says at the end of one prompt's stream; offset: seconds from DISPATCHED to its own zero."""
-
-    summary: decode_pb2.GenerateSummary
-    offset: float
 
 
 class _Call:
     """What the streams of one request share: where they may go, until when, and whether they were told to stop."""
 
-    def __init__(self, pool: WorkerPool, metrics: RouterMetrics, timeline: Timeline, timeout_s: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, pool: WorkerPool, metrics: RouterMetrics, timeline: Timeline, timeout_s: float
+    ) -> None:
+        self.dispatcher = dispatcher
         self.pool = pool
         self.metrics = metrics
         self.timeline = timeline
         self.cancelled = False
         self.on_overflow: Callable[[], object] | None = None
         self._timeout_s = timeout_s
-        self._open: set[ReplyStream] = set()
+        self._open: set[ReplyStream | Turn] = set()
 
     def check(self) -> float:
         """Seconds left; raises DeadlineError or RequestCancelledError."""
@@ -102,6 +62,19 @@ class _Call:
         if left <= 0:
             raise DeadlineError(f"the request took longer than the {self._timeout_s:g} s that this server allows")
         return left
+
+    @contextlib.asynccontextmanager
+    async def place(self, turn: Turn, *, again: bool) -> AsyncIterator[Place]:
+        """A prompt's place, once it is its turn; free again when left."""
+        self._open.add(turn)
+        try:
+            place = await self.dispatcher.place(turn, self.check(), again=again)
+        finally:
+            self._open.discard(turn)
+        try:
+            yield place
+        finally:
+            place.leave()
 
     @contextlib.asynccontextmanager
     async def stream(self, worker: DecodeWorker, request: decode_pb2.GenerateRequest) -> AsyncIterator[ReplyStream]:
@@ -116,72 +89,69 @@ class _Call:
 
     def cancel(self) -> None:
         self.cancelled = True
-        for stream in list(self._open):
-            stream.cancel()
+        for each in list(self._open):
+            each.cancel()
 
 
 class _PromptStream:
     """One prompt's output, from the first decode worker that gives any."""
 
-    def __init__(self, call: _Call, request: decode_pb2.GenerateRequest, first_index: int) -> None:
+    def __init__(self, call: _Call, request: decode_pb2.GenerateRequest, turn: Turn, first_index: int) -> None:
         self._call = call
         self._request = request
+        self._turn = turn
         self._first_index = first_index
         self._n = request.sampling.n
         self._has_logprobs = request.sampling.HasField("logprobs")
         self._drafts: dict[int, Settled] = {}  # of each choice that has any, as if all were wrong
         self._unfinished: set[int] = set()  # choices whose end the present worker has not told
         self._began = self._finished = False
+        self._tokens = 0  # of all choices, since the last batch
         self.ended: Ended | None = None
 
     async def updates(self) -> AsyncGenerator[Updates]:
         """What the replies tell, in order; raises from the error tree.
 
-        Where a worker is lost, the best of those that are there now continues what was said. Of n > 1 sequences only
-        the whole can move, and only before the first output.
+        Where a worker is lost, another one continues what was said; where it has no room after all, the prompt waits
+        again, before the others of its client. Of n > 1 sequences only the whole can move, and only before the first
+        output.
         """
-        full: set[str] = set()  # workers that had no room
-        losses = 0
-        worker = self._call.pool.decode_order()[0]
+        losses = refusals = 0
         while True:
-            self._began = self._finished = False
             self._keep_to_the_weights()
-            breaker, began = worker.breaker, self._call.pool.begin(worker)
-            try:
-                async with aclosing(self._from(worker)) as batches:
-                    async for updates in batches:
-                        breaker.succeeded(began)
-                        yield updates
-                return
-            except (WorkerUnavailableError, OverloadedError) as error:
-                if isinstance(error, WorkerUnavailableError):
-                    breaker.failed(began)
-                    self._call.pool.lost(worker, str(error))
+            async with self._call.place(self._turn, again=bool(losses or refusals)) as place:
+                self._began = self._finished = False
+                try:
+                    async with aclosing(self._from(place)) as batches:
+                        async for updates in batches:
+                            yield updates
+                    return
+                except WorkerUnavailableError as error:
                     losses += 1
-                else:
-                    full.add(worker.target)
-                if self._finished:
-                    return  # only the summary is missing
-                others = [each for each in self._call.pool.healthy_decode() if each.target not in full]
-                if not others or losses > MAX_MOVES or (self._began and self._n > 1):
-                    raise
-                worker = others[0]
-                self._call.metrics.failovers.inc()
-                if self._drafts:
-                    yield list(self._drafts.values())
-                    self._drafts.clear()
-            finally:
-                breaker.left(began)
+                    place.worker.breaker.failed(place.began)
+                    self._call.pool.lost(place.worker, str(error))
+                    stays = losses > MAX_MOVES or not self._call.pool.healthy_decode()
+                    if self._finished:
+                        return  # only the summary is missing
+                    if stays or (self._began and self._n > 1):
+                        raise
+                except OverloadedError:
+                    refusals += 1
+                    if refusals > MAX_REFUSALS or (self._began and self._n > 1):
+                        raise
+                    place.leave(refused=True)
+            self._call.metrics.failovers.inc()
+            if self._drafts:
+                yield list(self._drafts.values())
+                self._drafts.clear()
 
-    async def _from(self, worker: DecodeWorker) -> AsyncGenerator[Updates]:
-        """What one worker's replies tell."""
-        prefill = self._call.pool.prefill_order()
+    async def _from(self, place: Place) -> AsyncGenerator[Updates]:
+        """What the worker of a place says."""
+        worker = place.worker
         del self._request.prefill_workers[:]
         del self._request.prefill_instances[:]
-        self._request.prefill_workers.extend(each.target for each in prefill)
-        self._request.prefill_instances.extend(each.instance for each in prefill)
-        if prefill:
-            prefill[0].count_request()
+        self._request.prefill_workers.extend(each.target for each in place.prefill)
+        self._request.prefill_instances.extend(each.instance for each in place.prefill)
         dispatched = self._call.timeline.mark(Stage.DISPATCHED)
         offset = self._call.timeline.elapsed() - dispatched
         self._unfinished = set(range(self._first_index, self._first_index + self._n))
@@ -192,10 +162,13 @@ class _PromptStream:
                     news = reply.WhichOneof("news")
                     if news == "summary":
                         self.ended = Ended(reply.summary, offset)
+                        place.ended(reply.summary.completion_tokens, reply.summary.cached_tokens)
                     elif news:
                         updates.append(self._draft_news(reply))
                     if reply.token_ids or reply.text or reply.finish_reason:
                         updates.append(self._delta(reply))
+                place.succeeded(self._tokens)
+                self._tokens = 0
                 if updates:
                     yield updates
         if self._unfinished or self.ended is None:
@@ -226,6 +199,7 @@ class _PromptStream:
         """The reply's output, of which note is taken for a failover."""
         index = self._index(reply)
         self._began = True
+        self._tokens += len(reply.token_ids)
         # A protobuf list is slow to walk: what is mostly empty or read by nobody is not walked here.
         token_ids, logprobs = reply.token_ids, reply.logprobs
         finish_reason = finish_reason_from_proto(reply.finish_reason) if reply.finish_reason else None
@@ -261,12 +235,14 @@ class Generation:
         wire_id: str,
         *,
         model: str,
+        client: str,
+        dispatcher: Dispatcher,
         pool: WorkerPool,
         metrics: RouterMetrics,
         timeline: Timeline,
         timeout_s: float,
     ) -> None:
-        self._call = _Call(pool, metrics, timeline, timeout_s)
+        self._call = _Call(dispatcher, pool, metrics, timeline, timeout_s)
         self._timeline = timeline
         self.plan = plan
         self._streams = []
@@ -280,7 +256,9 @@ class Generation:
                 provisional=plan.provisional,
                 trace=plan.traced,
             )
-            self._streams.append(_PromptStream(self._call, request, i * plan.n))
+            turn = dispatcher.turn(client, prompt, sampling, plan.priority)
+            self._streams.append(_PromptStream(self._call, request, turn, i * plan.n))
+        timeline.mark(Stage.PLANNED)
 
     def cancel(self) -> None:
         """End all calls; `updates` then raises RequestCancelledError."""

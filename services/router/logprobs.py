@@ -4,7 +4,7 @@ from typing import Any
 
 from kvrail.sampling import TokenLogprobs
 from kvrail.text import Tokenizer
-from services.router.generation import Delta
+from services.router.values import Delta
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say; OpenAI's value."""

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrail.errors import AuthenticationError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.logs import bound_request_id
+from services.router.clients import client_of
 from services.router.errors import error_response
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -62,6 +63,8 @@ class ApiKeys:
             message = "no valid API key; send the header 'Authorization: Bearer KEY'"
             await error_response(AuthenticationError(message))(scope, receive, send)
             return
+        if scope["type"] == "http":
+            scope["state"]["client"] = client_of(scope, by_key=bool(self._keys))
         await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:

@@ -5,7 +5,8 @@ import time
 
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import COUNTED_TOKENS, RouterMetrics
-from services.router.generation import Delta, Drafted, Generation, Updates
+from services.router.generation import Generation
+from services.router.values import Delta, Drafted, Updates
 
 log = logging.getLogger("kvrail.router.observe")
 

@@ -1,10 +1,21 @@
-"""Who gets a request: pure decisions over what workers said of themselves. No clocks, no network."""
+"""Who gets a request: pure functions of the request and of what is known of the workers. No clocks, no network.
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+One policy serves both roles, and the simulator (benchmarks/simulator) runs these very functions. docs/scheduling.md
+tells how they compare.
+"""
+
+import zlib
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol
 
-from kvrail.wire.v1 import common_pb2
+STEPS_AHEAD = 2
+"""Steps full of prompts that a worker gets before their first tokens come: one is computed, one waits."""
+USUAL_TOKEN_S = 5e-5
+"""Seconds that a token of a prompt takes a worker of which nothing was measured yet: 20,000 tokens a second."""
+USUAL_SEQUENCE_S = 1e-4
+"""Seconds that a sequence adds to a step, likewise: docs of an 8B model on an H200 (README, "Measured")."""
 
 
 class WorkerState(StrEnum):
@@ -19,116 +30,224 @@ class WorkerState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """What a policy sees of a request: one prompt.
+
+    pages: digests of the prompt's full pages, as workers report theirs (kvrail/pagehash.py). page_size: tokens. n:
+    sequences. output_tokens: that each of them will probably have. number: of this request among all, from 0. draw: 64
+    random bits.
+    """
+
+    prompt_tokens: int
+    pages: Sequence[int] = ()
+    page_size: int = 64
+    n: int = 1
+    output_tokens: int = 0
+    number: int = 0
+    draw: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy a worker is.
 
-    running, waiting: what it reported. sent: requests that this router has sent since. max_running, max_waiting: its
-    limits; pages_free: pages that nothing holds.
+    requests: prompts that it has; sequences: theirs that it computes at once. backlog: tokens of prompts that it has
+    still to compute. max_running: sequences that it computes at once. refused: it has just said that it is full.
+    pages_free: pages that nothing holds. token_s: seconds that a token of a prompt costs it, sequence_s: that a
+    sequence adds to each step; 0: not measured. step_tokens: that one of its steps computes; 0: not known.
     """
 
-    running: int = 0
-    waiting: int = 0
-    sent: int = 0
+    requests: int = 0
+    sequences: int = 0
+    backlog: int = 0
     max_running: int = 0
-    max_waiting: int = 0
+    refused: bool = False
     pages_free: int = 0
+    token_s: float = 0.0
+    sequence_s: float = 0.0
+    step_tokens: int = 0
 
-    @property
-    def total(self) -> int:
-        """Requests that a new one would share the worker with."""
-        return self.running + self.waiting + self.sent
+    def places(self, n: int) -> int:
+        """Of a prompt's n sequences those that it computes at once; an eighth of its room it leaves to others."""
+        return min(n, self.max_running - self.max_running // 8)
 
-    @property
-    def full(self) -> bool:
-        """Whether a new request would probably be refused."""
-        return self.total >= self.max_running + self.max_waiting
+    def has_room(self, n: int = 1) -> bool:
+        """Whether it would compute a prompt's n sequences at once, as far as it ever does."""
+        return not self.refused and self.sequences + self.places(n) <= self.max_running
+
+    def has_time(self, tokens: int) -> bool:
+        """Whether it would begin soon with so many tokens: it is given what keeps it at work, and no more."""
+        return not self.step_tokens or not self.backlog or self.backlog + tokens <= STEPS_AHEAD * self.step_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker as the policy sees it; target: host:port."""
+    """A worker as the policy sees it; target: host:port. holds: digests of pages that it has, or will have soon."""
 
     target: str
     state: WorkerState
     load: Load
-
-
-def order_workers(candidates: Iterable[Candidate]) -> list[str]:
-    """Targets of the healthy workers, the best first, the others as alternates; failing ones where none is healthy.
-
-    Workers with room go before full ones, then the least loaded, then the one with most free pages; equals keep the
-    order of the configuration.
-    """
-    everyone = list(candidates)
-    able = [candidate for candidate in everyone if candidate.state is WorkerState.HEALTHY]
-    able = able or [candidate for candidate in everyone if candidate.state is WorkerState.FAILING]
-    able.sort(key=lambda c: (c.load.full, c.load.total, -c.load.pages_free))
-    return [candidate.target for candidate in able]
+    holds: Container[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """What a worker serves."""
+class Placement:
+    """A worker for a request. reason: what decided, in a word. cached_tokens: of the prompt, that it holds probably."""
 
-    model: str
-    fingerprint: str
-    protocol_version: int
+    target: str
+    reason: str
+    cached_tokens: int = 0
 
 
-def choose_fingerprint(current: str, decode: Sequence[str], prefill: Sequence[str]) -> str:
-    """The fingerprint that the cluster serves: of most decode workers; ties go to the current one, then to the earlier.
+class Policy(Protocol):
+    """Puts workers into an order."""
 
-    decode, prefill: fingerprints of the workers that answer, in the order of the configuration. Without decode workers
-    nothing is served, so prefill workers decide only what is said until one comes: in an upgrade they may go first.
+    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+        """Workers that may have the request, the best first, the others as alternates; those without room come last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who gets a request now. decode: its decode worker. prefill: prefill workers, the first of which computes it."""
+
+    decode: Placement
+    prefill: Sequence[Placement]
+
+    @property
+    def computed_tokens(self) -> int:
+        """Cached tokens of whoever computes the prompt."""
+        return (self.prefill[0] if self.prefill else self.decode).cached_tokens
+
+
+def choose(
+    policy: Policy, request: Ask, decode: Sequence[Candidate], prefill: Sequence[Candidate], *, urgent: bool
+) -> Choice | None:
+    """The best workers that have room for a request now; None where it has to wait.
+
+    urgent: it is the only prompt of its client that is not computed yet; then it waits for no other client's prompts.
     """
-    seen = decode or ([] if current else prefill)
-    if not seen:
-        return current
-    return max(dict.fromkeys(seen), key=lambda fingerprint: (seen.count(fingerprint), fingerprint == current))
+    loads = {each.target: each.load for each in (*decode, *prefill)}
+    chosen = next((each for each in policy.order(request, decode) if loads[each.target].has_room(request.n)), None)
+    if chosen is None:
+        return None
+    others = policy.order(replace(request, n=1, output_tokens=0), prefill)  # it draws one token
+    computing = others or [chosen]
+    in_time = [each for each in computing if loads[each.target].has_time(request.prompt_tokens - each.cached_tokens)]
+    if not in_time and not urgent:
+        return None
+    first = in_time[0] if in_time else computing[0]
+    return Choice(chosen, [first, *(each for each in others if each is not first)] if others else [])
 
 
-def page_mismatch(prefill: common_pb2.KVLayout, decode: Sequence[common_pb2.KVLayout]) -> str:
-    """Why no decode worker could take a prefill worker's pages; empty where one can, or none has answered."""
-    if not decode or prefill in decode:
-        return ""
-    name = next(
-        field.name for field in prefill.DESCRIPTOR.fields if any(_differ(prefill, d, field.name) for d in decode)
-    )
-    theirs = ", ".join(sorted({str(getattr(layout, name)) for layout in decode}))
-    return (
-        f"has KV pages of {name} {getattr(prefill, name)}, decode workers of {theirs}; run both with the same settings"
-    )
+def able(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Healthy workers; failing ones where none is healthy."""
+    healthy = [candidate for candidate in candidates if candidate.state is WorkerState.HEALTHY]
+    return healthy or [candidate for candidate in candidates if candidate.state is WorkerState.FAILING]
 
 
-def codec_mismatch(prefill: Mapping[str, int], decode: Sequence[Mapping[str, int]]) -> str:
-    """Why some codec of a prefill worker would be of no use to any decode worker; empty where all would be.
+def cached_tokens(request: Ask, candidate: Candidate) -> int:
+    """Tokens of the prompt whose KV the worker has: of leading pages. The last token is computed always."""
+    pages = 0
+    for digest in request.pages:
+        if digest not in candidate.holds:
+            break
+        pages += 1
+    return min(pages * request.page_size, request.prompt_tokens - 1)
 
-    prefill, decode: the number of each codec's parameters, by worker.
+
+class LeastLoad:
+    """The worker with fewest sequences; of equals the one with most free pages, then the earlier configured."""
+
+    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+        """See Policy."""
+        found = sorted(able(candidates), key=lambda each: _busy(request, each))
+        return [Placement(each.target, "load", cached_tokens(request, each)) for each in found]
+
+
+class RoundRobin:
+    """One after the other, whatever they have to do."""
+
+    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+        """See Policy."""
+        ready = able(candidates)
+        first = request.number % len(ready) if ready else 0
+        turned = ready[first:] + ready[:first]
+        turned.sort(key=lambda each: not each.load.has_room(request.n))
+        return [Placement(each.target, "turn", cached_tokens(request, each)) for each in turned]
+
+
+class PowerOfTwo:
+    """Two are drawn, and the less busy one is taken: with many workers nearly as even as looking at all of them.
+
+    M. Mitzenmacher, The power of two choices in randomized load balancing, IEEE TPDS 12(10), 2001.
     """
-    for name, ours in prefill.items():
-        theirs = [codecs[name] for codecs in decode if name in codecs]
-        if theirs and ours not in theirs:
-            known = ", ".join(sorted({f"{number:016x}" for number in theirs}))
-            return (
-                f"has parameters {ours:016x} of codec {name!r}, decode workers {known}; "
-                "run both with the same codebook file and the same version"
-            )
-    return ""
+
+    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+        """See Policy."""
+        ready = able(candidates)
+        ready.sort(key=lambda each: not each.load.has_room(request.n))
+        drawn = sum(each.load.has_room(request.n) for each in ready) or len(ready)
+        pair = []
+        if ready:
+            first = request.draw % drawn
+            second = (first + 1 + (request.draw >> 32) % max(1, drawn - 1)) % drawn
+            pair = sorted({first, second}, key=lambda place: _busy(request, ready[place]))
+        rest = sorted((p for p in range(len(ready)) if p not in pair), key=lambda place: _busy(request, ready[place]))
+        return [Placement(ready[p].target, "draw", cached_tokens(request, ready[p])) for p in [*pair, *rest]]
 
 
-def _differ(one: common_pb2.KVLayout, other: common_pb2.KVLayout, name: str) -> bool:
-    return bool(getattr(one, name) != getattr(other, name))
+class PrefixAware:
+    """The worker that would give the first token soonest: what waits there, and what of the prompt it has to compute.
+
+    Both are seconds, so a prefix that many ask for draws requests to a worker only as long as waiting there is cheaper
+    than computing the prefix once more elsewhere. Of equals one is taken by the prompt's first page: requests that
+    begin alike meet even where nobody holds their prefix yet.
+    """
+
+    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+        """See Policy."""
+        ready = able(candidates)
+        if not ready:
+            return []
+        token_s = _known([each.load.token_s for each in ready], USUAL_TOKEN_S)
+        sequence_s = _known([each.load.sequence_s for each in ready], USUAL_SEQUENCE_S)
+        held = [cached_tokens(request, each) for each in ready]
+        costs = [
+            (request.prompt_tokens - held[place] + each.load.backlog) * token_s[place]
+            + each.load.sequences * sequence_s[place] * request.output_tokens
+            for place, each in enumerate(ready)
+        ]
+
+        full = [not each.load.has_room(request.n) for each in ready]
+        ties = [(each.load.sequences, _lot(request, each.target)) for each in ready]
+        order = sorted(range(len(ready)), key=lambda p: (full[p], costs[p], ties[p]))
+        unaware = min(range(len(ready)), key=lambda p: (full[p], costs[p] + held[p] * token_s[p], ties[p]))
+        return [Placement(ready[p].target, "prefix" if held[p] and p != unaware else "load", held[p]) for p in order]
 
 
-def incompatibility(identity: Identity, *, model: str, fingerprint: str, protocol_version: int) -> str:
-    """Why a worker must not get requests of this cluster; empty where it fits."""
-    if identity.protocol_version != protocol_version:
-        return f"speaks protocol {identity.protocol_version}, the router {protocol_version}; run one version everywhere"
-    if identity.model != model:
-        return f"serves model {identity.model!r}, the router {model!r}; give both the same served-model-name"
-    if identity.fingerprint != fingerprint:
-        return (
-            f"has model fingerprint {identity.fingerprint[:16]!r}, other workers {fingerprint[:16]!r}; "
-            "load the same weights and configuration on every worker"
-        )
-    return ""
+POLICIES: dict[str, Policy] = {
+    "prefix-aware": PrefixAware(),
+    "least-load": LeastLoad(),
+    "power-of-two": PowerOfTwo(),
+    "round-robin": RoundRobin(),
+}
+"""Every policy by its name."""
+
+
+def _busy(request: Ask, candidate: Candidate) -> tuple[bool, int, int, int]:
+    load = candidate.load
+    return not load.has_room(request.n), load.sequences, load.requests, -load.pages_free
+
+
+def _known(measured: Sequence[float], usual: float) -> list[float]:
+    """Where nothing was measured of a worker, the mean of the others'."""
+    some = [each for each in measured if each > 0]
+    mean = sum(some) / len(some) if some else usual
+    return [each if each > 0 else mean for each in measured]
+
+
+def _lot(request: Ask, target: str) -> int:
+    """Which of equal workers it is: the same for all prompts that begin alike (rendezvous hashing)."""
+    seed = request.pages[0] if request.pages else request.draw
+    mixed = (zlib.crc32(target.encode()) ^ seed) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+    return (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF

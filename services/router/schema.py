@@ -191,6 +191,7 @@ class Request(Wire):
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), _not_longer(MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None

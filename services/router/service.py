@@ -15,6 +15,7 @@ from kvrail.metrics import RouterMetrics
 from kvrail.text import Tokenizer
 from services.router.admission import Admission
 from services.router.answer import Answer, Job, Prepared
+from services.router.dispatch import Dispatcher
 from services.router.encoding import Encoder, refuse
 from services.router.formats import ChatFormat, CompletionFormat, Format, Head
 from services.router.generation import Generation
@@ -33,11 +34,12 @@ class RouterService:
         self.registry = prometheus_client.CollectorRegistry()
         self.metrics = RouterMetrics(self.registry, self.model)
         self.pool = WorkerPool(settings, self.metrics)
-        self.admission = Admission(settings.max_concurrent_requests)
+        self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share)
+        self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
-        self._planner = Planner(self._encoder, shaper, self.pool.limits)
+        self._planner = Planner(self._encoder, shaper, self.pool.limits, priorities=settings.priorities)
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> None:
@@ -85,6 +87,8 @@ class RouterService:
                 plan,
                 state.wire_id,
                 model=self.model,
+                client=state.client,
+                dispatcher=self.dispatcher,
                 pool=self.pool,
                 metrics=self.metrics,
                 timeline=state.timeline,
@@ -93,19 +97,19 @@ class RouterService:
             return Prepared(generation, show(plan))
 
         sequences = prompts * (request.n or 1)
-        most = self.settings.max_concurrent_requests
+        most = self.admission.most
         if sequences > most:
             refuse(
                 "n" if prompts == 1 else "prompt",
-                f"{prompts} prompts of n = {request.n or 1} are {sequences} sequences, more than the {most} that this "
-                "server runs at once; send them in several requests",
+                f"{prompts} prompts of n = {request.n or 1} are {sequences} sequences, more than the {most} that "
+                "one client may have at once; send them in several requests",
             )
-        return Answer(Job(request, sequences, state.timeline, prepare), self.admission, self.metrics)
+        return Answer(Job(request, sequences, state.client, state.timeline, prepare), self.admission, self.metrics)
 
-    async def tokenize(self, request: TokenizeRequest) -> bytes:
+    async def tokenize(self, request: TokenizeRequest, client: str) -> bytes:
         """The JSON that answers /tokenize."""
         self.check_model(request.model)
-        with self.admission.admitted(1):
+        with self.admission.admitted(1, client):
             tokens = await self._encoder.tokenize(request)
             answer = {"count": len(tokens), "max_model_len": self.max_model_len()}
             members = [json.dumps(answer)[1:-1].encode()]
@@ -113,10 +117,10 @@ class RouterService:
             members += [b'"%b": %b' % (name.encode(), text) for name, text in lists.items()]
         return b"{" + b", ".join(members) + b"}"
 
-    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(self, request: DetokenizeRequest, client: str) -> dict[str, Any]:
         """Answer /detokenize."""
         self.check_model(request.model)
-        with self.admission.admitted(1):
+        with self.admission.admitted(1, client):
             return {"prompt": await self._encoder.detokenize(request.tokens)}
 
     def max_model_len(self) -> int | None:

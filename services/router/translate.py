@@ -40,8 +40,9 @@ class Plan:
     """What to generate: one stream for each prompt.
 
     prompts: token ids. sampling: one for each prompt. prefixes: text that goes before each prompt's output (echo).
-    provisional: whether drafts are shown. traced: whether the usage tells what each process did when.
-    reader: takes one output apart; None: it is shown as it is.
+    provisional: whether drafts are shown. traced: whether the usage tells what each process did when. priority:
+    among the client's own requests; lower is earlier. reader: takes one output apart; None: it is
+    shown as it is.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -50,6 +51,7 @@ class Plan:
     codec: str
     provisional: bool
     traced: bool = False
+    priority: int = 0
     reader: Callable[[], OutputReader] | None = None
 
     @property
@@ -116,10 +118,14 @@ class Limits:
 class Planner:
     """Turns validated requests into plans; `limits` tells those of the workers, or raises WorkerUnavailableError."""
 
-    def __init__(self, encoder: Encoder, shaper: Shaper, limits: Callable[[], Limits]) -> None:
+    def __init__(
+        self, encoder: Encoder, shaper: Shaper, limits: Callable[[], Limits], *, priorities: bool = False
+    ) -> None:
+        """priorities: whether requests may name theirs."""
         self._encoder = encoder
         self._shaper = shaper
         self._limits = limits
+        self._priorities = priorities
 
     async def chat(self, request: ChatRequest) -> Plan:
         """Plan a chat; raises InvalidRequestError naming the parameter."""
@@ -151,6 +157,8 @@ class Planner:
         logprobs: int | None,
         shape: Shape,
     ) -> Plan:
+        if request.priority and not self._priorities:
+            refuse("priority", f"is {request.priority}, but this server takes none (--priorities); leave it out")
         _check_ids("logit_bias", [int(key) for key in request.logit_bias or {}], limits.vocabulary)
         _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
         codec = request.kvrail.codec if request.kvrail else ""
@@ -167,7 +175,8 @@ class Planner:
                 refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
             sampling.append(_sampling(request, budget, logprobs, shape))
         ours = request.kvrail or KvrailOptions()
-        return Plan(prompts, sampling, prefixes, codec, ours.provisional, ours.trace, shape.reader)
+        priority = request.priority or 0
+        return Plan(prompts, sampling, prefixes, codec, ours.provisional, ours.trace, priority, shape.reader)
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:

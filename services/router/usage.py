@@ -21,7 +21,8 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
 
     Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
     that finished last. prefill_worker: null where decode workers prefilled themselves. lossy: whether a codec was used
-    that does not restore every bit. codec_reason: why this codec, where the choice was left to the decode worker.
+    that does not restore every bit. invariant: whether any worker would give these tokens these bits, whatever is
+    computed beside them. codec_reason: why this codec, where the choice was left to the decode worker.
     exposed_transfer_seconds: the longest time that exact KV came after its prompt had been computed.
     """
     summaries = generation.summaries
@@ -35,6 +36,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
         "transport": ",".join(dict.fromkeys(s.transport for s in summaries if s.transport)) or None,
         "codec_reason": next((summary.codec_reason for summary in summaries if summary.codec_reason), None),
         "lossy": any(summary.lossy for summary in summaries),
+        "invariant": bool(summaries) and all(summary.numerics for summary in summaries),
         "kv_bytes": sum(summary.kv_bytes for summary in summaries),
         "kv_raw_bytes": sum(summary.kv_raw_bytes for summary in summaries),
         "exposed_transfer_seconds": round(max((summary.exposed_s for summary in summaries), default=0.0), 6),

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import Any, Protocol
 
@@ -17,17 +17,15 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2
-from services.router.policy import (
-    Candidate,
+from services.router.compatibility import (
     Identity,
-    Load,
-    WorkerState,
     choose_fingerprint,
     codec_mismatch,
     incompatibility,
-    order_workers,
     page_mismatch,
 )
+from services.router.policy import POLICIES, Ask, Candidate, Load, WorkerState, able
+from services.router.prefixes import WorkerPages
 from services.router.translate import Limits
 
 log = logging.getLogger("kvrail.router.workers")
@@ -45,12 +43,16 @@ STARTUP_WAIT_S = 2.0
 class StatusClient(Protocol):
     """The one call that both kinds of worker answer alike."""
 
-    async def get_status(self, *, timeout_s: float) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load."""
+    async def get_status(self, asked: common_pb2.StatusRequest, *, timeout_s: float) -> common_pb2.WorkerStatus:
+        """Ask for identity, limits and load, and for news of pages."""
 
 
 class Worker:
-    """One worker: its channel, what it last said, and what was sent to it since."""
+    """One worker: its channel, what it last said, and what it has of this router.
+
+    requests: prompts that it has of us, backlog: their tokens that it has still to compute. refused: it has said that
+    it is full, and nothing has changed since. pages: those that it holds.
+    """
 
     def __init__(self, role: str, target: str, channel: grpc.aio.Channel, client: StatusClient) -> None:
         self.role = role
@@ -65,20 +67,31 @@ class Worker:
         self._instance = 0
         self._last_heard = monotonic()
         self._client = client
-        self._sent = 0
-        self._sent_before_answer = 0
+        self.requests = self.backlog = 0
+        self.refused = False
+        self.pages = WorkerPages()
+        self._sequences = self._places = 0  # of our requests; the second: computed at once
+        self._most = 0  # sequences of ours that it may have counted at its last answer
+        self._others = 0  # of other routers
 
     async def ask(self) -> None:
-        """Ask the worker how it is; requests sent after the question are not in its answer."""
-        sent = self._sent
+        """Ask the worker how it is; what it had of us then may have ended, or come, while it answered."""
+        self._most = self._sequences
         try:
-            answer = await self._client.get_status(timeout_s=STATUS_TIMEOUT_S)
+            answer = await self._client.get_status(self.pages.question(), timeout_s=STATUS_TIMEOUT_S)
         except KvrailError as error:
             self.lost(str(error))
             return
-        if answer.instance != self._instance:  # a new process owes nothing
+        known = answer.instance == self._instance
+        if not known:  # a new process owes nothing
             self._instance, self.breaker = answer.instance, Breaker()
-        self.answer, self.failure, self._sent_before_answer = answer, "", sent
+        if known and answer.HasField("held_pages"):
+            self.pages.take(answer.held_pages)
+        else:
+            self.pages.forget()
+        self._others = max(0, answer.running + answer.waiting - self._most)
+        answer.ClearField("held_pages")
+        self.answer, self.failure, self.refused = answer, "", False
         self.heard, self._last_heard = True, monotonic()
 
     @property
@@ -95,23 +108,41 @@ class Worker:
         """Which start of its process has answered; 0: none yet."""
         return self._instance
 
-    def count_request(self) -> None:
-        """Take note that a request goes to this worker."""
-        self._sent += 1
+    def take(self, sequences: int, places: int, pages: Sequence[int]) -> None:
+        """A prompt goes to this worker. places: of its sequences, those that are computed at once."""
+        self.requests += 1
+        self._sequences += sequences
+        self._places += places
+        self._most = max(self._most, self._sequences)
+        self.pages.expect(pages)
 
-    def candidate(self) -> Candidate:
-        """What the policy needs to know."""
+    def leave(self, sequences: int, places: int, pages: Sequence[int]) -> None:
+        """It is done there, or lost."""
+        self.requests -= 1
+        self._sequences -= sequences
+        self._places -= places
+        self.pages.settle(pages)
+
+    def load(self, *, computes: bool = True) -> Load:
+        """How busy it is. computes: whether it computes the prompts that it gets by itself."""
         if self.answer is None:
-            return Candidate(self.target, self.state, Load())
-        load = Load(
-            running=self.answer.running,
-            waiting=self.answer.waiting,
-            sent=self._sent - self._sent_before_answer,
-            max_running=self.answer.max_running,
-            max_waiting=self.answer.max_waiting,
-            pages_free=self.answer.pages_free,
+            return Load()
+        answer, pace = self.answer, self.answer.pace
+        return Load(
+            requests=self.requests,
+            sequences=self._places + self._others,
+            backlog=self.backlog,
+            max_running=answer.max_running,
+            refused=self.refused,
+            pages_free=answer.pages_free,
+            token_s=pace.prefill_each if computes else pace.fetch_each,
+            sequence_s=pace.decode_each,
+            step_tokens=answer.max_batch_tokens,
         )
-        return Candidate(self.target, self.state, load)
+
+    def candidate(self, *, computes: bool = True) -> Candidate:
+        """What the policy needs to know."""
+        return Candidate(self.target, self.state, self.load(computes=computes), self.pages)
 
     def describe(self) -> dict[str, Any]:
         """The worker's entry in /health."""
@@ -122,6 +153,8 @@ class Worker:
             for field in ("running", "waiting", "pages_total", "pages_free", "pages_cached"):
                 entry[field] = getattr(self.answer, field)
             entry["codecs"] = list(self.answer.codecs)
+            entry["invariant"] = bool(self.answer.model.numerics)
+            entry["numerics"] = self.answer.model.numerics or None
         return entry
 
 
@@ -152,6 +185,8 @@ class WorkerPool:
         self.decode = {target: DecodeWorker(target) for target in settings.decode_workers}
         self.prefill = {target: PrefillWorker(target) for target in settings.prefill_workers}
         self.fingerprint = ""
+        self.on_change: Callable[[], object] = lambda: None
+        self.policy = POLICIES[settings.policy]
         self._tasks: list[asyncio.Task[None]] = []
         self._settled = asyncio.Event()
         self._grace: asyncio.TimerHandle | None = None
@@ -201,6 +236,7 @@ class WorkerPool:
                 self._announce(worker, state, detail)
         if all(worker.heard for worker in self.workers):
             self._settled.set()
+        self.on_change()
 
     def _fingerprints(self, workers: Iterable[Worker]) -> list[str]:
         """What those of `workers` that answer have loaded."""
@@ -267,23 +303,41 @@ class WorkerPool:
                     await self._settled.wait()
 
     def healthy_decode(self) -> list[DecodeWorker]:
-        """Decode workers that take requests, the best first."""
-        return [self.decode[target] for target in order_workers(w.candidate() for w in self.decode.values())]
+        """Decode workers that take requests, the best first for a request of which nothing is known."""
+        return [self.decode[placement.target] for placement in self.policy.order(Ask(1), self.candidates()[0])]
 
     def decode_order(self) -> list[DecodeWorker]:
         """Decode workers that take requests, the best first. Raises WorkerUnavailableError where there is none."""
         if not (order := self.healthy_decode()):
-            states = ", ".join(f"{worker.target} is {worker.state}" for worker in self.decode.values())
-            raise WorkerUnavailableError(f"no decode worker takes requests now ({states}); retry, or start one")
+            raise self.unavailable()
         return order
 
-    def prefill_order(self) -> list[PrefillWorker]:
-        """Prefill workers that take requests, the best first; may be empty."""
-        return [self.prefill[target] for target in order_workers(w.candidate() for w in self.prefill.values())]
+    def unavailable(self) -> WorkerUnavailableError:
+        """Why no decode worker takes requests."""
+        states = ", ".join(f"{worker.target} is {worker.state}" for worker in self.decode.values())
+        return WorkerUnavailableError(f"no decode worker takes requests now ({states}); retry, or start one")
+
+    def candidates(self) -> tuple[list[Candidate], list[Candidate]]:
+        """Decode and prefill workers as the policy sees them."""
+        prefill = [worker.candidate() for worker in self.prefill.values()]
+        alone = not able(prefill)
+        return [worker.candidate(computes=alone) for worker in self.decode.values()], prefill
+
+    def healthy_prefill(self) -> list[PrefillWorker]:
+        """Prefill workers that take requests."""
+        return [self.prefill[each.target] for each in able(self.candidates()[1])]
+
+    def places(self, n: int) -> int:
+        """Of a prompt's n sequences those that are computed at once wherever it goes; n where no worker is there."""
+        return min((each.load.places(n) for each in able(self.candidates()[0])), default=n)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page on the decode workers; 0: not known."""
+        return next((w.answer.layout.page_size for w in self.decode.values() if w.answer is not None), 0)
 
     def begin(self, worker: Worker) -> float:
         """A request goes to `worker`; gives what its breaker is told of it."""
-        worker.count_request()
         began = worker.breaker.begin()
         if not worker.breaker.closed:
             self.reconsider()  # this one tries; nobody else does

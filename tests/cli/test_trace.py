@@ -35,7 +35,14 @@ def test_sizes_are_arguments():
 
 
 def test_parts_add_up_to_the_request():
-    moments = {"received": 0.0, "dispatched": 0.5, "admitted": 0.5, "prefill_started": 1.0, "finished": 4.0}
+    moments = {
+        "received": 0.0,
+        "planned": 0.5,
+        "dispatched": 0.5,
+        "admitted": 0.5,
+        "prefill_started": 1.0,
+        "finished": 4.0,
+    }
     _, events, _ = drawn(moments=moments)
     whole = next(event for event in events if event["cat"] == "whole")
     parts = [(event["name"], event["ts"], event["dur"]) for event in events if event["cat"] == "parts"]

@@ -73,6 +73,7 @@ class Cluster:
         resumed=(),
         provisional=False,
         fingerprint="",
+        timeout_s=120.0,
         **params,
     ) -> Answer:
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}
@@ -88,7 +89,7 @@ class Cluster:
             model_fingerprint=fingerprint,
         )
         answer = Answer()
-        async with self.client.generate(request, timeout_s=120) as replies:
+        async with self.client.generate(request, timeout_s=timeout_s) as replies:
             async for reply in replies:
                 index = reply.index
                 if reply.HasField("summary"):
@@ -170,7 +171,6 @@ async def cluster(
     worker = build_worker(
         options,
         codecs=codecs.parameters,
-        local_prefill_tokens=options.local_prefill_tokens,
         max_drafts=options.max_drafts,
         detokenize=True,
     )

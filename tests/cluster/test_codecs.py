@@ -10,9 +10,9 @@ import services.prefill.servicer
 from codec import registry
 from codec.splitzip.codebook import Codebook, default_codebook
 from kvrail.config import DecodeSettings
-from kvrail.engine.pages import page_hashes
 from kvrail.errors import ConfigError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES
+from kvrail.pagehash import page_hashes
 from kvrail.transfer.sizes import MAX_GROWTH_BYTES
 from services.codecs import Codecs
 from tests.cluster.cluster import cluster, settings

@@ -10,12 +10,13 @@ from kvrail.engine.batch import SampleRow, SequenceSlice
 from kvrail.engine.engine import Engine
 from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PageLease, Verified
 from kvrail.engine.loader import LoadedModel, load_model
-from kvrail.engine.pages import PagePool, page_hashes
+from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import EngineRequest, ModelLimits
 from kvrail.engine.runner import ModelRunner
 from kvrail.engine.sampler import Sampler
 from kvrail.engine.scheduler import Limits, Scheduler
 from kvrail.metrics import EngineMetrics
+from kvrail.pagehash import page_hashes
 from kvrail.sampling import SamplingParams
 from kvrail.text import Tokenizer, load_tokenizer
 from tests.models import tiny_model

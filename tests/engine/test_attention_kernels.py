@@ -5,6 +5,8 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels on this machine", allow_module_level=True)
@@ -12,8 +14,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before
 
 from kvrail.engine.attention import reference
 from kvrail.engine.attention.decode_kernel import decode_attention, splits_for
+from kvrail.engine.attention.order import HeadShape, parts_of
+from kvrail.engine.attention.order_kernel import begins_part, part_begin, part_of
 from kvrail.engine.attention.page_kernels import write_pages
-from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention, tuning_of
+from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
 from kvrail.engine.cache import LayerPages
 from tests.engine.attention_cases import Case, expected, make_case, relative_error
 
@@ -32,7 +36,7 @@ SHAPES = {
     "e4m3": {"kv_dtype": "float8_e4m3fn", "window": 40},
     "e4m3 with sinks": {"kv_dtype": "float8_e4m3fn", "sinks": True},
 }
-SMALL_TILES = PrefillTuning(16, 16, 4, 2)
+SMALL_TILES = PrefillTuning(16, 4, 2)
 PREFILLS = {name: (shape, None) for name, shape in SHAPES.items()} | {
     f"{name}, small tiles": (SHAPES[name], SMALL_TILES) for name in ("plain", "all at once", "e4m3 with sinks")
 }
@@ -101,7 +105,8 @@ def test_prefill(shape: dict, tuning: PrefillTuning | None) -> None:
     reference.write_pages(case.pages, case.key, case.value, case.slots)
     out = torch.full((len(wanted) + 20, *wanted.shape[1:]), float("nan"))
     query = torch.cat([case.query, torch.full((20, *case.query.shape[1:]), float("nan"))])
-    chosen = tuning or tuning_of(case.query.shape[2], case.value.shape[2], 4)
+    shape_ = HeadShape(case.query.shape[2], case.value.shape[2], 4, case.pages.keys.element_size())
+    chosen = tuning or tuning_for(shape_)
     blocks = case.blocks(chosen.queries, padding=17)
     prefill_attention(query, case.pages, case.page_tables, blocks, out, case.options, chosen)
     assert relative_error(out[: len(wanted)], wanted) < 1e-5
@@ -141,3 +146,30 @@ def test_write_takes_strided_heads_first_input() -> None:
     key = case.key.transpose(0, 1).contiguous().transpose(0, 1)
     write_pages(case.pages, key, case.value, case.slots)
     assert torch.equal(case.pages.keys.flatten(0, 1)[case.slots], case.key)
+
+
+@triton.jit
+def _parts_kernel(tokens, found, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    token = tl.load(tokens + at)
+    tl.store(found + at, part_of(token))
+    tl.store(found + COUNT + at, part_begin(token))
+    tl.store(found + 2 * COUNT + at, begins_part(token).to(tl.int32))
+
+
+def test_parts_end_at_fixed_places() -> None:
+    begins = [0]
+    while begins[-1] < 300_000:  # 256 tokens each up to 8,192, from there a sixteenth of the power of two before them
+        before = 1 << (begins[-1].bit_length() - 1) if begins[-1] else 0
+        begins.append(begins[-1] + max(256, before // 16))
+    near = sorted({token + more for token in begins[:-1] for more in (-1, 0, 1, 100) if token + more >= 0})
+    count = triton.next_power_of_2(len(near))
+    tokens = torch.zeros(count, dtype=torch.int32)
+    tokens[: len(near)] = torch.tensor(near)
+    found = torch.zeros(3, count, dtype=torch.int32)
+    _parts_kernel[(1,)](tokens, found, count)
+    for token, number, following, begun in zip(near, *found[:, : len(near)].tolist(), strict=True):
+        part = max(i for i, begin in enumerate(begins) if begin <= token)
+        assert (number, begun) == (part, begins[part] == token)
+        assert following == (token if begun else begins[part + 1])
+        assert parts_of(token + 1) == part + 1

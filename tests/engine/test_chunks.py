@@ -69,3 +69,17 @@ def test_all_of_a_step_is_used():
     bench.engine.step()
     work = bench.scheduler.schedule()
     assert sum(item.count for item in work) == BUDGET
+
+
+def test_a_request_of_many_sequences_leaves_places_for_others():
+    """Of eight places one; and what waits behind it is no reason to refuse others."""
+    bench = Bench(num_pages=64, max_batch_tokens=64, max_running=8, max_waiting=2)
+    bench.submit("many", [1, 2, 3], max_tokens=20, n=32)
+    bench.step(4)
+    status = bench.engine.status()
+    assert (status.running, status.waiting) == (7, 25)
+    bench.submit("one", [4, 5, 6], max_tokens=2)
+    bench.step(2)
+    assert bench.of("one", Output)
+    bench.run()
+    assert bench.tokens("one") == expected([4, 5, 6], 2)

@@ -204,9 +204,9 @@ def test_tokens_of_chunks_beside_others(others, tokens):
 
 
 def test_short_remote_prompts_are_computed_here():
-    bench = Bench(num_pages=64, local_prefill_tokens=8)
-    bench.submit("short", [1] * 8, remote=True)
-    bench.submit("long", [2] * 9, remote=True)
+    bench = Bench(num_pages=64)
+    bench.submit("short", [1] * 8, remote=True, local_tokens=8)
+    bench.submit("long", [2] * 9, remote=True, local_tokens=8)
     assert not bench.of("short", Admitted)[0].awaits_kv and bench.of("long", Admitted)[0].awaits_kv
     bench.run()
     assert bench.tokens("short") == expected([1] * 8, 8)

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrail.engine.pages import PagePool, page_hashes
+from kvrail.engine.pages import PagePool
+from kvrail.pagehash import page_hashes
 
 
 def test_states_move_and_add_up():

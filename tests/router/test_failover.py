@@ -26,8 +26,12 @@ async def prefer(cluster, first) -> None:
         if worker is not first:
             worker.status = status(running=5)
     pool = cluster.service.pool
+    others = [worker.target for worker in cluster.decode if worker is not first]
     await until(
-        lambda: len(pool.healthy_decode()) == len(cluster.decode) and pool.healthy_decode()[0].target == first.target
+        lambda: (
+            len(pool.healthy_decode()) == len(cluster.decode)
+            and all(pool.decode[target].load().sequences == 5 for target in others)
+        )
     )
 
 
@@ -35,7 +39,7 @@ async def test_failover_to_another_worker(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, decode=2) as cluster:
         broken, sound = cluster.decode
         sound.status = status(running=5)  # so that the broken one is asked first
-        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
+        await until(lambda: cluster.service.pool.decode[sound.target].load().sequences == 5)
         for error in (WorkerUnavailableError("gone"), OverloadedError("full")):
             await until(lambda: len(cluster.service.pool.decode_order()) == 2)
             broken.script = failing(error)
@@ -44,7 +48,7 @@ async def test_failover_to_another_worker(tokenizer: Tokenizer):
             assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
             assert len(broken.requests) == 1
         assert await cluster.metric("kvrail_failovers_total{}") == 2
-        await until(lambda: len(cluster.service.pool.decode_order()) == 2)
+        await until(lambda: not cluster.service.pool.decode[broken.target].refused)
         broken.script = failing(WorkerUnavailableError("gone"), after=1)
         error_of(await cluster.chat(n=2), 503, "worker_unavailable")  # of several sequences only the whole can move
 
@@ -54,7 +58,7 @@ async def test_a_worker_lost_in_mid_stream_leaves_no_seam(tokenizer: Tokenizer, 
     async with run_cluster(tokenizer, decode=2) as cluster:
         broken, sound = cluster.decode
         sound.status = status(running=5)
-        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
+        await until(lambda: cluster.service.pool.decode[sound.target].load().sequences == 5)
         broken.script = dying(after)
         answer = await cluster.chat(stream=True, stream_options={"include_usage": True})
         chunks = [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-2]]
@@ -69,7 +73,7 @@ async def test_a_worker_lost_after_the_last_token_changes_nothing(tokenizer: Tok
     async with run_cluster(tokenizer, decode=2) as cluster:
         broken, sound = cluster.decode
         sound.status = status(running=5)
-        await until(lambda: cluster.service.pool.decode[sound.target].candidate().load.running == 5)
+        await until(lambda: cluster.service.pool.decode[sound.target].load().sequences == 5)
         count = len(tokenizer.encode(OUTPUT, add_special_tokens=False))
         broken.script = dying(count)
         answer = await cluster.chat()
@@ -144,10 +148,10 @@ async def test_new_prefill_workers_do_not_stop_the_cluster(tokenizer: Tokenizer)
     async with run_cluster(tokenizer, decode=1, prefill=3) as cluster:
         for worker in cluster.prefill:
             worker.status = of_weights("a" * 64)
-        await until(lambda: cluster.service.pool.prefill_order() == [])
+        await until(lambda: cluster.service.pool.healthy_prefill() == [])
         assert (await cluster.chat()).status_code == 200
         cluster.decode[0].status = of_weights("a" * 64)
-        await until(lambda: len(cluster.service.pool.prefill_order()) == 3)
+        await until(lambda: len(cluster.service.pool.healthy_prefill()) == 3)
         assert (await cluster.chat()).status_code == 200
 
 
@@ -156,7 +160,7 @@ async def test_a_prefill_worker_of_other_pages_is_not_asked(tokenizer: Tokenizer
         cluster.prefill[0].status = status(layout=common_pb2.KVLayout(page_size=32))
         cluster.decode[0].status = status(layout=common_pb2.KVLayout(page_size=16))
         pool = cluster.service.pool
-        await until(lambda: pool.prefill_order() == [])
+        await until(lambda: pool.healthy_prefill() == [])
         (entry,) = (await cluster.http.get("/health")).json()["prefill_workers"].values()
         assert entry["state"] == "incompatible"
         assert "page_size 32, decode workers of 16" in entry["detail"]

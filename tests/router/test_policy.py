@@ -1,41 +1,88 @@
 """The policy's decisions, which need no network."""
 
-from services.router.policy import (
-    Candidate,
-    Identity,
-    Load,
-    WorkerState,
-    choose_fingerprint,
-    codec_mismatch,
-    incompatibility,
-    order_workers,
-)
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from services.router.compatibility import Identity, choose_fingerprint, codec_mismatch, incompatibility
+from services.router.policy import POLICIES, Ask, Candidate, Load, WorkerState, cached_tokens
+
+ASK = Ask(prompt_tokens=2048, pages=range(32), page_size=64, output_tokens=128)
 
 
-def worker(target: str, state: WorkerState = WorkerState.HEALTHY, **load: int) -> Candidate:
-    return Candidate(target, state, Load(**({"max_running": 4, "max_waiting": 4} | load)))
+def worker(target: str, state: WorkerState = WorkerState.HEALTHY, holds=(), **load: float) -> Candidate:
+    return Candidate(target, state, Load(**({"max_running": 8} | load)), frozenset(holds))
 
 
-def test_least_loaded_first():
-    busy, sent, idle = worker("busy", running=2, waiting=1), worker("sent", running=1, sent=1), worker("idle")
-    assert order_workers([busy, sent, idle]) == ["idle", "sent", "busy"]
+def order(policy: str, ask: Ask, *candidates: Candidate) -> list[str]:
+    return [placement.target for placement in POLICIES[policy].order(ask, candidates)]
 
 
-def test_only_healthy_workers():
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_healthy_workers_and_those_without_room_last(policy: str):
     others = [worker(state.value, state) for state in WorkerState if state is not WorkerState.HEALTHY]
-    assert order_workers([*others, worker("one", running=9)]) == ["one"]
-    assert order_workers(others) == ["failing"]  # rather than none
-    assert order_workers([each for each in others if each.state is not WorkerState.FAILING]) == []
+    assert order(policy, ASK, *others, worker("one", sequences=9)) == ["one"]
+    assert order(policy, ASK, *others) == ["failing"]  # rather than none
+    assert order(policy, ASK, *(each for each in others if each.state is not WorkerState.FAILING)) == []
+    full, refused = worker("full", sequences=8, holds=range(32)), worker("refused", refused=True)
+    for number in range(8):
+        ask = replace(ASK, number=number, draw=number * 0x100000001)
+        ranked = order(policy, ask, full, worker("busy", sequences=7, backlog=10**6), refused)
+        assert ranked[0] == "busy" and sorted(ranked) == ["busy", "full", "refused"]
 
 
-def test_full_workers_last_even_if_less_loaded():
-    small = worker("small", running=1, max_running=1, max_waiting=0)
-    assert order_workers([small, worker("large", running=5)]) == ["large", "small"]
+@pytest.mark.parametrize("policy", ["least-load", "prefix-aware"])
+def test_fewest_sequences_first(policy: str):
+    load = {"sequence_s": 1e-3, "token_s": 1e-4}
+    busy, sent, idle = worker("busy", sequences=3, **load), worker("sent", sequences=2, **load), worker("idle", **load)
+    assert order(policy, ASK, busy, sent, idle) == ["idle", "sent", "busy"]
 
 
 def test_equals_by_free_pages_then_by_order():
-    assert order_workers([worker("a", pages_free=1), worker("b", pages_free=2)]) == ["b", "a"]
-    assert order_workers([worker("a"), worker("b")]) == ["a", "b"]
+    assert order("least-load", ASK, worker("a", pages_free=1), worker("b", pages_free=2)) == ["b", "a"]
+    assert order("least-load", ASK, worker("a"), worker("b")) == ["a", "b"]
+
+
+def test_one_after_the_other():
+    workers = [worker(name) for name in "abc"]
+    assert [order("round-robin", replace(ASK, number=n), *workers)[0] for n in range(5)] == list("abcab")
+
+
+def test_of_two_that_are_drawn_the_less_busy():
+    workers = [worker(f"w{n}", sequences=n) for n in range(8)]
+    draws = [(first | second << 32) for first in range(8) for second in range(7)]
+    firsts = Counter(order("power-of-two", replace(ASK, draw=draw), *workers[:7])[0] for draw in draws)
+    assert firsts["w0"] > firsts["w3"] > firsts["w6"] == 0  # the busiest of all loses each pair
+
+
+def test_a_prefix_is_worth_what_it_saves_and_no_more():
+    token_s = 1e-4
+    idle, holder = worker("idle", token_s=token_s), worker("holder", token_s=token_s, holds=range(20), backlog=1)
+    chosen = POLICIES["prefix-aware"].order(ASK, [idle, holder])[0]
+    assert (chosen.target, chosen.reason, chosen.cached_tokens) == ("holder", "prefix", 1280)
+    for backlog, best in ((1279, "holder"), (1281, "idle")):  # tokens that wait there, against those that it holds
+        hot = replace(holder, load=replace(holder.load, backlog=backlog))
+        assert order("prefix-aware", ASK, idle, hot)[0] == best
+    placement = POLICIES["prefix-aware"].order(ASK, [idle, replace(holder, load=replace(holder.load, backlog=9999))])[0]
+    assert placement.reason == "load"
+    slow = replace(holder, load=replace(holder.load, token_s=10 * token_s))
+    assert order("prefix-aware", ASK, idle, slow)[0] == "idle"
+
+
+def test_only_leading_pages_count_and_the_last_token_never():
+    assert cached_tokens(ASK, worker("a", holds=[0, 1, 3, 4])) == 128
+    assert cached_tokens(ASK, worker("a", holds=range(1, 32))) == 0
+    assert cached_tokens(ASK, worker("a", holds=range(32))) == 2047
+
+
+def test_equal_workers_get_prompts_that_begin_alike():
+    workers = [worker(f"w{n}") for n in range(8)]
+    firsts = {seed: order("prefix-aware", replace(ASK, pages=[seed, 5], draw=1), *workers)[0] for seed in range(400)}
+    for seed, first in firsts.items():
+        assert order("prefix-aware", replace(ASK, pages=[seed, 6], draw=2), *workers)[0] == first
+    assert all(30 <= count <= 80 for count in Counter(firsts.values()).values())  # about 50 of 400 each
+    assert len({order("prefix-aware", Ask(3, draw=draw), *workers)[0] for draw in range(100)}) == 8
 
 
 def test_fingerprint_of_the_most_decode_workers():

@@ -7,8 +7,9 @@ import torch
 from kvrail.engine.attention.decode_kernel import decode_attention
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.order import head_shape
 from kvrail.engine.attention.page_kernels import write_pages
-from kvrail.engine.attention.prefill_kernel import prefill_attention, tuning_of
+from kvrail.engine.attention.prefill_kernel import prefill_attention, tuning_for
 from kvrail.engine.cache import LayerPages
 from kvrail.layout import KVLayout
 
@@ -24,7 +25,8 @@ def paged_attention(
     """Store the new tokens, then attend each sequence to its own pages.
 
     query, key, value: [tokens, heads, dim], sequences one after the other, those with one new token first. Returns
-    [tokens, heads, value_dim]; zeros where `meta` says padding. What is launched depends on shapes alone.
+    [tokens, heads, value_dim]; zeros where `meta` says padding, and anything in rows of which it says nothing. What is
+    launched depends on shapes alone.
     """
     rows = len(meta.kv_lens)
     out = query.new_empty(len(query), query.shape[1], value.shape[2])
@@ -49,7 +51,7 @@ def paged_attention(
 
 def queries_of_a_block(layout: KVLayout, dtype: torch.dtype) -> int:
     """The most queries of an entry of StepMeta.blocks, for a model that computes in `dtype`."""
-    return tuning_of(layout.key_dim, layout.value_dim, dtype.itemsize).queries
+    return tuning_for(head_shape(layout, dtype)).queries
 
 
 @functools.cache

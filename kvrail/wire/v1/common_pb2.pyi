@@ -23,16 +23,18 @@ class KVLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., page_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len")
+    __slots__ = ("name", "fingerprint", "vocab_size", "max_model_len", "numerics")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     vocab_size: int
     max_model_len: int
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+    numerics: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "logprobs", "stop", "stop_token_ids", "ignore_eos", "include_stop_in_output", "skip_special_tokens", "n", "grammar")
@@ -131,11 +133,47 @@ class Span(_message.Message):
     def __init__(self, process: _Optional[str] = ..., track: _Optional[str] = ..., name: _Optional[str] = ..., begin: _Optional[float] = ..., seconds: _Optional[float] = ..., sizes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("added_to", "removed_to", "max_pages")
+    ADDED_TO_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_TO_FIELD_NUMBER: _ClassVar[int]
+    MAX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    added_to: int
+    removed_to: int
+    max_pages: int
+    def __init__(self, added_to: _Optional[int] = ..., removed_to: _Optional[int] = ..., max_pages: _Optional[int] = ...) -> None: ...
+
+class HeldPages(_message.Message):
+    __slots__ = ("anew", "added_to", "removed_to", "added", "removed", "complete")
+    ANEW_FIELD_NUMBER: _ClassVar[int]
+    ADDED_TO_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_TO_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    anew: bool
+    added_to: int
+    removed_to: int
+    added: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    complete: bool
+    def __init__(self, anew: _Optional[bool] = ..., added_to: _Optional[int] = ..., removed_to: _Optional[int] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class Pace(_message.Message):
+    __slots__ = ("prefill_base", "prefill_each", "decode_base", "decode_each", "fetch_each")
+    PREFILL_BASE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_EACH_FIELD_NUMBER: _ClassVar[int]
+    DECODE_BASE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_EACH_FIELD_NUMBER: _ClassVar[int]
+    FETCH_EACH_FIELD_NUMBER: _ClassVar[int]
+    prefill_base: float
+    prefill_each: float
+    decode_base: float
+    decode_each: float
+    fetch_each: float
+    def __init__(self, prefill_base: _Optional[float] = ..., prefill_each: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_each: _Optional[float] = ..., fetch_each: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters")
+    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "held_pages", "pace", "max_batch_tokens")
     class CodecParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +197,9 @@ class WorkerStatus(_message.Message):
     WITHHELD_CODECS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     CODEC_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     layout: KVLayout
     protocol_version: int
@@ -175,4 +216,7 @@ class WorkerStatus(_message.Message):
     withheld_codecs: _containers.RepeatedScalarFieldContainer[str]
     instance: int
     codec_parameters: _containers.ScalarMap[str, int]
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    held_pages: HeldPages
+    pace: Pace
+    max_batch_tokens: int
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., held_pages: _Optional[_Union[HeldPages, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ...) -> None: ...

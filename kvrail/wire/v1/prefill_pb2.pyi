@@ -62,20 +62,22 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., handshake: _Optional[_Union[Handshake, _Mapping]] = ..., trace: _Optional[bool] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("protocol_version", "codec", "transport", "first_page", "page_count", "transport_address")
+    __slots__ = ("protocol_version", "codec", "transport", "first_page", "page_count", "transport_address", "numerics")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     codec: str
     transport: str
     first_page: int
     page_count: int
     transport_address: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., codec: _Optional[str] = ..., transport: _Optional[str] = ..., first_page: _Optional[int] = ..., page_count: _Optional[int] = ..., transport_address: _Optional[bytes] = ...) -> None: ...
+    numerics: str
+    def __init__(self, protocol_version: _Optional[int] = ..., codec: _Optional[str] = ..., transport: _Optional[str] = ..., first_page: _Optional[int] = ..., page_count: _Optional[int] = ..., transport_address: _Optional[bytes] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("token_ids", "logprobs", "marks")

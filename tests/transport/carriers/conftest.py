@@ -8,7 +8,7 @@ from multiprocessing import resource_tracker
 import pytest
 
 from kvrail.transport.base import Carrier, Peer
-from tests.transport.carriers.kinds import CARRIERS, Kind
+from tests.transport.carriers.kinds import PARAMETERS, Kind
 from tests.transport.carriers.peer import HOST
 
 PATIENCE_S = 30
@@ -47,22 +47,28 @@ class Ends:
     async def transfer(self, key, payloads):
         """A whole attempt; returns what arrived."""
         async with self.attempt(key) as (outlet, inlet):
-            _, arrived = await asyncio.gather(send_all(outlet, payloads), receive_all(inlet, payloads))
+            _, *arrived = await asyncio.gather(
+                self.send_all(outlet, payloads), *(self._arrival(inlet, len(payload)) for payload in payloads)
+            )
             return arrived
 
+    def sending(self, outlet, data):
+        """A `send` of bytes that lie where this carrier's payloads do, begun."""
+        return asyncio.create_task(outlet.send(self.kind.payload(data)))
 
-async def send_all(outlet, payloads):
-    await asyncio.gather(*(outlet.send(memoryview(payload)) for payload in payloads))
+    async def send_all(self, outlet, payloads):
+        """Send several at once."""
+        await asyncio.gather(*[outlet.send(payload) for payload in map(self.kind.payload, payloads)])
 
+    async def receive(self, inlet, size):
+        """The region of the next payload."""
+        return await inlet.receive(size, on_device=self.kind.on_device)
 
-async def receive_all(inlet, payloads):
-    async def one(payload):
-        region = await inlet.receive(len(payload), on_device=False)
-        arrived = bytes(region.payload)
+    async def _arrival(self, inlet, size):
+        region = await self.receive(inlet, size)
+        arrived = self.kind.read(region)
         region.release()
         return arrived
-
-    return await asyncio.gather(*map(one, payloads))
 
 
 def held():
@@ -78,7 +84,7 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
-@pytest.fixture(params=CARRIERS, ids=lambda kind: kind.name)
+@pytest.fixture(params=PARAMETERS)
 def kind(request):
     if why := request.param.unavailable():
         pytest.skip(why)
@@ -97,11 +103,11 @@ async def ends(kind, pool_bytes):
     sender = await kind.start(pool_bytes)
     receiver = sender if kind.one_object else await kind.start(pool_bytes)
     if kind.pool is not None:
-        kind.pool(receiver).buffer.zero_()
+        kind.wipe(kind.pool(receiver).buffer)
     both = Ends(kind, sender, receiver)
     if kind.keeps:
         await both.transfer(999_999, [b"opens the way"])
-        kind.pool(receiver).buffer.zero_()
+        kind.wipe(kind.pool(receiver).buffer)
     before = held()[0]
     async with asyncio.timeout(PATIENCE_S * 4):
         yield both

@@ -18,21 +18,21 @@ def pattern(size, seed=0):
     return (block * (size // len(block) + 1))[:size]
 
 
-async def _send(carrier, peer, key, size):
+async def _send(kind, carrier, peer, key, size):
     outlet = await carrier.outlet(peer, key)
     yield
     try:
-        await outlet.send(memoryview(pattern(size)))
+        await outlet.send(kind.payload(pattern(size)))
     finally:
         await outlet.aclose()
 
 
-async def _receive(carrier, peer, key, size):
+async def _receive(kind, carrier, peer, key, size):
     yield
     inlet = await carrier.inlet(peer, key)
     try:
-        region = await inlet.receive(size, on_device=False)
-        if bytes(region.payload) != pattern(size):
+        region = await inlet.receive(size, on_device=kind.on_device)
+        if kind.read(region) != pattern(size):
             raise ValueError("other bytes arrived")
         region.release()
     finally:
@@ -45,7 +45,7 @@ async def _serve(kind, pool_bytes, pipe):
     while (order := await asyncio.to_thread(pipe.recv)) is not None:
         verb, address, key, size = order
         try:
-            async for _ in {"send": _send, "receive": _receive}[verb](carrier, Peer(address, HOST), key, size):
+            async for _ in {"send": _send, "receive": _receive}[verb](kind, carrier, Peer(address, HOST), key, size):
                 pipe.send("ready")
             pipe.send("done")
         except Exception as error:  # noqa: BLE001 - the test reads it

@@ -9,7 +9,7 @@ import torch
 
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
-from tests.transport.carriers.conftest import POOL_BYTES, send_all, until
+from tests.transport.carriers.conftest import POOL_BYTES, until
 from tests.transport.carriers.peer import HOST, pattern
 
 SIZES = [1, 2, 7, 8, 4095, 4096, 4097, 65_536, 1_000_003, 1 << 20, (4 << 20) + 1]
@@ -20,9 +20,9 @@ async def test_payloads_arrive_whole_and_in_order(ends):
     payloads = [generator.randbytes(size) for size in [*SIZES, *reversed(SIZES)]]
     async with ends.attempt(1) as (outlet, inlet):
         for payload in payloads:  # one after the other
-            sending = asyncio.create_task(outlet.send(memoryview(payload)))
-            region = await inlet.receive(len(payload), on_device=False)
-            assert bytes(region.payload) == payload
+            sending = ends.sending(outlet, payload)
+            region = await ends.receive(inlet, len(payload))
+            assert ends.kind.read(region) == payload
             region.release()
             await sending
     assert await ends.transfer(2, payloads) == payloads  # all under way at once
@@ -30,14 +30,14 @@ async def test_payloads_arrive_whole_and_in_order(ends):
 
 @pytest.mark.parametrize("pool_bytes", [1 << 30])
 async def test_a_gibibyte(ends):
-    size = 1 << 30
-    payload = bytearray(pattern(size))
+    def tensor(payload):
+        return payload if isinstance(payload, torch.Tensor) else torch.frombuffer(payload, dtype=torch.uint8)
+
+    payload = ends.kind.payload(pattern(1 << 30))
     async with ends.attempt(1) as (outlet, inlet):
-        sending = asyncio.create_task(outlet.send(memoryview(payload)))
-        region = await inlet.receive(size, on_device=False)
-        assert torch.equal(
-            torch.frombuffer(region.payload, dtype=torch.uint8), torch.frombuffer(payload, dtype=torch.uint8)
-        )
+        sending = asyncio.create_task(outlet.send(payload))
+        region = await ends.receive(inlet, 1 << 30)
+        assert torch.equal(tensor(region.payload), tensor(payload))
         region.release()
         await sending
 
@@ -53,15 +53,15 @@ async def test_64_attempts_at_once_do_not_mix(ends):
 
 async def test_a_payload_that_was_sent_is_read_no_more(ends):
     for key in range(8):
-        payload = bytearray(pattern(1 << 20, key))
-        want = bytes(payload)
+        want = pattern(1 << 20, key)
+        payload = ends.kind.payload(want)
         async with ends.attempt(key) as (outlet, inlet):
-            sending = asyncio.create_task(outlet.send(memoryview(payload)))
-            region = await inlet.receive(len(payload), on_device=False)
-            arrived = bytes(region.payload)
+            sending = asyncio.create_task(outlet.send(payload))
+            region = await ends.receive(inlet, len(want))
+            arrived = ends.kind.read(region)
             region.release()
             await sending
-            payload[:] = bytes(len(payload))
+            ends.kind.wipe(payload)
             assert arrived == want
 
 
@@ -71,14 +71,14 @@ async def test_what_was_sent_arrives_though_the_sender_closes_at_once(ends):
         outlet, inlet = await ends.open(key)
 
         async def send_and_close(outlet=outlet):
-            await send_all(outlet, payloads)
+            await ends.send_all(outlet, payloads)
             await outlet.aclose()
 
         async def take_slowly(inlet=inlet):
             for payload in payloads:
-                region = await inlet.receive(len(payload), on_device=False)
+                region = await ends.receive(inlet, len(payload))
                 await asyncio.sleep(0.005)
-                assert bytes(region.payload) == payload
+                assert ends.kind.read(region) == payload
                 region.release()
 
         await asyncio.gather(send_and_close(), take_slowly())
@@ -87,10 +87,10 @@ async def test_what_was_sent_arrives_though_the_sender_closes_at_once(ends):
 
 async def test_send_waits_for_a_receiver_that_is_behind(ends):
     async with ends.attempt(1) as (outlet, inlet):
-        sending = asyncio.create_task(outlet.send(memoryview(pattern(4 << 20))))
+        sending = ends.sending(outlet, pattern(4 << 20))
         await asyncio.sleep(0.05)
         assert not sending.done()
-        (await inlet.receive(4 << 20, on_device=False)).release()
+        (await ends.receive(inlet, 4 << 20)).release()
         await sending
 
 
@@ -98,13 +98,13 @@ async def test_a_full_pool_is_waited_for(ends):
     room = ends.pool.buffer.numel() // 2
     payloads = [pattern(room, seed) for seed in range(5)]
     async with ends.attempt(1) as (outlet, inlet), ends.attempt(2) as (other_outlet, other_inlet):
-        sending = asyncio.create_task(send_all(outlet, payloads))
-        regions = [await inlet.receive(room, on_device=False) for _ in range(2)]
+        sending = asyncio.create_task(ends.send_all(outlet, payloads))
+        regions = [await ends.receive(inlet, room) for _ in range(2)]
         assert ends.pool.free_bytes == 0
-        third = asyncio.create_task(inlet.receive(room, on_device=False))
+        third = asyncio.create_task(ends.receive(inlet, room))
         # Another attempt waits as well, and is given up meanwhile.
-        other = asyncio.create_task(other_inlet.receive(10, on_device=False))
-        other_sending = asyncio.create_task(other_outlet.send(memoryview(bytes(10))))
+        other = asyncio.create_task(ends.receive(other_inlet, 10))
+        other_sending = ends.sending(other_outlet, bytes(10))
         await asyncio.sleep(0.05)
         assert not third.done() and not other.done() and not sending.done()
         await other_inlet.aclose()
@@ -116,21 +116,21 @@ async def test_a_full_pool_is_waited_for(ends):
             threading.Thread(target=region.release).start()
         regions = [await third]
         for payload in payloads[2:]:
-            assert bytes(regions[-1].payload) == payload
+            assert ends.kind.read(regions[-1]) == payload
             regions.pop().release()
             if payload is not payloads[-1]:
-                regions.append(await inlet.receive(room, on_device=False))
+                regions.append(await ends.receive(inlet, room))
         await sending
 
 
 async def test_regions_stay_valid_after_the_inlet_is_closed(ends):
     outlet, inlet = await ends.open(1)
     payload = pattern(1 << 20)
-    sending = asyncio.create_task(outlet.send(memoryview(payload)))
-    region = await inlet.receive(len(payload), on_device=False)
+    sending = ends.sending(outlet, payload)
+    region = await ends.receive(inlet, len(payload))
     await inlet.aclose()
     assert await ends.transfer(2, [bytes(1 << 20)] * 3) == [bytes(1 << 20)] * 3
-    assert bytes(region.payload) == payload
+    assert ends.kind.read(region) == payload
     region.release()
     region.release()
     await sending
@@ -140,12 +140,12 @@ async def test_regions_stay_valid_after_the_inlet_is_closed(ends):
 @pytest.mark.parametrize(("sent", "asked"), [(10, 11), (11, 10), (1 << 20, 1), (1, 1 << 20), (4 << 20, (4 << 20) - 1)])
 async def test_another_size_is_a_frame_error(ends, sent, asked):
     async with ends.attempt(1) as (outlet, inlet):
-        first = asyncio.create_task(outlet.send(memoryview(b"abc")))
-        (await inlet.receive(3, on_device=False)).release()
+        first = ends.sending(outlet, b"abc")
+        (await ends.receive(inlet, 3)).release()
         await first
-        sending = asyncio.create_task(outlet.send(memoryview(pattern(sent))))
+        sending = ends.sending(outlet, pattern(sent))
         with pytest.raises(FrameError):
-            await inlet.receive(asked, on_device=False)
+            await ends.receive(inlet, asked)
         await asyncio.gather(inlet.aclose(), outlet.aclose())
         with pytest.raises(TransferAbortedError):
             await sending
@@ -156,7 +156,7 @@ async def test_what_the_pool_can_never_hold_is_refused(ends):
     size = ends.pool.buffer.numel() + 1
     async with ends.attempt(1) as (_, inlet):
         with pytest.raises(FrameError, match=str(size)):
-            await inlet.receive(size, on_device=False)
+            await ends.receive(inlet, size)
     assert await ends.transfer(2, [b"after"]) == [b"after"]
 
 
@@ -167,12 +167,12 @@ async def test_a_key_is_good_for_one_attempt(ends):
     with pytest.raises((TransferAbortedError, WorkerUnavailableError)):  # at the latest where it would receive
         stale = await ends.receiver.inlet(Peer(ends.sender.address, HOST), key)
         try:
-            await stale.receive(5, on_device=False)
+            await ends.receive(stale, 5)
         finally:
             await stale.aclose()
-    sending = asyncio.create_task(outlet.send(memoryview(b"later")))
-    region = await inlet.receive(5, on_device=False)
-    assert bytes(region.payload) == b"later"
+    sending = ends.sending(outlet, b"later")
+    region = await ends.receive(inlet, 5)
+    assert ends.kind.read(region) == b"later"
     region.release()
     await sending
     await asyncio.gather(inlet.aclose(), outlet.aclose())
@@ -181,8 +181,8 @@ async def test_a_key_is_good_for_one_attempt(ends):
 async def test_late_payloads_meet_nobody(ends):
     """A sender that was given up sends on; the next attempt with another key gets its own bytes."""
     outlet, inlet = await ends.open(1)
-    sends = [asyncio.create_task(outlet.send(memoryview(b"\xee" * (1 << 20)))) for _ in range(3)]
-    (await inlet.receive(1 << 20, on_device=False)).release()
+    sends = [ends.sending(outlet, b"\xee" * (1 << 20)) for _ in range(3)]
+    (await ends.receive(inlet, 1 << 20)).release()
     await inlet.aclose()
     mine = pattern(1 << 20)
     assert await ends.transfer(2, [mine] * 4) == [mine] * 4
@@ -208,7 +208,7 @@ async def test_a_peer_that_is_not_there(kind):
         async with asyncio.timeout(60):
             inlet = await receiver.inlet(Peer(address, HOST), 1)
             try:
-                await inlet.receive(10, on_device=False)
+                await inlet.receive(10, on_device=kind.on_device)
             finally:
                 await inlet.aclose()
     pool = kind.pool(receiver)

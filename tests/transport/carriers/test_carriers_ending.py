@@ -6,7 +6,6 @@ import pytest
 
 from kvrail.errors import TransferAbortedError
 from kvrail.transport.base import Peer
-from tests.transport.carriers.conftest import send_all
 from tests.transport.carriers.peer import HOST, pattern
 
 SIZE = 2 << 20
@@ -22,17 +21,17 @@ async def moment(stage):
         await asyncio.sleep(0.0002 * (stage - 8))
 
 
-async def receive_in_turn(inlet):
+async def receive_in_turn(ends, inlet):
     for seed in range(COUNT):
-        region = await inlet.receive(SIZE, on_device=False)
-        assert bytes(region.payload) == pattern(SIZE, seed)
+        region = await ends.receive(inlet, SIZE)
+        assert ends.kind.read(region) == pattern(SIZE, seed)
         region.release()
 
 
-async def receive_side_by_side(inlet):
+async def receive_side_by_side(ends, inlet):
     async def one(seed):
-        region = await inlet.receive(SIZE, on_device=False)
-        assert bytes(region.payload) == pattern(SIZE, seed)
+        region = await ends.receive(inlet, SIZE)
+        assert ends.kind.read(region) == pattern(SIZE, seed)
         region.release()
 
     await asyncio.gather(*map(one, range(COUNT)))
@@ -50,8 +49,8 @@ async def ended(task):
 async def under_way(ends, stage, receive):
     """An attempt in the middle of things."""
     outlet, inlet = await ends.open(stage)
-    sending = asyncio.create_task(send_all(outlet, [pattern(SIZE, seed) for seed in range(COUNT)]))
-    receiving = asyncio.create_task(receive(inlet))
+    sending = asyncio.create_task(ends.send_all(outlet, [pattern(SIZE, seed) for seed in range(COUNT)]))
+    receiving = asyncio.create_task(receive(ends, inlet))
     await moment(stage)
     return outlet, inlet, sending, receiving
 
@@ -120,7 +119,7 @@ async def test_the_ends_are_made_and_not_used(ends):
         await first.aclose()
         await second.aclose()
     lonely = await ends.sender.outlet(Peer(ends.receiver.address, HOST), 99)
-    sending = asyncio.create_task(lonely.send(memoryview(b"nobody asks")))
+    sending = ends.sending(lonely, b"nobody asks")
     await asyncio.sleep(0.01)
     await lonely.aclose()
     with pytest.raises(TransferAbortedError):
@@ -132,9 +131,9 @@ async def test_use_after_the_end(ends):
     outlet, inlet = await ends.open(1)
     await asyncio.gather(inlet.aclose(), outlet.aclose())
     with pytest.raises(TransferAbortedError):
-        await outlet.send(memoryview(b"x"))
+        await outlet.send(ends.kind.payload(b"x"))
     with pytest.raises(TransferAbortedError):
-        await inlet.receive(1, on_device=False)
+        await ends.receive(inlet, 1)
 
 
 async def test_opening_is_cancelled(ends):
@@ -160,7 +159,7 @@ async def test_nothing_is_written_after_the_inlet_is_closed(ends):
         outlet, inlet, sending, receiving = await under_way(ends, stage, receive_side_by_side)
         await inlet.aclose()
         await ended(receiving)
-        buffer.zero_()  # the payloads have no zero
+        ends.kind.wipe(buffer)  # the payloads have no zero
         await asyncio.sleep(0.01)
         assert not buffer.any()
         await ended(sending)

@@ -42,7 +42,7 @@ async def receiving(ends, peer, key, size=SIZE):
     peer.order("send", ends.receiver.address, key, size)
     assert await peer.says() == "ready"
     inlet = await ends.receiver.inlet(Peer(peer.address, HOST), key)
-    task = asyncio.create_task(inlet.receive(size, on_device=False))
+    task = asyncio.create_task(ends.receive(inlet, size))
     try:
         yield inlet, task
     finally:
@@ -72,13 +72,13 @@ async def test_a_payload_from_and_to_another_process(ends):
     with peer_of(ends.kind, size) as peer:
         async with receiving(ends, peer, 1, size) as (_, task):
             region = await task
-            assert bytes(region.payload) == pattern(size)
+            assert ends.kind.read(region) == pattern(size)
             region.release()
         assert await peer.says() == "done"
         outlet = await ends.sender.outlet(Peer(peer.address, HOST), 2)
         peer.order("receive", ends.sender.address, 2, size)
         assert await peer.says() == "ready"
-        await outlet.send(memoryview(pattern(size)))
+        await outlet.send(ends.kind.payload(pattern(size)))
         assert await peer.says() == "done"
         await outlet.aclose()
         await peer.close()
@@ -95,7 +95,7 @@ async def test_the_sender_is_killed_in_the_middle(ends):
                 assert not ends.pool.buffer[-1], "the whole payload came before the sender could be stopped"
                 peer.kill()
                 await ends_aborted(task, ends.kind, inlet)
-        ends.pool.buffer.zero_()
+        ends.kind.wipe(ends.pool.buffer)
     payload = pattern(1 << 20)
     assert await ends.transfer(9, [payload]) == [payload]
 
@@ -113,7 +113,7 @@ async def test_the_sender_stands_still_and_is_given_up(ends):
             with pytest.raises(TransferAbortedError):
                 await task
             assert ends.pool.free_bytes == SIZE
-            ends.pool.buffer.zero_()  # the payload has no zero
+            ends.kind.wipe(ends.pool.buffer)  # the payload has no zero
             peer.go_on()
             assert await peer.says() == "TransferAbortedError"
             assert not ends.pool.buffer.any()
@@ -123,9 +123,11 @@ async def test_the_sender_stands_still_and_is_given_up(ends):
 @contextlib.asynccontextmanager
 async def sending_to_one_that_stopped(ends):
     """The peer, an outlet and its first `send`, in whose middle the peer was stopped."""
+    if ends.kind.on_device:
+        pytest.skip("the whole payload leaves a GPU before the receiver could be stopped; see tests/gpu/test_ucx.py")
     with peer_of(ends.kind, SIZE) as peer:
         outlet = await ends.sender.outlet(Peer(await peer.says(), HOST), 1)
-        sending = asyncio.create_task(outlet.send(memoryview(pattern(SIZE))))
+        sending = ends.sending(outlet, pattern(SIZE))
         peer.order("receive", ends.sender.address, 1, SIZE)
         assert await peer.says() == "ready"
         await asyncio.sleep(0.02)
@@ -158,7 +160,7 @@ async def test_a_peer_comes_back_again_and_again(ends):
         with peer_of(ends.kind) as peer:
             async with receiving(ends, peer, key, size) as (_, task):
                 region = await task
-                assert bytes(region.payload) == pattern(size)
+                assert ends.kind.read(region) == pattern(size)
                 region.release()
         await asyncio.sleep(0.1)
         holds.append(held())

@@ -1,0 +1,76 @@
+"""Compares the router's policies on traces of requests, on a simulated clock.
+
+    python -m benchmarks.simulator                                    the two traces of docs/scheduling.md, 8 workers
+    python -m benchmarks.simulator --workers 1000 --requests 10000
+    python -m benchmarks.simulator --trace mine.jsonl --workers 16    your own trace: see benchmarks/simulator/trace.py
+    python -m benchmarks.simulator --write traces/                    the two traces as files
+
+So many prefill and as many decode workers. Queue, policies, page index and prefix cache are the code that serves; what
+is simulated is time: a prefill worker computes one prompt after another at a fixed rate, a decode step takes longer the
+more sequences it has. --load is the rate of prompt tokens as a share of what the prefill workers could compute without
+any cache.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.simulator.cluster import Outcome, Simulation
+from benchmarks.simulator.trace import Request, Shape, generate, read_trace, write_trace
+from benchmarks.simulator.workers import Speed
+from services.router.policy import POLICIES
+
+HEADER = "| policy | TTFT mean ms | p50 | p99 | tokens/s | cache hits | imbalance | mean to round-robin |"
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A row for each policy."""
+    reference = next((each.mean for each in outcomes if each.policy == "round-robin"), 0.0)
+    rows = [HEADER, "|---" * 8 + "|"]
+    for each in outcomes:
+        change = f"{each.mean / reference - 1:+.1%}" if reference else ""
+        times = " | ".join(f"{1e3 * seconds:.1f}" for seconds in (each.mean, each.quantile(0.5), each.quantile(0.99)))
+        rates = f"{each.tokens_per_s:,.0f} | {each.hit_rate:.1%} | {each.imbalance:.2f}"
+        rows.append(f"| {each.policy} | {times} | {rates} | {change} |")
+    return "\n".join(rows)
+
+
+def traces(arguments: argparse.Namespace) -> dict[str, list[Request]]:
+    """What to compare on, by name."""
+    if arguments.trace:
+        return {path.name: read_trace(path) for path in arguments.trace}
+    tokens_per_s = arguments.workers / Speed().prefill_s
+    rate = arguments.load * tokens_per_s / 2200
+    shapes = {
+        "80 % of requests begin with one of 200 prefixes of 2,000 tokens": Shape(arguments.requests, rate),
+        "nothing shared, prompts as long": Shape(arguments.requests, rate, share=0.0),
+    }
+    return {name: list(generate(shape)) for name, shape in shapes.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=8, help="prefill workers, and as many decode workers")
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--load", type=float, default=0.7, help="share of the prefill workers' rate, caches left out")
+    parser.add_argument("--pages", type=int, default=5300, help="pages of 64 tokens a worker: its prefix cache")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--trace", type=Path, nargs="*", help="files of traces")
+    parser.add_argument("--write", type=Path, help="a folder to write the traces to, instead of simulating")
+    arguments = parser.parse_args()
+    for number, (name, trace) in enumerate(traces(arguments).items()):
+        if arguments.write:
+            arguments.write.mkdir(parents=True, exist_ok=True)
+            write_trace(arguments.write / f"trace-{number}.jsonl", trace)
+            continue
+        begin, outcomes = time.perf_counter(), []
+        for policy in arguments.policies.split(","):
+            outcomes.append(Simulation(policy, arguments.workers, pages=arguments.pages).run(trace))
+        print(f"\n{name}: {len(trace):,} requests, {arguments.workers} + {arguments.workers} workers of", end=" ")
+        print(f"{arguments.pages:,} pages, load {arguments.load:g} ({time.perf_counter() - begin:.0f} s)\n")
+        print(table(outcomes))
+
+
+if __name__ == "__main__":
+    main()

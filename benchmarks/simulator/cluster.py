@@ -1,0 +1,146 @@
+"""A cluster on a simulated clock: the router's queue, policy and page index are the router's own code."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.simulator.trace import Request
+from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimWorker, Speed
+from services.router.policy import POLICIES, Ask, choose
+from services.router.queueing import FairQueue, Ticket
+
+REPORT_S = 0.5
+"""The router's --status-interval-s."""
+MAX_RUNNING = 64
+STEP_TOKENS = 2048
+SHARE = 0.1
+GOLDEN = 0x9E3779B97F4A7C15
+"""Draws of power-of-two: the same in each run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a trace under one policy. imbalance: the busiest prefill worker's time over the mean."""
+
+    policy: str
+    jobs: Sequence[Job]
+    seconds: float
+    hit_rate: float
+    imbalance: float
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        """Seconds to the first token."""
+        return sum(self.times) / len(self.times)
+
+    def quantile(self, share: float) -> float:
+        """Seconds to the first token that so many stay below."""
+        return sorted(self.times)[min(len(self.times) - 1, int(share * len(self.times)))]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and output tokens of all workers."""
+        return sum(job.tokens + job.output for job in self.jobs) / self.seconds
+
+
+class Simulation:
+    """One trace through so many prefill and as many decode workers."""
+
+    def __init__(self, policy: str, workers: int, *, pages: int, page_size: int = 64) -> None:
+        self._clock = Clock()
+        self._name = policy
+        self._policy = POLICIES[policy]
+        self._queue = FairQueue(SHARE)
+        self._size = page_size
+        speed = Speed()
+        kind = self._clock, speed, pages, page_size, MAX_RUNNING
+        self._prefill = {f"p{n}": SimPrefill(f"p{n}", *kind, STEP_TOKENS) for n in range(workers)}
+        self._decode = {f"d{n}": SimDecode(f"d{n}", *kind, STEP_TOKENS) for n in range(workers)}
+        self._speed = speed
+        self._waiting: dict[Ticket, tuple[Job, Ask]] = {}
+        self._computing: Counter[str] = Counter()
+        self._open = 0
+        self._output = 128.0
+
+    def run(self, trace: Sequence[Request]) -> Outcome:
+        """All of a trace, to the last token."""
+        jobs = []
+        self._open = len(trace)
+        for number, request in enumerate(trace):
+            pages = request.pages(number, self._size)
+            job = Job(number, request.arrival, request.prompt_tokens, request.output_tokens, pages)
+            jobs.append(job)
+            self._clock.at(request.arrival, lambda job=job, key=request.key: self._arrive(job, key))
+        for worker in (*self._prefill.values(), *self._decode.values()):
+            self._report(worker)
+        self._clock.run(lambda: self._open > 0)
+        prompt = sum(job.tokens for job in jobs)
+        busy = [worker.busy_s for worker in self._prefill.values()]
+        return Outcome(
+            self._name,
+            jobs,
+            self._clock.now,
+            sum(job.found for job in jobs) / prompt,
+            max(busy) * len(busy) / (sum(busy) or 1.0),
+            [job.first_token - job.arrival for job in jobs],
+        )
+
+    def _report(self, worker: SimWorker) -> None:
+        worker.report()
+        self._clock.at(self._clock.now + REPORT_S, lambda: self._report(worker))
+
+    def _arrive(self, job: Job, key: str) -> None:
+        draw = (job.number + 1) * GOLDEN & 0xFFFFFFFFFFFFFFFF
+        output = round(self._output)
+        ask = Ask(job.tokens, job.pages, self._size, 1, output, job.number, draw)
+        ticket = Ticket(key, 1, job.tokens)
+        self._waiting[ticket] = job, ask
+        self._queue.add(ticket)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting and self._serve_next():
+            pass
+
+    def _serve_next(self) -> bool:
+        decode = [worker.candidate(computes=False) for worker in self._decode.values()]
+        prefill = [worker.candidate(computes=True) for worker in self._prefill.values()]
+        passed: list[Ticket] = []
+        for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
+            job, ask = self._waiting[ticket]
+            choice = choose(self._policy, ask, decode, prefill, urgent=not self._computing[ticket.client])
+            if choice is not None:
+                del self._waiting[ticket]
+                self._queue.granted(ticket, passed)
+                computing = self._prefill[choice.prefill[0].target]
+                self._send(ticket, job, self._decode[choice.decode.target], computing, choice.computed_tokens)
+                return True
+            passed.append(ticket)
+        return False
+
+    def _send(self, ticket: Ticket, job: Job, decode: SimDecode, prefill: SimPrefill, cached: int) -> None:
+        missing = job.tokens - cached
+        self._computing[ticket.client] += missing
+        for worker, tokens in ((prefill, missing), (decode, 0)):
+            worker.count(1, tokens)
+            worker.pages.expect(job.pages)
+
+        def first_token() -> None:
+            job.first_token = self._clock.now + self._speed.overhead_s
+            prefill.count(-1, -missing)
+            prefill.pages.settle(job.pages)
+            self._computing[ticket.client] -= missing
+            self._clock.at(self._clock.now + missing * self._speed.fetch_s, lambda: decode.begin(job, end))
+            self._serve()
+
+        def end() -> None:
+            job.end = max(self._clock.now, job.first_token)
+            decode.count(-1, 0)
+            decode.pages.settle(job.pages)
+            self._queue.ended(ticket)
+            self._output += 0.05 * (job.output - self._output)
+            self._open -= 1
+            self._serve()
+
+        self._clock.at(self._clock.now + self._speed.overhead_s, lambda: prefill.submit(job, first_token))

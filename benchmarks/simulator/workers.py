@@ -1,0 +1,212 @@
+"""Simulated workers: how long they take, and which pages they hold. Pages and reports are the engine's own code."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvrail.engine.ledger import Cursor
+from kvrail.engine.pages import PagePool
+from kvrail.wire.v1 import common_pb2
+from services.router.policy import Candidate, Load, WorkerState
+from services.router.prefixes import WorkerPages
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a worker's hardware gives; the defaults are Qwen3-8B on an H200 (README, "Measured").
+
+    prefill_s: of a prompt's token. step_s: of a decode step, each_s: that each sequence adds. fetch_s: until the KV of
+    a token has come from a prefill worker. overhead_s: of a request on its way.
+    """
+
+    prefill_s: float = 1 / 40_000
+    step_s: float = 5.2e-3
+    each_s: float = 1.8e-5
+    fetch_s: float = 3e-6
+    overhead_s: float = 2e-3
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A request on its way through the simulated cluster."""
+
+    number: int
+    arrival: float
+    tokens: int
+    output: int
+    pages: list[int]
+    first_token: float = 0.0
+    end: float = 0.0
+    found: int = 0  # tokens that its prefill worker had
+
+
+class Clock:
+    """Events in the order of their time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+        self._count = 0
+
+    def at(self, when: float, what: Callable[[], object]) -> None:
+        """Have something happen then."""
+        self._count += 1
+        heapq.heappush(self._events, (when, self._count, what))
+
+    def run(self, more: Callable[[], bool]) -> None:
+        """Let happen what is to happen, as long as there is more to wait for."""
+        while self._events and more():
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+
+
+@dataclass(eq=False)
+class SimWorker:
+    """One worker, and what the router knows of it."""
+
+    name: str
+    clock: Clock
+    speed: Speed
+    num_pages: int
+    page_size: int
+    max_running: int
+    step_tokens: int
+    pages: WorkerPages = field(default_factory=WorkerPages)
+    requests: int = 0
+    backlog: int = 0
+    busy_s: float = 0.0
+    prefilled: int = 0
+    pool: PagePool = field(init=False)
+    _seen: Candidate | None = None  # as long as nothing has changed
+
+    def __post_init__(self) -> None:
+        self.pool = PagePool(self.num_pages, self.page_size)
+
+    def candidate(self, *, computes: bool) -> Candidate:
+        """As the router's policy sees it; computes: whether it computes prompts."""
+        if self._seen is None:
+            self._seen = Candidate(self.name, WorkerState.HEALTHY, self._load(computes), self.pages)
+        return self._seen
+
+    def count(self, requests: int, backlog: int) -> None:
+        """So many requests, and tokens to compute, have come or gone."""
+        self.requests += requests
+        self.backlog += backlog
+        self._seen = None
+
+    def _load(self, computes: bool) -> Load:
+        return Load(
+            requests=self.requests,
+            sequences=self.requests,
+            backlog=self.backlog,
+            max_running=self.max_running,
+            pages_free=self.pool.counts().free,
+            token_s=self.speed.prefill_s if computes else self.speed.fetch_s,
+            sequence_s=self.speed.each_s,
+            step_tokens=self.step_tokens,
+        )
+
+    def report(self) -> None:
+        """Answer the router's question for pages."""
+        asked = self.pages.question()
+        news = self.pool.ledger.news(Cursor(asked.added_to, asked.removed_to), asked.max_pages)
+        heard = news.heard
+        self.pages.take(
+            common_pb2.HeldPages(
+                anew=news.anew,
+                added_to=heard.added,
+                removed_to=heard.removed,
+                added=news.added,
+                removed=news.removed,
+                complete=news.complete,
+            )
+        )
+
+    def hold(self, job: Job) -> tuple[list[int], int]:
+        """Pages for a prompt, as the engine takes them; and how many of its tokens were there."""
+        hashes = [digest.to_bytes(8, "little") for digest in job.pages]
+        hits = self.pool.match(hashes)[: (job.tokens - 1) // self.page_size]
+        self.pool.acquire(hits)
+        fresh = self.pool.allocate(-(-job.tokens // self.page_size) - len(hits))
+        return [*hits, *fresh], len(hits) * self.page_size
+
+    def publish(self, job: Job, table: list[int]) -> None:
+        """The prompt's KV is in its pages."""
+        for page, digest in zip(table, job.pages, strict=False):
+            self.pool.publish(page, digest.to_bytes(8, "little"))
+
+
+@dataclass(eq=False)
+class SimPrefill(SimWorker):
+    """Computes one prompt after the other, at a fixed rate; what lies in its pages it does not compute."""
+
+    _queue: deque[tuple[Job, Callable[[], object]]] = field(default_factory=deque)
+    _working: bool = False
+
+    def submit(self, job: Job, done: Callable[[], object]) -> None:
+        """Have a prompt computed; `done` is called when its first token is drawn."""
+        self._queue.append((job, done))
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._working or not self._queue:
+            return
+        self._working = True
+        job, done = self._queue.popleft()
+        table, job.found = self.hold(job)
+        seconds = (job.tokens - job.found) * self.speed.prefill_s
+        self.busy_s += seconds
+        self.prefilled += job.tokens - job.found
+
+        def end() -> None:
+            self.publish(job, table)
+            self.pool.release(table)
+            self._working = False
+            done()
+            self._begin()
+
+        self.clock.at(self.clock.now + seconds, end)
+
+
+@dataclass(eq=False)
+class SimDecode(SimWorker):
+    """All its sequences get a token in each step, which takes longer the more they are."""
+
+    _steps: float = 0.0  # done since the beginning
+    _since: float = 0.0
+    _running: list[tuple[float, int, Job, list[int], Callable[[], object]]] = field(default_factory=list)
+    _changes: int = 0
+
+    @property
+    def _step_s(self) -> float:
+        return self.speed.step_s + self.speed.each_s * len(self._running)
+
+    def begin(self, job: Job, done: Callable[[], object]) -> None:
+        """A request whose first token is there decodes the rest; `done` is called at its end."""
+        self._advance()
+        table, _ = self.hold(job)
+        self.publish(job, table)
+        heapq.heappush(self._running, (self._steps + job.output - 1, job.number, job, table, done))
+        self._wait()
+
+    def _advance(self) -> None:
+        if self._running:
+            self._steps += (self.clock.now - self._since) / self._step_s
+        self._since = self.clock.now
+
+    def _wait(self) -> None:
+        self._changes += 1
+        change = self._changes
+        if self._running:
+            missing = max(0.0, self._running[0][0] - self._steps)
+            self.clock.at(self.clock.now + missing * self._step_s, lambda: self._end(change))
+
+    def _end(self, change: int) -> None:
+        if change != self._changes:
+            return  # others have come or gone since
+        self._advance()
+        _, _, _, table, done = heapq.heappop(self._running)
+        self.pool.release(table)
+        done()
+        self._wait()

@@ -1,0 +1,68 @@
+"""How long this engine's steps take, as a line through what was measured: seconds for so many tokens or sequences."""
+
+from dataclasses import dataclass
+
+WEIGHT = 0.05
+"""Of the newest step in the running means; the first ones weigh more."""
+LEAST_SPREAD = 0.05
+"""Standard deviation of the sizes, as a share of their mean, below which they tell nothing of the slope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """base: seconds of the smallest step. each: that one more token or sequence adds. 0, 0: nothing was measured."""
+
+    base: float = 0.0
+    each: float = 0.0
+
+
+class LineFit:
+    """Least squares over steps that are forgotten exponentially."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._x = self._y = self._xx = self._xy = 0.0
+
+    def note(self, size: int, seconds: float) -> None:
+        """A step of `size` took so long."""
+        self._count += 1
+        weight = max(WEIGHT, 1 / self._count)
+        self._x += weight * (size - self._x)
+        self._y += weight * (seconds - self._y)
+        self._xx += weight * (size * size - self._xx)
+        self._xy += weight * (size * seconds - self._xy)
+
+    def line(self) -> Line:
+        """The line; through zero where all steps were of about one size, or where more took less."""
+        if not self._count:
+            return Line()
+        spread = self._xx - self._x * self._x
+        slope = (self._xy - self._x * self._y) / spread if spread > (LEAST_SPREAD * self._x) ** 2 else 0.0
+        if slope <= 0:
+            return Line(0.0, self._y / self._x)
+        base = self._y - slope * self._x
+        return Line(base, slope) if base >= 0 else Line(0.0, self._y / self._x)
+
+
+class StepPace:
+    """Steps that compute prompts, by their tokens; and steps that only decode, by their sequences."""
+
+    def __init__(self) -> None:
+        self._prefill, self._decode = LineFit(), LineFit()
+
+    def note(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
+        """A step computed so many tokens of prompts and decoded so many sequences."""
+        if prompt_tokens:
+            self._prefill.note(prompt_tokens, seconds)
+        elif sequences:
+            self._decode.note(sequences, seconds)
+
+    @property
+    def prefill(self) -> Line:
+        """Seconds of a step with so many tokens of prompts, whatever decodes beside them."""
+        return self._prefill.line()
+
+    @property
+    def decode(self) -> Line:
+        """Seconds of a step with so many sequences that decode, and nothing else."""
+        return self._decode.line()

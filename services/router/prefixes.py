@@ -1,0 +1,62 @@
+"""Which pages a worker holds: what it has reported, and what it will have once it has done what it was sent."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kvrail.wire.v1 import common_pb2
+
+PAGES_A_LOOK = 8192
+"""Digests that a worker may report at each look: 64 KiB; twice a second that is news of a million tokens."""
+
+
+class WorkerPages:
+    """One worker's pages, by digest. A container: `in` says whether a page is there, or is expected."""
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        self._expected: Counter[int] = Counter()  # by requests that run
+        self._ended: set[int] = set()  # of requests that have ended since the last whole report was asked for
+        self._ended_before: set[int] = set()
+        self._added_to = self._removed_to = 0
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._held or digest in self._expected or digest in self._ended or digest in self._ended_before
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def question(self) -> common_pb2.StatusRequest:
+        """What to ask the worker for next."""
+        self._ended_before |= self._ended
+        self._ended = set()
+        return common_pb2.StatusRequest(added_to=self._added_to, removed_to=self._removed_to, max_pages=PAGES_A_LOOK)
+
+    def take(self, news: common_pb2.HeldPages) -> None:
+        """Take in the answer to the last question."""
+        if news.anew:
+            self._held.clear()
+        self._held.difference_update(news.removed)
+        self._held.update(news.added)
+        self._added_to, self._removed_to = news.added_to, news.removed_to
+        if news.complete:  # what had ended when the question was asked is told by now, or was not kept
+            self._ended_before = set()
+
+    def forget(self) -> None:
+        """Another process answers now, which knows nothing of what this one held."""
+        self._held.clear()
+        self._ended.clear()
+        self._ended_before.clear()
+        self._added_to = self._removed_to = 0
+
+    def expect(self, digests: Sequence[int]) -> None:
+        """A request with these pages has been sent to the worker."""
+        self._expected.update(digests)
+
+    def settle(self, digests: Sequence[int]) -> None:
+        """It has ended; the next whole report says what came of it."""
+        for digest in digests:
+            if self._expected[digest] > 1:
+                self._expected[digest] -= 1
+            else:
+                del self._expected[digest]
+                self._ended.add(digest)

@@ -1,0 +1,138 @@
+"""Whose turn it is: a fair queue of prompts, by client. Pure: no clock, no network, no asyncio.
+
+Each client has a counter of the tokens that were computed for it; the waiting client with the smallest one is next. Who
+comes after a pause begins at the smallest counter of those that are busy: nobody saves up turns. (Y. Sheng et al.,
+Fairness in serving large language models, OSDI 2024: virtual token counters.)
+
+Turns alone do not help a newcomer while one client's long outputs hold every place. So nobody fills the last places: a
+client may hold at most a certain multiple of what is free, and a share stays free for who has little. (A. K. Choudhury
+and E. L. Hahne, Dynamic queue length thresholds for shared-memory packet switches, IEEE/ACM ToN 6(2), 1998.)
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+OUTPUT_WEIGHT = 2
+"""Of a generated token, beside one of a prompt, as in Sheng et al.: it takes a step of its own."""
+PATIENCE = 64
+"""Prompts that may pass one that finds no room for its many sequences; then everybody waits for it."""
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A prompt that waits. places: sequences that it needs room for. priority: within its client; lower is earlier."""
+
+    client: str
+    places: int
+    tokens: int
+    priority: int = 0
+    passed: int = 0
+    order: tuple[int, int] = field(default=(0, 0))
+
+    def __lt__(self, other: "Ticket") -> bool:
+        return self.order < other.order
+
+
+def fair(held: int, more: int, free: int, share: float) -> bool:
+    """Whether a client that holds so much may have more, of which so much is free; a share stays free for newcomers.
+
+    One greedy client takes all but `share` of the whole, rounded; of two each takes nearly half.
+    """
+    return more <= free and (held + more) * share <= (1 - share) * (free - more + 0.5)
+
+
+class FairQueue:
+    """Tickets that wait, by client, and what each client holds. Whoever takes one out calls `granted`, then `ended`.
+
+    share: of all places, that a greedy client leaves to newcomers; 0: none.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._waiting: dict[str, list[Ticket]] = {}  # a heap each
+        self._served: Counter[str] = Counter()  # weighted tokens of clients that wait or hold something
+        self._held: Counter[str] = Counter()  # places
+        self._numbers = 0
+        self._gone: set[Ticket] = set()  # in a heap still
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def clients(self) -> int:
+        """Clients that wait."""
+        return len(self._waiting)
+
+    def add(self, ticket: Ticket) -> None:
+        """Put a ticket behind those of its client that have its priority."""
+        self._numbers += 1
+        ticket.order = ticket.priority, self._numbers
+        self._push(ticket)
+
+    def put_back(self, ticket: Ticket) -> None:
+        """Put a ticket whose places came to nothing before all others of its client; it has cost nothing yet."""
+        if ticket.client in self._served:
+            self._served[ticket.client] -= ticket.tokens
+        ticket.order = ticket.order[0] - (1 << 32), ticket.order[1]
+        self._push(ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        """Nobody waits with this ticket any more."""
+        self._gone.add(ticket)
+        self._length -= 1
+        self._tidy(ticket.client)
+
+    def turns(self, free: int) -> Iterator[Ticket]:
+        """The first ticket of each client that may have places of those that are free, the client served least first.
+
+        A client that holds nothing may have any. Who asks takes the first for which there is room. Behind one whose
+        patience is over nobody comes.
+        """
+        for client in sorted(self._waiting, key=lambda each: (self._served[each], self._waiting[each][0].order)):
+            ticket = self._waiting[client][0]
+            held = self._held.get(client, 0)
+            if not held or fair(held, ticket.places, free, self._share):
+                yield ticket
+                if ticket.passed >= PATIENCE:
+                    return
+
+    def granted(self, ticket: Ticket, passed: Iterable[Ticket] = ()) -> None:
+        """The ticket has its places; its prompt is computed. passed: those before it, for which there was no room."""
+        for other in passed:
+            other.passed += 1
+        self._held[ticket.client] += ticket.places
+        self.charge(ticket.client, ticket.tokens)
+        self.remove(ticket)
+
+    def charge(self, client: str, tokens: int) -> None:
+        """Tokens were computed for a client."""
+        self._served[client] += tokens
+
+    def ended(self, ticket: Ticket) -> None:
+        """The ticket's places are free again."""
+        self._held[ticket.client] -= ticket.places
+        if self._held[ticket.client] <= 0:
+            del self._held[ticket.client]
+        self._tidy(ticket.client)
+
+    def _push(self, ticket: Ticket) -> None:
+        client = ticket.client
+        if client not in self._waiting and client not in self._held:
+            busy = self._waiting.keys() | self._held.keys()
+            least = min((self._served[each] for each in busy), default=0)
+            self._served[client] = max(self._served[client], least)
+        heapq.heappush(self._waiting.setdefault(client, []), ticket)
+        self._length += 1
+
+    def _tidy(self, client: str) -> None:
+        """Forget what has gone from the head of a client's heap, and the client where nothing is left of it."""
+        heap = self._waiting.get(client)
+        while heap and heap[0] in self._gone:
+            self._gone.discard(heapq.heappop(heap))
+        if heap is not None and not heap:
+            del self._waiting[client]
+        if client not in self._waiting and client not in self._held:
+            del self._served[client]

@@ -1,0 +1,62 @@
+"""When to come again: from how fast requests end while others wait."""
+
+import math
+from collections.abc import Callable
+from time import monotonic
+
+FORGOTTEN_S = 10.0
+"""Seconds of work after which what was measured weighs a third."""
+LEAST_S = 0.25
+"""Seconds of work before anything is said of it."""
+SHORTEST_S, LONGEST_S = 1.0, 60.0
+"""Of Retry-After. The official openai client waits no longer than a minute."""
+
+
+class Pace:
+    """Sequences that end in a second of full work, and when a place is free for who was refused.
+
+    Only time in which somebody waits counts: how fast an idle server would be, its slow hours do not tell.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None  # somebody waits
+        self._seconds = self._ended = 0.0
+        self._promised = 0.0  # when the last place that was promised will be free
+
+    def waiting(self, anybody: bool) -> None:
+        """Whether somebody waits from now on."""
+        self._count(0)
+        self._since = self._clock() if anybody else None
+
+    def ended(self, sequences: int) -> None:
+        """So many sequences have ended."""
+        self._count(sequences)
+
+    @property
+    def per_second(self) -> float | None:
+        """Sequences that end in a second; None where too little was seen."""
+        self._count(0)
+        return self._ended / self._seconds if self._seconds >= LEAST_S and self._ended else None
+
+    def retry_after(self, sequences: int) -> float:
+        """Seconds after which a refused request of so many sequences finds room.
+
+        Each that is refused is promised the time after those before it, so that they do not all come at once.
+        """
+        rate = self.per_second
+        if rate is None:
+            return SHORTEST_S
+        now = self._clock()
+        self._promised = max(self._promised, now) + sequences / rate
+        self._promised = min(self._promised, now + LONGEST_S)
+        return min(max(SHORTEST_S, self._promised - now), LONGEST_S)
+
+    def _count(self, sequences: int) -> None:
+        if self._since is None:
+            return
+        now = self._clock()
+        passed, self._since = now - self._since, now
+        kept = math.exp(-passed / FORGOTTEN_S)
+        self._seconds = self._seconds * kept + passed
+        self._ended = self._ended * kept + sequences

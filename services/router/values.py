@@ -1,0 +1,54 @@
+"""What a generation tells: the values that pass from a worker's replies to the answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrail.sampling import FinishReason, TokenLogprobs
+from kvrail.wire.v1 import decode_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one choice; index: the number of the choice in the response."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None  # the stop string or the token id that ended the choice, if one did
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Tokens that a choice will perhaps have, from `position` of its output on; only where the plan asks for them."""
+
+    index: int
+    position: int
+    token_ids: Sequence[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of a choice's drafts, of which the first has `position`: the first `accepted` of them are right."""
+
+    index: int
+    position: int
+    proposed: int
+    accepted: int
+
+
+Update = Delta | Drafted | Settled
+"""What a generation tells; a Settled comes before the deltas that repeat what it accepted."""
+
+Updates = Sequence[Update]
+"""What waited at one moment, in order; never empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a worker says at the end of one prompt's stream; offset: seconds from DISPATCHED to its own zero."""
+
+    summary: decode_pb2.GenerateSummary
+    offset: float

@@ -1,0 +1,43 @@
+"""What real workers report of their pages and their pace, as the router takes it in."""
+
+from kvrail.pagehash import page_digest, page_hashes
+from services.router.prefixes import WorkerPages
+from tests.cluster.cluster import cluster
+from tests.models import tiny_model
+
+PROMPT = [7 + number % 90 for number in range(200)]
+DIGESTS = [page_digest(each) for each in page_hashes(PROMPT, 64)]
+
+
+async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
+    async with cluster(tiny_model("llama"), num_pages=24) as c:
+        decode, prefill = WorkerPages(), WorkerPages()
+        (worker,) = c.prefills.values()
+
+        async def hear() -> None:
+            answer = await c.client.get_status(decode.question(), timeout_s=10)
+            decode.take(answer.held_pages)
+            said = worker.status(prefill.question(), [])
+            prefill.take(said.held_pages)
+            assert said.held_pages.complete and answer.held_pages.complete
+            assert said.max_batch_tokens == answer.max_batch_tokens == 512
+
+        await hear()
+        assert (len(decode), len(prefill)) == (0, 0)
+        first = await c.ask(PROMPT)
+        assert first.summary.cached_tokens == 0
+        await hear()
+        assert len(DIGESTS) == 3
+        assert all(digest in pages for digest in DIGESTS for pages in (decode, prefill))
+        assert (await c.ask(PROMPT)).summary.cached_tokens == 192
+        assert worker.engine.pace.prefill.each > 0
+        assert (await c.client.get_status(timeout_s=10)).pace.decode_each > 0
+        for number in range(100, 110):  # what is not used any more goes
+            await c.ask([number, *PROMPT[1:]])
+        await hear()
+        for pages, pool in ((decode, c.decode), (prefill, worker)):
+            held = {page_digest(each) for each in pool.engine._scheduler.pool._page_of}
+            assert {digest for digest in held if digest in pages} == held and len(pages) == len(held)
+            assert not all(digest in pages for digest in DIGESTS)
+        assert not (await c.client.get_status(timeout_s=10)).HasField("held_pages")
+        await c.settled()

@@ -1,0 +1,59 @@
+"""A cluster whose pages lie on one device: the CPU with all tests, a GPU with those that are marked `gpu`."""
+
+import pytest
+import torch
+
+from codec import registry
+from kvrail.transport.ucx import UcxCarrier
+from tests.cluster.cluster import TRANSPORTS, cluster
+from tests.cluster.staged import held_bytes
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
+DEVICES = ["cpu", CUDA]
+CARRIED = TRANSPORTS[1:]
+"""Transports between processes."""
+PAGE = 16
+LEAN = {
+    "dtype": "float32",  # no two tokens of the tiny models are nearly tied: rounding changes none
+    "page_size": PAGE,
+    "max_batch_tokens": 256,
+    "max_frame_bytes": 1 << 13,  # so that a transfer has many
+    "max_running": 8,
+    "receive_pool_mib": 8,
+    "cuda_graphs": False,
+    "compile": False,
+}
+"""What starts at once and computes exactly."""
+EXACT = [name for name in registry.names() if registry.get(name).exact]
+
+
+def lean_cluster(folder, transport, device, **options):
+    """A cluster whose workers share one device."""
+    return cluster(folder, transport, **{"kv_dtype": "bfloat16", **LEAN, "device": device, **options})
+
+
+def forget(*workers):
+    """Empty the prefix caches of workers at rest, so that a prompt is computed and sent again."""
+    for worker in workers:
+        with worker.engine._changed:
+            pool = worker.engine._scheduler.pool
+            pages = pool.allocate(pool.available())
+            pool.release(pages)
+
+
+def landed(device):
+    """Wait for all that is enqueued."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+async def at_rest(c):
+    """Wait until no request runs; then every page is back and no transfer's memory is kept."""
+    await c.settled()
+    assert held_bytes(c) == 0
+    for carrier in c.fetcher._carriers.all:
+        ucx = isinstance(carrier, UcxCarrier)
+        for pool in (carrier.pools.host, carrier.pools.device) if ucx else (carrier.pool,):
+            assert pool is None or pool.free_bytes == pool.buffer.numel()
+        assert not ucx or carrier.quarantined_bytes == 0

@@ -1,0 +1,183 @@
+"""More than the workers take: the router holds it, in fair turns; nobody is lost, and who leaves is gone."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import openai
+
+from kvrail.errors import OverloadedError
+from kvrail.text import Tokenizer
+from kvrail.wire.v1 import decode_pb2
+from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
+from tests.router.scripts import error_of, hanging
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+
+
+class Bounded:
+    """A worker that refuses what goes beyond its bounds, as a real one does."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.running, self.refused, self.order = most, 0, 0, []
+
+    async def __call__(self, worker, request) -> AsyncIterator[decode_pb2.GenerateReply]:
+        if self.running >= self.most:
+            self.refused += 1
+            raise OverloadedError("full")
+        self.running += 1
+        self.order.append(list(request.prompt_token_ids))
+        try:
+            async for reply in write_output(worker, request):
+                yield reply
+        finally:
+            self.running -= 1
+
+
+@asynccontextmanager
+async def two_keys(tokenizer: Tokenizer, **settings: object) -> AsyncIterator[tuple[Cluster, dict, dict]]:
+    """A cluster, and the headers of two clients."""
+    async with run_cluster(tokenizer, api_keys=("first", "second"), **settings) as cluster:
+        yield cluster, *({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
+
+
+async def test_six_hundred_at_once_through_the_official_client(tokenizer: Tokenizer):
+    """One of the workers takes fewer than it says, so it refuses some."""
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        workers = [Bounded(16), Bounded(5)]
+        for fake, bounded in zip(cluster.decode, workers, strict=True):
+            fake.script = bounded
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:
+            asked = [client.chat.completions.create(**CHAT) for _ in range(600)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert Counter(type(answer).__name__ for answer in answers) == {"ChatCompletion": 600}
+        assert all(answer.choices[0].message.content == OUTPUT for answer in answers)
+        assert [bounded.refused > 0 for bounded in workers] == [False, True]
+        assert await cluster.metric('kvrail_requests_total{outcome="stop"}') == 600
+        assert await cluster.metric("kvrail_queue_prompts{}") == 0
+        assert await cluster.metric("kvrail_queue_seconds_count{}") >= 600
+
+
+async def test_a_flood_of_one_key_does_not_make_another_wait(tokenizer: Tokenizer):
+    async with two_keys(tokenizer, max_concurrent_requests=400) as (cluster, greedy, modest):
+        cluster.decode[0].script = hanging()
+        body = {"model": MODEL, "prompt": [[number] for number in range(128)], "max_tokens": 5}
+        flood = asyncio.create_task(cluster.http.post("/v1/completions", json=body, headers=greedy))
+        await until(lambda: len(cluster.decode[0].requests) == 7)  # of eight places
+        assert await cluster.metric("kvrail_queue_prompts{}") == 121
+        cluster.decode[0].script = write_output
+        answer = await cluster.http.post("/v1/chat/completions", json=CHAT, headers=modest)
+        assert answer.status_code == 200
+        assert len(cluster.decode[0].requests) == 8
+        text = (await cluster.http.get("/metrics")).text
+        assert "first" not in text.replace("time_to_first", "").replace("first_token", "").replace("first token", "")
+        refused = await cluster.http.post("/v1/completions", json=body | {"n": 2}, headers=greedy)
+        error_of(refused, 429, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await cluster.http.post("/v1/chat/completions", json=CHAT, headers=modest)).status_code == 200
+        flood.cancel()
+        await until(lambda: cluster.service.admission.active == 0)
+        assert await cluster.metric("kvrail_queue_prompts{}") == 0
+        assert len(cluster.service.dispatcher.queue) == 0
+
+
+async def test_who_leaves_the_queue_is_gone_and_a_deadline_bounds_it(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, newcomer_share=0, request_timeout_s=2.0) as cluster:
+        cluster.decode[0].script = hanging()
+        running = [asyncio.create_task(cluster.chat()) for _ in range(8)]
+        await until(lambda: len(cluster.decode[0].requests) == 8)
+        leaving, staying = asyncio.create_task(cluster.chat()), asyncio.create_task(cluster.chat(stream=True))
+        queue = cluster.service.dispatcher.queue
+        await until(lambda: len(queue) == 2)
+        leaving.cancel()
+        await until(lambda: len(queue) == 1)
+        assert await cluster.metric("kvrail_queue_prompts{}") == 1
+        error_of(await staying, 504, "deadline_exceeded")
+        assert len(queue) == 0
+        assert await cluster.metric("kvrail_queue_prompts{}") == 0
+        for task in running:
+            error_of(await task, 504, "deadline_exceeded")
+        cluster.decode[0].script = write_output
+        assert (await cluster.chat()).status_code == 200
+
+
+async def test_a_drain_serves_what_waits_and_its_end_says_so(tokenizer: Tokenizer):
+    go_on = asyncio.Event()
+
+    async def slow(worker, request):
+        await go_on.wait()
+        async for reply in write_output(worker, request):
+            yield reply
+
+    for finishes in (True, False):
+        async with run_cluster(tokenizer, newcomer_share=0) as cluster:
+            cluster.decode[0].script = slow
+            go_on.clear()
+            asked = [asyncio.create_task(cluster.chat()) for _ in range(12)]
+            await until(lambda: len(cluster.service.dispatcher.queue) == 4)
+            cluster.server.stop()
+            error_of(await cluster.chat(), 503, "worker_unavailable")
+            if finishes:
+                go_on.set()
+                assert [(await task).status_code for task in asked] == [200] * 12
+            else:
+                cluster.server.stop()
+                for task in asked:
+                    error_of(await task, 503, "cancelled")
+
+
+async def test_without_any_worker_nobody_waits(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, newcomer_share=0) as cluster:
+        cluster.decode[0].script = hanging()
+        asked = [asyncio.create_task(cluster.chat()) for _ in range(12)]
+        await until(lambda: len(cluster.service.dispatcher.queue) == 4)
+        pool = cluster.service.pool
+        cluster.decode[0].hung = True
+        pool.lost(pool.decode[cluster.decode[0].target], "gone")
+        await until(lambda: sum(task.done() for task in asked) == 4)
+        for task in asked:
+            if task.done():
+                error_of(task.result(), 503, "worker_unavailable")
+            task.cancel()
+
+
+async def test_priorities_are_for_those_who_may(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer) as cluster:
+        refused = await cluster.complete(priority=-1)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert (await cluster.complete(priority=0)).status_code == 200
+    async with run_cluster(tokenizer, newcomer_share=0, priorities=True) as cluster:
+        cluster.decode[0].script = hanging()
+        running = [asyncio.create_task(cluster.complete()) for _ in range(8)]
+        await until(lambda: len(cluster.decode[0].requests) == 8)
+        asked: list[asyncio.Task[httpx.Response]] = []
+        for number, priority in enumerate((5, 0, -5, 0)):
+            asked.append(asyncio.create_task(cluster.complete(prompt=[number], priority=priority)))
+            await until(lambda: len(cluster.service.dispatcher.queue) == len(asked))
+        cluster.decode[0].script = bounded = Bounded(8)
+        running[0].cancel()  # one place, so one after the other
+        assert [(await task).status_code for task in asked] == [200] * 4
+        assert bounded.order == [[2], [1], [3], [0]]
+        for task in running:
+            task.cancel()
+
+
+async def test_what_a_worker_refuses_goes_before_the_others(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, status_interval_s=0.5) as cluster:
+        seen: list[int] = []
+
+        async def refuses_once(worker, request):
+            seen.append(request.prompt_token_ids[0])
+            if seen == [1]:
+                raise OverloadedError("full")
+            async for reply in write_output(worker, request):
+                yield reply
+
+        cluster.decode[0].script = refuses_once
+        first = asyncio.create_task(cluster.complete(prompt=[1]))
+        await until(lambda: cluster.service.pool.decode[cluster.decode[0].target].refused)
+        second = asyncio.create_task(cluster.complete(prompt=[2]))
+        assert [(await task).status_code for task in (first, second)] == [200, 200]
+        assert seen == [1, 1, 2]
