@@ -107,7 +107,13 @@ class _PromptStream:
         self._unfinished: set[int] = set()  # choices whose end the present worker has not told
         self._began = self._finished = False
         self._tokens = 0  # of all choices, since the last batch
+        self._numerics: set[str] = set()  # of all workers that it was given to
         self.ended: Ended | None = None
+
+    @property
+    def invariant(self) -> bool:
+        """Whether all of its output has the bits that any of its workers would have given it."""
+        return self.ended is not None and self._numerics == {self.ended.summary.numerics} != {""}
 
     async def updates(self) -> AsyncGenerator[Updates]:
         """What the replies tell, in order; raises from the error tree.
@@ -148,6 +154,7 @@ class _PromptStream:
     async def _from(self, place: Place) -> AsyncGenerator[Updates]:
         """What the worker of a place says."""
         worker = place.worker
+        self._numerics.add(worker.numerics)
         del self._request.prefill_workers[:]
         del self._request.prefill_instances[:]
         self._request.prefill_workers.extend(each.target for each in place.prefill)
@@ -272,6 +279,11 @@ class Generation:
     def summaries(self) -> list[decode_pb2.GenerateSummary]:
         """What workers said at the end of each prompt's stream that has ended."""
         return [stream.ended.summary for stream in self._streams if stream.ended is not None]
+
+    @property
+    def invariant(self) -> bool:
+        """Whether every prompt's output has the bits that any of its workers would have given it."""
+        return all(stream.invariant for stream in self._streams)
 
     def spans(self) -> list[Span]:
         """What workers did, in seconds since the request came; empty where no trace was asked for."""

@@ -54,7 +54,8 @@ MESSAGES = errors(_BODY, _GENERATING, shape=AnthropicError)
 CHUNKS: Json = {
     "type": "object",
     "description": "An event for each chunk, whose data is its JSON; the last one's is [DONE].",
-    "properties": {"data": {"type": "string"}},
+    # "message" is what an event without a name is called.
+    "properties": {"event": {"type": "string", "const": "message"}, "data": {"type": "string"}},
     "required": ["data"],
     "additionalProperties": False,
 }

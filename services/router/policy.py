@@ -15,7 +15,7 @@ STEPS_AHEAD = 2
 USUAL_TOKEN_S = 5e-5
 """Seconds that a token of a prompt takes a worker of which nothing was measured yet: 20,000 tokens a second."""
 USUAL_SEQUENCE_S = 1e-4
-"""Seconds that a sequence adds to a step, likewise: docs of an 8B model on an H200 (README, "Measured")."""
+"""Seconds that a sequence adds to a step, likewise; an 8B model on an H200 has a fifth of that (README, "Measured")."""
 
 
 class WorkerState(StrEnum):

@@ -37,7 +37,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
         "transport": ",".join(dict.fromkeys(s.transport for s in summaries if s.transport)) or None,
         "codec_reason": next((summary.codec_reason for summary in summaries if summary.codec_reason), None),
         "lossy": any(summary.lossy for summary in summaries),
-        "invariant": bool(summaries) and all(summary.numerics for summary in summaries),
+        "invariant": generation.invariant,
         "kv_bytes": sum(summary.kv_bytes for summary in summaries),
         "kv_raw_bytes": sum(summary.kv_raw_bytes for summary in summaries),
         "exposed_transfer_seconds": round(max((summary.exposed_s for summary in summaries), default=0.0), 6),

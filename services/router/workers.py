@@ -108,6 +108,11 @@ class Worker:
         """Which start of its process has answered; 0: none yet."""
         return self._instance
 
+    @property
+    def numerics(self) -> str:
+        """Workers that have the same compute the same bits; empty where bits depend on a batch's company."""
+        return "" if self.answer is None else self.answer.model.numerics
+
     def take(self, sequences: int, places: int, pages: Sequence[int]) -> None:
         """A prompt goes to this worker. places: of its sequences, those that are computed at once."""
         self.requests += 1
@@ -153,8 +158,8 @@ class Worker:
             for field in ("running", "waiting", "pages_total", "pages_free", "pages_cached"):
                 entry[field] = getattr(self.answer, field)
             entry["codecs"] = list(self.answer.codecs)
-            entry["invariant"] = bool(self.answer.model.numerics)
-            entry["numerics"] = self.answer.model.numerics or None
+            entry["invariant"] = bool(self.numerics)
+            entry["numerics"] = self.numerics or None
         return entry
 
 

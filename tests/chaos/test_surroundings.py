@@ -123,7 +123,7 @@ raise SystemExit(run_worker(DecodeSettings(), "decode", main()))
 def test_a_worker_that_cannot_do_without_room_says_so():
     """What compiles for GPUs keeps what it made, or fails."""
     done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "No space left on device; compiled kernels need room: free some" in done.stderr
 
 
