@@ -1,6 +1,7 @@
 """What a prefill and a decode worker have in common: the model behind an engine, and what they say of themselves."""
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -53,6 +54,10 @@ MAX_DIGESTS = 8192
 
 BROKEN_EVERY_S = 0.5
 """How often a worker looks whether its engine is still at work."""
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
 
 
 class _BrokenError(KvrailError):
@@ -270,6 +275,9 @@ def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, No
         os._exit(1)  # the engine's thread may never return, and what holds the device with it
     except KvrailError as error:
         logger.error("%s", error)
+        return 1
+    except OSError as error:
+        logger.error("%s; %s", error, FULL_DISK if error.errno in NO_ROOM else "see the system's log")
         return 1
     return 0
 

@@ -60,7 +60,10 @@ def most_names(body: bytes | bytearray) -> int:
     for escapes in range(1, MAX_ESCAPES, 2):
         if min(colons, quotes // 2) <= MAX_NAMES:
             break
-        quotes -= body.count(b"\\" * escapes + b'"') - body.count(b"\\" * (escapes + 1) + b'"')
+        escaped = body.count(b"\\" * escapes + b'"')
+        if not escaped:
+            break
+        quotes -= escaped - body.count(b"\\" * (escapes + 1) + b'"')
     return min(colons, quotes // 2)
 
 

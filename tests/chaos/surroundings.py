@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
+import psutil
 
 from tests.chaos.cluster import ROOT
 from tests.e2e.test_worker_end import free_port
@@ -54,6 +55,12 @@ class Processes:
             if ended or time.monotonic() > deadline:
                 raise RuntimeError(f"the processes did not start: {ended or self.states()}")
             time.sleep(0.1)
+
+    def memory(self) -> dict[str, int]:
+        """MiB that each process has."""
+        names = ("prefill", "decode", "router")
+        resident = (psutil.Process(process.pid).memory_info().rss >> 20 for process in self._processes)
+        return dict(zip(names, resident, strict=True))
 
     def end(self) -> list[int]:
         """Ask all to end; returns their exit statuses."""

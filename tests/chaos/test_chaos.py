@@ -17,8 +17,8 @@ WORKERS = 4
 FILES_OF_CONNECTIONS = 8
 """Descriptors that a process may hold besides: connections of clients that have just gone, of workers that came."""
 MOST_GROWTH_MIB = 250
-"""Of a process's memory: what the first requests of each kind set up, and prompts of every length leave in the heap. A
-decode worker that outlives 20 prefill workers has 150 more than at its start, ever less with each."""
+"""Of a process's memory: what the first requests of each kind set up, and oneDNN's kernels for prompts of every length,
+of which it keeps 1,024 (docs/failures.md)."""
 NO_LOSS = ("upgrades", "slow links")
 """Scenarios in which nothing is broken: every request is answered in full."""
 chaos = pytest.mark.chaos

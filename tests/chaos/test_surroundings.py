@@ -74,7 +74,8 @@ async def test_the_wall_clock_jumps(tmp_path):
     clock = WallClock(tmp_path)
     with started(clock.environment) as processes:
         async with httpx.AsyncClient(base_url=processes.url, timeout=300) as client:
-            known = [(body, await ask(client, body)) for body in bodies(6, seed=3)]
+            few = {"max_tokens": 16, "kvrail": {"codec": "raw"}}  # all that asks for the time is slow here
+            known = [(body | few, await ask(client, body | few)) for body in bodies(6, seed=3)]
             for jump in JUMPS:
                 await asked_through(clock, client, known, jump)
                 assert processes.states() == ["healthy"] * 2
@@ -106,6 +107,24 @@ def test_kernels_are_compiled_though_their_cache_cannot_be_written(tmp_path, mod
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("*.nb?"))
+
+
+STARTS = """
+import os
+from kvrail.config import DecodeSettings
+from kvrail.worker import run_worker
+async def main():
+    with open("/dev/full", "w") as full:
+        full.write("a kernel")
+raise SystemExit(run_worker(DecodeSettings(), "decode", main()))
+"""
+
+
+def test_a_worker_that_cannot_do_without_room_says_so():
+    """What compiles for GPUs keeps what it made, or fails."""
+    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "No space left on device; compiled kernels need room: free some" in done.stderr
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """A cluster whose pages lie on one device: the CPU with all tests, a GPU with those that are marked `gpu`."""
 
+import asyncio
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
 DEVICES = ["cpu", CUDA]
 CARRIED = TRANSPORTS[1:]
 """Transports between processes."""
+PATIENCE_S = 60
 PAGE = 16
 LEAN = {
     "dtype": "float32",  # no two tokens of the tiny models are nearly tied: rounding changes none
@@ -48,12 +51,19 @@ def landed(device):
         torch.cuda.synchronize()
 
 
-async def at_rest(c):
-    """Wait until no request runs; then every page is back and no transfer's memory is kept."""
-    await c.settled()
-    assert held_bytes(c) == 0
+def _kept(c):
+    """Memory of transfers that is not back in its place."""
+    yield held_bytes(c)
     for carrier in c.fetcher._carriers.all:
         ucx = isinstance(carrier, UcxCarrier)
         for pool in (carrier.pools.host, carrier.pools.device) if ucx else (carrier.pool,):
-            assert pool is None or pool.free_bytes == pool.buffer.numel()
-        assert not ucx or carrier.quarantined_bytes == 0
+            yield 0 if pool is None else pool.buffer.numel() - pool.free_bytes
+        yield carrier.quarantined_bytes if ucx else 0
+
+
+async def at_rest(c):
+    """Wait until no request runs; then every page is back and no transfer's memory is kept."""
+    await c.settled()
+    async with asyncio.timeout(PATIENCE_S):
+        while any(_kept(c)):
+            await asyncio.sleep(0.01)

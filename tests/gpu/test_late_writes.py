@@ -27,8 +27,8 @@ DECODE = {"num_pages": 20}
 """A second prompt must take pages of the first."""
 FRAME = {"max_frame_bytes": 1 << 15}
 """A prompt's first frame brings so many of its pages that the second prompt gets some of them."""
-SPIN_CYCLES = 1_000_000_000
-"""Of a GPU, about half a second; the prompt is computed in a few milliseconds."""
+SPIN_CYCLES = 2_000_000_000
+"""Of a GPU, about a second; the prompt and its answer are computed in less than half of that."""
 SPIN_S = 0.5
 
 

@@ -51,7 +51,7 @@ async def test_stopped_then_killed_in_the_middle(tmp_path, device, transport):
             forget(c.decode)
             answer = await c.ask(prompt, codec=codec, workers=[address])
             assert answer.tokens == expected, codec
-            await at_rest(c)
+            await c.settled()
             return answer.summary
 
         for codec in EXACT:
@@ -64,8 +64,10 @@ async def test_stopped_then_killed_in_the_middle(tmp_path, device, transport):
         assert not (await ask("splitzip-progressive")).prefill_worker
         os.kill(process.pid, signal.SIGCONT)
         assert (await ask("splitzip-progressive")).prefill_worker == address  # what it did before is forgotten
+        await at_rest(c)
         order.write_text(f"{int(signal.SIGKILL)} {FRAMES}")
         assert not (await ask("raw")).prefill_worker
+        await at_rest(c)
         async with asyncio.timeout(30):
             assert await process.wait() == -signal.SIGKILL
         assert value(c.decode, "local") == 2
