@@ -139,7 +139,7 @@ class RouterSettings(ServiceSettings):
     prefill_workers: Addresses = Field(
         ("127.0.0.1:7001",), description="prefill workers, host:port each; none: decode workers prefill"
     )
-    api_keys: Names = Field((), repr=False, description="accepted bearer keys; none: no authentication")
+    api_keys: Names = Field((), repr=False, description="accepted keys, bearer or X-Api-Key; none: no authentication")
     request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one request, in seconds")
     max_concurrent_requests: PositiveInt = Field(
         1024, description="requests at once, waiting ones included, one of n sequences counted n times; beyond it: 429"
@@ -147,10 +147,10 @@ class RouterSettings(ServiceSettings):
     max_connections: PositiveInt = Field(4096, description="connections of clients at once; more are answered 503")
     max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
-        "auto", description="form in which the model writes calls of tools; auto: as its chat template shows"
+        "auto", description="form of tool calls; auto: the chat template's"
     )
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
-        "auto", description="split reasoning off answers; auto: where the chat template has <think>"
+        "auto", description="split reasoning off; auto: where the template has <think>"
     )
     head_timeout_s: PositiveFloat = Field(10.0, description="seconds in which a request's headers must have come")
     body_timeout_s: PositiveFloat = Field(

@@ -16,7 +16,7 @@ from kvrail.config import DEMO_MODEL, Settings, flag_name
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster", ("prefill_workers", "decode_workers", "startup_timeout_s")),
     ("network", ("host", "port", "metrics_port")),
-    ("model", ("model", "served_model_name", "load_format", "max_model_len")),
+    ("model", ("model", "served_model_name", "load_format", "max_model_len", "tool_parser", "reasoning_parser")),
     (
         "compute",
         (

@@ -14,6 +14,7 @@ from codec.splitzip.formats import FORMATS
 from kvrail.config import DEMO_MODEL, DecodeSettings
 from kvrail.engine.loader import load_model
 from kvrail.text import load_tokenizer
+from kvrail.wire.v1 import common_pb2
 from kvrail.worker import build_worker
 from services.calibrate import measure as measuring
 from services.calibrate.main import describe, make_codebook
@@ -128,7 +129,10 @@ async def test_the_fingerprint_is_what_a_worker_reports(calibrate, tmp_path):
     assert calibrate()[0] == 0
     settings = DecodeSettings(model=str(tiny_model("llama")), num_pages=4)
     worker = build_worker(settings, codecs={"raw": 0}, detokenize=False)
-    assert Codebook.load(tmp_path / "book.json").model_fingerprint == worker.status([]).model.fingerprint
+    assert (
+        Codebook.load(tmp_path / "book.json").model_fingerprint
+        == worker.status(common_pb2.StatusRequest(), []).model.fingerprint
+    )
     other = Codebook.load(tmp_path / "book.json").model_fingerprint
     assert other != load(tiny_model("llama", seed=1)).fingerprint
 
