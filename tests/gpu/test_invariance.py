@@ -31,12 +31,6 @@ LENGTH = 330
 COMPANY = 63
 
 
-@pytest.fixture(autouse=True)
-def products_as_at_start() -> Iterator[None]:
-    yield
-    invariance.choose_products(invariant=False)
-
-
 def load(name: str, kv_dtype: str = "bfloat16") -> LoadedModel:
     if name != "demo":
         return tiny_models.load(name, device="cuda", kv_dtype=kv_dtype)
