@@ -1,1 +1,1 @@
-"""The router: OpenAI's HTTP API in front, decode workers behind. Never imports torch, even indirectly."""
+"""The router: the HTTP APIs of OpenAI and Anthropic in front, decode workers behind. Never reaches torch."""

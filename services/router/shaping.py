@@ -13,7 +13,6 @@ from services.router.structured import Asked, check, form_of
 from services.router.tools.forms import CallForm, form_for
 from services.router.tools.offered import Offer, call_rules
 
-REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3")
 _TAIL = 8
 """Tokens at a prompt's end among which reasoning may be opened."""
 _TEXT = "TEXT: /(.|\\n)*/"

@@ -311,12 +311,6 @@ class WorkerPool:
         """Decode workers that take requests, the best first for a request of which nothing is known."""
         return [self.decode[placement.target] for placement in self.policy.order(Ask(1), self.candidates()[0])]
 
-    def decode_order(self) -> list[DecodeWorker]:
-        """Decode workers that take requests, the best first. Raises WorkerUnavailableError where there is none."""
-        if not (order := self.healthy_decode()):
-            raise self.unavailable()
-        return order
-
     def unavailable(self) -> WorkerUnavailableError:
         """Why no decode worker takes requests."""
         states = ", ".join(f"{worker.target} is {worker.state}" for worker in self.decode.values())
@@ -327,10 +321,6 @@ class WorkerPool:
         prefill = [worker.candidate() for worker in self.prefill.values()]
         alone = not able(prefill)
         return [worker.candidate(computes=alone) for worker in self.decode.values()], prefill
-
-    def healthy_prefill(self) -> list[PrefillWorker]:
-        """Prefill workers that take requests."""
-        return [self.prefill[each.target] for each in able(self.candidates()[1])]
 
     def places(self, n: int) -> int:
         """Of a prompt's n sequences those that are computed at once wherever it goes; n where no worker is there."""
@@ -350,7 +340,9 @@ class WorkerPool:
 
     def limits(self) -> Limits:
         """What holds on every decode worker that takes requests; raises WorkerUnavailableError where there is none."""
-        answers = [worker.answer for worker in self.decode_order() if worker.answer is not None]
+        answers = [worker.answer for worker in self.healthy_decode() if worker.answer is not None]
+        if not answers:
+            raise self.unavailable()
         return Limits(
             context=min(answer.model.max_model_len for answer in answers),
             vocabulary=min(answer.model.vocab_size for answer in answers),

@@ -7,6 +7,8 @@ import httpx
 
 from kvrail.errors import KvrailError, WorkerUnavailableError
 from kvrail.wire.v1 import decode_pb2
+from services.router.policy import able
+from services.router.workers import WorkerPool
 from tests.router.cluster import Script, write_output
 
 
@@ -50,3 +52,8 @@ def error_of(answer: httpx.Response, status_code: int, code: str | None) -> str:
     assert answer.status_code == status_code, answer.text
     assert answer.json()["error"]["code"] == code
     return answer.json()["error"]["message"]
+
+
+def able_prefill(pool: WorkerPool) -> list[str]:
+    """Prefill workers that take requests."""
+    return [candidate.target for candidate in able(pool.candidates()[1])]

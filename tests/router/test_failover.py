@@ -10,7 +10,7 @@ from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2
 from services.router import workers
 from tests.router.cluster import CONTEXT, MODEL, OUTPUT, VOCABULARY, run_cluster, status, until, write_output
-from tests.router.scripts import dying, error_of, failing, hanging
+from tests.router.scripts import able_prefill, dying, error_of, failing, hanging
 
 
 def of_weights(fingerprint: str) -> common_pb2.WorkerStatus:
@@ -41,7 +41,7 @@ async def test_failover_to_another_worker(tokenizer: Tokenizer):
         sound.status = status(running=5)  # so that the broken one is asked first
         await until(lambda: cluster.service.pool.decode[sound.target].load().sequences == 5)
         for error in (WorkerUnavailableError("gone"), OverloadedError("full")):
-            await until(lambda: len(cluster.service.pool.decode_order()) == 2)
+            await until(lambda: len(cluster.service.pool.healthy_decode()) == 2)
             broken.script = failing(error)
             broken.requests.clear()
             answer = await cluster.chat()
@@ -148,10 +148,10 @@ async def test_new_prefill_workers_do_not_stop_the_cluster(tokenizer: Tokenizer)
     async with run_cluster(tokenizer, decode=1, prefill=3) as cluster:
         for worker in cluster.prefill:
             worker.status = of_weights("a" * 64)
-        await until(lambda: cluster.service.pool.healthy_prefill() == [])
+        await until(lambda: able_prefill(cluster.service.pool) == [])
         assert (await cluster.chat()).status_code == 200
         cluster.decode[0].status = of_weights("a" * 64)
-        await until(lambda: len(cluster.service.pool.healthy_prefill()) == 3)
+        await until(lambda: len(able_prefill(cluster.service.pool)) == 3)
         assert (await cluster.chat()).status_code == 200
 
 
@@ -160,7 +160,7 @@ async def test_a_prefill_worker_of_other_pages_is_not_asked(tokenizer: Tokenizer
         cluster.prefill[0].status = status(layout=common_pb2.KVLayout(page_size=32))
         cluster.decode[0].status = status(layout=common_pb2.KVLayout(page_size=16))
         pool = cluster.service.pool
-        await until(lambda: pool.healthy_prefill() == [])
+        await until(lambda: able_prefill(pool) == [])
         (entry,) = (await cluster.http.get("/health")).json()["prefill_workers"].values()
         assert entry["state"] == "incompatible"
         assert "page_size 32, decode workers of 16" in entry["detail"]

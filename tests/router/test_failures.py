@@ -24,7 +24,7 @@ from tests.router.cluster import (
     until,
     write_output,
 )
-from tests.router.scripts import error_of, failing, hanging
+from tests.router.scripts import able_prefill, error_of, failing, hanging
 
 APIS = ("chat", "complete")
 
@@ -212,7 +212,7 @@ async def test_health_follows_the_workers(cluster: Cluster):
 async def test_prefill_workers_that_are_down_are_not_named(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, prefill=1) as cluster:
         cluster.prefill[0].status = status(draining=True)
-        await until(lambda: cluster.service.pool.healthy_prefill() == [])
+        await until(lambda: able_prefill(cluster.service.pool) == [])
         assert (await cluster.chat()).status_code == 200
         assert list(cluster.decode[0].requests[0].prefill_workers) == []
 
