@@ -4,7 +4,9 @@ raises, hangs: its engine. blocks: its event loop.
 """
 
 import sys
+import threading
 import time
+from collections.abc import Callable
 
 from kvrail.engine.runner import ModelRunner
 from services.cli.main import main
@@ -19,9 +21,21 @@ def hangs(*args: object) -> None:
     time.sleep(3600)
 
 
+def in_steps(breaks: Callable[..., None]) -> Callable[..., object]:
+    """A runner's `execute` that breaks once the engine steps; what a worker tries at its start is sound."""
+    sound = ModelRunner.execute
+
+    def execute(*args: object) -> object:
+        if threading.current_thread().name == "engine":
+            breaks()
+        return sound(*args)
+
+    return execute
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "blocks":
         Progress.take = hangs
     else:
-        ModelRunner.execute = {"raises": raises, "hangs": hangs}[sys.argv[1]]
+        ModelRunner.execute = in_steps({"raises": raises, "hangs": hangs}[sys.argv[1]])
     sys.exit(main(["decode", *sys.argv[2:]]))
