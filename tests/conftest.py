@@ -11,6 +11,19 @@ from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpretedFunction
+
+    call_anew = InterpretedFunction.__call__
+
+    def call_from_kernel(self: InterpretedFunction, *args: object, **kwargs: object) -> object:
+        """The interpreter puts its functions into triton.language anew at each such call: minutes in all."""
+        languages = [value for value in self.fn.__globals__.values() if value is tl or value is tl.core]
+        if any(tl.core.is_builtin(language.load) for language in languages):
+            return call_anew(self, *args, **kwargs)
+        return self.rewrite()(*args, **kwargs)
+
+    InterpretedFunction.__call__ = call_from_kernel
 
 # A shell that starts the tests in the background ignores Ctrl-C; the processes that tests start must not inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
