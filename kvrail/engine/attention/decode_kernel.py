@@ -221,7 +221,8 @@ def _decode_kernel(
     """
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + row)
-    first = (tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0) // BLOCK * BLOCK
+    first = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
+    first = first // BLOCK * BLOCK
     span = tl.maximum(tl.cdiv(kv_len - first, tl.num_programs(1)), shortest)
     begin = first + split * span
     if (begin >= kv_len) & (split > 0):
@@ -240,7 +241,8 @@ def _decode_kernel(
         )  # fmt: skip
 
     group = tl.arange(0, GROUP_PADDED)
-    live, head = group < GROUP, kv_head * GROUP + group
+    live = group < GROUP
+    head = kv_head * GROUP + group
     key_dim = tl.arange(0, KEY_DIM_PADDED)
     q = tl.load(
         query + row * query_stride_row + head[:, None] * query_stride_head + key_dim[None, :],
