@@ -224,10 +224,7 @@ def _decode_kernel(
     first = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
     first = first // BLOCK * BLOCK
     span = tl.maximum(tl.cdiv(kv_len - first, tl.num_programs(1)), shortest)
-    begin = first + split * span
-    if (begin >= kv_len) & (split > 0):
-        return
-    begin = begin if split == 0 else part_begin(begin)
+    begin = first if split == 0 else part_begin(first + split * span)
     end = tl.minimum(part_begin(first + (split + 1) * span), kv_len)
     if (begin >= end) & (split > 0):
         return
