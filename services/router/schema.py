@@ -196,10 +196,21 @@ class KvrailOptions(Wire):
     trace: bool = False
 
 
-class Sampled(Wire):
-    """Fields of every request that generates, except for Anthropic's."""
+class OpenBody(Wire):
+    """A body with a bounded number of fields, also such as are not ours: fields.py says what becomes of them."""
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields, more than {MAX_FIELDS}")
+        return value
+
+
+class Sampled(OpenBody):
+    """Fields of every request that generates, except for Anthropic's."""
 
     model: Name
     stream: bool | None = None
@@ -232,13 +243,6 @@ class Sampled(Wire):
     grammar: str | None = None
     # ours
     kvrail: KvrailOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"has {len(value)} fields, more than {MAX_FIELDS}")
-        return value
 
 
 class Request(Sampled):

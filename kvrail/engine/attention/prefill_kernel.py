@@ -47,6 +47,55 @@ def tuning_for(shape: HeadShape) -> PrefillTuning:
     return PrefillTuning(queries=64, warps=4, stages=2)
 
 
+@triton.jit
+def _one_block(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    kv_head,
+    block,
+    position,
+    end,
+    scale,
+    softcap,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add one block to its part, `acc`, `top` and `total`; where it begins one, that before is folded into `all_`."""
+    base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
+    scores = scores_of(
+        q, keys, key_scales, base, rows, block, position, end, scale, softcap,
+        KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, False, MASKED,
+    )  # fmt: skip
+    if begins_part(block):  # behind the product, which the one before it, still under way, is waited for with
+        all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+        acc, top, total = nothing(QUERIES, VALUE_DIM_PADDED)
+    acc, top, total = add_block(
+        scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
+        VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, False, MASKED,
+    )  # fmt: skip
+    return all_acc, all_top, all_total, acc, top, total
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["page_tables", "blocks"])
 def _prefill_kernel(
     query,
@@ -106,30 +155,18 @@ def _prefill_kernel(
     else:
         masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
         for block in range(0, masked_from, BLOCK):
-            base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
-            scores = scores_of(
-                q, keys, key_scales, base, rows, block, position, end, scale, softcap,
-                KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, False, False,
-            )  # fmt: skip
-            if begins_part(block):  # behind the product, which the one before it, still under way, is waited for with
-                all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-                acc, top, total = nothing(QUERIES, VALUE_DIM_PADDED)
-            acc, top, total = add_block(
-                scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
-                VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, False, False,
+            all_acc, all_top, all_total, acc, top, total = _one_block(
+                q, keys, values, key_scales, value_scales, table, kv_head, block, position, end, scale, softcap,
+                all_acc, all_top, all_total, acc, top, total,
+                KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, QUERIES, BLOCK,
+                WINDOW, SOFTCAP, SCALED, False,
             )  # fmt: skip
     for block in range(masked_from, end, BLOCK):
-        base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
-        scores = scores_of(
-            q, keys, key_scales, base, rows, block, position, end, scale, softcap,
-            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, False, True,
-        )  # fmt: skip
-        if begins_part(block):  # behind the product, which the one before it, still under way, is waited for with
-            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-            acc, top, total = nothing(QUERIES, VALUE_DIM_PADDED)
-        acc, top, total = add_block(
-            scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
-            VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, False, True,
+        all_acc, all_top, all_total, acc, top, total = _one_block(
+            q, keys, values, key_scales, value_scales, table, kv_head, block, position, end, scale, softcap,
+            all_acc, all_top, all_total, acc, top, total,
+            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, QUERIES, BLOCK,
+            WINDOW, SOFTCAP, SCALED, True,
         )  # fmt: skip
     all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
     heads = tl.full([QUERIES], 0, tl.int32) + head

@@ -2,11 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from kvrail.wire.convert import UINT32_MAX
 from services.router.schema import (
-    MAX_FIELDS,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STOPS,
@@ -14,6 +13,7 @@ from services.router.schema import (
     Items,
     KvrailOptions,
     Name,
+    OpenBody,
     Options,
     StopString,
     Wire,
@@ -88,10 +88,8 @@ class ThinkingOptions(Wire):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class Prompted(Wire):
+class Prompted(OpenBody):
     """What makes the prompt; body of /v1/messages/count_tokens."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: Name
     messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]
@@ -99,13 +97,6 @@ class Prompted(Wire):
     tools: Items | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"has {len(value)} fields, more than {MAX_FIELDS}")
-        return value
 
 
 class Metadata(Wire):
