@@ -48,12 +48,14 @@ class PageLedger:
     def add(self, page_hash: PageHash) -> None:
         """A page's content has become known."""
         self._version += 1
-        self._held[page_digest(page_hash)] = self._version
+        digest = page_digest(page_hash)
+        self._held.pop(digest, None)  # of another page with the same digest; the newest is to be the last
+        self._held[digest] = self._version
 
     def remove(self, page_hash: PageHash) -> None:
         """It is here no more."""
         digest = page_digest(page_hash)
-        del self._held[digest]
+        self._held.pop(digest, None)
         self._version += 1
         if len(self._removed) == REMEMBERED:
             self._forgotten = self._removed[0][0]

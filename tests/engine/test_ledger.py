@@ -88,3 +88,14 @@ def test_a_line_through_steps():
     pace.note(0, 4, 0.02)
     pace.note(100, 4, 0.5)
     assert (pace.decode.each, pace.prefill.each) == (0.005, 0.005)
+
+
+def test_two_pages_of_one_digest_break_nothing():
+    ledger, listener = PageLedger(), Listener()
+    one, other = bytes(16), bytes(8) + b"another."
+    for page in (one, other, page_hashes([1, 2], 2)[0]):
+        ledger.add(page)
+    assert listener.hear(ledger, 10) and listener.held == {0, page_digest(page_hashes([1, 2], 2)[0])}
+    for page in (one, other):
+        ledger.remove(page)
+    assert listener.hear(ledger, 10) and listener.held == {page_digest(page_hashes([1, 2], 2)[0])}
