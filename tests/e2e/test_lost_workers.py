@@ -1,5 +1,7 @@
 """Workers killed outright while they work: the client's stream goes on as if nothing had happened."""
 
+import re
+
 import pytest
 
 from tests.e2e.processes import Processes
@@ -12,7 +14,7 @@ BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 250, "temperature": 0.7
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     flags = ("--kv-dtype", "float32", "--num-pages", "64", "--no-prefix-cache")
-    started = Processes(tmp_path_factory.mktemp("lost"), tiny_model("llama"), *flags)
+    started = Processes(tmp_path_factory.mktemp("lost"), tiny_model("llama"), *flags, decodes=3)
     yield started
     started.close()
 
@@ -21,11 +23,20 @@ def prefilled_by(cluster):
     return cluster.ask({**BODY, "max_tokens": 2})["usage"]["kvrail"]["prefill_worker"]
 
 
+def test_a_grammar_goes_on_where_it_was(cluster):
+    pattern = "([a-c]{3}[0-9]){200}"
+    body = {**BODY, "structured_outputs": {"regex": pattern}, "ignore_eos": False}
+    whole = cluster.stream(body)
+    assert len(whole) > 40 and re.fullmatch(r"([a-c]{3}[0-9])*[a-c]{0,3}", whole)
+    assert cluster.stream(body, after=40, then=lambda: cluster.kill(cluster.busy_decode())) == whole
+
+
 def test_a_killed_decode_worker_is_not_noticed(cluster):
+    """Two decode workers are left by the test before."""
     whole = cluster.stream(BODY)
     assert cluster.stream(BODY, after=40, then=lambda: cluster.kill(cluster.busy_decode())) == whole
     assert cluster.stream(BODY) == whole
-    assert sorted(cluster.states()[address] for address in cluster.decodes) == ["down", "healthy"]
+    assert sorted(cluster.states()[address] for address in cluster.decodes) == ["down", "down", "healthy"]
 
 
 def test_killed_prefill_workers_are_not_noticed(cluster):
