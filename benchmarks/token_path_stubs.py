@@ -119,6 +119,11 @@ class StubEngine:
         with self._lock:
             self._running.pop(request_id, None)
 
+    def status(self) -> Any:
+        """Of the engine's state what choosing where to prefill asks for."""
+        with self._lock:
+            return SimpleNamespace(running=len(self._running))
+
     def _run(self) -> None:
         from kvrail.engine.events import Admitted, Finished, Output
         from kvrail.sampling import FinishReason
@@ -165,13 +170,18 @@ async def serve_servicer() -> None:
     from services.decode.servicer import DecodeServicer
 
     engine = StubEngine(asyncio.get_running_loop())
-    settings = DecodeSettings()
+    async def no_grammar(key: Any) -> None:
+        assert not key
+
+    settings = DecodeSettings(local_prefill_tokens=0)
     worker: Any = SimpleNamespace(
         engine=engine,
         events=engine.events,
         calls=ActiveCalls(),
         check_model=lambda name: None,
-        loaded=SimpleNamespace(fingerprint=""),
+        grammars=SimpleNamespace(get=no_grammar),
+        numerics="",
+        loaded=SimpleNamespace(fingerprint="", layout=SimpleNamespace(page_bytes=1, page_size=1)),
     )
     codecs = Codecs(settings, allow_lossy=False)
     worker.transfers = TransferMetrics(CollectorRegistry(), MODEL, codecs.names)
