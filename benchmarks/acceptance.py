@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from codec import registry
+from kvrail.codec import registry
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ Quantiser = Callable[[torch.Tensor], Coarse]
 
 
 def planes(mantissa: int, *, escapes_first: bool = False, midpoint: bool = True) -> Quantiser:
-    """Planes of `splitzip-channel` (codec/splitzip/README.md): sign, 3-bit code, the mantissa's top bits.
+    """Planes of `splitzip-channel` (kvrail/codec/splitzip/README.md): sign, 3-bit code, the mantissa's top bits.
 
     escapes_first: records of escapes come in stage 0; else they come last, and an escape has the code 7 of the
     smallest numbers until then. midpoint: a value is put in the middle of its interval, else at its lower end.
@@ -66,7 +66,7 @@ def _planes(x: torch.Tensor, mantissa: int, escapes_first: bool, midpoint: bool)
 
 
 def levels(kept: int) -> Quantiser:
-    """Levels of `splitzip-progressive` (codec/progressive/README.md), 2^kept to an octave, more in the topmost two."""
+    """Levels of `splitzip-progressive` (kvrail/codec/progressive/README.md), 2^kept an octave, more in the top two."""
     return partial(_levels, kept=kept)
 
 

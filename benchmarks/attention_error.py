@@ -23,10 +23,10 @@ import torch
 from benchmarks import anchor_drafts, codec_report
 from benchmarks.anchor_drafts import Group, Model
 from benchmarks.anchors import attention_outputs, exact_outputs
-from codec.base import Block, Codec, PagedBlock
-from codec.integer.codec import int4, int8
-from codec.lynx.codec import lynx, lynx_exact
-from codec.lynx.formats import LynxCode
+from kvrail.codec.base import Block, Codec, PagedBlock
+from kvrail.codec.integer.codec import int4, int8
+from kvrail.codec.lynx.codec import lynx, lynx_exact
+from kvrail.codec.lynx.formats import LynxCode
 
 LIMITS = (0.015, 0.0002)
 """Of vNMSE, of the anchor and of both stages: Lynx, Table 3."""

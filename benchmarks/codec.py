@@ -18,9 +18,9 @@ import torch
 from benchmarks import codec_breakeven, codec_data, codec_gpu, codec_gpu_peers, codec_peers, codec_report, codec_tables
 from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures, Trial, measure, ours
-from codec import registry
-from codec.base import Block
-from codec.splitzip.formats import WindowCode
+from kvrail.codec import registry
+from kvrail.codec.base import Block
+from kvrail.codec.splitzip.formats import WindowCode
 
 GATE = "Every codec and every peer gave every bit back before it was timed."
 FITTED = "splitzip, windows of this KV"

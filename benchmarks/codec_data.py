@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.shapes import SHAPES
-from codec.base import Block
-from codec.splitzip.exponents import Histogram, best_window, coverage, histogram
-from codec.splitzip.formats import FORMATS
+from kvrail.codec.base import Block
+from kvrail.codec.splitzip.exponents import Histogram, best_window, coverage, histogram
+from kvrail.codec.splitzip.formats import FORMATS
 from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.engine.runner import ModelRunner
@@ -86,7 +86,10 @@ def corpus(domain: str = "all") -> str:
         return corpus("heldout") + "\n\n" + corpus("docs")
     if domain == "heldout":
         return (DEMO / "heldout.txt").read_text(encoding="utf-8")
-    patterns = {"docs": ("*.md", "docs/**/*.md", "codec/**/*.md", "models/*/README.md"), "code": ("kvrail/**/*.py",)}
+    patterns = {
+        "docs": ("*.md", "docs/**/*.md", "kvrail/codec/**/*.md", "models/*/README.md"),
+        "code": ("kvrail/**/*.py",),
+    }
     files = sorted({path for pattern in patterns[domain] for path in ROOT.glob(pattern)})
     return "\n\n".join(path.read_text(encoding="utf-8") for path in files)
 

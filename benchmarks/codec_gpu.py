@@ -6,11 +6,11 @@ import torch
 
 from benchmarks.codec_data import Windows
 from benchmarks.codec_trials import Trial, poisoned
-from codec.base import Block, PagedBlock
-from codec.splitzip.codebook import default_codebook
-from codec.splitzip.codec import WindowCodec
-from codec.splitzip.formats import WindowCode
-from codec.splitzip.payload import parse, plans_of, scale_bytes_of
+from kvrail.codec.base import Block, PagedBlock
+from kvrail.codec.splitzip.codebook import default_codebook
+from kvrail.codec.splitzip.codec import WindowCodec
+from kvrail.codec.splitzip.formats import WindowCode
+from kvrail.codec.splitzip.payload import parse, plans_of, scale_bytes_of
 
 GRAPH_BYTES = 8 << 20
 """Blocks up to this size are also timed as captured graphs: their launches take longer than their work."""
@@ -30,7 +30,7 @@ def kernel_trial(name: str, block: Block, code: WindowCode, windows: Windows | N
 
     What is decoded is the payload that the same launches give the codec, so that the gate covers both.
     """
-    from codec.splitzip import gpu_launch
+    from kvrail.codec.splitzip import gpu_launch
 
     out, spec = poisoned(block), block.spec
     source, target = PagedBlock.whole(block), PagedBlock.whole(out)

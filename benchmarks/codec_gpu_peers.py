@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.codec_trials import Trial, poisoned
-from codec.base import Block
+from kvrail.codec.base import Block
 
 KIB = 1024
 

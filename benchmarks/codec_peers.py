@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.codec_trials import Trial, poisoned
-from codec.base import Block
+from kvrail.codec.base import Block
 
 CHUNK = 1 << 20
 LENGTH_BYTES = 4

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from benchmarks.codec_trials import GateError, poisoned, timed
-from codec import registry
-from codec.base import Block, Codec, PagedBlock
-from codec.lynx import payload as lynx
-from codec.lynx.formats import LynxCode
-from codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
-from codec.lynx.plan import TensorPlan
-from codec.progressive.payload import HEADER_BYTES, parse_both
-from codec.progressive.plan import Cut, anchor_plans
-from codec.splitzip.payload import scale_bytes_of
-from codec.splitzip.plan import aligned
+from kvrail.codec import registry
+from kvrail.codec.base import Block, Codec, PagedBlock
+from kvrail.codec.lynx import payload as lynx
+from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
+from kvrail.codec.lynx.plan import TensorPlan
+from kvrail.codec.progressive.payload import HEADER_BYTES, parse_both
+from kvrail.codec.progressive.plan import Cut, anchor_plans
+from kvrail.codec.splitzip.payload import scale_bytes_of
+from kvrail.codec.splitzip.plan import aligned
 
 CODECS = ("splitzip-progressive", "lynx", "lynx-exact")
 SMALL_PAGES = 2
@@ -101,8 +101,8 @@ def measure(name: str, block: Block, runs: int) -> list[StepFigures]:
 
 def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     """Both stages from the pages, in one pass; the first into `out`; both into `out`, whatever lies there."""
-    from codec.progressive import gpu_launch
-    from codec.splitzip.gpu_launch import make_table
+    from kvrail.codec.progressive import gpu_launch
+    from kvrail.codec.splitzip.gpu_launch import make_table
 
     source, target, spec = PagedBlock.whole(block), PagedBlock.whole(out), block.spec
     plans = anchor_plans(spec, Cut())
@@ -138,8 +138,8 @@ def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
 
 def lynx_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     """As progressive_steps; then, where there is a third stage, its encoding and its decoding into `out`."""
-    from codec.lynx import gpu_launch
-    from codec.splitzip.gpu_launch import byte_pools
+    from kvrail.codec.lynx import gpu_launch
+    from kvrail.codec.splitzip.gpu_launch import byte_pools
 
     source, code = PagedBlock.whole(block), LynxCode()
     pools, targets = (byte_pools(pages) for pages in (source, PagedBlock.whole(out)))
@@ -180,7 +180,7 @@ def _exact_steps(
     coded: Coded,
 ) -> list[Step]:
     """The third stage from the pages and the two before it; and into pages that hold these, but for its escapes."""
-    from codec.lynx import gpu_launch
+    from kvrail.codec.lynx import gpu_launch
 
     if any(part.raw for part in layout.parts):
         raise GateError("lynx-exact brings this KV as it is: there is nothing to time")

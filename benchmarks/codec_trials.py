@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from codec.base import Block, Codec, PagedBlock
+from kvrail.codec.base import Block, Codec, PagedBlock
 
 POISON = 0xA5
 FLUSH_BYTES = 256 << 20

@@ -14,7 +14,7 @@ from kvrail.engine.batch import SampledToken
 from kvrail.engine.events import Verified
 from kvrail.engine.sequence import Sequence as Seq
 from kvrail.engine.speculation import Drafting
-from services.cli.main import main
+from kvrail.services.cli.main import main
 
 WRONG = SampledToken(-1)
 """Equal to no draft."""

@@ -32,7 +32,7 @@ from benchmarks import codec_report
 from benchmarks.codec_data import DEMO, SMALL_VOCABULARY, corpus
 from benchmarks.codec_tables import Table
 from benchmarks.shapes import SHAPES, weight_bytes, write_shape
-from codec import registry
+from kvrail.codec import registry
 from kvrail.text import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,7 @@ BURST = "256kb"
 
 DEVICE = "kvrail"
 """Name of the link's device in either namespace."""
-MODULE = "services.cli.main"
+MODULE = "kvrail"
 """The command `kvrail`."""
 UNLIMITED = "unlimited"
 """In place of a rate: as fast as the machine is."""

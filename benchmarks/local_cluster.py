@@ -27,7 +27,7 @@ def local_cluster(*flags: str, wait_s: float = 300) -> Iterator[LocalCluster]:
     """A cluster; everything ends with the block."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        command = [sys.executable, "-m", "services.cli.main", "up", "--port", "0", "--kv-memory-gib", "0.5", *flags]
+        command = [sys.executable, "-m", "kvrail", "up", "--port", "0", "--kv-memory-gib", "0.5", *flags]
         with log.open("wb") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
         try:

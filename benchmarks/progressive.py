@@ -46,7 +46,7 @@ from benchmarks.link import (
 from benchmarks.progressive_client import Trace, ask
 from benchmarks.progressive_tables import Drafted, lynx_table, parts_table, ratio_table, times_table
 from benchmarks.shapes import SHAPES
-from codec import registry
+from kvrail.codec import registry
 
 CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive,lynx,lynx-exact,int8,int4,auto"
 DRAFTS_TOKENS = "3000,4000"

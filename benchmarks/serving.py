@@ -145,7 +145,7 @@ def started(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_shape(args.shape, Path(scratch) / args.shape)
         url = f"http://127.0.0.1:{args.port}"
-        command = [sys.executable, "-m", "services.cli.main", "up", "--model", str(folder), "--load-format", "dummy"]
+        command = [sys.executable, "-m", "kvrail", "up", "--model", str(folder), "--load-format", "dummy"]
         command += ["--device", args.device, "--port", str(args.port), *args.up]
         with Path(scratch, "log").open("w+") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

@@ -113,7 +113,7 @@ def started(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
             yield found
         return
     url = f"http://127.0.0.1:{args.port}"
-    command = [sys.executable, "-m", "services.cli.main", "up", "--port", str(args.port), *args.up]
+    command = [sys.executable, "-m", "kvrail", "up", "--port", str(args.port), *args.up]
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:

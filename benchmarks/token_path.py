@@ -83,7 +83,7 @@ def router(worker_port: int) -> Iterator[tuple[psutil.Process, int]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = ["--port", str(port), "--decode-workers", f"127.0.0.1:{worker_port}", "--prefill-workers", ""]
-    command = [sys.executable, "-m", "services.cli.main", "router", *flags, "--log-level", "warning"]
+    command = [sys.executable, "-m", "kvrail", "router", *flags, "--log-level", "warning"]
     child = subprocess.Popen(command)
     try:
         url = f"http://127.0.0.1:{port}/health"

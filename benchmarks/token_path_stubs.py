@@ -163,13 +163,14 @@ async def serve_servicer() -> None:
     from kvrail.calls import ActiveCalls
     from kvrail.config import DecodeSettings
     from kvrail.metrics import TransferMetrics
-    from services.carriers import Carriers
-    from services.codecs import Codecs
-    from services.decode.fetching import Fetcher
-    from services.decode.prefill_workers import GrpcPrefillWorkers
-    from services.decode.servicer import DecodeServicer
+    from kvrail.services.carriers import Carriers
+    from kvrail.services.codecs import Codecs
+    from kvrail.services.decode.fetching import Fetcher
+    from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
+    from kvrail.services.decode.servicer import DecodeServicer
 
     engine = StubEngine(asyncio.get_running_loop())
+
     async def no_grammar(key: Any) -> None:
         assert not key
 

@@ -16,8 +16,8 @@ KvrailError
 ├── DeadlineError             the request's deadline passed
 └── RequestCancelledError     the caller went away
 
-Errors cross a process boundary as a gRPC status (kvrail.rpc.errors) or an HTTP error object (services.router.errors),
-mapped in exactly those two places.
+Errors cross a process boundary as a gRPC status (kvrail.rpc.errors) or an HTTP error object
+(kvrail.services.router.errors), mapped in exactly those two places.
 """
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from benchmarks.simulator.trace import Request
 from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimWorker, Speed
-from services.router.policy import POLICIES, Ask, choose
-from services.router.queueing import FairQueue, Ticket
+from kvrail.services.router.policy import POLICIES, Ask, choose
+from kvrail.services.router.queueing import FairQueue, Ticket
 
 REPORT_S = 0.5
 """The router's --status-interval-s."""

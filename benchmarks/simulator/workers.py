@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from kvrail.engine.ledger import Cursor
 from kvrail.engine.pages import PagePool
+from kvrail.services.router.policy import Candidate, Load, WorkerState
+from kvrail.services.router.prefixes import WorkerPages
 from kvrail.wire.v1 import common_pb2
-from services.router.policy import Candidate, Load, WorkerState
-from services.router.prefixes import WorkerPages
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from codec.base import BlockSpec
-from codec.frame import FrameFormatError, FrameHeader
+from kvrail.codec.base import BlockSpec
+from kvrail.codec.frame import FrameFormatError, FrameHeader
 from kvrail.transfer.sizes import max_payload_bytes
 
 

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from codec.base import EncodingStats
-from codec.frame import FrameHeader
+from kvrail.codec.base import EncodingStats
+from kvrail.codec.frame import FrameHeader
 
 
 class SendingObserver(Protocol):

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from codec.base import PagedBlock
+from kvrail.codec.base import PagedBlock
 
 
 class PageSource(Protocol):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TypeVar
 
-from codec.base import Codec, CodecError
-from codec.frame import FrameHeader, check_payload, unpack_head
+from kvrail.codec.base import Codec, CodecError
+from kvrail.codec.frame import FrameHeader, check_payload, unpack_head
 from kvrail.errors import FrameError
 from kvrail.transfer.guard import FrameGuard, Transfer
 from kvrail.transfer.observer import ReceivingObserver

@@ -19,9 +19,9 @@ from time import perf_counter
 
 import torch
 
-from codec.base import Codec
-from codec.digest import Digest, digest_of
-from codec.frame import FrameHeader, pack_head
+from kvrail.codec.base import Codec
+from kvrail.codec.digest import Digest, digest_of
+from kvrail.codec.frame import FrameHeader, pack_head
 from kvrail.layout import KVLayout
 from kvrail.transfer.observer import SendingObserver
 from kvrail.transfer.order import LATER_SLOTS, Link

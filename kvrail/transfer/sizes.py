@@ -1,6 +1,6 @@
 """How much one KV frame may hold, and which pages travel whole; both ends of a transfer reckon alike."""
 
-from codec.base import BlockSpec
+from kvrail.codec.base import BlockSpec
 from kvrail.layout import KVLayout
 
 MAX_GROWTH_BYTES = 1024

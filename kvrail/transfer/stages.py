@@ -5,7 +5,7 @@ from typing import Self
 
 import torch
 
-from codec.frame import FrameHeader
+from kvrail.codec.frame import FrameHeader
 from kvrail.transfer.observer import ReceivingObserver
 from kvrail.transport.base import Payload
 

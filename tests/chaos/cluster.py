@@ -58,7 +58,7 @@ class Cluster:
     def _launch(
         self, name: str, role: str, host: str, port: int, inside: list[str], model: Path, *flags: str
     ) -> subprocess.Popen[bytes]:
-        command = [*inside, sys.executable, "-m", "services.cli.main", role, "--host", host, "--port", str(port)]
+        command = [*inside, sys.executable, "-m", "kvrail", role, "--host", host, "--port", str(port)]
         command += ["--model", str(model), "--served-model-name", "tiny", *flags]
         with (self._folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)

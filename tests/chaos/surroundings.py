@@ -34,7 +34,7 @@ class Processes:
         self.url = f"http://127.0.0.1:{http}"
 
     def _start(self, role: str, port: int, *flags: str) -> None:
-        command = [sys.executable, "-m", "services.cli.main", role, "--port", str(port), *flags]
+        command = [sys.executable, "-m", "kvrail", role, "--port", str(port), *flags]
         command += ["--model", str(self._model), "--served-model-name", "tiny"]
         with open("/dev/full", "wb") as full:  # every write of it fails: the disk is full
             self._processes.append(subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=full, stderr=full))

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from kvrail.errors import KvrailError
-from services.cli import supervisor
-from services.cli.output import Output
-from services.cli.plan import Process
+from kvrail.services.cli import supervisor
+from kvrail.services.cli.output import Output
+from kvrail.services.cli.plan import Process
 
 notes, grace, timeout, *children = sys.argv[1:]
 supervisor.KILL_MARGIN_S = 0.3

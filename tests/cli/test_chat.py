@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 ROOT = Path(__file__).parents[2]
-KVRAIL = [sys.executable, "-m", "services.cli.main"]
+KVRAIL = [sys.executable, "-m", "kvrail"]
 PATIENCE_S = 30.0
 
 

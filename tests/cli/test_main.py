@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, flag_name
-from services.cli.flags import flag_arguments, given_flags
-from services.cli.main import build_parser, main
-from services.cli.role import ROLES, SPIN_COUNT
-from services.cli.up import up_fields
+from kvrail.services.cli.flags import flag_arguments, given_flags
+from kvrail.services.cli.main import build_parser, main
+from kvrail.services.cli.role import ROLES, SPIN_COUNT
+from kvrail.services.cli.up import up_fields
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,7 +108,7 @@ def test_the_command_line_is_quick_to_start(argv):
     heavy = ("torch", "transformers", "httpx", "grpc", "fastapi", "numpy")
     code = f"""
 import sys
-from services.cli.main import main
+from kvrail.services.cli.main import main
 try:
     main({argv!r})
 except SystemExit:
@@ -121,13 +121,14 @@ print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
 
 def test_the_router_never_imports_torch():
     heavy = ("torch", "transformers", "triton", "numpy", "kvrail.engine")
-    code = f"import sys, services.cli.role, services.router.main; print(sorted(set({heavy}) & set(sys.modules)))"
+    imports = "import sys, kvrail.services.cli.role, kvrail.services.router.main"
+    code = f"{imports}; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_workers_run_without_triton():
-    code = "import sys; sys.modules['triton'] = None; import services.prefill.main, services.decode.main"
+    code = "import sys; sys.modules['triton'] = None; import kvrail.services.prefill.main, kvrail.services.decode.main"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -138,10 +139,10 @@ def test_teams_of_workers_soon_sleep(monkeypatch, given, role, wanted):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     if given is not None:
         monkeypatch.setenv("GOMP_SPINCOUNT", given)
-    monkeypatch.setattr("services.cli.role.end_with_parent", lambda _: None)
+    monkeypatch.setattr("kvrail.services.cli.role.end_with_parent", lambda _: None)
     found = []
     service = SimpleNamespace(setup=lambda *_: None, run=lambda _: found.append(os.environ.get("GOMP_SPINCOUNT")) or 0)
-    monkeypatch.setattr("services.cli.role.importlib.import_module", lambda _: service)
+    monkeypatch.setattr("kvrail.services.cli.role.importlib.import_module", lambda _: service)
     workers = ["--prefill-workers=127.0.0.1:1", "--decode-workers=127.0.0.1:2"] if role == "router" else []
     assert main([role, *workers, "--model=models/kvrail-demo"]) == 0
     assert found == [wanted]

@@ -6,11 +6,11 @@ import pytest
 
 from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings
 from kvrail.errors import ConfigError
-from services.cli import gpus
-from services.cli.flags import given_flags
-from services.cli.main import build_parser
-from services.cli.plan import LOOPBACK, plan_cluster, threads_each
-from services.cli.up import up_fields, welcome
+from kvrail.services.cli import gpus
+from kvrail.services.cli.flags import given_flags
+from kvrail.services.cli.main import build_parser
+from kvrail.services.cli.plan import LOOPBACK, plan_cluster, threads_each
+from kvrail.services.cli.up import up_fields, welcome
 
 SETTINGS = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
 
@@ -32,7 +32,7 @@ def plan(*argv, config=None, gpus=(), model):
 
 def settings_of(process):
     """The settings that the process will read from its command line."""
-    role_and_flags = list(process.command[process.command.index("services.cli.main") + 1 :])
+    role_and_flags = list(process.command[process.command.index("kvrail") + 1 :])
     arguments = build_parser().parse(role_and_flags)
     cls = SETTINGS[role_and_flags[0]]
     return cls.load(given_flags(arguments, cls.model_fields), arguments.config)
@@ -57,7 +57,9 @@ def test_the_router_knows_each_worker_and_ports_are_apart(model):
 
 
 def test_a_port_is_given_once_however_few_there_are(model, monkeypatch):
-    monkeypatch.setattr("services.cli.plan.WORKER_PORTS", [port for port in range(21_000, 21_020) for _ in range(20)])
+    monkeypatch.setattr(
+        "kvrail.services.cli.plan.WORKER_PORTS", [port for port in range(21_000, 21_020) for _ in range(20)]
+    )
     _, *workers = map(settings_of, plan("--decode-workers", "3", model=model).processes)
     ports = [port for worker in workers for port in (worker.port, worker.metrics_port)]
     assert len(set(ports)) == 8
@@ -122,7 +124,7 @@ def test_a_wildcard_address_is_shown_as_one_that_can_be_called(model):
 
 
 def test_gpus_are_taken_in_turn(model, monkeypatch):
-    monkeypatch.setattr("services.cli.plan.shared_kv_memory_gib", lambda *_: 1.5)
+    monkeypatch.setattr("kvrail.services.cli.plan.shared_kv_memory_gib", lambda *_: 1.5)
     cluster = plan("--prefill-workers", "2", "--decode-workers", "1", gpus="01", model=model)
     workers = [settings_of(process) for process in cluster.processes[1:]]
     assert [worker.device for worker in workers] == ["cuda:0", "cuda:1", "cuda:0"]

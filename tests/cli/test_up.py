@@ -27,7 +27,7 @@ class Up:
         (folder / "services").mkdir()
         (folder / "services" / "__init__.py").write_text("raise RuntimeError('somebody else's code')\n")
         self.log = folder / "log"
-        command = "import sys; from services.cli.main import main; raise SystemExit(main())"
+        command = "import sys; from kvrail.services.cli.main import main; raise SystemExit(main())"
         flags = ("--port", "0", "--model", str(tiny_model("llama")), "--kv-memory-gib", "0.05", "--device", "cpu")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -75,7 +75,7 @@ def up(tmp_path):
 
 
 def chat(url, *argv):
-    command = [sys.executable, "-m", "services.cli.main", "chat", "--url", url, *argv]
+    command = [sys.executable, "-m", "kvrail", "chat", "--url", url, *argv]
     return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
 
 
@@ -122,7 +122,7 @@ def test_nothing_outlives_a_kvrail_up_that_is_killed(up):
 def test_a_mistake_of_a_worker_is_told_with_its_last_lines(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     flags = ["--port", "0", "--model", str(tmp_path), "--device", "cpu"]
-    command = [sys.executable, "-m", "services.cli.main", "up", *flags]
+    command = [sys.executable, "-m", "kvrail", "up", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 1
     assert re.search(r"^kvrail up: .*ended with status [12]", done.stderr, re.MULTILINE)

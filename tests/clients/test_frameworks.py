@@ -26,7 +26,7 @@ def url():
     python = os.environ.get("KVRAIL_PYTHON", sys.executable)
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "log")
-        command = [python, "-m", "services.cli.main", "up", "--port", str(PORT), "--kv-memory-gib", "0.5"]
+        command = [python, "-m", "kvrail", "up", "--port", str(PORT), "--kv-memory-gib", "0.5"]
         with log.open("wb") as out:
             process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
         deadline = time.monotonic() + 180

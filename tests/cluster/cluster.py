@@ -15,18 +15,18 @@ from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.prefill import InprocPrefillClient
 from kvrail.rpc.server import build_server
 from kvrail.sampling import SamplingParams
+from kvrail.services.carriers import Carriers
+from kvrail.services.codecs import AUTO, Codecs
+from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
+from kvrail.services.decode.servicer import DecodeServicer
+from kvrail.services.prefill.observer import PageObserver
+from kvrail.services.prefill.servicer import PrefillServicer
 from kvrail.transport import ucx
 from kvrail.transport.inproc import InprocCarrier
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
 from kvrail.worker import Worker, build_worker
-from services.carriers import Carriers
-from services.codecs import AUTO, Codecs
-from services.decode.fetching import Fetcher
-from services.decode.prefill_workers import GrpcPrefillWorkers
-from services.decode.servicer import DecodeServicer
-from services.prefill.observer import PageObserver
-from services.prefill.servicer import PrefillServicer
 
 MODEL = "tiny"
 WITHOUT_UCX = ucx.available()

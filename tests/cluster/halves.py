@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from codec import registry
-from codec.base import Block, CodecError, EncodingStats, check_stage
+from kvrail.codec import registry
+from kvrail.codec.base import Block, CodecError, EncodingStats, check_stage
 
 LAST_BITS = 0x000F
 

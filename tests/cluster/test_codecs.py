@@ -5,16 +5,16 @@ import re
 import pytest
 import torch
 
-import services.decode.choice
-import services.prefill.servicer
-from codec import registry
-from codec.splitzip.codebook import Codebook, default_codebook
+import kvrail.services.decode.choice
+import kvrail.services.prefill.servicer
+from kvrail.codec import registry
+from kvrail.codec.splitzip.codebook import Codebook, default_codebook
 from kvrail.config import DecodeSettings
 from kvrail.errors import ConfigError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES
 from kvrail.pagehash import page_hashes
+from kvrail.services.codecs import Codecs
 from kvrail.transfer.sizes import MAX_GROWTH_BYTES
-from services.codecs import Codecs
 from tests.cluster.cluster import cluster, settings
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
@@ -242,10 +242,12 @@ async def test_frames_carry_nothing_of_other_requests(monkeypatch, name):
 
 @pytest.mark.parametrize("decode_bytes", [1 << 14, 1 << 20])
 async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypatch, decode_bytes):
-    monkeypatch.setattr(services.decode.choice.Chooser, "link_bytes_per_s", lambda *_: 1234)
+    monkeypatch.setattr(kvrail.services.decode.choice.Chooser, "link_bytes_per_s", lambda *_: 1234)
     told = []
-    sized = services.prefill.servicer.frame_bytes
-    monkeypatch.setattr(services.prefill.servicer, "frame_bytes", lambda *given: told.append(given) or sized(*given))
+    sized = kvrail.services.prefill.servicer.frame_bytes
+    monkeypatch.setattr(
+        kvrail.services.prefill.servicer, "frame_bytes", lambda *given: told.append(given) or sized(*given)
+    )
     async with cluster(tiny_model("llama"), "grpc", decode={"max_frame_bytes": decode_bytes}, **SHARED) as c:
         answer = await c.ask(prompt_of(300), max_tokens=2)
     assert answer.summary.prefill_worker

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvrail.errors import DeadlineError, WorkerUnavailableError
-from services.prefill.servicer import PrefillServicer
+from kvrail.services.prefill.servicer import PrefillServicer
 from tests.cluster.cluster import cluster
 from tests.cluster.staged import on_send
 from tests.cluster.test_equality import prompt_of

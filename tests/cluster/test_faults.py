@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from codec.base import Block, PagedBlock
-from codec.raw.codec import RawCodec
 from kvrail.breaker import FAILURES
+from kvrail.codec.base import Block, PagedBlock
+from kvrail.codec.raw.codec import RawCodec
 from kvrail.errors import InvalidRequestError, KvrailError, OverloadedError, WorkerUnavailableError
+from kvrail.services.prefill import story
 from kvrail.wire.v1 import prefill_pb2
-from services.prefill import story
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of

@@ -7,7 +7,7 @@ import random
 
 import psutil
 
-from codec import registry
+from kvrail.codec import registry
 from tests.cluster.cluster import cluster
 from tests.models import tiny_model
 

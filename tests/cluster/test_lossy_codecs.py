@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from codec import registry
-from codec.base import Block, PagedBlock
+from kvrail.codec import registry
+from kvrail.codec.base import Block, PagedBlock
 from kvrail.config import DecodeSettings
 from kvrail.errors import InvalidRequestError
-from services.codecs import Codecs
+from kvrail.services.codecs import Codecs
 from tests.cluster.cluster import cluster, settings
 from tests.cluster.test_codecs import SHARED, content
 from tests.cluster.test_equality import prompt_of

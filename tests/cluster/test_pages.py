@@ -6,7 +6,7 @@ import torch
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.streams import SideStream
 from kvrail.layout import DTYPE_BYTES, KVLayout
-from services.pages import LeasedPages, paged_block
+from kvrail.services.pages import LeasedPages, paged_block
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-import services.decode.choice
-from codec import registry
+import kvrail.services.decode.choice
+from kvrail.codec import registry
 from kvrail.errors import InvalidRequestError
 from tests.cluster.cluster import cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
@@ -117,7 +117,7 @@ async def test_a_lossy_codec_needs_the_operators_leave(llama):
 async def test_auto_chooses_by_what_it_measured_and_says_why(llama, monkeypatch):
     offered = ("raw", "splitzip-channel", "halves")
     monkeypatch.setattr(registry, "names", lambda: offered)
-    monkeypatch.setattr(services.decode.choice, "LEAST_SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(kvrail.services.decode.choice, "LEAST_SAMPLE_BYTES", 1000)
     prompt = prompt_of(700)
     async with cluster(llama, "grpc", prefix_cache=False, decode={"codec": "auto"}, **SHARED) as c:
         await c.fetcher.measure_codecs()

@@ -1,4 +1,4 @@
-"""What `int8` and `int4` must write and restore, in numpy, value by value, from codec/integer/README.md."""
+"""What `int8` and `int4` must write and restore, in numpy, value by value, from kvrail/codec/integer/README.md."""
 
 import struct
 from dataclasses import dataclass

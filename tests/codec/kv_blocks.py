@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from codec.base import Block, BlockSpec, PagedBlock
-from codec.frame import ITEM_BYTES
+from kvrail.codec.base import Block, BlockSpec, PagedBlock
+from kvrail.codec.frame import ITEM_BYTES
 
 SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
     (1, 1, 1, 1, 1, 1),

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from kv_blocks import random_block, scattered
 
-from codec.base import Block
-from codec.lynx import reference
-from codec.lynx.payload import (
+from kvrail.codec.base import Block
+from kvrail.codec.lynx import reference
+from kvrail.codec.lynx.payload import (
     ANCHOR,
     EXACT,
     HEADER_BYTES,
@@ -19,7 +19,7 @@ from codec.lynx.payload import (
     plans_of,
     travels_raw,
 )
-from codec.splitzip.plan import aligned
+from kvrail.codec.splitzip.plan import aligned
 
 INT_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 

@@ -7,13 +7,13 @@ import torch
 from kv_blocks import random_block, scattered
 from splitzip_cases import int_type, kv_block
 
-from codec.base import Block, BlockSpec
-from codec.progressive import reference
-from codec.progressive.payload import layouts_of, parse_rest
-from codec.progressive.plan import Cut, anchor_plans
-from codec.splitzip.formats import FORMATS
-from codec.splitzip.payload import Part, scale_bytes_of, travels_raw
-from codec.splitzip.plan import aligned
+from kvrail.codec.base import Block, BlockSpec
+from kvrail.codec.progressive import reference
+from kvrail.codec.progressive.payload import layouts_of, parse_rest
+from kvrail.codec.progressive.plan import Cut, anchor_plans
+from kvrail.codec.splitzip.formats import FORMATS
+from kvrail.codec.splitzip.payload import Part, scale_bytes_of, travels_raw
+from kvrail.codec.splitzip.plan import aligned
 
 
 def kv_pages(spec, seed=0, outliers=0.01):

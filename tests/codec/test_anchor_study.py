@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.anchor_quantisers import CHANNEL, TOKEN, fixed_point, levels, lynx, planes, residual_entropy, uniform
-from codec import registry
-from codec.base import Block, PagedBlock
+from kvrail.codec import registry
+from kvrail.codec.base import Block, PagedBlock
 
 TOKENS, HEADS, DIM = 512, 2, 64
 POINTS = [(0, 0, 0), (63, 1, 5), (64, 0, 63), (200, 1, 9), (511, 1, 63)]

@@ -11,20 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from codec import compiling, registry
-from codec.base import BlockSpec
-from codec.compiling import CompilerProcess, Order, sample_pages, use_once
+from kvrail.codec import compiling, registry
+from kvrail.codec.base import BlockSpec
+from kvrail.codec.compiling import CompilerProcess, Order, sample_pages, use_once
 from kvrail.config import PrefillSettings
 from kvrail.layout import KVLayout
-from services.codecs import CodecChoiceError, Codecs
+from kvrail.services.codecs import CodecChoiceError, Codecs
 
 SPEC = BlockSpec("bfloat16", 1, 1, 16, 2, 8, 8, False)
 LOADED = SimpleNamespace(layout=KVLayout(2, 2, 8, 8, 16, "bfloat16"), device=torch.device("cpu"))
 PARENT = """
 import sys, time
-from codec.base import BlockSpec
-from codec import compiling
-from codec.compiling import CompilerProcess, Order
+from kvrail.codec.base import BlockSpec
+from kvrail.codec import compiling
+from kvrail.codec.compiling import CompilerProcess, Order
 compiling.NICENESS = 0
 process = CompilerProcess(Order(BlockSpec("bfloat16", 1, 1, 16, 2, 8, 8, False), "cpu", "", ("raw", "lynx-exact")))
 print(process.pid, flush=True)
@@ -99,7 +99,7 @@ def codecs(monkeypatch):
     """A worker's codecs, each of which counts as compiled, and those that were used in this process."""
     used = []
     monkeypatch.setattr(registry, "compiles", lambda name, kind: True)
-    monkeypatch.setattr("services.codecs.use_once", lambda codec, pages: used.append(codec.name))
+    monkeypatch.setattr("kvrail.services.codecs.use_once", lambda codec, pages: used.append(codec.name))
     made = Codecs(PrefillSettings(model="unread", kv_dtype="bfloat16"), allow_lossy=True)
     monkeypatch.setattr(Codecs, "names", property(lambda self: ("raw", "int8", "int4")))
     yield made, used
@@ -151,7 +151,7 @@ async def test_a_first_use_that_fails_is_left_to_the_request(codecs, monkeypatch
     def fail(codec, pages):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("services.codecs.use_once", fail)
+    monkeypatch.setattr("kvrail.services.codecs.use_once", fail)
     made.warm_up_others(["raw"], LOADED)
     made.close()
     assert (await made.ready("int8")).name == "int8"

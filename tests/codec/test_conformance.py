@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_blocks import SHAPES, bits_of, copy_of, decode_stages, random_block, scattered, spec_of
 
-from codec import registry
-from codec.base import CodecError, PagedBlock
-from codec.frame import ITEM_BYTES
+from kvrail.codec import registry
+from kvrail.codec.base import CodecError, PagedBlock
+from kvrail.codec.frame import ITEM_BYTES
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 EXACT = [name for name in registry.names() if registry.get(name).exact]

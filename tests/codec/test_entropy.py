@@ -11,10 +11,10 @@ import torch
 import zstandard
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 
-from codec.base import Block, CodecError, PagedBlock
-from codec.splitzip import entropy_zstd
-from codec.splitzip.entropy import splitzip_zstd
-from codec.splitzip.payload import HEADER_BYTES
+from kvrail.codec.base import Block, CodecError, PagedBlock
+from kvrail.codec.splitzip import entropy_zstd
+from kvrail.codec.splitzip.entropy import splitzip_zstd
+from kvrail.codec.splitzip.payload import HEADER_BYTES
 
 GOLDEN = Path(__file__).parent / "golden" / "splitzip_zstd_bf16.bin"
 DEMO = Path(__file__).parents[2] / "models" / "kvrail-demo"

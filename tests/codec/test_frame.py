@@ -8,9 +8,17 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codec.base import BlockSpec, CodecError
-from codec.digest import Digest, DigestKind, digest_of
-from codec.frame import ITEM_BYTES, MAX_HEAD_BYTES, FrameFormatError, FrameHeader, check_payload, pack_head, unpack_head
+from kvrail.codec.base import BlockSpec, CodecError
+from kvrail.codec.digest import Digest, DigestKind, digest_of
+from kvrail.codec.frame import (
+    ITEM_BYTES,
+    MAX_HEAD_BYTES,
+    FrameFormatError,
+    FrameHeader,
+    check_payload,
+    pack_head,
+    unpack_head,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 LIMIT = 1 << 20
@@ -43,7 +51,7 @@ GOLDEN_HEADS = {"head_raw_bf16.bin": (HEADER, PAYLOAD), "head_scaled_empty.bin":
 
 
 def by_the_table(header, payload, kind=1, digest=None):
-    """The head as the table in codec/frame.py has it, field by field."""
+    """The head as the table in kvrail/codec/frame.py has it, field by field."""
     spec, texts = header.spec, [header.codec.encode(), header.spec.dtype.encode(), header.request_id.encode()]
     item = 1 if "float8" in spec.dtype else 4 if spec.dtype == "float32" else 2
     heads = spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads

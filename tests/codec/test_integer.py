@@ -15,9 +15,9 @@ from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 from lynx_cases import kv_pages
 from test_lynx import golden_pages
 
-from codec import registry
-from codec.base import Block, CodecError, PagedBlock
-from codec.lynx.formats import FORMATS
+from kvrail.codec import registry
+from kvrail.codec.base import Block, CodecError, PagedBlock
+from kvrail.codec.lynx.formats import FORMATS
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=100 if os.environ.get("CI") == "true" else 25, deadline=None)

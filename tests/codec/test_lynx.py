@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kv_blocks import bits_of, copy_of, decode_stages, random_block, scattered, spec_of
 from lynx_cases import kv_block, kv_pages, reference_decode, reference_payloads
 
-from codec.base import Block, BlockSpec, CodecError, PagedBlock
-from codec.lynx import cpu
-from codec.lynx.codec import lynx, lynx_exact
-from codec.lynx.formats import FORMATS, LynxCode
-from codec.lynx.payload import EXACT, parse, parse_both, plans_of
+from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
+from kvrail.codec.lynx import cpu
+from kvrail.codec.lynx.codec import lynx, lynx_exact
+from kvrail.codec.lynx.formats import FORMATS, LynxCode
+from kvrail.codec.lynx.payload import EXACT, parse, parse_both, plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=300 if os.environ.get("CI") == "true" else 40)

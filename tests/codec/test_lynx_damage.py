@@ -11,11 +11,11 @@ from kv_blocks import bits_of, copy_of, decode_stages, scattered, spec_of
 from lynx_cases import kv_pages
 from test_lynx import PROPERTY
 
-from codec.base import CodecError
-from codec.lynx.codec import lynx, lynx_exact
-from codec.lynx.formats import LynxCode
-from codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse
-from codec.splitzip.plan import aligned
+from kvrail.codec.base import CodecError
+from kvrail.codec.lynx.codec import lynx, lynx_exact
+from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse
+from kvrail.codec.splitzip.plan import aligned
 
 CODE = LynxCode(alpha=0.5, chunk=16)  # every section there is
 CODEC = lynx_exact(CODE)

@@ -23,14 +23,14 @@ from progressive_cases import (
 )
 from test_splitzip import SHAPES, golden_pages
 
-from codec.base import Block, CodecError, PagedBlock
-from codec.progressive import reference
-from codec.progressive.codec import ProgressiveCodec
-from codec.progressive.payload import HEADER_BYTES, parse_rest
-from codec.progressive.plan import Cut
-from codec.splitzip import cpu
-from codec.splitzip.codec import splitzip_channel
-from codec.splitzip.formats import FORMATS
+from kvrail.codec.base import Block, CodecError, PagedBlock
+from kvrail.codec.progressive import reference
+from kvrail.codec.progressive.codec import ProgressiveCodec
+from kvrail.codec.progressive.payload import HEADER_BYTES, parse_rest
+from kvrail.codec.progressive.plan import Cut
+from kvrail.codec.splitzip import cpu
+from kvrail.codec.splitzip.codec import splitzip_channel
+from kvrail.codec.splitzip.formats import FORMATS
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=1000 if os.environ.get("CI") == "true" else 60)

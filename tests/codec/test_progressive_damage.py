@@ -10,12 +10,12 @@ from kv_blocks import bits_of, copy_of, decode_stages, random_block, scattered, 
 from progressive_cases import kv_pages, plans_of
 from test_progressive import PROPERTY
 
-from codec.base import CodecError
-from codec.progressive.codec import ProgressiveCodec
-from codec.progressive.payload import HEADER_BYTES, parse_rest
-from codec.progressive.plan import Cut
-from codec.splitzip.codec import splitzip_channel
-from codec.splitzip.payload import WIDE
+from kvrail.codec.base import CodecError
+from kvrail.codec.progressive.codec import ProgressiveCodec
+from kvrail.codec.progressive.payload import HEADER_BYTES, parse_rest
+from kvrail.codec.progressive.plan import Cut
+from kvrail.codec.splitzip.codec import splitzip_channel
+from kvrail.codec.splitzip.payload import WIDE
 
 CODEC = ProgressiveCodec()
 SPEC = spec_of((1, 2, 63, 2, 20, 24), "bfloat16")  # tiles with padding

@@ -5,10 +5,10 @@ import torch
 from kv_blocks import SHAPES, bits_of, copy_of, scattered, spec_of
 from progressive_cases import every_pattern, kv_pages, middles, plans_of
 
-from codec.base import Block, PagedBlock
-from codec.progressive.codec import ProgressiveCodec
-from codec.progressive.plan import Cut
-from codec.splitzip.formats import FORMATS
+from kvrail.codec.base import Block, PagedBlock
+from kvrail.codec.progressive.codec import ProgressiveCodec
+from kvrail.codec.progressive.plan import Cut
+from kvrail.codec.splitzip.formats import FORMATS
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

@@ -16,13 +16,13 @@ if torch.cuda.is_available():
 from progressive_cases import kv_pages, middles, plans_of, reference_payloads
 from test_splitzip_kernels import pages_of as kernel_pages
 
-from codec.base import Block, CodecError
-from codec.progressive import gpu, gpu_launch
-from codec.progressive.payload import HEADER_BYTES, parse_both, parse_rest
-from codec.progressive.plan import Cut
-from codec.splitzip import gpu as splitzip_gpu
-from codec.splitzip.formats import WindowCode
-from codec.splitzip.payload import scale_bytes_of
+from kvrail.codec.base import Block, CodecError
+from kvrail.codec.progressive import gpu, gpu_launch
+from kvrail.codec.progressive.payload import HEADER_BYTES, parse_both, parse_rest
+from kvrail.codec.progressive.plan import Cut
+from kvrail.codec.splitzip import gpu as splitzip_gpu
+from kvrail.codec.splitzip.formats import WindowCode
+from kvrail.codec.splitzip.payload import scale_bytes_of
 
 CASES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element type; cut; chunk
     ((1, 1, 16, 1, 32, 16), "bfloat16", Cut(), 256),  # blocks without padding, two values a word

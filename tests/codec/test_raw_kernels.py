@@ -8,9 +8,9 @@ from kv_blocks import SHAPES, bits_of, copy_of, scattered, spec_of
 
 pytest.importorskip("triton")
 
-from codec.base import Block, CodecError
-from codec.frame import ITEM_BYTES
-from codec.raw import gpu
+from kvrail.codec.base import Block, CodecError
+from kvrail.codec.frame import ITEM_BYTES
+from kvrail.codec.raw import gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 from splitzip_cases import codebook, int_type, kv_block, reference_decode, reference_payload
 
-from codec.base import Block, BlockSpec, CodecError, PagedBlock
-from codec.splitzip import buffers, cpu
-from codec.splitzip.codec import WindowCodec, splitzip, splitzip_channel
-from codec.splitzip.formats import FORMATS, WindowCode
-from codec.splitzip.payload import HEADER_BYTES, parse, plans_of
-from codec.splitzip.plan import aligned
+from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
+from kvrail.codec.splitzip import buffers, cpu
+from kvrail.codec.splitzip.codec import WindowCodec, splitzip, splitzip_channel
+from kvrail.codec.splitzip.formats import FORMATS, WindowCode
+from kvrail.codec.splitzip.payload import HEADER_BYTES, parse, plans_of
+from kvrail.codec.splitzip.plan import aligned
 
 GOLDEN = Path(__file__).parent / "golden"
 BOOK = codebook()

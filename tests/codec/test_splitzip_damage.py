@@ -10,10 +10,10 @@ from kv_blocks import bits_of, copy_of, scattered, spec_of
 from splitzip_cases import codebook
 from test_splitzip import PROPERTY, kv_pages
 
-from codec.base import CodecError
-from codec.splitzip.codec import splitzip, splitzip_channel
-from codec.splitzip.formats import WindowCode
-from codec.splitzip.payload import HEADER_BYTES, WIDE, parse
+from kvrail.codec.base import CodecError
+from kvrail.codec.splitzip.codec import splitzip, splitzip_channel
+from kvrail.codec.splitzip.formats import WindowCode
+from kvrail.codec.splitzip.payload import HEADER_BYTES, WIDE, parse
 
 CODECS = {"splitzip": splitzip(codebook()), "splitzip-channel": splitzip_channel()}
 SPEC = spec_of((1, 2, 63, 2, 20, 24), "bfloat16")  # tiles with padding

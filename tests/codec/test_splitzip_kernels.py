@@ -11,10 +11,10 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_splitzip.py covers these kernels on a GPU", allow_module_level=True)
 
-from codec.base import Block, CodecError
-from codec.splitzip import gpu, gpu_launch, reference
-from codec.splitzip.formats import FORMATS, WindowCode
-from codec.splitzip.payload import parse, plans_of, scale_bytes_of, travels_raw
+from kvrail.codec.base import Block, CodecError
+from kvrail.codec.splitzip import gpu, gpu_launch, reference
+from kvrail.codec.splitzip.formats import FORMATS, WindowCode
+from kvrail.codec.splitzip.payload import parse, plans_of, scale_bytes_of, travels_raw
 
 FIXED, FIXED_NARROW, CHANNEL = WindowCode(4, False, 256), WindowCode(3, False, 256), WindowCode(3, True, 256)
 CASES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element type; code

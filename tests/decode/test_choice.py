@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from codec.cost import CodecCost
+from kvrail.codec.cost import CodecCost
 from kvrail.metrics import TransferMetrics
-from services.decode.choice import LEAST_GAIN, Chooser, LinkSample, LinkWatch, Situation, choose, expected_s
+from kvrail.services.decode.choice import LEAST_GAIN, Chooser, LinkSample, LinkWatch, Situation, choose, expected_s
 
 RAW = CodecCost(1e-10, 1e-10, (1.0,))
 SPLITZIP = CodecCost(5e-10, 3e-10, (0.72,))

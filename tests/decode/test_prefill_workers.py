@@ -3,7 +3,7 @@
 import pytest
 
 from kvrail.breaker import FAILURES
-from services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
+from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
 
 NAMED = [
     "10.1.2.3:7001",

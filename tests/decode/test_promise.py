@@ -2,7 +2,7 @@
 
 import logging
 
-from services.decode.promise import Promise
+from kvrail.services.decode.promise import Promise
 
 
 def test_a_request_has_the_numerics_of_all_who_computed_it():

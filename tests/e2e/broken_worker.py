@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from kvrail.engine.runner import ModelRunner
-from services.cli.main import main
-from services.decode.progress import Progress
+from kvrail.services.cli.main import main
+from kvrail.services.decode.progress import Progress
 
 
 def raises(*args: object) -> None:

@@ -25,7 +25,7 @@ class Cluster:
         flags = ("--port", "0", "--kv-memory-gib", "0.5", "--local-prefill-tokens", "16", *flags)
         with log.open("wb") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.cli.main", "up", *flags], cwd=ROOT, stdout=out, stderr=out
+                [sys.executable, "-m", "kvrail", "up", *flags], cwd=ROOT, stdout=out, stderr=out
             )
         deadline = time.monotonic() + 180
         while "Ctrl-C stops the cluster" not in log.read_text():

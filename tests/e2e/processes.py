@@ -49,7 +49,7 @@ class Processes:
     def start(self, role, address, *flags):
         host, _, port = address.rpartition(":")
         shared = ["--model", str(self.model), "--served-model-name", "tiny"]
-        command = [sys.executable, "-m", "services.cli.main", role, "--host", host, "--port", port, *shared, *flags]
+        command = [sys.executable, "-m", "kvrail", role, "--host", host, "--port", port, *shared, *flags]
         with (self.folder / f"{role}-{port}").open("wb") as log:
             self.processes[address] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 

@@ -7,7 +7,7 @@ import sys
 import httpx
 import pytest
 
-from codec import registry
+from kvrail.codec import registry
 from tests.e2e.cluster import MODEL, ROOT, lint, samples, started
 
 LEAST_RATIO = {
@@ -77,7 +77,7 @@ def test_the_workers_say_what_their_codecs_did(cluster):
 def test_a_trace_tells_where_each_byte_went(cluster, tmp_path):
     path = tmp_path / "trace.json"
     flags = ["--url", cluster.url, "--codec", "splitzip-progressive", "--max-tokens", "8", "--out", str(path)]
-    command = [sys.executable, "-m", "services.cli.main", "trace", *flags, PROMPT]
+    command = [sys.executable, "-m", "kvrail", "trace", *flags, PROMPT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     told = json.loads(path.read_text())

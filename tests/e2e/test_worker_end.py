@@ -73,7 +73,7 @@ async def stream(client: DecodeClient, number: int, begun: asyncio.Event) -> int
 @pytest.mark.parametrize("wait_s", [0.3 * turn for turn in range(ROUNDS)])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_sigterm_right_after_ready(role: str, wait_s: float):
-    process = await start("services.cli.main", role, port=0)
+    process = await start("kvrail", role, port=0)
     await asyncio.sleep(wait_s)
     process.send_signal(signal.SIGTERM)
     await ended(process)
@@ -82,7 +82,7 @@ async def test_sigterm_right_after_ready(role: str, wait_s: float):
 @pytest.mark.parametrize("turn", range(ROUNDS))
 async def test_sigterm_under_load_lets_answers_end(turn: int):
     port = free_port()
-    process = await start("services.cli.main", "decode", port=port)
+    process = await start("kvrail", "decode", port=port)
     async with open_channel(f"127.0.0.1:{port}") as channel:
         client, begun = DecodeClient(channel), asyncio.Event()
         answers = [asyncio.create_task(stream(client, number, begun)) for number in range(8)]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from codec import registry
+from kvrail.codec import registry
 from kvrail.transport.ucx import UcxCarrier
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import held_bytes

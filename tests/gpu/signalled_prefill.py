@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from kvrail.services.cli.main import main
 from kvrail.transfer.sending import PageSender
-from services.cli.main import main
 
 ORDER = Path(sys.argv[1])
 send = PageSender._send

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from codec.raw.codec import RawCodec
+from kvrail.codec.raw.codec import RawCodec
 from kvrail.engine.streams import SideStream
 from kvrail.errors import WorkerUnavailableError
 from tests.cluster.staged import on_send, with_payload

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from kvrail.engine.batch import Feed, SequenceSlice  # noqa: E402
 from kvrail.engine.packing import pack  # noqa: E402
 from kvrail.engine.runner import ModelRunner  # noqa: E402
-from services.pages import paged_block  # noqa: E402
+from kvrail.services.pages import paged_block  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
 from tests.engine.mixed_steps import steps_of  # noqa: E402
 from tests.engine.test_runner import TOLERANCE, errors, poisoned_runner, run_schedule, tokens  # noqa: E402

@@ -15,14 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "codec"))
 
 from kv_blocks import SHAPES, bits_of, copy_of, random_block, scattered, spec_of  # noqa: E402
 
-from codec.base import Block, CodecError, PagedBlock  # noqa: E402
-from codec.splitzip import gpu_launch, reference  # noqa: E402
-from codec.splitzip.codec import splitzip, splitzip_channel  # noqa: E402
-from codec.splitzip.formats import FORMATS, WindowCode  # noqa: E402
-from codec.splitzip.gpu_decode_kernel import decode_kernel  # noqa: E402
-from codec.splitzip.gpu_encode_kernel import encode_kernel  # noqa: E402
-from codec.splitzip.gpu_pack_kernel import pack_kernel  # noqa: E402
-from codec.splitzip.payload import plans_of  # noqa: E402
+from kvrail.codec.base import Block, CodecError, PagedBlock  # noqa: E402
+from kvrail.codec.splitzip import gpu_launch, reference  # noqa: E402
+from kvrail.codec.splitzip.codec import splitzip, splitzip_channel  # noqa: E402
+from kvrail.codec.splitzip.formats import FORMATS, WindowCode  # noqa: E402
+from kvrail.codec.splitzip.gpu_decode_kernel import decode_kernel  # noqa: E402
+from kvrail.codec.splitzip.gpu_encode_kernel import encode_kernel  # noqa: E402
+from kvrail.codec.splitzip.gpu_pack_kernel import pack_kernel  # noqa: E402
+from kvrail.codec.splitzip.payload import plans_of  # noqa: E402
 
 CODECS = [splitzip, splitzip_channel]
 LARGER = [(2, 9, 64, 8, 128, 128), (1, 3, 64, 8, 128, 64), (3, 2, 16, 4, 96, 80), (1, 4, 130, 2, 66, 34)]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from codec import registry
-from codec.base import check_stage
+from kvrail.codec import registry
+from kvrail.codec.base import check_stage
 from tests.cluster.halves import Halves, HalvesEncoding, _bits, _write
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from kvrail.engine.events import Drafted, Event
 from kvrail.logs import request_id
+from kvrail.services.decode.progress import Progress
 from kvrail.transfer.order import Link
-from services.decode.progress import Progress
 from tests.cluster.staged import hold_later_stages
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from codec import registry
+from kvrail.codec import registry
 from kvrail.engine.book import RequestBook
 from tests.cluster.cluster import cluster
 from tests.cluster.staged import held_bytes, hold_later_stages

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field
 
 from benchmarks.codec_data import DEMO, corpus
-from codec import registry
+from kvrail.codec import registry
 from kvrail.text import load_tokenizer
 from tests.cluster.cluster import cluster
 from tests.cluster.staged import held_bytes

@@ -14,11 +14,11 @@ from kvrail.config import RouterSettings
 from kvrail.lifecycle import Stage
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
+from kvrail.services.router.app import build_app
+from kvrail.services.router.main import RouterServer, listen
 from kvrail.text import Tokenizer
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
-from services.router.app import build_app
-from services.router.main import RouterServer, listen
 
 MODEL = "tiny"
 VOCABULARY = 300

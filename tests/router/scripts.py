@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import httpx
 
 from kvrail.errors import KvrailError, WorkerUnavailableError
+from kvrail.services.router.policy import able
+from kvrail.services.router.workers import WorkerPool
 from kvrail.wire.v1 import decode_pb2
-from services.router.policy import able
-from services.router.workers import WorkerPool
 from tests.router.cluster import Script, write_output
 
 

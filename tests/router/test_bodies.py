@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router import bodies
-from services.router.bodies import MAX_NAMES, SHORT_BODY, JsonRequest, most_names
+from kvrail.services.router import bodies
+from kvrail.services.router.bodies import MAX_NAMES, SHORT_BODY, JsonRequest, most_names
 from tests.router.cluster import MODEL, Cluster
 
 TEXTS = st.text(alphabet='a"\\:[{,é', max_size=12)

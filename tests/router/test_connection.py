@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
+from kvrail.services.router import bodies
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
-from services.router import bodies
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

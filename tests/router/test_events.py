@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrail.sampling import FinishReason, TokenLogprobs
-from services.router.events import TextEvents, encode_event, is_plain
-from services.router.formats import ChatFormat, CompletionFormat, Head
-from services.router.values import Delta
+from kvrail.services.router.events import TextEvents, encode_event, is_plain
+from kvrail.services.router.formats import ChatFormat, CompletionFormat, Head
+from kvrail.services.router.values import Delta
 
 HEAD = Head('cmpl-"data"\u2028', 1, "mo\\del", "fp_0")
 FORMATS = {

@@ -6,9 +6,9 @@ import pytest
 
 from kvrail import breaker
 from kvrail.errors import OverloadedError, WorkerUnavailableError
+from kvrail.services.router import workers
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2
-from services.router import workers
 from tests.router.cluster import CONTEXT, MODEL, OUTPUT, VOCABULARY, run_cluster, status, until, write_output
 from tests.router.scripts import able_prefill, dying, error_of, failing, hanging
 

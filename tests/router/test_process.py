@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from kvrail.errors import ConfigError
+from kvrail.services.router.main import listen
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
-from services.router.main import listen
 from tests.router.cluster import MODEL, summary, until
 from tests.router.process import run_router
 
 IMPORTS = """
-import pkgutil, sys, importlib, services.router
-for module in pkgutil.iter_modules(services.router.__path__):
-    importlib.import_module(f"services.router.{module.name}")
+import pkgutil, sys, importlib, kvrail.services.router
+for module in pkgutil.iter_modules(kvrail.services.router.__path__):
+    importlib.import_module(f"kvrail.services.router.{module.name}")
 print(sorted(set(sys.modules) & {"torch", "transformers", "numpy", "kvrail.engine", "codec"}))
 """
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrail.services.router.clients import client_of
+from kvrail.services.router.prefixes import WorkerPages
+from kvrail.services.router.queueing import PATIENCE, FairQueue, Ticket, fair
+from kvrail.services.router.rates import LONGEST_S, SHORTEST_S, Pace
 from kvrail.wire.v1 import common_pb2
-from services.router.clients import client_of
-from services.router.prefixes import WorkerPages
-from services.router.queueing import PATIENCE, FairQueue, Ticket, fair
-from services.router.rates import LONGEST_S, SHORTEST_S, Pace
 
 
 class Room:

@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 
+from kvrail.services.router.schema import ChatRequest, CompletionRequest
 from kvrail.text import Tokenizer
-from services.router.schema import ChatRequest, CompletionRequest
 from tests.router.cluster import CONTEXT, MODEL, Cluster, run_cluster
 
 TEXT = [{"role": "user", "content": "hi"}]

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from kvrail.rpc.server import build_server
+from kvrail.services.router import workers
 from kvrail.text import Tokenizer
-from services.router import workers
 from tests.router.cluster import MODEL, OUTPUT, FakeDecode, FakePrefill, run_cluster, status, until
 
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from codec import registry
-from codec.base import Block, PagedBlock
+from kvrail.codec import registry
+from kvrail.codec.base import Block, PagedBlock
 from kvrail.layout import KVLayout
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.order import Link

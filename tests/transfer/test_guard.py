@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codec.base import BlockSpec
-from codec.frame import FrameFormatError, FrameHeader
+from kvrail.codec.base import BlockSpec
+from kvrail.codec.frame import FrameFormatError, FrameHeader
 from kvrail.transfer.guard import FrameGuard, Transfer
 from kvrail.transfer.sizes import max_payload_bytes
 

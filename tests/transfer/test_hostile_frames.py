@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from codec.frame import FrameFormatError, pack_head, unpack_head
+from kvrail.codec.frame import FrameFormatError, pack_head, unpack_head
 from kvrail.errors import KvrailError
 from tests.transfer.ends import Transfers
 

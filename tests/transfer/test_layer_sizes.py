@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from codec import registry
-from codec.base import Block, BlockSpec, PagedBlock
+from kvrail.codec import registry
+from kvrail.codec.base import Block, BlockSpec, PagedBlock
 from kvrail.layout import KVLayout
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import (

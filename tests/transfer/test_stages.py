@@ -2,8 +2,8 @@
 
 import pytest
 
-from codec.base import BlockSpec
-from codec.frame import FrameHeader
+from kvrail.codec.base import BlockSpec
+from kvrail.codec.frame import FrameHeader
 from kvrail.transfer.stages import KeptStages
 
 SPEC = BlockSpec("bfloat16", 1, 2, 16, 2, 8, 8, scaled=False)

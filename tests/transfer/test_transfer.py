@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from codec.frame import unpack_head
+from kvrail.codec.frame import unpack_head
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transfer.sending import Outgoing
 from kvrail.transfer.sizes import block_spec, first_recent_page

@@ -1,0 +1,174 @@
+"""The codecs `int8` and `int4`: uniform quantisation in one lossy stage."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvrail.codec.base import (
+    Block,
+    CodecError,
+    Encoding,
+    EncodingStats,
+    PagedBlock,
+    Payload,
+    check_place,
+    check_stage,
+)
+from kvrail.codec.host import host_bytes, host_memory, to_device
+from kvrail.codec.integer.payload import HEADER_BYTES, Bytes, Layout, Part, parse, plans_of, raw_pages_of
+from kvrail.codec.integer.plan import INT4, INT8, IntegerCode, TensorPlan
+from kvrail.codec.integer.quantise import dequantise, quantise
+from kvrail.codec.lynx.formats import FORMATS
+from kvrail.codec.splitzip.plan import aligned
+from kvrail.codec.streams import record
+
+
+class IntegerEncoding:
+    """An encoding under way on the current stream.
+
+    All sections come to the host at once; raw pages, which finite KV does not have, when `stages` has seen their flags.
+    """
+
+    def __init__(self, pages: PagedBlock, plans: tuple[TensorPlan, TensorPlan]) -> None:
+        gathered = pages.gather()
+        self._tensors = [gathered.keys, gathered.values]
+        self._layout = Layout((Part(plans[0], plans[0].travels_raw(0)), Part(plans[1], plans[1].travels_raw(0))))
+        self._host = host_memory(self._layout.size, pages.device)
+        for part, tensor, start in zip(self._layout.parts, self._tensors, self._layout.offsets, strict=True):
+            if part.raw:
+                _fill(self._host[start:], tensor)
+                continue
+            for name, section in quantise(tensor, part.plan).items():
+                _fill(self._host[start + part.plan.sections[name].offset :], section)
+        self._event = record(pages.device)
+
+    def stages(self) -> list[Payload]:
+        """Wait for the work and give the one payload."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        if self._tensors:
+            self._add_raw_pages()
+            self._tensors = []
+        return [self._host.numpy().data]
+
+    def stats(self) -> EncodingStats:
+        """What it came to, after `stages`; escapes: values of raw pages."""
+        parts = self._layout.parts
+        return EncodingStats(
+            sum(part.plan.pages * part.plan.page_values for part in parts),
+            sum(part.raw_pages * part.plan.page_values for part in parts),
+            sum(part.raw for part in parts),
+        )
+
+    def _add_raw_pages(self) -> None:
+        """Put pages that are not finite behind the sections, or their tensor in place of these."""
+        before, sections = self._layout, self._host
+        parts, found = [], []
+        for part, start in zip(before.parts, before.offsets, strict=True):
+            numbers = raw_pages_of(sections.numpy()[start:], part.plan)
+            raw = part.raw or part.plan.travels_raw(numbers.size)
+            parts.append(Part(part.plan, raw, 0 if raw else numbers.size))
+            found.append(torch.from_numpy(numbers))
+        self._layout = Layout((parts[0], parts[1]))
+        if self._layout != before:
+            self._host = host_memory(self._layout.size, torch.device("cpu"))
+            for number, (part, start) in enumerate(zip(parts, before.offsets, strict=True)):
+                tensor, target = self._tensors[number], self._host[self._layout.offsets[number] :]
+                _fill(target, tensor if part.raw else sections[start : start + part.fixed_bytes])
+                if part.raw_pages:
+                    pages = tensor.flatten(0, 1).index_select(0, found[number].to(tensor.device))
+                    _fill(self._host[self._layout.tails[number] :], pages)
+        _complete(self._host.numpy(), self._layout)
+
+
+class IntegerCodec:
+    """Codes of eight or four bits, with a minimum and a scale a group; on CPU and CUDA."""
+
+    def __init__(self, name: str, code: IntegerCode) -> None:
+        self.name = name
+        self.num_stages = 1
+        self.exact = False
+        self.device_payloads = False
+        self.dtypes = frozenset(FORMATS)
+        self.parameters_id = 0
+        self._code = code
+
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the encoding on the pages' device, on CUDA on its current stream.
+
+        Raises CodecError where the element type is none of `dtypes`; ValueError where payloads are to stay `on_device`.
+        """
+        check_place(self, pages, on_device)
+        self._check_dtype(pages)
+        return IntegerEncoding(pages, plans_of(pages.spec, self._code))
+
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
+        """Check all of the one payload, then write it into `out`, on its device's current stream.
+
+        Raises CodecError, with `out` untouched, where the payload is not one of this codec, spec and stage.
+        """
+        check_stage(self, stage, payloads)
+        self._check_dtype(out)
+        source = host_bytes(self.name, payloads[0])
+        layout = parse(source, out.spec, self._code)
+        uploaded = to_device(source, out.device)
+        starts = zip(layout.parts, layout.offsets, layout.tails, strict=True)
+        out.scatter(Block(*(_restored(source, uploaded, *each) for each in starts)))
+
+    def _check_dtype(self, pages: PagedBlock) -> None:
+        dtype = pages.spec.dtype
+        if dtype not in self.dtypes:
+            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
+
+
+def int8() -> IntegerCodec:
+    """Eight bits a value, minimum and scale a token and head."""
+    return IntegerCodec("int8", INT8)
+
+
+def int4() -> IntegerCodec:
+    """Four bits a value, minimum and scale a channel of a page for keys, a token and head for values."""
+    return IntegerCodec("int4", INT4)
+
+
+def _restored(source: Bytes, uploaded: torch.Tensor, part: Part, start: int, tail: int) -> torch.Tensor:
+    """Keys or values, on the device; source: the payload on the host, uploaded: the same on the device."""
+    plan, fixed = part.plan, uploaded[start:]
+    if part.raw:
+        return fixed[: plan.pages * plan.page_bytes].view(plan.dtype).view(plan.shape)
+    minima, scales, codes = (
+        fixed[plan.sections[name].offset : plan.sections[name].end] for name in ("minima", "scales", "codes")
+    )
+    tensor = dequantise(
+        minima.view(plan.dtype).view(plan.group_shape),
+        scales.view(plan.scale_dtype).view(plan.group_shape),
+        codes.view(plan.pages, plan.code_bytes),
+        plan,
+    )
+    if part.raw_pages:
+        numbers = to_device(raw_pages_of(source[start:], plan).view(np.uint8), tensor.device).view(torch.int64)
+        pages = uploaded[tail : tail + part.raw_pages * plan.page_bytes].view(plan.dtype)
+        tensor.view(plan.pages, -1).index_copy_(0, numbers, pages.view(part.raw_pages, -1))
+    return tensor
+
+
+def _complete(host: Bytes, layout: Layout) -> None:
+    """Write a payload's header and the zeros between its sections."""
+    host[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
+    ends = []
+    for part, start, tail in zip(layout.parts, layout.offsets, layout.tails, strict=True):
+        if part.raw:
+            ends.append(start + part.plan.pages * part.plan.page_bytes)
+        else:
+            ends += [start + section.end for section in part.plan.sections.values()]
+        ends.append(tail + part.raw_pages * part.plan.page_bytes)
+    for end in ends:
+        host[end : aligned(end)] = 0
+
+
+def _fill(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Start to copy a tensor's bytes to the beginning of `target`, on the current stream."""
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    target[: flat.numel()].copy_(flat, non_blocking=True)

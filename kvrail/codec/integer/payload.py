@@ -1,0 +1,137 @@
+"""The payload of a block. README.md has the layout; nothing here computes codes."""
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrail.codec.base import BlockSpec, CodecError
+from kvrail.codec.integer.plan import IntegerCode, TensorPlan
+from kvrail.codec.lynx.formats import FORMATS
+from kvrail.codec.splitzip.plan import aligned
+
+Bytes = npt.NDArray[np.uint8]
+
+MAGIC = b"INTQ"
+VERSION = 1
+_HEADER = struct.Struct("<4s4B2I")
+HEADER_BYTES = _HEADER.size
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a payload has of one tensor.
+
+    raw: it travels as it is. raw_pages: how many of its pages travel as they are, behind the sections; 0 where raw.
+    """
+
+    plan: TensorPlan
+    raw: bool
+    raw_pages: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the sections, or of the elements, padding included."""
+        return aligned(self.plan.pages * self.plan.page_bytes) if self.raw else self.plan.coded_bytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the raw pages, padding included."""
+        return aligned(self.raw_pages * self.plan.page_bytes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one payload."""
+
+    parts: tuple[Part, Part]
+
+    @cached_property
+    def offsets(self) -> tuple[int, int]:
+        """Where the sections, or elements, of keys and values begin."""
+        return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
+
+    @cached_property
+    def tails(self) -> tuple[int, int]:
+        """Where the raw pages of keys and values begin."""
+        first = self.offsets[1] + self.parts[1].fixed_bytes
+        return first, first + self.parts[0].tail_bytes
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.tails[1] + self.parts[1].tail_bytes
+
+    def header(self) -> bytes:
+        """The first HEADER_BYTES bytes."""
+        keys, values = self.parts
+        flags = keys.raw | values.raw << 1
+        return _HEADER.pack(MAGIC, VERSION, keys.plan.code.bits, flags, 0, keys.raw_pages, values.raw_pages)
+
+
+@lru_cache(maxsize=256)
+def plans_of(spec: BlockSpec, code: IntegerCode) -> tuple[TensorPlan, TensorPlan]:
+    """Plans of keys and values."""
+    dtype, lead = getattr(torch, spec.dtype), (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
+    return (
+        TensorPlan(code, code.key_axis, dtype, (*lead, spec.key_dim)),
+        TensorPlan(code, code.value_axis, dtype, (*lead, spec.value_dim)),
+    )
+
+
+def parse(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
+    """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
+    layout = _parse_header(payload, spec, code)
+    if payload.size != layout.size:
+        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    for part, start in zip(layout.parts, layout.offsets, strict=True):
+        if not part.raw:
+            _check_sections(payload[start : start + part.fixed_bytes], part)
+    return layout
+
+
+def raw_pages_of(fixed: Bytes, plan: TensorPlan) -> npt.NDArray[np.int64]:
+    """Numbers of the pages that travel as they are, ascending; fixed: the sections of a coded tensor."""
+    return np.flatnonzero(fixed[: plan.pages])  # flags are the first section
+
+
+def _parse_header(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
+    if payload.size < HEADER_BYTES:
+        raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
+    magic, version, bits, flags, gap, *counts = _HEADER.unpack_from(payload.data)
+    if (magic, version, gap) != (MAGIC, VERSION, 0):
+        raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
+    if bits != code.bits or flags >> 2:
+        raise CodecError(f"a payload has codes of {bits} bits and flags {flags}; its codec has {code.bits} bits")
+    parts = []
+    for number, (plan, raw_pages) in enumerate(zip(plans_of(spec, code), counts, strict=True)):
+        raw = bool(flags >> number & 1)
+        if raw_pages if raw else plan.travels_raw(raw_pages):
+            raise CodecError(f"a payload has flags {flags} and {raw_pages} raw pages of {plan.pages}")
+        parts.append(Part(plan, raw, raw_pages))
+    return Layout((parts[0], parts[1]))
+
+
+def _check_sections(fixed: Bytes, part: Part) -> None:
+    """Check that flags, minima and scales are what an encoder can have written."""
+    plan = part.plan
+    found = {name: fixed[where.offset : where.end] for name, where in plan.sections.items()}
+    if (found["flags"] > 1).any() or int(found["flags"].sum(dtype=np.int64)) != part.raw_pages:
+        raise CodecError(f"pages' flags do not say what the header says: {part.raw_pages} raw pages")
+    infinite = _infinity(plan.dtype)
+    minima = found["minima"].view(f"<u{plan.dtype.itemsize}")
+    if (minima & infinite == infinite).any():
+        raise CodecError("a payload has a minimum that is not finite")
+    scales = found["scales"].view("<u2")
+    wrong = scales >= _infinity(plan.scale_dtype)  # with a sign too
+    if wrong.any():
+        raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
+
+
+def _infinity(dtype: torch.dtype) -> int:
+    """Bits of infinity."""
+    float_format = FORMATS[str(dtype).removeprefix("torch.")]
+    return ((1 << float_format.exponent_bits) - 1) << float_format.mantissa_bits

@@ -1,0 +1,77 @@
+"""The codecs `lynx` and `lynx-exact`, and where the work is done."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from kvrail.codec.host import host_bytes
+from kvrail.codec.lynx.formats import FORMATS, LynxCode
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse, parse_both, plans_of
+
+
+class LynxCodec:
+    """Anchors, residuals and, where exact, what restores every bit; on CPU and CUDA.
+
+    Made once; any thread may use it.
+    """
+
+    def __init__(self, name: str, code: LynxCode, *, exact: bool) -> None:
+        self.name = name
+        self.num_stages = EXACT + 1 if exact else EXACT
+        self.exact = exact
+        self.device_payloads = False
+        self.dtypes = frozenset(FORMATS)
+        self.parameters_id = code.id
+        self._code = code
+
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
+
+        Raises CodecError where the element type is none of `dtypes` or a pool's tensor is not contiguous; ValueError
+        where payloads are to stay `on_device`.
+        """
+        check_place(self, pages, on_device)
+        self._check_dtype(pages)
+        plans = plans_of(pages.spec, self._code)
+        encoding: Encoding = _kernels(pages.device).encode(pages, plans, self.num_stages)
+        return encoding
+
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
+        """Check all of the payloads that it needs, then write a stage into `out`, on its device's current stream.
+
+        RESIDUAL is written from the first two, whatever lies in `out`, but for tensors that travel raw, which ANCHOR
+        left there; EXACT corrects by its own payload what RESIDUAL left. Raises CodecError, with `out` untouched, where
+        a payload is not one of this codec, parameters, spec and its stage, or the first two are of different blocks.
+        """
+        check_stage(self, stage, payloads)
+        self._check_dtype(out)
+        sources, kernels = [host_bytes(self.name, payload) for payload in payloads], _kernels(out.device)
+        if stage == EXACT:
+            kernels.decode_exact(sources[EXACT], parse(sources[EXACT], out.spec, self._code, EXACT), out)
+        elif stage == RESIDUAL:
+            kernels.decode(sources, parse_both(sources[ANCHOR], sources[RESIDUAL], out.spec, self._code), out)
+        else:
+            kernels.decode(sources, (parse(sources[ANCHOR], out.spec, self._code, ANCHOR),), out)
+
+    def _check_dtype(self, pages: PagedBlock) -> None:
+        dtype = pages.spec.dtype
+        if dtype not in self.dtypes:
+            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
+
+
+def _kernels(device: torch.device) -> Any:
+    """What does the work on `device`: imported with the first page there, for numba and triton compile."""
+    return importlib.import_module(f"kvrail.codec.lynx.{'gpu' if device.type == 'cuda' else 'cpu'}")
+
+
+def lynx(code: LynxCode | None = None) -> LynxCodec:
+    """Two stages of four bits a value; the last is of the class of INT8."""
+    return LynxCodec("lynx", code or LynxCode(), exact=False)
+
+
+def lynx_exact(code: LynxCode | None = None) -> LynxCodec:
+    """The stages of `lynx` and one that restores every bit."""
+    return LynxCodec("lynx-exact", code or LynxCode(), exact=True)

@@ -1,0 +1,135 @@
+"""Raw: a block's bytes as they are, in one exact stage. README.md has the layout."""
+
+import importlib
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvrail.codec.base import (
+    BlockSpec,
+    CodecError,
+    Encoding,
+    EncodingStats,
+    PagedBlock,
+    Payload,
+    check_place,
+    check_stage,
+)
+from kvrail.codec.frame import ITEM_BYTES
+from kvrail.codec.host import Bytes, host_bytes, host_memory, to_device
+from kvrail.codec.streams import record
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a pool's tensor as uint8, its last dimension widened; raises CodecError where it is not contiguous."""
+    if not tensor.is_contiguous():
+        raise CodecError(f"a pool's tensor of shape {tuple(tensor.shape)} is not contiguous; make it so first")
+    return (tensor if tensor.dim() == 5 else tensor.unsqueeze(-1)).view(torch.uint8)
+
+
+class RawEncoding:
+    """A copy under way into one buffer: on the pages' device, or by way of it into host memory.
+
+    Host memory is pinned where the pages lie on CUDA, and torch's: it is used again only once this object and every
+    view of its payload are gone and the copies into it have finished.
+    """
+
+    def __init__(self, pages: PagedBlock, on_device: bool) -> None:
+        spec = pages.spec
+        self._values = _values_of(spec)
+        if pages.device.type == "cuda":
+            self._buffer = gathered = torch.empty(spec.raw_bytes, dtype=torch.uint8, device=pages.device)
+            _kernels().gather(pages, gathered)
+            if not on_device:
+                self._buffer = host_memory(spec.raw_bytes, pages.device)
+                self._buffer.copy_(gathered, non_blocking=True)
+        else:
+            self._buffer = host_memory(spec.raw_bytes, pages.device)
+            _gather(pages, self._buffer)
+        self._event = record(pages.device)
+
+    def stages(self) -> list[Payload]:
+        """Wait for the copies; one payload: the buffer, or where it is the host's a view of it."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return [self._buffer if self._buffer.is_cuda else self._buffer.numpy().data]
+
+    def stats(self) -> EncodingStats:
+        """Both tensors travel as they are."""
+        return EncodingStats(self._values, raw_tensors=2)
+
+
+class RawCodec:
+    """Bytes as they are."""
+
+    def __init__(self) -> None:
+        self.name = "raw"
+        self.num_stages = 1
+        self.exact = True
+        self.device_payloads = True
+        self.dtypes = frozenset(ITEM_BYTES)
+        self.parameters_id = 0
+
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the copies of `pages` on their device's current stream: to the host, or to a buffer beside them.
+
+        Raises CodecError where the element type or the pool's strides are none that it takes; ValueError where
+        payloads are to stay `on_device` and the pages lie on a CPU.
+        """
+        check_place(self, pages, on_device)
+        dtype = pages.spec.dtype
+        if dtype not in self.dtypes:
+            raise CodecError(f"raw does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
+        return RawEncoding(pages, on_device)
+
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
+        """Write the one payload into `out`; raises CodecError, with `out` untouched, where it does not fit."""
+        check_stage(self, stage, payloads)
+        (payload,) = payloads
+        if payload.nbytes != out.spec.raw_bytes:
+            raise CodecError(f"a raw payload has {payload.nbytes} bytes; its block has {out.spec.raw_bytes}")
+        if isinstance(payload, torch.Tensor):
+            if payload.device != out.device or payload.dtype != torch.uint8 or not payload.is_contiguous():
+                raise CodecError(
+                    f"a raw payload is a tensor of {payload.dtype} on {payload.device}; pages on {out.device} take"
+                    " contiguous bytes in host memory or on the same device"
+                )
+            _kernels().scatter(payload.flatten(), out)
+        elif out.device.type == "cuda":
+            _kernels().check_pools(out)
+            _kernels().scatter(to_device(host_bytes(self.name, payload), out.device), out)
+        else:
+            _scatter(host_bytes(self.name, payload), out)
+
+
+def _kernels() -> Any:
+    """What does the work on CUDA: imported with the first page there, for it needs triton."""
+    return importlib.import_module("kvrail.codec.raw.gpu")
+
+
+def _values_of(spec: BlockSpec) -> int:
+    """Elements of keys and values."""
+    return spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim)
+
+
+def _gather(pages: PagedBlock, buffer: torch.Tensor) -> None:
+    """Copy pages to `buffer`, uint8 [raw bytes], on a CPU."""
+    pools, index = [_as_bytes(pool) for pool in pages.layer_pools()], pages.page_index()
+    shapes = [(pool.shape[0], index.numel(), *pool.shape[2:]) for pool in pools]
+    parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
+    for pool, shape, part in zip(pools, shapes, parts, strict=True):
+        torch.index_select(pool, 1, index, out=part.view(shape))
+
+
+def _scatter(source: Bytes, out: PagedBlock) -> None:
+    """Copy a payload to pages on a CPU."""
+    offset = 0
+    for pool in [_as_bytes(pool) for pool in out.layer_pools()]:
+        page_bytes = math.prod(pool.shape[2:])
+        for layer, page in itertools.product(range(pool.shape[0]), out.page_ids):
+            pool[layer, page].numpy().reshape(-1)[:] = source[offset : offset + page_bytes]
+            offset += page_bytes

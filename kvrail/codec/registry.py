@@ -1,0 +1,60 @@
+"""Codecs by name. A codec's module is imported when the codec is asked for, not before."""
+
+import functools
+import importlib
+from typing import TYPE_CHECKING
+
+from kvrail.codec.base import Codec
+
+if TYPE_CHECKING:
+    from kvrail.codec.splitzip.codebook import Codebook
+
+# Where each codec is made, and whether it takes a codebook.
+_CODECS = {
+    "raw": ("kvrail.codec.raw.codec", "RawCodec", False),
+    "splitzip": ("kvrail.codec.splitzip.codec", "splitzip", True),
+    "splitzip-channel": ("kvrail.codec.splitzip.codec", "splitzip_channel", False),
+    "splitzip-progressive": ("kvrail.codec.progressive.codec", "ProgressiveCodec", False),
+    "splitzip-zstd": ("kvrail.codec.splitzip.entropy", "splitzip_zstd", False),
+    "splitzip-ans": ("kvrail.codec.splitzip.entropy", "splitzip_ans", False),
+    "int8": ("kvrail.codec.integer.codec", "int8", False),
+    "int4": ("kvrail.codec.integer.codec", "int4", False),
+    "lynx": ("kvrail.codec.lynx.codec", "lynx", False),
+    "lynx-exact": ("kvrail.codec.lynx.codec", "lynx_exact", False),
+}
+
+
+_UNCOMPILED = {"cpu": frozenset({"raw", "int8", "int4"}), "cuda": frozenset({"int8", "int4"})}
+"""By the kind of device: codecs that have no kernels of their own there."""
+
+# Modules that say whether what a codec needs is there.
+_NEEDS = {"splitzip-ans": "kvrail.codec.splitzip.entropy_ans"}
+
+
+class UnknownCodecError(LookupError):
+    """No codec has this name, or what it needs is not there."""
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Names of all codecs that can be made here."""
+    return tuple(name for name in _CODECS if name not in _NEEDS or importlib.import_module(_NEEDS[name]).is_available())
+
+
+def compiles(name: str, device_kind: str) -> bool:
+    """Whether the first use of a codec on "cpu" or "cuda" compiles kernels."""
+    return name not in _UNCOMPILED[device_kind]
+
+
+def get(name: str, codebook: "Codebook | None" = None) -> Codec:
+    """Make the codec called `name`; raises UnknownCodecError, which lists the names there are.
+
+    codebook: for codecs that take one; without, they use the one that ships.
+    """
+    if name not in names():
+        why = f"needs {importlib.import_module(_NEEDS[name]).NEEDS}" if name in _NEEDS else "is unknown"
+        raise UnknownCodecError(f"codec {name!r} {why}; choose one of {', '.join(names())}")
+    module, maker, calibrated = _CODECS[name]
+    make = getattr(importlib.import_module(module), maker)
+    codec: Codec = make(codebook) if calibrated else make()
+    return codec

@@ -1,0 +1,250 @@
+"""A block's payload: header, dense parts, scales, escapes. README.md has the layout; nothing here computes codes."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.codec.base import BlockSpec, CodecError, EncodingStats
+from kvrail.codec.splitzip.formats import FORMATS, SEGMENTS, WindowCode
+from kvrail.codec.splitzip.plan import TILES_PER_GROUP, TensorPlan, aligned, variable_bytes
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+MAGIC = b"SPLZ"
+VERSION = 1
+_HEADER = struct.Struct("<4s5B7sQ4Q8s")
+HEADER_BYTES = _HEADER.size
+WIDE = 0x8000
+"""Bit of a tile's count that says that its records have extensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one tensor lies in a payload.
+
+    raw: it travels as it is; then it has no records.
+    """
+
+    plan: TensorPlan
+    raw: bool
+    records: int
+    extensions: int
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense part, padding included."""
+        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
+
+    @property
+    def escape_bytes(self) -> int:
+        """Bytes of records and extensions, padding included."""
+        return variable_bytes(self.records, self.extensions)
+
+
+@lru_cache(maxsize=256)
+def plans_of(spec: BlockSpec, code: WindowCode) -> tuple[TensorPlan, TensorPlan]:
+    """Plans of keys and values."""
+    shape = (FORMATS[spec.dtype], code, spec.num_layers, spec.num_pages, spec.page_size)
+    return (
+        TensorPlan(*shape, spec.num_kv_heads * spec.key_dim),
+        TensorPlan(*shape, spec.num_kv_heads * spec.value_dim),
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one payload: offsets of everything in it.
+
+    scale_bytes: of keys' and values' scales together, 0 without.
+    """
+
+    keys: Part
+    values: Part
+    scale_bytes: int
+    codebook_id: int
+    entropy_coded: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, Part]:
+        """Keys and values."""
+        return self.keys, self.values
+
+    @cached_property
+    def dense_offsets(self) -> tuple[int, int]:
+        """Of the dense parts of keys and values."""
+        return HEADER_BYTES, HEADER_BYTES + self.keys.dense_bytes
+
+    @cached_property
+    def scale_offset(self) -> int:
+        """Of the scales."""
+        return self.dense_offsets[1] + self.values.dense_bytes
+
+    @cached_property
+    def escape_offsets(self) -> tuple[int, int]:
+        """Of the records of keys and values; extensions follow, aligned."""
+        first = self.scale_offset + aligned(self.scale_bytes)
+        return first, first + self.keys.escape_bytes
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.escape_offsets[1] + self.values.escape_bytes
+
+    def header(self) -> bytes:
+        """The first HEADER_BYTES bytes."""
+        code = self.keys.plan.code
+        flags = self.keys.raw | self.values.raw << 1 | self.entropy_coded << 2
+        counts = (self.keys.records, self.keys.extensions, self.values.records, self.values.extensions)
+        kind = (flags, code.code_bits, code.position_bits, code.per_channel)
+        return _HEADER.pack(MAGIC, VERSION, *kind, b"", self.codebook_id, *counts, b"")
+
+
+def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
+    """Whether a tensor with so many records and extensions travels as it is, since coded it would be no smaller."""
+    return plan.fixed_bytes + variable_bytes(records, extensions) + plan.later_bytes >= plan.raw_bytes
+
+
+def stats_of(parts: Sequence[Part]) -> EncodingStats:
+    """What an encoding came to; parts: of keys and values."""
+    return EncodingStats(
+        sum(part.plan.values for part in parts), sum(part.records for part in parts), sum(part.raw for part in parts)
+    )
+
+
+def scale_bytes_of(spec: BlockSpec) -> int:
+    """Bytes of the scales of a block, 0 where its element type has none."""
+    return 8 * spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads if spec.scaled else 0
+
+
+def parse(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int) -> Layout:
+    """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
+    layout = parse_header(payload, spec, code, codebook_id, entropy_coded=False)
+    check_body(payload, layout)
+    return layout
+
+
+def check_body(payload: Bytes, layout: Layout) -> None:
+    """Check what comes after a header against it."""
+    if payload.size != layout.size:
+        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    for part, start, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+        if not part.raw:
+            dense = payload[start : start + part.dense_bytes]
+            check_groups(dense, part)
+            check_records(dense, payload[escapes : escapes + 2 * part.records].view("<u2"), part.plan)
+
+
+def parse_header(payload: Bytes, spec: BlockSpec, code: WindowCode, codebook_id: int, *, entropy_coded: bool) -> Layout:
+    """The layout that a payload's header tells; raises CodecError where it isn't one of this code."""
+    if payload.size < HEADER_BYTES:
+        raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
+    fields = _HEADER.unpack_from(payload.data)
+    magic, version, flags, code_bits, position_bits, per_channel, gap, book, *counts, end = fields
+    if (magic, version) != (MAGIC, VERSION):
+        raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
+    if any(gap + end):
+        raise CodecError(f"a payload's header has {(gap + end).hex()} where its version {VERSION} has zeros")
+    theirs = (code_bits, position_bits, per_channel, flags >> 2)
+    ours = (code.code_bits, code.position_bits, code.per_channel, int(entropy_coded))
+    if theirs != ours:
+        raise CodecError(
+            f"a payload has (code bits, position bits, per channel, entropy) {theirs}; this code has {ours}"
+        )
+    if book != codebook_id:
+        raise CodecError(f"a payload was made with codebook {book:016x}; this worker has {codebook_id:016x}")
+    parts = []
+    for number, plan in enumerate(plans_of(spec, code)):
+        parts.append(checked_part(plan, bool(flags >> number & 1), *counts[2 * number : 2 * number + 2]))
+    return Layout(parts[0], parts[1], scale_bytes_of(spec), book, entropy_coded)
+
+
+def checked_part(plan: TensorPlan, raw: bool, records: int, extensions: int) -> Part:
+    """What a header says of one tensor; raises CodecError where no encoder would say it."""
+    most = 0 if raw else plan.values
+    if not extensions <= records <= most:
+        raise CodecError(f"a payload has {records} records and {extensions} extensions for {most} values")
+    if not raw and not plan.fits:
+        raise CodecError(f"a payload has pages of {plan.rows} tokens in tiles of {plan.code.chunk}")
+    if not raw and travels_raw(plan, records, extensions):
+        raise CodecError(f"a payload has {records} records for {plan.values} values, more than pay off")
+    return Part(plan, raw, records, extensions)
+
+
+def check_groups(dense: Bytes, part: Part) -> None:
+    """Check that counts and group offsets of a dense part agree with each other and with the numbers of records."""
+    records, extensions = tile_escapes(dense, part.plan)
+    if records.size and int(records.max()) > SEGMENTS * part.plan.segment_values:
+        raise CodecError(f"a tile has {records.max()} escapes of {SEGMENTS * part.plan.segment_values} values")
+    groups = section(dense, part.plan, "groups").view("<u4").reshape(-1, 2)
+    expected = (("records", records, part.records), ("extensions", extensions, part.extensions))
+    for column, (name, each, total) in enumerate(expected):
+        if int(each.sum()) != total:
+            raise CodecError(f"tiles have {each.sum()} {name}; the header says {total}")
+        if not np.array_equal(groups[:, column], offsets_of_groups(each)):
+            raise CodecError(f"offsets of {name} do not follow from the counts")
+
+
+def check_records(dense: Bytes, records: npt.NDArray[np.uint16], plan: TensorPlan) -> None:
+    """Check that every record lies on a value of its tile; records: uint16, as many as the counts say."""
+    rows, columns, segment = plan.rows, plan.columns, plan.segment_values
+    if plan.code.per_channel:
+        padding = rows < SEGMENTS * plan.segment_rows or columns < plan.tiles_per_page * plan.tile_width
+    else:
+        padding = plan.page_values < plan.tiles_per_page * SEGMENTS * segment
+    if not padding and SEGMENTS * segment == plan.code.chunk:
+        return  # every position is one of a value
+    position = records.astype(np.int64) & (plan.code.chunk - 1)
+    tile = np.repeat(np.arange(plan.tiles), tile_escapes(dense, plan)[0]) % max(plan.tiles_per_page, 1)
+    s, j = position & (SEGMENTS - 1), position // SEGMENTS
+    if plan.code.per_channel:
+        row, column = s * plan.segment_rows + j // plan.tile_width, tile * plan.tile_width + j % plan.tile_width
+        stray = (row >= rows) | (column >= columns)
+    else:
+        stray = (tile * SEGMENTS + s) * segment + j >= plan.page_values
+    stray |= j >= segment
+    if stray.any():
+        raise CodecError(f"a record has position {position[stray][0]}, where its tile has no value")
+
+
+def write_groups(dense: Bytes, plan: TensorPlan) -> None:
+    """Write the group offsets that follow from the counts of a dense part."""
+    groups = section(dense, plan, "groups").view("<u4").reshape(-1, 2)
+    for column, each in enumerate(tile_escapes(dense, plan)):
+        groups[:, column] = offsets_of_groups(each)
+
+
+def tile_escapes(dense: Bytes, plan: TensorPlan) -> tuple[Ints, Ints]:
+    """Records and extensions of each tile by the counts of a dense part, int64 [tiles] each."""
+    counts = section(dense, plan, "counts").view("<u2")
+    records = (counts & (WIDE - 1)).astype(np.int64)
+    return records, np.where(counts & WIDE, records, 0)
+
+
+def offsets_of_groups(sizes: Ints) -> Ints:
+    """Sum of `sizes` before the first tile of each group."""
+    ends = np.cumsum(sizes)
+    first = np.arange(0, sizes.size, TILES_PER_GROUP)
+    return np.where(first > 0, ends[first - 1], 0)
+
+
+def pad_sections(plan: TensorPlan, dense: Bytes) -> None:
+    """Write the zeros between the sections of a plan."""
+    for each in plan.sections.values():
+        pad(dense, each.end)
+
+
+def pad(target: Bytes, end: int) -> int:
+    """Zeros from `end` to the next section; where that begins."""
+    target[end : aligned(end)] = 0
+    return aligned(end)
+
+
+def section(dense: Bytes, plan: TensorPlan, name: str) -> Bytes:
+    """A view of one section of a dense part."""
+    where = plan.sections[name]
+    return dense[where.offset : where.end]

@@ -1,0 +1,160 @@
+"""Where everything of one tensor lies: its tiles, and the sections of its part of a payload. README.md draws it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvrail.codec.splitzip.formats import SEGMENTS, FloatFormat, WindowCode, planes_of
+
+ALIGNMENT = 16
+"""Every section starts at a multiple of this."""
+TILES_PER_GROUP = 64
+"""Tiles whose records' first offset is written down once."""
+
+
+def _ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def aligned(size: int) -> int:
+    """`size` rounded up to a multiple of ALIGNMENT."""
+    return _ceil_div(size, ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`size` bytes at `offset` in the tensor's part of the payload."""
+
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """The byte after the last."""
+        return self.offset + self.size
+
+
+def sections_of(sizes: dict[str, int]) -> dict[str, Section]:
+    """Sections of such sizes one after the other, each aligned."""
+    sections, offset = {}, 0
+    for name, size in sizes.items():
+        sections[name] = Section(offset, size)
+        offset += aligned(size)
+    return sections
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Tiles and sections of the keys or the values of a block.
+
+    One page of one layer is a matrix [rows, columns] of elements, contiguous: rows are tokens, columns are channels of
+    all heads. Pages are counted layer by layer: page number = layer * num_pages + page.
+    """
+
+    format: FloatFormat
+    code: WindowCode
+    num_layers: int
+    num_pages: int
+    rows: int
+    columns: int
+
+    @cached_property
+    def page_values(self) -> int:
+        """Elements of a page."""
+        return self.rows * self.columns
+
+    @cached_property
+    def values(self) -> int:
+        """Elements in all."""
+        return self.num_layers * self.num_pages * self.page_values
+
+    @cached_property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensor as it is."""
+        return self.values * self.format.item_bytes
+
+    @cached_property
+    def segment_rows(self) -> int:
+        """Rows of a segment: 1 where tiles are runs of a page, else an eighth of a page's rows, rounded up."""
+        return max(1, _ceil_div(self.rows, SEGMENTS)) if self.code.per_channel else 1
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the code can tile the page at all: per channel, a tile is at least one whole column."""
+        return self.segment_rows * SEGMENTS <= self.code.chunk
+
+    @cached_property
+    def tiles_per_page(self) -> int:
+        """Tiles of a page, all of the same size."""
+        if self.code.per_channel:
+            return _ceil_div(self.columns, self.code.chunk // (SEGMENTS * self.segment_rows))
+        return _ceil_div(self.page_values, self.code.chunk)
+
+    @cached_property
+    def tile_width(self) -> int:
+        """Columns of a tile, counting a run of a page as eight rows."""
+        length = self.columns if self.code.per_channel else _ceil_div(self.page_values, SEGMENTS)
+        return _ceil_div(length, self.tiles_per_page) if self.tiles_per_page else 0
+
+    @cached_property
+    def segment_values(self) -> int:
+        """Elements of a segment, padding included; a tile has eight times as many."""
+        return self.segment_rows * self.tile_width
+
+    @cached_property
+    def tiles(self) -> int:
+        """Tiles in all; number = page number * tiles_per_page + tile in the page."""
+        return self.num_layers * self.num_pages * self.tiles_per_page
+
+    @cached_property
+    def groups(self) -> int:
+        """Groups of TILES_PER_GROUP tiles; the last may have fewer."""
+        return _ceil_div(self.tiles, TILES_PER_GROUP)
+
+    @cached_property
+    def significand_planes(self) -> tuple[int, ...]:
+        """Widths of the planes of sign and mantissa."""
+        return planes_of(1 + self.format.mantissa_bits)
+
+    @cached_property
+    def code_planes(self) -> tuple[int, ...]:
+        """Widths of the planes of the codes."""
+        return planes_of(self.code.code_bits)
+
+    @cached_property
+    def planes(self) -> dict[str, tuple[int, ...]]:
+        """The fields of a value, in the order in which they travel, and the widths of their planes."""
+        return {"significand": self.significand_planes, "code": self.code_planes}
+
+    @cached_property
+    def sections(self) -> dict[str, Section]:
+        """The sections whose size does not depend on the data, by name, in order."""
+        sizes = self.plane_sizes(self.planes)
+        if self.code.per_channel:
+            sizes |= {"tops": self.tiles, "drops": self.tiles * self.drop_bytes}
+        sizes |= {"counts": 2 * self.tiles, "groups": 8 * self.groups}
+        return sections_of(sizes)
+
+    @cached_property
+    def drop_bytes(self) -> int:
+        """Bytes of a tile's drops, four bits a column."""
+        return _ceil_div(self.tile_width, 2)
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """Bytes of all sections whose size does not depend on the data, with their padding."""
+        return sum(aligned(section.size) for section in self.sections.values())
+
+    @property
+    def later_bytes(self) -> int:
+        """Bytes that travel in later stages; 0 where there is one."""
+        return 0
+
+    def plane_sizes(self, planes: dict[str, tuple[int, ...]]) -> dict[str, int]:
+        """Bytes of each plane, by the name of its field and its number; planes: their widths in bits."""
+        unit = self.tiles * self.segment_values
+        return {f"{name}{i}": width * unit for name, widths in planes.items() for i, width in enumerate(widths)}
+
+
+def variable_bytes(records: int, extensions: int) -> int:
+    """Bytes of the sections that hold so many records and extensions, with their padding."""
+    return aligned(2 * records) + aligned(extensions)

@@ -1,0 +1,53 @@
+"""Exponents of the KV cache that the engine itself computes for some text."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvrail.codec.splitzip.exponents import Histogram, histogram
+from kvrail.codec.splitzip.formats import FORMATS
+from kvrail.engine.batch import SequenceSlice
+from kvrail.engine.loader import LoadedModel
+from kvrail.engine.runner import ModelRunner
+
+SEQUENCE_TOKENS = 2048
+"""A text is computed in sequences of so many tokens, so that long texts need no more memory than this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurement:
+    """How often each exponent occurs: keys and values, int64 [layers, exponents]; tokens: of how many tokens."""
+
+    keys: Histogram
+    values: Histogram
+    tokens: int
+
+
+def measure(loaded: LoadedModel, texts: Sequence[Sequence[int]]) -> Measurement:
+    """Prefill each of `texts`, token ids, and count the exponents of what is then in the pages of each layer."""
+    layout = loaded.layout
+    length = min(SEQUENCE_TOKENS, loaded.max_model_len)
+    pages = range(layout.pages_for(length))
+    runner = ModelRunner(loaded, len(pages), max_running=1, max_batch_tokens=length, cuda_graphs=False, compile=False)
+    keys, values = (np.zeros((layout.num_layers, FORMATS[layout.dtype].exponents), np.int64) for _ in range(2))
+    for sequence in _sequences(texts, length):
+        runner.execute([SequenceSlice(sequence, 0, pages, num_logits=0)])
+        for layer in range(layout.num_layers):
+            keys[layer] += _count(runner.cache.keys[layer], len(sequence))
+            values[layer] += _count(runner.cache.values[layer], len(sequence))
+    return Measurement(keys, values, sum(map(len, texts)))
+
+
+def _sequences(texts: Sequence[Sequence[int]], length: int) -> Iterator[Sequence[int]]:
+    for text in texts:
+        for start in range(0, len(text), length):
+            yield text[start : start + length]
+
+
+def _count(pool: torch.Tensor, tokens: int) -> Histogram:
+    """Histogram of the first `tokens` slots of one layer's pages, [pages, page_size, kv_heads, dim]."""
+    stored = pool.flatten(0, 1)[:tokens]
+    bits = stored.view(torch.uint8 if stored.element_size() == 1 else torch.int16).cpu().numpy()
+    return histogram(bits.view(f"u{stored.element_size()}"), FORMATS[str(pool.dtype).removeprefix("torch.")])

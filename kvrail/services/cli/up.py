@@ -1,0 +1,83 @@
+"""`kvrail up`: a router and its workers on this machine, started, watched and stopped together."""
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+
+from pydantic.fields import FieldInfo
+
+from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, UpSettings
+from kvrail.services.cli.flags import Commands, add_command, add_config, add_settings, given_flags
+from kvrail.services.cli.gpus import visible_gpus
+from kvrail.services.cli.output import Output
+from kvrail.services.cli.plan import CHOSEN, Cluster, plan_cluster
+from kvrail.services.cli.role import check_worker_installed
+
+SUMMARY = "run a whole cluster on this machine"
+EPILOG = """A flag of a service goes to every service that has it. A TOML file sets it for one alone, in its tables
+[router], [prefill] and [decode], and so does an environment variable: --log-level of the router is
+KVRAIL_ROUTER_LOG_LEVEL.
+Ports and devices of the workers are chosen: free ports, and the GPUs in turn.
+
+examples:
+  kvrail up                                        the demo model, one prefill and one decode worker
+  kvrail up --model Qwen/Qwen3-8B --device cuda    workers spread over the GPUs of this machine
+  kvrail up --prefill-workers 2 --decode-workers 2 --port 9000
+  kvrail up --config cluster.toml"""
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `kvrail up`."""
+    with add_command(commands, "up", SUMMARY, EPILOG, run) as parser:
+        add_config(parser)
+        add_settings(parser, up_fields())
+
+
+def up_fields() -> dict[str, FieldInfo]:
+    """Settings that `kvrail up` takes as flags: its own, the router's address, and what it hands to the services."""
+    services = RouterSettings.model_fields | PrefillSettings.model_fields | DecodeSettings.model_fields
+    handed = {name: field for name, field in services.items() if name not in CHOSEN}
+    address = {name: RouterSettings.model_fields[name] for name in ("host", "port")}
+    return {**handed, **address, **UpSettings.model_fields}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the cluster and keep it until a signal; returns 0. Raises ConfigError and ClusterError."""
+    check_worker_installed("up")
+    cluster = plan_cluster(given_flags(arguments, up_fields()), arguments.config, visible_gpus())
+    output = Output(sys.stdout, prefix=cluster.router.log_format == "text")
+    names = ", ".join(process.name for process in cluster.processes)
+    output.say(f"starting {names} with {cluster.router.model} on {cluster.device}")
+    asyncio.run(_supervise(cluster, output))
+    return 0
+
+
+async def _supervise(cluster: Cluster, output: Output) -> None:
+    from kvrail.services.cli.supervisor import Supervisor  # brings an HTTP client: not for --help and the services
+
+    supervisor = Supervisor(
+        output, startup_timeout_s=cluster.startup_timeout_s, grace_period_s=cluster.router.grace_period_s
+    )
+    await supervisor.run(cluster.processes, lambda: output.say(welcome(cluster)))
+
+
+def welcome(cluster: Cluster) -> str:
+    """What to try first, once the cluster is healthy."""
+    model = cluster.router.model_name
+    body = json.dumps({"model": model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
+    key = ' -H "Authorization: Bearer $KVRAIL_API_KEY"' if cluster.router.api_keys else ""
+    metrics = "\n".join(f"  {process.name:<10} {process.url}/metrics" for process in cluster.processes)
+    return f"""
+{model} is served on {cluster.url}/v1
+
+try:
+  kvrail chat --url {cluster.url}
+  curl -N {cluster.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
+
+metrics:
+{metrics}
+
+Ctrl-C stops the cluster.
+"""

@@ -1,0 +1,249 @@
+"""Where a prompt's KV comes from: the first prefill worker that can send it, else this worker's own engine."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Protocol
+
+from kvrail.codec.base import Codec
+from kvrail.config import DecodeSettings
+from kvrail.engine.events import Admitted
+from kvrail.engine.requests import EngineRequest
+from kvrail.errors import DeadlineError, InvalidRequestError, KvrailError, OverloadedError
+from kvrail.rpc.prefill import PrefillClient
+from kvrail.services.carriers import Carriers
+from kvrail.services.codecs import AUTO, CodecChoiceError, Codecs
+from kvrail.services.decode.choice import Chooser
+from kvrail.services.decode.fallback import LocalFallbacks
+from kvrail.services.decode.local import LocalPrefill
+from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
+from kvrail.services.decode.progress import Progress
+from kvrail.services.decode.transfer import Fetch
+from kvrail.tuning import compute_with
+from kvrail.worker import Worker, mixed_tokens
+
+logger = logging.getLogger("kvrail.decode")
+
+DECODER_THREADS = 4
+AVOIDED_S = 300.0
+"""So long a transport by which nothing came from a worker is not offered to it, where there is another."""
+
+
+class PrefillWorkers(Protocol):
+    """How to reach prefill workers (kvrail.services.decode.prefill_workers; in one process, tests give their own)."""
+
+    def client(self, address: str) -> PrefillClient:
+        """A client of the worker at `address`."""
+        ...
+
+
+class Fetcher:
+    """Fetches prompts' KV for one decode worker. Belongs to one event loop.
+
+    asked_codec: a codec's name, or AUTO; first_codec: what AUTO takes as long as it knows nothing of a link.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: DecodeSettings,
+        codecs: Codecs,
+        carriers: Carriers,
+        asked_codec: str,
+        first_codec: str,
+        prefill_workers: PrefillWorkers,
+    ) -> None:
+        self._worker = worker
+        self._silence_s = settings.transfer_timeout_s
+        self._codecs = codecs
+        self._carriers = carriers
+        self._asked_codec = asked_codec
+        self._decoders = ThreadPoolExecutor(
+            DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
+        )
+        self._prefill_workers = prefill_workers
+        self._allowed = AllowedWorkers(settings.allowed_prefill_workers)
+        self._breakers = Breakers()
+        self._local = LocalFallbacks(settings.local_fallback_tokens)
+        self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
+        self._bytes_a_token = worker.loaded.layout.page_bytes / worker.loaded.layout.page_size
+        self._here = LocalPrefill(
+            settings.local_prefill_tokens, lambda: worker.engine.pace.prefill, mixed_tokens(settings)
+        )
+        self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
+
+    def codec_for(self, asked: str) -> str:
+        """Name of the codec of a request that asked for this one, or for none; or AUTO.
+
+        Raises InvalidRequestError where it cannot be had.
+        """
+        try:
+            name = asked or self._asked_codec
+            return AUTO if name == AUTO else self._codecs.get(name).name
+        except CodecChoiceError as error:
+            raise InvalidRequestError(str(error), param="codec") from None
+
+    def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[Asked]:
+        """Those of `workers`, host:port each, that the operator lets requests name; instances: of each, or none."""
+        known = dict(zip(workers, instances, strict=False))
+        return [Asked(address, known.get(address, 0)) for address in self._allowed.of(workers)]
+
+    def cache_space(self, codec: str) -> str:
+        """Where the pages of a request of this codec, or AUTO, are shared: those that lost bits by themselves."""
+        return "" if codec == AUTO or self._codecs.get(codec).exact else codec
+
+    async def measure_codecs(self) -> None:
+        """Find out what each exact codec costs here, one after the other, beside the requests; then AUTO can choose."""
+        for name in self._codecs.exact:
+            try:
+                self._chooser.costs[name] = await self._codecs.measured(name, on_device=self._carriers.on_device)
+            except CodecChoiceError as error:
+                logger.warning("codec %s leaves one out: %s", AUTO, error)
+
+    def local_tokens(self) -> int:
+        """Missing tokens of a prompt up to which this worker computes them by itself now."""
+        return self._here.tokens(self._worker.engine.status().running)
+
+    def fetch_s(self) -> float:
+        """Seconds in which the KV of a token comes here, from the mean of all links; 0 where none was measured."""
+        return self._bytes_a_token * self._chooser.mean_link_s()
+
+    def learn(self, progress: Progress) -> None:
+        """Measure a request that has come to its end."""
+        if (share := progress.hidden_share()) is not None:
+            self._worker.transfers.hidden_share.observe(share)
+        if (fetched := progress.fetched_s()) is not None:
+            self._here.fetched(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
+        self._chooser.observe_steps(*progress.steps_after())
+        self._chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
+
+    async def fetch(
+        self,
+        workers: Sequence[Asked],
+        codec_name: str,
+        admitted: Admitted,
+        progress: Progress,
+        time_remaining: Callable[[], float | None],
+        refuse: Callable[[KvrailError], None],
+    ) -> None:
+        """Have the missing pages of an admitted request filled by the first of `workers` that can.
+
+        Whatever goes wrong on the way, the engine computes what is missing in the end; `refuse` hears where it has too
+        much of that to do.
+        """
+        asked, metrics = progress.request, self._worker.transfers
+        outcome = "aborted"
+        try:
+            committed = await self._fetch(workers, codec_name, admitted, progress, time_remaining)
+            outcome = "committed" if committed else "failed"
+        except Exception:
+            outcome, committed = "failed", False
+            logger.exception("fetching KV failed")
+        finally:
+            metrics.transfers["received", outcome].inc()
+        if committed:
+            self._worker.engine.receive_kv(asked.request_id)
+            return
+        try:
+            self._local.take(asked.request_id, len(asked.prompt_ids) - admitted.cached_tokens)
+        except OverloadedError as error:
+            metrics.fallbacks["refused"].inc()
+            refuse(error)
+            return
+        metrics.fallbacks["local"].inc()
+        logger.warning("no prefill worker could be used; the prompt is computed here")
+        progress.falls_back = True
+        self._worker.engine.compute_here(asked.request_id)
+
+    def computed(self, progress: Progress) -> None:
+        """A prompt that fell back is computed, or nobody waits for it any more."""
+        progress.falls_back = False
+        self._local.over(progress.request.request_id)
+
+    async def _fetch(
+        self,
+        workers: Sequence[Asked],
+        codec_name: str,
+        admitted: Admitted,
+        progress: Progress,
+        time_remaining: Callable[[], float | None],
+    ) -> bool:
+        """Whether a worker has filled the pages; then nothing writes them any more."""
+        asked, engine, metrics = progress.request, self._worker.engine, self._worker.transfers
+        codec = self._choose(codec_name, workers, asked, admitted, progress)
+        await self._codecs.ready(codec.name)
+        lease = engine.claim_lease(asked.request_id)
+        if lease is None:
+            return True  # dropped meanwhile: nobody asks for its pages any more
+        try:
+            fetch = Fetch(
+                self._worker,
+                self._carriers,
+                self._decoders,
+                asked,
+                admitted,
+                lease,
+                codec,
+                progress.timeline,
+                progress.spans,
+                self._silence_s,
+            )
+            for number, worker in enumerate(workers):
+                address = worker.address
+                if number:
+                    metrics.fallbacks["alternate"].inc()
+                if await self._fetch_from(worker, fetch, time_remaining):
+                    progress.prefill_worker = address
+                    progress.received = fetch.received
+                    progress.promise.received(address, fetch.received.numerics)
+                    if (exposed := progress.exposed_s()) is not None:
+                        metrics.exposed_seconds.observe(exposed)
+                    self._chooser.observe_link(address, codec.name, fetch.watch.sample())
+                    if not codec.exact:
+                        metrics.lossy_requests.inc()
+                    return True
+                if fetch.drafting:  # the next transfer writes the same pages
+                    engine.drop_drafts(asked.request_id)
+            return False
+        finally:
+            engine.release_lease(lease)
+
+    async def _fetch_from(self, worker: Asked, fetch: Fetch, time_remaining: Callable[[], float | None]) -> bool:
+        """Whether one worker has filled the pages."""
+        address, breaker = worker.address, self._breakers.of(worker)
+        if not breaker.allows:
+            failed, pause_s = breaker.failures, breaker.pause_s
+            logger.info("prefill worker %s failed %d requests in a row; not asked for %.1f s", address, failed, pause_s)
+            return False
+        client, link = self._prefill_workers.client(address), self._chooser.link_bytes_per_s(address)
+        now = monotonic()
+        avoided = [name for (peer, name), until in self._avoided.items() if peer == address and until > now]
+        began = breaker.begin()
+        try:
+            await fetch.fetch(client, time_remaining(), link, avoided)
+            breaker.succeeded(began)
+        except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
+            logger.warning("prefill worker %s failed: %s", address, error)
+            if not isinstance(error, OverloadedError | DeadlineError):
+                breaker.failed(began)
+            received = fetch.received
+            if received.transport and not received.payload_bytes and len(self._carriers.all) > 1:
+                # Agreed upon, and nothing came: perhaps no way leads there.
+                self._avoided[address, received.transport] = now + AVOIDED_S
+            return False
+        finally:
+            breaker.left(began)
+        return True
+
+    def _choose(
+        self, name: str, workers: Sequence[Asked], asked: EngineRequest, admitted: Admitted, progress: Progress
+    ) -> Codec:
+        """The codec called `name`; for AUTO the one that suits what is missing here and the link."""
+        if name != AUTO:
+            return self._codecs.get(name)
+        layout = self._worker.loaded.layout
+        pages = layout.pages_for(len(asked.prompt_ids)) - admitted.cached_tokens // layout.page_size
+        choice = self._chooser.choose(workers[0].address, pages * layout.page_bytes)
+        progress.codec_reason = choice.sentence
+        return self._codecs.get(choice.codec)

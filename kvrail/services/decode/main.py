@@ -1,0 +1,43 @@
+"""Runs a decode worker."""
+
+import asyncio
+
+from kvrail.config import DecodeSettings
+from kvrail.services.carriers import Carriers
+from kvrail.services.codecs import AUTO, Codecs
+from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
+from kvrail.services.decode.servicer import DecodeServicer
+from kvrail.worker import build_worker, run_worker, serve
+
+
+def run(settings: DecodeSettings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the process's exit code."""
+    return run_worker(settings, "decode", _main(settings))
+
+
+async def _main(settings: DecodeSettings) -> None:
+    codecs = Codecs(settings, allow_lossy=settings.allow_lossy)
+    asked = codecs.check(settings.codec)
+    worker = build_worker(
+        settings,
+        codecs=codecs.parameters,
+        max_drafts=settings.max_drafts,
+        detokenize=True,
+    )
+    codecs.check_codebook(worker.loaded)
+    prefill_workers = GrpcPrefillWorkers()
+    carriers = await Carriers.to_receive(settings, worker.loaded.device)
+    first = carriers.first_codec(codecs.usual) if asked == AUTO else asked
+    codecs.prepare(first, worker.loaded)
+    fetcher = Fetcher(worker, settings, codecs, carriers, asked, first, prefill_workers)
+    servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
+    measuring = asyncio.create_task(fetcher.measure_codecs())
+    try:
+        await serve(worker, settings.port, lambda rpc: rpc.add_decode(servicer))
+    finally:
+        codecs.close()
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)
+        await prefill_workers.close()
+        await carriers.aclose()

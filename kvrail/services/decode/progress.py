@@ -1,0 +1,175 @@
+"""What one generation has come to: its moments, its output so far, and what the caller is told of each event."""
+
+from dataclasses import dataclass, field
+
+from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PrefillStarted, Verified
+from kvrail.engine.requests import EngineRequest
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.services.decode.drafts import DraftLog
+from kvrail.services.decode.promise import Promise
+from kvrail.spans import SpanLog
+from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto, spans_to_proto
+from kvrail.wire.v1 import decode_pb2
+
+
+@dataclass(slots=True)
+class Received:
+    """What a transfer has brought so far: for usage and metrics."""
+
+    codec: str = ""
+    lossy: bool = False
+    transport: str = ""
+    payload_bytes: int = 0
+    raw_bytes: int = 0
+    numerics: str = ""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Follows one request's events in order.
+
+    provisional: whether the caller is told of drafts. traced: whether it is told what took how long.
+    """
+
+    request: EngineRequest
+    promise: Promise
+    provisional: bool
+    traced: bool = False
+    timeline: Timeline = field(default_factory=Timeline)
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    codec_reason: str = ""
+    falls_back: bool = False  # the prompt is computed here because no prefill worker could
+    received: Received = field(default_factory=Received)
+    drafts: DraftLog = field(init=False)
+    spans: SpanLog | None = field(init=False, default=None)
+    _last_draft: float = 0.0  # seconds since the request came
+    _last_output: float | None = None
+    _completion_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.traced:
+            self.spans = SpanLog("decode worker", self.timeline)
+        self.drafts = DraftLog(self.request.params.n, len(self.request.resumed_ids))
+
+    def take(self, event: Event) -> decode_pb2.GenerateReply | None:
+        """Take note of an event; returns what the caller is told, if anything."""
+        match event:
+            case Output():  # by far the most common
+                self._mark_first_token()
+                self.drafts.output(event)
+                if self.spans is not None:
+                    self._trace_output(event, self.spans)
+                return _output_reply(event)
+            case Admitted():
+                self.timeline.mark(Stage.ADMITTED)
+                self.cached_tokens = event.cached_tokens
+            case PrefillStarted():
+                self.timeline.mark(Stage.PREFILL_STARTED)
+            case Drafted() | Verified():
+                reply = self._take_drafts(event)
+                return reply if self.provisional else None
+            case Finished():
+                self.timeline.mark(Stage.FINISHED)
+                self._completion_tokens = event.completion_tokens
+                return self._last_reply(event)
+        return None
+
+    def hidden_share(self) -> float | None:
+        """Of the wait for the KV, from the first token on, the share during which drafts were made.
+
+        None where there was no wait: the KV came with the first token, or was computed here.
+        """
+        first, coarse, complete = (
+            self.timeline.get(stage) for stage in (Stage.FIRST_TOKEN, Stage.KV_COARSE, Stage.KV_COMPLETE)
+        )
+        if not self.prefill_worker or first is None or coarse is None or complete is None or complete <= first:
+            return None
+        return max(0.0, min(self._last_draft, complete) - max(first, coarse)) / (complete - first)
+
+    def steps_after(self) -> tuple[float, int]:
+        """Seconds and number of the decode steps after the KV was exact, each of which gave one token."""
+        begin = self.timeline.get(Stage.VERIFIED) or self.timeline.get(Stage.KV_COMPLETE)
+        if self.request.params.n > 1 or begin is None:
+            return 0.0, 0
+        verified = self.drafts.accepted + 1 if self.drafts.proposed else 0
+        steps = self._completion_tokens - 1 - verified
+        return self.timeline.elapsed() - begin, steps
+
+    def exposed_s(self) -> float | None:
+        """Seconds of the transfer that no computation hid: from the prompt's last layer to its exact KV here.
+
+        None where the KV was computed here, or is not here yet.
+        """
+        begin, end = self.timeline.get(Stage.PREFILL_FINISHED), self.timeline.get(Stage.KV_COMPLETE)
+        return max(0.0, end - begin) if self.prefill_worker and begin is not None and end is not None else None
+
+    def fetched_s(self) -> float | None:
+        """Seconds from the request's admission to the first token that a prefill worker drew; None where none did."""
+        begin, end = self.timeline.get(Stage.ADMITTED), self.timeline.get(Stage.FIRST_TOKEN)
+        return end - begin if self.prefill_worker and begin is not None and end is not None else None
+
+    def _take_drafts(self, event: Drafted | Verified) -> decode_pb2.GenerateReply:
+        if isinstance(event, Drafted):
+            self._last_draft = self.timeline.elapsed()
+            return self.drafts.drafted(event)
+        if self.timeline.get(Stage.KV_COMPLETE) is not None:
+            self.timeline.mark(Stage.VERIFIED)
+        return self.drafts.verified(event)
+
+    def _trace_output(self, event: Output, spans: SpanLog) -> None:
+        """The time since the output before; the first one's is the prefill's."""
+        now, last = self.timeline.elapsed(), self._last_output
+        if last is not None:
+            spans.add("tokens", "step", now - last, tokens=len(event.token_ids), sequence=event.index)
+        self._last_output = now
+
+    def _mark_first_token(self) -> None:
+        timeline = self.timeline
+        if timeline.get(Stage.FIRST_TOKEN) is None:
+            timeline.mark(Stage.PREFILL_FINISHED)  # marked already where a prefill worker drew it
+            timeline.mark(Stage.FIRST_TOKEN)
+            if timeline.get(Stage.PREFILL_QUEUED) is None:
+                timeline.mark(Stage.KV_COARSE)
+                timeline.mark(Stage.KV_COMPLETE)
+
+    def _lossy(self) -> bool:
+        """Whether some of the prompt's KV is not what was computed, bit for bit."""
+        return self.received.lossy or bool(self.request.cache_space and self.cached_tokens)
+
+    def _numerics(self) -> str:
+        prefill = self.received.numerics if self.prefill_worker else None
+        return "" if self._lossy() else self.promise.of(prefill, self.cached_tokens)
+
+    def _last_reply(self, event: Finished) -> decode_pb2.GenerateReply:
+        received = self.received
+        return decode_pb2.GenerateReply(
+            summary=decode_pb2.GenerateSummary(
+                prompt_tokens=len(self.request.prompt_ids),
+                completion_tokens=event.completion_tokens,
+                cached_tokens=self.cached_tokens,
+                marks=marks_to_proto(self.timeline.marks()),
+                prefill_worker=self.prefill_worker,
+                codec=received.codec,
+                lossy=self._lossy(),
+                numerics=self._numerics(),
+                kv_bytes=received.payload_bytes,
+                kv_raw_bytes=received.raw_bytes,
+                drafts_proposed=self.drafts.proposed,
+                drafts_accepted=self.drafts.accepted,
+                codec_reason=self.codec_reason,
+                transport=received.transport if self.prefill_worker else "",
+                exposed_s=self.exposed_s() or 0.0,
+                spans=spans_to_proto(self.spans.all()) if self.spans is not None else (),
+            )
+        )
+
+
+def _output_reply(event: Output) -> decode_pb2.GenerateReply:
+    reply = decode_pb2.GenerateReply(index=event.index, token_ids=event.token_ids, text=event.text)
+    if event.logprobs:
+        reply.logprobs.extend(map(logprobs_to_proto, event.logprobs))
+    if event.finish_reason is not None:
+        reply.finish_reason = finish_reason_to_proto(event.finish_reason)
+        reply.stop_reason = event.stop_reason
+    return reply

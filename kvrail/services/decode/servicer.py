@@ -1,0 +1,100 @@
+"""The story of one generation: reserve, fetch or compute the prompt's KV, decode, report."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+
+from kvrail.engine.events import Admitted, Output
+from kvrail.engine.requests import EngineRequest
+from kvrail.errors import WorkerUnavailableError
+from kvrail.logs import bound_request_id
+from kvrail.rpc.errors import maps_errors
+from kvrail.services.codecs import AUTO
+from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.progress import Progress
+from kvrail.services.decode.promise import Promise
+from kvrail.wire.convert import check_request_id, sampling_from_proto
+from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from kvrail.worker import Worker
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """Serves kvrail.v1.Decode."""
+
+    def __init__(
+        self, worker: Worker, fetcher: Fetcher, transports: Sequence[str], withheld_codecs: Sequence[str]
+    ) -> None:
+        """withheld_codecs: lossy ones that cannot be asked for."""
+        self._worker = worker
+        self._fetcher = fetcher
+        self._transports = transports
+        self._withheld_codecs = withheld_codecs
+        self._promise = Promise(worker.numerics)
+        self._calls = itertools.count(1)  # a request that is asked for again must not meet its first call
+
+    @maps_errors
+    async def GetStatus(
+        self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.WorkerStatus:
+        """Report identity, limits and load."""
+        status = self._worker.status(request, self._transports)
+        status.codecs.append(AUTO)
+        status.pace.fetch_each = self._fetcher.fetch_s()
+        status.withheld_codecs.extend(self._withheld_codecs)
+        return status
+
+    @maps_errors
+    async def Generate(self, request: decode_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
+        with bound_request_id(request.request_id), self._worker.calls.track():
+            codec = self._check(request)
+            workers = self._fetcher.may_ask(request.prefill_workers, request.prefill_instances)
+            params = sampling_from_proto(request.sampling)
+            asked = EngineRequest(
+                request_id=f"{request.request_id}/{next(self._calls)}",
+                prompt_ids=tuple(request.prompt_token_ids),
+                params=params,
+                remote=bool(workers),
+                local_tokens=self._fetcher.local_tokens(),
+                resumed_ids=tuple(request.resumed_token_ids),
+                provisional=True,  # whoever asks: when drafts are made is measured
+                caller_id=request.request_id,
+                cache_space=self._fetcher.cache_space(codec),
+                grammar=await self._worker.grammars.get(params.grammar),
+            )
+            progress = Progress(asked, self._promise, request.provisional, request.trace)
+            events = self._worker.events.open(self._worker.engine, asked)
+            fetching: asyncio.Task[None] | None = None
+            try:
+                async for event in events:
+                    reply = progress.take(event)
+                    if progress.falls_back and isinstance(event, Output):
+                        self._fetcher.computed(progress)
+                    if isinstance(event, Admitted) and event.awaits_kv:
+                        fetching = asyncio.create_task(
+                            self._fetcher.fetch(workers, codec, event, progress, context.time_remaining, events.fail)
+                        )
+                    if reply is not None:
+                        await context.write(reply)
+                self._fetcher.learn(progress)
+            finally:
+                events.close()
+                if fetching is not None:
+                    fetching.cancel()
+                    await asyncio.wait([fetching])
+                    self._fetcher.computed(progress)
+
+    def _check(self, request: decode_pb2.GenerateRequest) -> str:
+        """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""
+        self._worker.check_model(request.model)
+        ours = self._worker.loaded.fingerprint
+        if request.model_fingerprint and request.model_fingerprint != ours:
+            raise WorkerUnavailableError(
+                f"this worker has model fingerprint {ours[:16]!r}, the request belongs to"
+                f" {request.model_fingerprint[:16]!r}; ask another worker"
+            )
+        check_request_id(request.request_id)
+        return self._fetcher.codec_for(request.codec)

@@ -1,0 +1,227 @@
+"""One attempt to fetch a prompt's first tokens and KV from one prefill worker into pages that are reserved here."""
+
+import asyncio
+import secrets
+from collections.abc import Collection
+from concurrent.futures import Executor
+from time import perf_counter
+
+from kvrail.codec.base import Codec
+from kvrail.codec.frame import FrameHeader
+from kvrail.engine.batch import SampledToken
+from kvrail.engine.events import Admitted, PageLease
+from kvrail.engine.requests import EngineRequest
+from kvrail.errors import FrameError, IncompatibleError, KvrailError
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.rpc.prefill import PrefillClient
+from kvrail.rpc.prefill_call import PrefillCall
+from kvrail.services.carriers import Carriers
+from kvrail.services.decode.choice import LinkWatch
+from kvrail.services.decode.progress import Received
+from kvrail.services.observing import ReceivedKV
+from kvrail.services.pages import LeasedPages
+from kvrail.spans import SpanLog
+from kvrail.transfer.guard import Transfer
+from kvrail.transfer.receiving import PageReceiver
+from kvrail.transfer.silence import unless_silent
+from kvrail.transfer.sizes import block_spec, first_recent_page
+from kvrail.transport.base import Inlet, Peer
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.convert import (
+    layout_to_proto,
+    logprobs_from_proto,
+    marks_from_proto,
+    sampling_to_proto,
+    spans_from_proto,
+)
+from kvrail.wire.v1 import prefill_pb2
+from kvrail.worker import Worker
+
+
+class Fetch:
+    """Fetches into the pages of `admitted`; several workers may be tried one after another."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        carriers: Carriers,
+        executor: Executor,
+        request: EngineRequest,
+        admitted: Admitted,
+        lease: PageLease,
+        codec: Codec,
+        timeline: Timeline,
+        spans: SpanLog | None,
+        silence_s: float,
+    ) -> None:
+        self._worker = worker
+        self._carriers = carriers
+        self._executor = executor
+        self._request = request
+        self._lease = lease
+        self._held_pages = admitted.cached_tokens // worker.loaded.layout.page_size
+        self._codec = codec
+        self._timeline = timeline
+        self._spans = spans
+        self._silence_s = silence_s
+        self._pages = LeasedPages(worker.cache, worker.side, lease.pages, len(request.prompt_ids))
+        self.received = Received(codec.name, not codec.exact)
+        self.drafting = False  # the engine was told that it may draft on what came in this attempt
+        self.watch = LinkWatch()
+
+    async def fetch(
+        self, client: PrefillClient, timeout_s: float | None, link_bytes_per_s: int, avoided: Collection[str] = ()
+    ) -> None:
+        """Receive everything, or raise; then nothing of the attempt is written any more.
+
+        link_bytes_per_s: of the link from there, 0 where it is not known. avoided: transports that are not offered, if
+        there are others. Whatever is raised, another worker may succeed.
+        """
+        begin = perf_counter()
+        self.drafting, self.watch, self.received = False, LinkWatch(), Received(self._codec.name, not self._codec.exact)
+        key = secrets.randbits(64)
+        request = self._prefill_request(link_bytes_per_s, key, avoided)
+        async with client.prefill(request, timeout_s=timeout_s) as call:
+            inlet: Inlet | None = None
+            first: asyncio.Task[None] | None = None
+            try:
+                inlet = await self._agree(call, client.host, key)
+                first = asyncio.create_task(self._take_first_tokens(call))
+                await self._receive(call, inlet)
+                await first
+                self._adopt_spans(call)
+            finally:
+                if first is not None:
+                    first.cancel()
+                    await asyncio.wait([first])
+                await self._close(inlet, call, client.host, key)
+        self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
+        self._timeline.mark(Stage.KV_COMPLETE)
+        self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
+
+    def _adopt_spans(self, call: PrefillCall) -> None:
+        """Put the prefill worker's spans beside those made here."""
+        zero = self._timeline.get(Stage.PREFILL_QUEUED)
+        if self._spans is not None and zero is not None:
+            self._spans.adopt(spans_from_proto(call.spans), zero)
+
+    async def _close(self, inlet: Inlet | None, call: PrefillCall, host: str, key: int) -> None:
+        """Close the way, opened or not: what was sent before it was opened must not wait for ever at the sender."""
+        accepted = call.accepted_already
+        if inlet is None and accepted is not None:
+            try:
+                inlet = await self._carriers.get(accepted.transport).inlet(Peer(accepted.transport_address, host), key)
+            except KvrailError:
+                return
+        if inlet is not None:
+            await inlet.aclose()
+
+    def _prefill_request(self, link_bytes_per_s: int, key: int, avoided: Collection[str]) -> prefill_pb2.PrefillRequest:
+        loaded = self._worker.loaded
+        offered = [carrier for carrier in self._carriers.all if carrier.name not in avoided] or self._carriers.all
+        return prefill_pb2.PrefillRequest(
+            request_id=self._request.caller_id,
+            prompt_token_ids=self._request.prompt_ids,
+            trace=self._spans is not None,
+            sampling=sampling_to_proto(self._request.params),
+            handshake=prefill_pb2.Handshake(
+                protocol_version=PROTOCOL_VERSION,
+                model_fingerprint=loaded.fingerprint,
+                layout=layout_to_proto(loaded.layout),
+                codecs=[prefill_pb2.OfferedCodec(name=self._codec.name, parameters_id=self._codec.parameters_id)],
+                transports=[
+                    prefill_pb2.OfferedTransport(
+                        name=carrier.name, address=carrier.address, on_device=carrier.on_device
+                    )
+                    for carrier in offered
+                ],
+                transfer_key=key,
+                held_pages=self._held_pages,
+                link_bytes_per_s=link_bytes_per_s,
+                max_frame_bytes=self._worker.settings.max_frame_bytes,
+            ),
+        )
+
+    async def _agree(self, call: PrefillCall, host: str, key: int) -> Inlet:
+        """Check the other end's choice and open the way on which payloads will come."""
+        accepted = await unless_silent(call.accepted(), self._silence_s)
+        self._timeline.mark(Stage.PREFILL_QUEUED)
+        codec, num_pages = self._codec, self._num_pages()
+        chosen = (accepted.protocol_version, accepted.codec, accepted.first_page, accepted.page_count)
+        if chosen != (PROTOCOL_VERSION, codec.name, self._held_pages, num_pages):
+            raise IncompatibleError(
+                f"the prefill worker accepted protocol {accepted.protocol_version}, codec {accepted.codec!r} and"
+                f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION},"
+                f" codec {codec.name!r} and {num_pages} pages from {self._held_pages}"
+            )
+        carrier = self._carriers.get(accepted.transport)
+        self.received = Received(codec.name, not codec.exact, carrier.name, numerics=accepted.numerics)
+        inlet = carrier.inlet(Peer(accepted.transport_address, host), key)
+        return await unless_silent(inlet, self._silence_s)
+
+    def _num_pages(self) -> int:
+        """How many are missing here."""
+        return self._worker.loaded.layout.pages_for(len(self._request.prompt_ids)) - self._held_pages
+
+    async def _receive(self, call: PrefillCall, inlet: Inlet) -> None:
+        """Have all pages written."""
+        codec, layout = self._codec, self._worker.loaded.layout
+        transfer = Transfer(
+            self._request.caller_id,
+            codec.name,
+            codec.num_stages,
+            block_spec(layout, self._num_pages()),
+            self._held_pages,
+            first_recent_page(len(self._request.prompt_ids), layout.page_size),
+        )
+        observer = _Watching(self._worker, self._spans, self.received, self.watch, self._timeline)
+        receiver = PageReceiver(
+            transfer, codec, self._pages, self._executor, observer, self._silence_s, self._begin_drafting
+        )
+        call.on_heartbeat = receiver.not_silent
+        await receiver.run(call.announced, inlet)
+
+    def _begin_drafting(self) -> None:
+        """The pages hold a coarse form of the KV."""
+        if not self.drafting:
+            self._timeline.mark(Stage.KV_COARSE)
+            self.drafting = True
+            self._worker.engine.receive_coarse_kv(self._request.request_id)
+
+    async def _take_first_tokens(self, call: PrefillCall) -> None:
+        message = await call.first_token()
+        logprobs = [logprobs_from_proto(item) for item in message.logprobs]
+        if len(message.token_ids) != self._request.params.n or len(logprobs) not in (0, len(message.token_ids)):
+            raise FrameError(
+                f"{len(message.token_ids)} first tokens with {len(logprobs)} log probabilities came;"
+                f" n is {self._request.params.n}"
+            )
+        self._timeline.merge(marks_from_proto(message.marks), Stage.PREFILL_QUEUED)
+        tokens = [
+            SampledToken(token_id, logprobs[number] if logprobs else None)
+            for number, token_id in enumerate(message.token_ids)
+        ]
+        self._worker.engine.receive_first_tokens(self._request.request_id, tokens)
+
+
+class _Watching(ReceivedKV):
+    """Counts, and watches the link once the prompt has been computed."""
+
+    def __init__(
+        self, worker: Worker, spans: SpanLog | None, received: Received, watch: LinkWatch, timeline: Timeline
+    ) -> None:
+        super().__init__(worker, spans)
+        self._received = received
+        self._watch = watch
+        self._timeline = timeline
+
+    def arrived(self, payload_bytes: int, waited_s: float) -> None:
+        """A frame is here."""
+        super().arrived(payload_bytes, waited_s)
+        if self._timeline.get(Stage.PREFILL_FINISHED) is not None:
+            self._watch.frame(payload_bytes, waited_s)
+
+    def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
+        """A frame is in the pages."""
+        super().decoded(header, payload_bytes, seconds)
+        self._received.payload_bytes, self._received.raw_bytes = self.payload_bytes, self.raw_bytes

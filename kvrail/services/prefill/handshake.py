@@ -1,0 +1,94 @@
+"""What the two ends of a transfer must agree on before any payload."""
+
+from dataclasses import dataclass
+
+from kvrail.codec.base import Codec
+from kvrail.config import flag_name
+from kvrail.errors import IncompatibleError, InvalidRequestError
+from kvrail.layout import KVLayout
+from kvrail.services.carriers import Carriers
+from kvrail.services.codecs import Codecs
+from kvrail.transport.base import Carrier, Peer
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.convert import check_request_id, layout_from_proto
+from kvrail.wire.v1 import prefill_pb2
+from kvrail.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Codec and carrier of one transfer; peer: the receiver's carrier. on_device: payloads stay on the GPUs."""
+
+    codec: Codec
+    carrier: Carrier
+    peer: Peer
+    key: int
+    on_device: bool
+    accepted: prefill_pb2.Accepted
+
+
+def agree(
+    worker: Worker, codecs: Codecs, carriers: Carriers, request: prefill_pb2.PrefillRequest, host: str
+) -> Agreement:
+    """Choose codec and transport. host: the receiver's, as its call came from it.
+
+    Raises IncompatibleError where the two ends differ, naming both values.
+    """
+    check_request_id(request.request_id)
+    theirs, loaded = request.handshake, worker.loaded
+    _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
+    _same("model fingerprint", theirs.model_fingerprint, loaded.fingerprint)
+    _same_layout(layout_from_proto(theirs.layout), loaded.layout)
+    codec = _agree_on_codec(codecs, theirs)
+    offered = {transport.name: transport for transport in theirs.transports}
+    carrier = carriers.get(_first_known("transport", list(offered), carriers.names))
+    transport = offered[carrier.name]
+    page_count = loaded.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
+    if page_count < 1:
+        raise InvalidRequestError(
+            f"the receiver holds {theirs.held_pages} pages, the whole prompt of {len(request.prompt_token_ids)} tokens",
+            param="handshake.held_pages",
+        )
+    accepted = prefill_pb2.Accepted(
+        protocol_version=PROTOCOL_VERSION,
+        codec=codec.name,
+        transport=carrier.name,
+        first_page=theirs.held_pages,
+        page_count=page_count,
+        transport_address=carrier.address,
+        numerics=worker.numerics,
+    )
+    on_device = codec.device_payloads and carrier.on_device and transport.on_device
+    peer = Peer(transport.address, host)
+    return Agreement(codec, carrier, peer, theirs.transfer_key, on_device, accepted)
+
+
+def _same(what: str, theirs: object, ours: object) -> None:
+    if theirs != ours:
+        raise IncompatibleError(
+            f"{what} differs: decode worker {theirs!r}, prefill worker {ours!r}; run the same version, model and"
+            " settings on both"
+        )
+
+
+def _same_layout(theirs: KVLayout, ours: KVLayout) -> None:
+    for field in ("num_layers", "num_kv_heads", "key_dim", "value_dim", "page_size", "dtype"):
+        _same(f"KV layout ({field})", getattr(theirs, field), getattr(ours, field))
+
+
+def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:
+    offered = {codec.name: codec.parameters_id for codec in theirs.codecs}
+    codec = codecs.get(_first_known("codec", list(offered), list(codecs.names)))
+    if offered[codec.name] != codec.parameters_id:
+        raise IncompatibleError(
+            f"parameters of codec {codec.name!r} differ: decode worker {offered[codec.name]:016x}, prefill worker"
+            f" {codec.parameters_id:016x}; run both with the same {flag_name('codebook')} file"
+        )
+    return codec
+
+
+def _first_known(what: str, theirs: list[str], ours: list[str]) -> str:
+    for name in theirs:
+        if name in ours:
+            return name
+    raise IncompatibleError(f"no common {what}: decode worker {theirs}, prefill worker {ours}")

@@ -1,0 +1,31 @@
+"""Runs a prefill worker."""
+
+import asyncio
+
+from kvrail.config import PrefillSettings
+from kvrail.services.carriers import Carriers
+from kvrail.services.codecs import Codecs
+from kvrail.services.prefill.observer import PageObserver
+from kvrail.services.prefill.servicer import PrefillServicer
+from kvrail.worker import build_worker, run_worker, serve
+
+
+def run(settings: PrefillSettings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the process's exit code."""
+    return run_worker(settings, "prefill", _main(settings))
+
+
+async def _main(settings: PrefillSettings) -> None:
+    observer = PageObserver(asyncio.get_running_loop())
+    codecs = Codecs(settings, allow_lossy=True)
+    worker = build_worker(settings, codecs=codecs.parameters, on_layer=observer.layers_written, detokenize=False)
+    codecs.check_codebook(worker.loaded)
+    observer.attach(worker)
+    carriers = await Carriers.to_send(settings, worker.loaded.device)
+    codecs.prepare(carriers.first_codec(codecs.usual), worker.loaded)
+    servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
+    try:
+        await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))
+    finally:
+        codecs.close()
+        await carriers.aclose()

@@ -1,0 +1,123 @@
+"""Prefill workers' service: agree, make the way on which pages leave, tell the story."""
+
+import asyncio
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from kvrail.config import PrefillSettings
+from kvrail.errors import WorkerUnavailableError
+from kvrail.lifecycle import Timeline
+from kvrail.logs import bound_request_id
+from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.prefill import serve_prefill
+from kvrail.rpc.prefill_replies import PrefillReplies
+from kvrail.services.carriers import Carriers
+from kvrail.services.codecs import Codecs
+from kvrail.services.observing import SentKV
+from kvrail.services.prefill.handshake import Agreement, agree
+from kvrail.services.prefill.observer import PageObserver
+from kvrail.services.prefill.story import PrefillStory
+from kvrail.spans import SpanLog
+from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
+from kvrail.transfer.sending import Outgoing, PageSender
+from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
+from kvrail.tuning import compute_with
+from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from kvrail.worker import Worker
+
+ENCODER_THREADS = 4
+COMPILING_S = 30.0
+"""So long a request waits for kernels here; its decode worker would soon take it for silence."""
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
+    """Serves kvrail.v1.Prefill."""
+
+    def __init__(
+        self, worker: Worker, settings: PrefillSettings, codecs: Codecs, carriers: Carriers, observer: PageObserver
+    ) -> None:
+        self._worker = worker
+        self._codecs = codecs
+        self._carriers = carriers
+        self._observer = observer
+        self._links: dict[tuple[str, bool], Link] = {}
+        self._max_held_bytes = int(settings.held_kv_gib * (1 << 30))
+        self._calls = itertools.count(1)
+        self._encoders = ThreadPoolExecutor(
+            ENCODER_THREADS, thread_name_prefix="encode", initializer=compute_with, initargs=(1,)
+        )
+
+    @maps_errors
+    async def GetStatus(
+        self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.WorkerStatus:
+        """Report identity, limits and load."""
+        return self._worker.status(request, self._carriers.names)
+
+    @maps_errors
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
+        """Compute a prompt; announce and send its first tokens and pages."""
+        host = context.peer().rpartition(":")[0]  # without the port: one machine, one link
+        await serve_prefill(context, lambda replies: self.answer(request, replies, host))
+
+    async def answer(self, request: prefill_pb2.PrefillRequest, replies: PrefillReplies, receiver: str = "") -> None:
+        """Tell the story of one prefill to `replies`.
+
+        receiver: names the machine that asks; transfers to the same one share a link.
+        """
+        with bound_request_id(request.request_id), self._worker.calls.track():
+            agreed = agree(self._worker, self._codecs, self._carriers, request, receiver)
+            await self._ready(agreed.codec.name)
+            outlet = await agreed.carrier.outlet(agreed.peer, agreed.key)
+            try:
+                number, timeline = next(self._calls), Timeline()
+                spans = SpanLog("prefill worker", timeline) if request.trace else None
+                sender = PageSender(
+                    self._outgoing(request, agreed),
+                    outlet,
+                    replies.announce,
+                    self._link(receiver, agreed.on_device),
+                    number,
+                    self._encoders,
+                    SentKV(self._worker, spans),
+                )
+                story = PrefillStory(self._worker, self._observer, request, number, sender, replies, timeline, spans)
+                await story.tell(agreed.accepted)
+            finally:
+                await outlet.aclose()
+
+    async def _ready(self, codec: str) -> None:
+        """Wait for a codec's kernels, but not so long that the receiver takes it for silence."""
+        try:
+            async with asyncio.timeout(COMPILING_S):
+                await self._codecs.ready(codec)
+        except TimeoutError:
+            raise WorkerUnavailableError(
+                f"codec {codec!r} is still being compiled on this prefill worker; its next requests find it ready"
+            ) from None
+
+    def _outgoing(self, request: prefill_pb2.PrefillRequest, agreed: Agreement) -> Outgoing:
+        handshake, own = request.handshake, self._worker.settings.max_frame_bytes
+        most = min(own, handshake.max_frame_bytes) if handshake.max_frame_bytes else own  # what both ends take
+        return Outgoing(
+            request_id=request.request_id,
+            layout=self._worker.loaded.layout,
+            codec=agreed.codec,
+            num_tokens=len(request.prompt_token_ids),
+            held_pages=handshake.held_pages,
+            frame_bytes=(
+                direct_frame_bytes(most)
+                if agreed.on_device
+                else frame_bytes(handshake.link_bytes_per_s, most, agreed.codec.num_stages)
+            ),
+            on_device=agreed.on_device,
+        )
+
+    def _link(self, receiver: str, on_device: bool) -> Link:
+        """What transfers to one machine share. Between GPUs they have a way of their own."""
+        way = (receiver, on_device)
+        if way not in self._links:
+            self._links[way] = Link(self._max_held_bytes, slots=DIRECT_SLOTS if on_device else SLOTS)
+        return self._links[way]

@@ -1,0 +1,145 @@
+"""Texts and chats to token ids and back, beside the event loop: long ones in turn, so that short ones need not wait."""
+
+import asyncio
+import ctypes
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from kvrail.errors import ContextLengthError, InvalidRequestError
+from kvrail.services.router.schema import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, Message, TokenizeRequest
+from kvrail.services.router.tools.history import shown_by
+from kvrail.text import Tokenizer
+
+T = TypeVar("T")
+
+TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message", "most")
+"""Names in chat_template_kwargs that would shadow what the server passes itself."""
+LONG_CHARS = 100_000
+"""Texts of one request that are long."""
+JSON_PIECE = 4096
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+"""Gives freed memory back: a text of 8 MB takes more than a gigabyte while it is encoded. Where glibc is."""
+
+
+def refuse(param: str, message: str) -> NoReturn:
+    """Raise InvalidRequestError about a parameter."""
+    raise InvalidRequestError(f"{param}: {message}", param=param)
+
+
+class Encoder:
+    """Encodes what requests bring. A text of too many tokens is refused, where its length says so unread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._long = asyncio.Semaphore(1)
+
+    async def chat(
+        self, request: ChatRequest | TokenizeRequest, most: int = MAX_TOKEN_IDS, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
+        """At most `most` token ids of a chat that offers `tools`; InvalidRequestError names the parameter."""
+        continued = bool(request.continue_final_message)
+        opened = request.add_generation_prompt
+        messages, shown = shown_by(self._tokenizer.chat_template, _plain(request.messages or []), tools)
+        arguments = _template_arguments(request.chat_template_kwargs)
+        effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+        if effort is not None:
+            arguments = {"reasoning_effort": effort, **arguments}
+
+        def encode() -> list[int]:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                shown,
+                add_generation_prompt=not continued if opened is None else opened,
+                continue_final_message=continued,
+                most=most,
+                **arguments,
+            )
+
+        return await self._run(encode, "messages", sum(len(message["content"]) for message in messages))
+
+    async def prompts(self, request: CompletionRequest, most: int = MAX_TOKEN_IDS) -> tuple[list[list[int]], list[str]]:
+        """At most `most` token ids of each prompt, and the text that `echo` puts before its output."""
+        special = request.add_special_tokens is not False
+
+        def encode(prompt: str | list[int]) -> tuple[list[int], str]:
+            if isinstance(prompt, str):
+                return self._tokenizer.encode(prompt, special, most), prompt if request.echo else ""
+            return prompt, self._tokenizer.decode(prompt, skip_special_tokens=False) if request.echo else ""
+
+        def encode_all() -> list[tuple[list[int], str]]:
+            return [encode(prompt) for prompt in request.prompt]
+
+        pairs = await self._run(encode_all, "prompt", sum(map(len, request.prompt)))
+        return [ids for ids, _ in pairs], [text for _, text in pairs]
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Token ids of what /tokenize was sent."""
+        prompt = request.prompt
+        if (prompt is None) == (request.messages is None):
+            refuse("prompt", "send either prompt or messages")
+        if prompt is None:
+            return await self.chat(request)
+        special = request.add_special_tokens is not False
+        return await self._run(lambda: self._tokenizer.encode(prompt, special, MAX_TOKEN_IDS), "prompt", len(prompt))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids."""
+
+        def decode() -> str:
+            largest, size = max(token_ids, default=0), self._tokenizer.vocab_size
+            if largest >= size:
+                refuse("tokens", f"token id {largest} is not in the vocabulary of {size}")
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        return await self._run(decode, "tokens", len(token_ids))
+
+    async def listed(self, token_ids: Sequence[int], *, texts: bool) -> dict[str, bytes]:
+        """JSON of a list of token ids, and of their texts where they are wanted."""
+
+        def write() -> dict[str, bytes]:
+            found = {"tokens": _json_list(token_ids, int)}
+            if texts:
+                found["token_strs"] = _json_list(token_ids, self._tokenizer.token_text)
+            return found
+
+        return await self._run(write, "tokens", len(token_ids))
+
+    async def _run(self, work: Callable[[], T], param: str, size: int) -> T:
+        """Do `work` in a thread; `param` is what it encodes."""
+        try:
+            if size <= LONG_CHARS:
+                return await asyncio.to_thread(work)
+            async with self._long:
+                try:
+                    return await asyncio.to_thread(work)
+                finally:
+                    await asyncio.to_thread(_trim, 0)
+        except ContextLengthError as error:
+            raise ContextLengthError(f"{param}: {error}", param=param) from None
+
+
+def _json_list(items: Sequence[int], of: Callable[[int], object]) -> bytes:
+    """JSON of `of` each item, in pieces: other threads run between them."""
+    pieces = (items[i : i + JSON_PIECE] for i in range(0, len(items), JSON_PIECE))
+    return b"[" + b",".join(json.dumps([of(item) for item in piece])[1:-1].encode() for piece in pieces) + b"]"
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages for the chat template; raises InvalidRequestError for one without text or calls."""
+    for i, message in enumerate(messages):
+        if message.tool_calls and message.role != "assistant":
+            refuse(f"messages.{i}.tool_calls", "only the assistant calls tools; leave it out")
+        if message.content is None and not message.tool_calls:
+            refuse(f"messages.{i}.content", "field required; send the message's text")
+    return [message.plain() for message in messages]
+
+
+def _template_arguments(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Checked chat_template_kwargs."""
+    for name in TEMPLATE_ARGUMENTS:
+        if kwargs and name in kwargs:
+            refuse("chat_template_kwargs", f"{name} is not taken here; send it as a field of the request, if at all")
+    return kwargs or {}

@@ -1,0 +1,59 @@
+"""Server-sent events: JSON objects as bytes; the most common, a chunk of text, is not built anew each time."""
+
+import json
+import uuid
+from collections.abc import Callable
+from json.encoder import encode_basestring
+from typing import Any
+
+from kvrail.services.router.values import Delta
+
+DONE = b"data: [DONE]\n\n"
+_MARK = uuid.uuid4().hex
+"""Stands for the text in a template; what nobody outside can have put into an answer."""
+
+
+def encode_json(value: dict[str, Any]) -> bytes:
+    """Compact UTF-8 JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode_event(value: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+def encode_named(value: dict[str, Any]) -> bytes:
+    """One event whose name is its member `type`."""
+    return b"event: " + str(value["type"]).encode() + b"\n" + encode_event(value)
+
+
+class TextEvents:
+    """Events of chunks that bring text and nothing else.
+
+    Of one choice they differ in the text alone, so each choice's chunk is built once, around a mark, and cut there: the
+    bytes are those that `encode_event` would give.
+    """
+
+    def __init__(self, build: Callable[[Delta], dict[str, Any] | None]) -> None:
+        """build: makes the chunk of a delta."""
+        self._build = build
+        self._halves: dict[int, tuple[str, str]] = {}
+
+    def encode(self, delta: Delta) -> bytes:
+        """The event of a delta with text, without log probabilities, that does not end its choice."""
+        halves = self._halves.get(delta.index)
+        if halves is None:
+            halves = self._halves[delta.index] = self._cut(delta.index)
+        return f"{halves[0]}{encode_basestring(delta.text)}{halves[1]}".encode()
+
+    def _cut(self, index: int) -> tuple[str, str]:
+        chunk = self._build(Delta(index, _MARK, (), (), None, None))
+        assert chunk is not None
+        before, _, after = encode_event(chunk).decode().partition(f'"{_MARK}"')
+        return before, after
+
+
+def is_plain(delta: Delta) -> bool:
+    """Whether `TextEvents` can write the delta."""
+    return bool(delta.text) and not delta.logprobs and delta.finish_reason is None

@@ -1,0 +1,348 @@
+"""The streams of one request to decode workers: their places, moving where one is lost, merging, cancelling."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from kvrail.errors import (
+    DeadlineError,
+    IncompatibleError,
+    OverloadedError,
+    RequestCancelledError,
+    WorkerUnavailableError,
+)
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.metrics import RouterMetrics
+from kvrail.rpc.trunk import ReplyStream
+from kvrail.services.router.dispatch import Dispatcher, Place, Turn
+from kvrail.services.router.translate import Plan
+from kvrail.services.router.values import Delta, Drafted, Ended, Settled, Update, Updates
+from kvrail.services.router.workers import DecodeWorker, WorkerPool
+from kvrail.spans import Span
+from kvrail.wire.convert import (
+    finish_reason_from_proto,
+    logprobs_from_proto,
+    marks_from_proto,
+    sampling_to_proto,
+    spans_from_proto,
+)
+from kvrail.wire.v1 import decode_pb2
+
+MAX_MOVES = 2
+"""Times that a request goes on elsewhere: one that kills workers must not visit them all."""
+MAX_REFUSALS = 8
+"""Times that workers may say that they are full before the client hears it; each is half a second's wait, or a place
+that has become free."""
+MERGE_QUEUE = 64
+"""Batches of updates of several prompts that wait for a slow client before what feeds them does."""
+
+
+class _Call:
+    """What the streams of one request share: where they may go, until when, and whether they were told to stop."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, pool: WorkerPool, metrics: RouterMetrics, timeline: Timeline, timeout_s: float
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.pool = pool
+        self.metrics = metrics
+        self.timeline = timeline
+        self.cancelled = False
+        self.on_overflow: Callable[[], object] | None = None
+        self._timeout_s = timeout_s
+        self._open: set[ReplyStream | Turn] = set()
+
+    def check(self) -> float:
+        """Seconds left; raises DeadlineError or RequestCancelledError."""
+        if self.cancelled:
+            raise RequestCancelledError("the server ended the request because it shuts down; retry")
+        left = self._timeout_s - self.timeline.elapsed()
+        if left <= 0:
+            raise DeadlineError(f"the request took longer than the {self._timeout_s:g} s that this server allows")
+        return left
+
+    @contextlib.asynccontextmanager
+    async def place(self, turn: Turn, *, again: bool) -> AsyncIterator[Place]:
+        """A prompt's place, once it is its turn; free again when left."""
+        self._open.add(turn)
+        try:
+            place = await self.dispatcher.place(turn, self.check(), again=again)
+        finally:
+            self._open.discard(turn)
+        try:
+            yield place
+        finally:
+            place.leave()
+
+    @contextlib.asynccontextmanager
+    async def stream(self, worker: DecodeWorker, request: decode_pb2.GenerateRequest) -> AsyncIterator[ReplyStream]:
+        """One call to a decode worker, cancelled when left."""
+        timeout_s = self.check()
+        async with worker.client.generate(request, timeout_s=timeout_s, on_overflow=self.on_overflow) as stream:
+            self._open.add(stream)
+            try:
+                yield stream
+            finally:
+                self._open.discard(stream)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        for each in list(self._open):
+            each.cancel()
+
+
+class _PromptStream:
+    """One prompt's output, from the first decode worker that gives any."""
+
+    def __init__(self, call: _Call, request: decode_pb2.GenerateRequest, turn: Turn, first_index: int) -> None:
+        self._call = call
+        self._request = request
+        self._turn = turn
+        self._first_index = first_index
+        self._n = request.sampling.n
+        self._has_logprobs = request.sampling.HasField("logprobs")
+        self._drafts: dict[int, Settled] = {}  # of each choice that has any, as if all were wrong
+        self._unfinished: set[int] = set()  # choices whose end the present worker has not told
+        self._began = self._finished = False
+        self._tokens = 0  # of all choices, since the last batch
+        self._numerics: set[str] = set()  # of all workers that it was given to
+        self.ended: Ended | None = None
+
+    @property
+    def invariant(self) -> bool:
+        """Whether all of its output has the bits that any of its workers would have given it."""
+        return self.ended is not None and self._numerics == {self.ended.summary.numerics} != {""}
+
+    async def updates(self) -> AsyncGenerator[Updates]:
+        """What the replies tell, in order; raises from the error tree.
+
+        Where a worker is lost, another one continues what was said; where it has no room after all, the prompt waits
+        again, before the others of its client. Of n > 1 sequences only the whole can move, and only before the first
+        output.
+        """
+        losses = refusals = 0
+        while True:
+            self._keep_to_the_weights()
+            async with self._call.place(self._turn, again=bool(losses or refusals)) as place:
+                self._began = self._finished = False
+                try:
+                    async with aclosing(self._from(place)) as batches:
+                        async for updates in batches:
+                            yield updates
+                    return
+                except WorkerUnavailableError as error:
+                    losses += 1
+                    place.worker.breaker.failed(place.began)
+                    self._call.pool.lost(place.worker, str(error))
+                    stays = losses > MAX_MOVES or not self._call.pool.healthy_decode()
+                    if self._finished:
+                        return  # only the summary is missing
+                    if stays or (self._began and self._n > 1):
+                        raise
+                except OverloadedError:
+                    refusals += 1
+                    if refusals > MAX_REFUSALS or (self._began and self._n > 1):
+                        raise
+                    place.leave(refused=True)
+            self._call.metrics.failovers.inc()
+            if self._drafts:
+                yield list(self._drafts.values())
+                self._drafts.clear()
+
+    async def _from(self, place: Place) -> AsyncGenerator[Updates]:
+        """What the worker of a place says."""
+        worker = place.worker
+        self._numerics.add(worker.numerics)
+        del self._request.prefill_workers[:]
+        del self._request.prefill_instances[:]
+        self._request.prefill_workers.extend(each.target for each in place.prefill)
+        self._request.prefill_instances.extend(each.instance for each in place.prefill)
+        dispatched = self._call.timeline.mark(Stage.DISPATCHED)
+        offset = self._call.timeline.elapsed() - dispatched
+        self._unfinished = set(range(self._first_index, self._first_index + self._n))
+        async with self._call.stream(worker, self._request) as stream:
+            while replies := await stream.read_waiting():
+                updates: list[Update] = []
+                for reply in replies:
+                    news = reply.WhichOneof("news")
+                    if news == "summary":
+                        self.ended = Ended(reply.summary, offset)
+                        place.ended(reply.summary.completion_tokens, reply.summary.cached_tokens)
+                    elif news:
+                        updates.append(self._draft_news(reply))
+                    if reply.token_ids or reply.text or reply.finish_reason:
+                        updates.append(self._delta(reply))
+                place.succeeded(self._tokens)
+                self._tokens = 0
+                if updates:
+                    yield updates
+        if self._unfinished or self.ended is None:
+            raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
+
+    def _keep_to_the_weights(self) -> None:
+        """Have the request refused where other weights are served; raises where nobody has those that it began on."""
+        now = self._call.pool.fingerprint
+        if self._request.resumed_token_ids and self._request.model_fingerprint != now:
+            raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
+        self._request.model_fingerprint = now
+
+    def _index(self, reply: decode_pb2.GenerateReply) -> int:
+        if reply.index >= self._n:
+            raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {self._n}")
+        return self._first_index + reply.index
+
+    def _draft_news(self, reply: decode_pb2.GenerateReply) -> Drafted | Settled:
+        index, drafted, verified = self._index(reply), reply.drafted, reply.verified
+        if reply.HasField("verified"):
+            self._drafts.pop(index, None)
+            return Settled(index, verified.position, verified.proposed, verified.accepted)
+        before = self._drafts.get(index, Settled(index, drafted.position, 0, 0))
+        self._drafts[index] = replace(before, proposed=before.proposed + len(drafted.token_ids))
+        return Drafted(index, drafted.position, drafted.token_ids, drafted.text)
+
+    def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
+        """The reply's output, of which note is taken for a failover."""
+        index = self._index(reply)
+        self._began = True
+        self._tokens += len(reply.token_ids)
+        # A protobuf list is slow to walk: what is mostly empty or read by nobody is not walked here.
+        token_ids, logprobs = reply.token_ids, reply.logprobs
+        finish_reason = finish_reason_from_proto(reply.finish_reason) if reply.finish_reason else None
+        if self._has_logprobs and len(logprobs) != len(token_ids):
+            raise IncompatibleError(
+                f"the decode worker sent {len(logprobs)} log probabilities with {len(token_ids)} tokens"
+            )
+        if self._n == 1:
+            self._finished = finish_reason is not None
+            self._request.resumed_token_ids.extend(token_ids)
+        if finish_reason is not None:
+            self._unfinished.discard(index)
+        return Delta(
+            index,
+            reply.text,
+            token_ids,
+            [logprobs_from_proto(entry) for entry in logprobs] if logprobs else (),
+            finish_reason,
+            self._stop_reason(reply.stop_reason) if reply.stop_reason else None,
+        )
+
+    def _stop_reason(self, said: str) -> str | int:
+        """A stop string is text; what is none of the request's stop strings is a token id."""
+        return said if said in self._request.sampling.stop or not said.isdigit() else int(said)
+
+
+class Generation:
+    """All output of one HTTP request, over all its prompts. Leaving `updates` ends the calls that still run."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        wire_id: str,
+        *,
+        model: str,
+        client: str,
+        dispatcher: Dispatcher,
+        pool: WorkerPool,
+        metrics: RouterMetrics,
+        timeline: Timeline,
+        timeout_s: float,
+    ) -> None:
+        self._call = _Call(dispatcher, pool, metrics, timeline, timeout_s)
+        self._timeline = timeline
+        self.plan = plan
+        self._streams = []
+        for i, (prompt, sampling) in enumerate(zip(plan.prompts, plan.sampling, strict=True)):
+            request = decode_pb2.GenerateRequest(
+                request_id=wire_id if len(plan.prompts) == 1 else f"{wire_id}-{i}",
+                model=model,
+                prompt_token_ids=prompt,
+                sampling=sampling_to_proto(sampling),
+                codec=plan.codec,
+                provisional=plan.provisional,
+                trace=plan.traced,
+            )
+            turn = dispatcher.turn(client, prompt, sampling, plan.priority)
+            self._streams.append(_PromptStream(self._call, request, turn, i * plan.n))
+        timeline.mark(Stage.PLANNED)
+
+    def cancel(self) -> None:
+        """End all calls; `updates` then raises RequestCancelledError."""
+        self._call.cancel()
+
+    def when_overflown(self, give_up: Callable[[], object]) -> None:
+        """Call `give_up` where a prompt's call is ended because more of its output waits than may; before `updates`."""
+        self._call.on_overflow = give_up
+
+    @property
+    def summaries(self) -> list[decode_pb2.GenerateSummary]:
+        """What workers said at the end of each prompt's stream that has ended."""
+        return [stream.ended.summary for stream in self._streams if stream.ended is not None]
+
+    @property
+    def invariant(self) -> bool:
+        """Whether every prompt's output has the bits that any of its workers would have given it."""
+        return all(stream.invariant for stream in self._streams)
+
+    def spans(self) -> list[Span]:
+        """What workers did, in seconds since the request came; empty where no trace was asked for."""
+        zero = self._timeline.get(Stage.DISPATCHED) or 0.0
+        return [
+            replace(span, begin=zero + stream.ended.offset + span.begin)
+            for stream in self._streams
+            if stream.ended is not None
+            for span in spans_from_proto(stream.ended.summary.spans)
+        ]
+
+    async def updates(self) -> AsyncGenerator[Updates]:
+        """Output of all choices as it comes; raises the first error of any. Close it to cancel."""
+        try:
+            source = self._streams[0].updates() if len(self._streams) == 1 else self._merged()
+            async with aclosing(source) as batches:
+                async for updates in batches:
+                    yield updates
+        except RequestCancelledError:
+            self._call.check()  # says so where it was this server that cancelled
+            raise
+        self._adopt_marks()
+
+    async def _merged(self) -> AsyncGenerator[Updates]:
+        """Updates of all prompts through one bounded queue; None marks the end of one."""
+        queue: asyncio.Queue[Updates | Exception | None] = asyncio.Queue(MERGE_QUEUE)
+
+        async def pump(stream: _PromptStream) -> None:
+            try:
+                async with aclosing(stream.updates()) as batches:
+                    async for updates in batches:
+                        await queue.put(updates)
+                await queue.put(None)
+            except Exception as error:  # noqa: BLE001 - raised again where the queue is read
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(pump(stream)) for stream in self._streams]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _adopt_marks(self) -> None:
+        """Take over the marks of the stream that finished last: it decided how long the request took."""
+        found = []
+        for stream in self._streams:
+            if stream.ended is not None:
+                marks = marks_from_proto(stream.ended.summary.marks)
+                found.append([(stage, stream.ended.offset + seconds) for stage, seconds in marks])
+        if found:
+            last = max(found, key=lambda marks: max((seconds for _, seconds in marks), default=0.0))
+            self._timeline.merge(last, anchor=Stage.DISPATCHED)

@@ -1,0 +1,138 @@
+"""The process `kvrail router`: serves until SIGTERM or SIGINT, then lets running requests finish."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvrail import logs
+from kvrail.config import RouterSettings
+from kvrail.errors import ConfigError
+from kvrail.services.router.app import build_app
+from kvrail.services.router.connection import ClientConnection, ConnectionLimits
+from kvrail.services.router.service import RouterService
+from kvrail.text import load_tokenizer
+
+log = logging.getLogger("kvrail.router")
+
+CLOSE_TIMEOUT_S = 5
+"""Seconds that connections get to take their last bytes once everything has ended."""
+OTHER_FILES = 256
+"""Files that the router has open beside its clients' connections: the workers' and its own."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class RouterServer(uvicorn.Server):
+    """A server that, once asked to stop, still listens and answers 503 while running requests finish.
+
+    The first signal starts the drain; a second one, or the end of the grace period, ends what still runs.
+    """
+
+    def __init__(self, app: FastAPI, settings: RouterSettings) -> None:
+        limits = ConnectionLimits(
+            settings.head_timeout_s, settings.body_timeout_s, settings.write_timeout_s, settings.max_connections
+        )
+        config = uvicorn.Config(
+            app,
+            http=partial(ClientConnection, limits=limits),  # type: ignore[arg-type]
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        )
+        super().__init__(config)
+        self._app = app
+        self._grace_period_s = settings.grace_period_s
+        self._drain_ends: float | None = None
+
+    def stop(self) -> None:
+        """Begin the drain; called again, end it."""
+        if not self.started:
+            self.should_exit = True
+            return
+        service: RouterService = self._app.state.service
+        if self._drain_ends is None:
+            log.info("draining: %d requests get up to %g s", service.admission.active, self._grace_period_s)
+            service.admission.draining = True
+            self._drain_ends = time.monotonic() + self._grace_period_s
+        else:
+            self._drain_ends = time.monotonic()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Decide, ten times a second, whether the server ends."""
+        if self._drain_ends is not None:
+            admission = self._app.state.service.admission
+            if admission.active == 0:
+                return True
+            if time.monotonic() >= self._drain_ends:
+                log.warning("ending %d requests that still run", admission.active)
+                admission.cancel_all()
+                return True
+        return await super().on_tick(counter)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Turn signals into `stop`; unlike uvicorn's, do not raise them again, so that the process exits with 0."""
+        loop = asyncio.get_running_loop()
+        try:
+            for number in SIGNALS:
+                loop.add_signal_handler(number, self.stop)
+        except (RuntimeError, ValueError):  # not the main thread: whoever embeds the server calls stop
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one. Raises ConfigError where the address cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}; set host and port to a free one") from error
+    return listener
+
+
+def allow_files(count: int) -> None:
+    """Let this process have so many open files, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def run(settings: RouterSettings) -> int:
+    """Serve until asked to stop; returns the exit status. Raises ConfigError where a setting does not work."""
+    logs.setup(settings.log_level, settings.log_format, "router")
+    tokenizer = load_tokenizer(settings.model)
+    server = RouterServer(build_app(settings, tokenizer), settings)
+    allow_files(settings.max_connections + OTHER_FILES)
+    listener = listen(settings.host, settings.port)
+    log.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
+    gc.collect()
+    gc.freeze()  # what is here stays: without it each full collection would look at all of it while requests wait
+    server.run(sockets=[listener])
+    log.info("stopped")
+    return 0

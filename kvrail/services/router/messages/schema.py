@@ -1,0 +1,120 @@
+"""Requests of /v1/messages, as strict and bounded as the other APIs' (kvrail/services/router/schema.py)."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from kvrail.services.router.schema import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
+    Count,
+    Items,
+    KvrailOptions,
+    Name,
+    OpenBody,
+    Options,
+    StopString,
+    Wire,
+    not_longer,
+)
+from kvrail.wire.convert import UINT32_MAX
+
+
+class TextBlock(Wire):
+    """Text. What is said of caching is not needed: prefixes are always kept."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUse(Wire):
+    """A call of a tool that a model wrote."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: Options
+
+
+class ToolResult(Wire):
+    """What a tool answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: str | Annotated[list[TextBlock], Field(fail_fast=True), not_longer(MAX_PARTS)] | None = None
+    is_error: bool | None = None
+
+
+class Thinking(Wire):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return str(kind)
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUse, Tag("tool_use")]
+    | Annotated[ToolResult, Tag("tool_result")]
+    | Annotated[Thinking, Tag("thinking")],
+    Discriminator(_kind),
+]
+
+
+class TurnMessage(Wire):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Field(fail_fast=True), not_longer(MAX_PARTS)]
+
+
+class ToolChoice(Wire):
+    """Which tools are called: any or none as the model likes, at least one, one that is named, none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingOptions(Wire):
+    """Whether the model reasons first."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class Prompted(OpenBody):
+    """What makes the prompt; body of /v1/messages/count_tokens."""
+
+    model: Name
+    messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]
+    system: str | Annotated[list[TextBlock], Field(fail_fast=True), not_longer(MAX_PARTS)] | None = None
+    tools: Items | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingOptions | None = None
+
+
+class Metadata(Wire):
+    """Who asks."""
+
+    user_id: Name | None = None
+
+
+class MessagesRequest(Prompted):
+    """Body of /v1/messages."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
+    stop_sequences: Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Name | None = None
+    # ours
+    kvrail: KvrailOptions | None = None

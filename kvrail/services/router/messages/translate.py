@@ -1,0 +1,163 @@
+"""A request of /v1/messages as the chat request of the same meaning."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvrail.services.router.encoding import refuse
+from kvrail.services.router.messages.schema import (
+    MessagesRequest,
+    Prompted,
+    TextBlock,
+    Thinking,
+    ToolChoice,
+    ToolResult,
+    ToolUse,
+    TurnMessage,
+)
+from kvrail.services.router.renaming import Rename, as_chat
+from kvrail.services.router.schema import ChatRequest
+
+Json = dict[str, Any]
+
+REFUSED = (
+    "container",
+    "context_management",
+    "inference_geo",
+    "mcp_servers",
+    "output_config",
+    "output_format",
+    "speed",
+)
+"""Anthropic's fields that change the answer and are not supported."""
+PASSED = (
+    "chat_template_kwargs",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "priority",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+)
+"""Fields of the chat API that are taken here too."""
+NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use"}
+
+
+def chat_request(request: Prompted) -> tuple[ChatRequest, Rename]:
+    """The chat, and how its errors are renamed; InvalidRequestError names the request's own parameter."""
+    _refuse_unsupported(request)
+    messages: list[Json] = []
+    sources: list[int] = []  # of each message, the request's message that it is made of
+    if request.system is not None:
+        messages.append({"role": "system", "content": _text(request.system)})
+        sources.append(-1)
+    for place, turn in enumerate(request.messages):
+        found = _messages(turn, place)
+        messages += found
+        sources += [place] * len(found)
+    body: Json = {"model": request.model, "messages": messages, **_tools(request)}
+    if request.messages[-1].role == "assistant":  # its beginning is given, and the model goes on from there
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    extras = request.model_extra or {}
+    body |= {name: extras[name] for name in PASSED if name in extras}
+    if isinstance(request, MessagesRequest):
+        body |= _generating(request)
+
+    def rename(param: str) -> str:
+        name, _, rest = param.partition(".")
+        place, _, inner = rest.partition(".")
+        if name == "messages" and place.isdecimal():
+            source = sources[int(place)]
+            return "system" if source < 0 else ".".join(filter(None, (name, str(source), inner)))
+        return ".".join(filter(None, (NAMES.get(name, name), rest)))
+
+    return as_chat(body, rename)
+
+
+def _generating(request: MessagesRequest) -> Json:
+    optional = {
+        "stream": request.stream,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stop": request.stop_sequences,
+        "kvrail": request.kvrail and request.kvrail.model_dump(exclude_unset=True),
+    }
+    return {"max_completion_tokens": request.max_tokens, **{k: v for k, v in optional.items() if v is not None}}
+
+
+def _refuse_unsupported(request: Prompted) -> None:
+    for name in REFUSED:
+        if (request.model_extra or {}).get(name) is not None:
+            refuse(name, "not supported by this server; leave it out")
+    if request.thinking and request.thinking.type == "enabled":
+        refuse("thinking", "this server keeps to no budget of reasoning; leave it out")
+    if isinstance(request, MessagesRequest) and request.kvrail is not None and request.kvrail.provisional:
+        refuse("kvrail.provisional", "only for /v1/chat/completions and /v1/completions")
+
+
+def _text(content: str | Sequence[TextBlock] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(block.text for block in content)
+
+
+def _messages(turn: TurnMessage, place: int) -> list[Json]:
+    """The chat messages of a turn: what tools answered, then the turn's text, reasoning and calls."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    texts, thoughts, calls, results = [], [], [], []
+    for i, block in enumerate(turn.content):
+        wrong = turn.role != ("user" if isinstance(block, ToolResult) else "assistant")
+        if wrong and not isinstance(block, TextBlock):
+            refuse(f"messages.{place}.content.{i}.type", f"{block.type} is nothing that a {turn.role} says")
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, Thinking):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUse):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
+    message: Json = {"role": turn.role}
+    if texts or not (calls or results):
+        message["content"] = _text(texts)
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return [*results, message] if len(message) > 1 else results
+
+
+def _tools(request: Prompted) -> Json:
+    """A chat's form of the tools and of the choice among them."""
+    found: Json = {}
+    if request.tools is not None:
+        found["tools"] = [_tool(place, tool) for place, tool in enumerate(request.tools)]
+    choice = request.tool_choice
+    if choice is not None:
+        found["tool_choice"] = _choice(choice)
+        if choice.disable_parallel_tool_use is not None:
+            found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return found
+
+
+def _choice(choice: ToolChoice) -> Any:
+    if choice.type == "tool":
+        if choice.name is None:
+            refuse("tool_choice.name", "field required; name the tool")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _tool(place: int, tool: Any) -> Json:
+    kind = tool.get("type", "custom") if isinstance(tool, Mapping) else tool
+    if not isinstance(tool, Mapping) or kind not in ("custom", None):
+        refuse(f"tools.{place}.type", f"{str(kind)[:80]!r} is no tool that this server has; send your own")
+    function = {name: tool[name] for name in ("name", "description") if name in tool}
+    if "input_schema" in tool:
+        function["parameters"] = tool["input_schema"]
+    return {"type": "function", "function": function}

@@ -1,0 +1,86 @@
+"""What happens to every request before its endpoint and its body: an id, the API key."""
+
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrail.errors import AuthenticationError
+from kvrail.lifecycle import Stage, Timeline
+from kvrail.logs import bound_request_id
+from kvrail.services.router.clients import client_of
+from kvrail.services.router.errors import error_response
+
+SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+OPEN_PATHS = frozenset(
+    {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/docs", "/openapi.json"}
+)
+"""Paths for probes, scrapers and browsers, which carry no key."""
+
+
+class RequestContext:
+    """Gives each request its id, in log lines and in the answer's X-Request-Id, and starts its clock."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        timeline = Timeline()
+        timeline.mark(Stage.RECEIVED)
+        given = Headers(scope=scope).get("x-request-id", "")
+        minted = uuid.uuid4().hex
+        request_id = given if SAFE_ID.fullmatch(given) else minted
+        state = scope.setdefault("state", {})
+        state["timeline"] = timeline
+        state["request_id"] = request_id
+        # A client may send one id twice; on the wire ids are unique.
+        state["wire_id"] = minted if request_id is minted else f"{request_id}-{minted[:8]}"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        with bound_request_id(request_id):
+            await self._app(scope, receive, send_with_id)
+
+
+class ApiKeys:
+    """Refuses requests without one of the keys; without any keys everybody is let in.
+
+    A key is a bearer token (OpenAI's clients) or the header X-Api-Key (Anthropic's).
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http":
+            key = self._find(Headers(scope=scope))
+            if self._keys and key is None and scope["path"] not in OPEN_PATHS:
+                message = "no valid API key; send the header 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+                await error_response(AuthenticationError(message))(scope, receive, send)
+                return
+            scope["state"]["api_key"] = key
+            scope["state"]["client"] = client_of(scope, key)
+        await self._app(scope, receive, send)
+
+    def _find(self, headers: Headers) -> int | None:
+        """Which of the keys a request has, by its place; takes the same time for each wrong key of one length."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        found = None
+        for given in (bearer, headers.get("x-api-key", "")):
+            for place, key in enumerate(self._keys):
+                if hmac.compare_digest(given.encode("latin-1"), key):
+                    found = place
+        return found

@@ -1,0 +1,148 @@
+"""What /v1/responses and the paths below it do."""
+
+import time
+from typing import Any
+
+from starlette.datastructures import State
+
+from kvrail.errors import InvalidRequestError
+from kvrail.services.router.answer import Answer
+from kvrail.services.router.encoding import refuse
+from kvrail.services.router.logprobs import TokenTexts
+from kvrail.services.router.renaming import renamed
+from kvrail.services.router.responses.schema import ResponsesRequest
+from kvrail.services.router.responses.store import ResponseStore
+from kvrail.services.router.responses.translate import chat_request, input_items
+from kvrail.services.router.responses.writer import ResponseWriter, failure_event
+from kvrail.services.router.service import RouterService
+from kvrail.services.router.translate import Plan
+
+Json = dict[str, Any]
+
+MAX_PAGE = 100
+
+
+class Responses:
+    """The API over the router's one way to answer."""
+
+    def __init__(self, service: RouterService) -> None:
+        settings = service.settings
+        self._service = service
+        self._store = ResponseStore(settings.stored_responses, settings.stored_responses_mib << 20)
+
+    def create(self, request: ResponsesRequest, state: State) -> Answer:
+        """Answer /v1/responses."""
+        owner = state.api_key
+        previous = request.previous_response_id
+        history = [] if previous is None else self._store.history(owner, previous)
+        chat, rename = chat_request(request, history)
+        kept = request.store is not False
+        response_id = f"resp_{state.wire_id}"
+        items = [*history, *input_items(request)]
+
+        def write(plan: Plan, name: str) -> ResponseWriter:
+            response = _described(request, response_id, name)
+            if kept:
+                self._store.begin(owner, items, response, cancel)
+            texts = TokenTexts(self._service.tokenizer) if chat.logprobs else None
+            return ResponseWriter(response, plan.new_reader(), texts, lambda now: self._store.update(owner, now))
+
+        def cancel() -> None:
+            answer.cancel(InvalidRequestError("the response was cancelled"))
+
+        def abandon() -> None:
+            self._store.abandon(owner, response_id)
+
+        planner = self._service.planner
+        answer = self._service.answer(
+            chat, 1, state, lambda: renamed(planner.chat(chat), rename), write, failure_event, abandon
+        )
+        return answer
+
+    def read(self, response_id: str, state: State, *, stream: bool | None) -> Json:
+        """A kept response."""
+        if stream:
+            refuse("stream", "a kept response is not streamed again; leave it out")
+        return self._store.find(state.api_key, response_id).response
+
+    def delete(self, response_id: str, state: State) -> Json:
+        """Forget a response."""
+        self._store.delete(state.api_key, response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    def cancel(self, response_id: str, state: State) -> Json:
+        """End a response in progress."""
+        return self._store.cancel(state.api_key, response_id)
+
+    def items(self, response_id: str, state: State, *, limit: int, order: str, after: str | None) -> Json:
+        """The input of a kept response, with that of the responses before it."""
+        entry = self._store.find(state.api_key, response_id)
+        listed = [_listed(response_id, place, item) for place, item in enumerate(entry.items)]
+        if order == "desc":
+            listed.reverse()
+        begin = 0
+        if after is not None:
+            begin = next((i + 1 for i, item in enumerate(listed) if item["id"] == after), 0)
+            if begin == 0:
+                refuse("after", f"{after[:80]!r} is no item of this response")
+        page = listed[begin : begin + limit]
+        return {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": begin + limit < len(listed),
+        }
+
+
+def _listed(response_id: str, place: int, item: Any) -> Json:
+    """An item of an input as it is listed: with an id, and a message's text as a part."""
+    told: Json = {"id": f"{response_id}_{place}", **item.model_dump(exclude_none=True), "status": "completed"}
+    if isinstance(told.get("content"), str):
+        kind = "output_text" if told["role"] == "assistant" else "input_text"
+        told["content"] = [{"type": kind, "text": told["content"]}]
+    return told
+
+
+def _tool(tool: Json) -> Json:
+    """A function as the response repeats it, with its defaults."""
+    return {"description": None, "parameters": None, "strict": False, **tool}
+
+
+def _described(request: ResponsesRequest, response_id: str, name: str) -> Json:
+    """The response as it begins: what was asked for, and no output."""
+    given = request.model_dump(exclude_none=True, by_alias=True)
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata or {},
+        "model": name,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "presence_penalty": given.get("presence_penalty", 0.0),
+        "frequency_penalty": given.get("frequency_penalty", 0.0),
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "service_tier": "default",
+        "store": request.store is not False,
+        "temperature": given.get("temperature", 1.0),
+        "text": {"format": {"type": "text"}, **given.get("text", {})},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [_tool(tool) for tool in request.tools or ()],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": given.get("top_p", 1.0),
+        "truncation": request.truncation or "disabled",
+        "usage": None,
+        "user": request.user,
+    }

@@ -1,0 +1,198 @@
+"""The router's parts put together, and the story of one request told with them."""
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import prometheus_client
+from starlette.datastructures import State
+
+from kvrail.config import RouterSettings
+from kvrail.errors import KvrailError, ModelNotFoundError
+from kvrail.grammar import Grammars
+from kvrail.metrics import RouterMetrics
+from kvrail.services.router.admission import Admission
+from kvrail.services.router.answer import Answer, Job, Prepared, Speech
+from kvrail.services.router.dispatch import Dispatcher
+from kvrail.services.router.encoding import Encoder, refuse
+from kvrail.services.router.formats import ChatFormat, CompletionFormat, Head
+from kvrail.services.router.generation import Generation
+from kvrail.services.router.logprobs import TokenTexts
+from kvrail.services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from kvrail.services.router.shaping import Shaper
+from kvrail.services.router.translate import Plan, Planner
+from kvrail.services.router.workers import WorkerPool
+from kvrail.services.router.writers import Writer, chunk_writer, error_event
+from kvrail.text import Tokenizer
+
+
+class RouterService:
+    """Everything that outlives a request. Make it inside the event loop: channels belong to one."""
+
+    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer) -> None:
+        self.settings = settings
+        self.model = settings.model_name
+        self.registry = prometheus_client.CollectorRegistry()
+        self.metrics = RouterMetrics(self.registry, self.model)
+        self.pool = WorkerPool(settings, self.metrics)
+        self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share)
+        self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
+        self.tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
+        shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
+        self.planner = Planner(self._encoder, shaper, self.pool.limits, priorities=settings.priorities)
+        self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
+        self._started = int(time.time())
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer under; raises ModelNotFoundError where a request names a model that is not served."""
+        if name is None:
+            return self.model
+        if name not in self.settings.model_names:
+            served = " and ".join(map(repr, self.settings.model_names))
+            raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {served}")
+        return name
+
+    def chat(self, request: ChatRequest, state: State) -> Answer:
+        """Answer /v1/chat/completions."""
+
+        def write(plan: Plan, name: str) -> Writer:
+            form = ChatFormat(
+                self._head("chatcmpl", state.request_id, name),
+                TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
+                choices=plan.n,
+                logprobs=bool(request.logprobs),
+                reader=plan.reader,
+                prompt_ids=plan.prompts[0] if request.return_token_ids else None,
+            )
+            return chunk_writer(form, request, plan)
+
+        return self.answer(request, 1, state, lambda: self.planner.chat(request), write)
+
+    def complete(self, request: CompletionRequest, state: State) -> Answer:
+        """Answer /v1/completions."""
+
+        def write(plan: Plan, name: str) -> Writer:
+            form = CompletionFormat(
+                self._head("cmpl", state.request_id, name),
+                TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
+                prefixes=[prefix for prefix in plan.prefixes for _ in range(plan.n)],
+                logprobs=request.logprobs is not None,
+                prompt_ids=[ids for ids in plan.prompts for _ in range(plan.n)] if request.return_token_ids else None,
+            )
+            return chunk_writer(form, request, plan)
+
+        return self.answer(request, len(request.prompt), state, lambda: self.planner.completion(request), write)
+
+    def _head(self, prefix: str, request_id: str, name: str) -> Head:
+        return Head(f"{prefix}-{request_id}", int(time.time()), name, f"fp_{self.pool.fingerprint[:12]}")
+
+    def answer(
+        self,
+        request: Request,
+        prompts: int,
+        state: State,
+        plan_request: Callable[[], Awaitable[Plan]],
+        write: Callable[[Plan, str], Writer],
+        failure: Callable[[KvrailError], bytes] = error_event,
+        abandon: Callable[[], object] = lambda: None,
+    ) -> Answer:
+        """The answer that plans, generates and writes; write: the writer of a plan, under a model's name."""
+
+        async def prepare() -> Prepared:
+            name = self.check_model(request.model)
+            await self.pool.settle()
+            plan = await plan_request()
+            generation = Generation(
+                plan,
+                state.wire_id,
+                model=self.model,
+                client=state.client,
+                dispatcher=self.dispatcher,
+                pool=self.pool,
+                metrics=self.metrics,
+                timeline=state.timeline,
+                timeout_s=self.settings.request_timeout_s,
+            )
+            return Prepared(generation, write(plan, name))
+
+        sequences = prompts * (request.n or 1)
+        most = self.admission.most
+        if sequences > most:
+            refuse(
+                "n" if prompts == 1 else "prompt",
+                f"{prompts} prompts of n = {request.n or 1} are {sequences} sequences, more than the {most} that "
+                "one client may have at once; send them in several requests",
+            )
+        job = Job(
+            stream=bool(request.stream),
+            provisional=bool(request.kvrail and request.kvrail.provisional),
+            sequences=sequences,
+            client=state.client,
+            timeline=state.timeline,
+            prepare=prepare,
+            failure=failure,
+            abandon=abandon,
+        )
+        return Answer(job, self.admission, self.metrics, self._speech)
+
+    async def tokenize(self, request: TokenizeRequest, client: str) -> bytes:
+        """The JSON that answers /tokenize."""
+        self.check_model(request.model)
+        with self.admission.admitted(1, client):
+            tokens = await self._encoder.tokenize(request)
+            answer = {"count": len(tokens), "max_model_len": self.max_model_len()}
+            members = [json.dumps(answer)[1:-1].encode()]
+            lists = await self._encoder.listed(tokens, texts=bool(request.return_token_strs))
+            members += [b'"%b": %b' % (name.encode(), text) for name, text in lists.items()]
+        return b"{" + b", ".join(members) + b"}"
+
+    async def detokenize(self, request: DetokenizeRequest, client: str) -> dict[str, Any]:
+        """Answer /detokenize."""
+        self.check_model(request.model)
+        with self.admission.admitted(1, client):
+            return {"prompt": await self._encoder.detokenize(request.tokens)}
+
+    def max_model_len(self) -> int | None:
+        """Context length in tokens; None while no decode worker takes requests."""
+        return self.pool.limits().context if self.pool.healthy else None
+
+    def cards(self) -> list[dict[str, Any]]:
+        """The served model under each of its names."""
+        return [self.card(name) for name in self.settings.model_names]
+
+    def card(self, name: str) -> dict[str, Any]:
+        """The served model as /v1/models shows it."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvrail",
+            "root": self.settings.model,
+            "parent": None,
+            "max_model_len": self.max_model_len(),
+        }
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Status and body of /health: 200 only while requests can be served the way that was configured.
+
+        degraded: they are served, but without a worker that was found once or that the start did not wait for any more.
+        """
+        pool = self.pool
+        if self.admission.draining:
+            word = "draining"
+        elif pool.starting:
+            word = "starting"
+        elif pool.healthy:
+            word = "ok" if pool.complete else "degraded"
+        else:
+            word = "unavailable"
+        return 200 if word in ("ok", "degraded") else 503, {
+            "status": word,
+            "model": self.model,
+            "fingerprint": self.pool.fingerprint or None,
+            "active_requests": self.admission.active,
+            "decode_workers": {target: worker.describe() for target, worker in self.pool.decode.items()},
+            "prefill_workers": {target: worker.describe() for target, worker in self.pool.prefill.items()},
+        }

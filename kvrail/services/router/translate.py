@@ -1,0 +1,241 @@
+"""From an API request to what workers understand: token ids and sampling parameters."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvrail.errors import ContextLengthError
+from kvrail.sampling import SamplingParams
+from kvrail.services.router import fields
+from kvrail.services.router.encoding import Encoder, refuse
+from kvrail.services.router.reading import OutputReader
+from kvrail.services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Request, named
+from kvrail.services.router.shaping import Shape, Shaper
+from kvrail.services.router.tools.offered import offer_of
+from kvrail.wire.convert import UINT64_MAX
+
+MANY_BIASES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to generate: one stream for each prompt.
+
+    prompts: token ids. sampling: one for each prompt. prefixes: text that goes before each prompt's output (echo).
+    provisional: whether drafts are shown. traced: whether the usage tells what each process did when. priority:
+    among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown as it is.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sequence[SamplingParams]
+    prefixes: Sequence[str]
+    codec: str
+    provisional: bool
+    traced: bool = False
+    priority: int = 0
+    reader: Callable[[], OutputReader] | None = None
+
+    @property
+    def n(self) -> int:
+        """Sequences of each prompt."""
+        return self.sampling[0].n
+
+    def new_reader(self) -> OutputReader:
+        """What takes one output apart."""
+        return OutputReader(None, None) if self.reader is None else self.reader()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt) for prompt in self.prompts)
+
+
+def refuse_unsupported(request: Request) -> None:
+    """Raise InvalidRequestError for what would change the answer but is not supported; ignore other unknown fields."""
+    if request.stream_options is not None and not request.stream:
+        refuse("stream_options", "only for streams; set stream to true or leave it out")
+    if request.kvrail is not None and request.kvrail.provisional and not request.stream:
+        refuse("kvrail.provisional", "only for streams; set stream to true or leave it out")
+    own = fields.CHAT if isinstance(request, ChatRequest) else fields.COMPLETION
+    fields.refuse_extras(request.model_extra or {}, {**fields.BOTH, **own})
+    if isinstance(request, ChatRequest):
+        _refuse_in_chat(request)
+    elif isinstance(request, CompletionRequest):
+        _refuse_in_completion(request)
+
+
+def _refuse_in_chat(request: ChatRequest) -> None:
+    if request.functions:
+        refuse("functions", "not supported by this server; send them as tools")
+    if request.function_call not in (None, "none", "auto"):
+        refuse("function_call", "not supported by this server; send tools and tool_choice")
+    if request.audio:
+        refuse("audio", "not supported by this server; leave it out")
+    if request.modalities not in (None, [], ["text"]):
+        refuse("modalities", 'this server only writes ["text"]; leave it out')
+    if request.top_logprobs is not None and not request.logprobs:
+        refuse("top_logprobs", "only with logprobs; set logprobs to true")
+
+
+def _refuse_in_completion(request: CompletionRequest) -> None:
+    if request.suffix:
+        refuse("suffix", "not supported by this server; leave it out")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        refuse("best_of", f"is {request.best_of}, but n is {request.n or 1}; only best_of = n is supported")
+    if request.echo and request.logprobs is not None:
+        refuse("echo", "cannot be combined with logprobs, because prompts have none here; leave one of them out")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every worker that takes requests now can do; context: tokens, prompt and output together."""
+
+    context: int
+    vocabulary: int
+    codecs: frozenset[str]
+    withheld_codecs: frozenset[str]  # lossy ones that the operator has not allowed
+
+
+class Planner:
+    """Turns validated requests into plans; `limits` tells those of the workers, or raises WorkerUnavailableError."""
+
+    def __init__(
+        self, encoder: Encoder, shaper: Shaper, limits: Callable[[], Limits], *, priorities: bool = False
+    ) -> None:
+        """priorities: whether requests may name theirs."""
+        self._encoder = encoder
+        self._shaper = shaper
+        self._limits = limits
+        self._priorities = priorities
+
+    async def chat(self, request: ChatRequest) -> Plan:
+        """Plan a chat; raises InvalidRequestError naming the parameter."""
+        refuse_unsupported(request)
+        limits = self._limits()
+        offer = offer_of(request)
+        prompts = [await self._encoder.chat(request, limits.context, () if offer is None else offer.shown)]
+        shape = await self._shaper.chat(request, offer, prompts[0])
+        top = (request.top_logprobs or 0) if request.logprobs else None
+        wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        return await self._planned(request, "messages", prompts, [""], limits, wanted, top, shape)
+
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of a chat's prompt; raises InvalidRequestError naming the parameter."""
+        refuse_unsupported(request)
+        offer = offer_of(request)
+        return len(await self._encoder.chat(request, tools=() if offer is None else offer.shown))
+
+    async def completion(self, request: CompletionRequest) -> Plan:
+        """Plan completions; raises InvalidRequestError naming the parameter."""
+        refuse_unsupported(request)
+        limits = self._limits()
+        shape = await self._shaper.completion(request)
+        prompts, prefixes = await self._encoder.prompts(request, limits.context)
+        return await self._planned(
+            request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs, shape
+        )
+
+    async def _planned(self, request: Request, *others: Any) -> Plan:
+        """The plan; beside the event loop where a bias is as wide as a vocabulary."""
+        if len(request.logit_bias or ()) <= MANY_BIASES:
+            return self._plan(request, *others)
+        return await asyncio.to_thread(self._plan, request, *others)
+
+    def _plan(
+        self,
+        request: Request,
+        field: str,
+        prompts: Sequence[list[int]],
+        prefixes: Sequence[str],
+        limits: Limits,
+        max_tokens: int | None,
+        logprobs: int | None,
+        shape: Shape,
+    ) -> Plan:
+        if request.priority and not self._priorities:
+            refuse("priority", f"is {request.priority}, but this server takes none (--priorities); leave it out")
+        _check_bias(request.logit_bias or {}, limits.vocabulary)
+        _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
+        codec = request.kvrail.codec if request.kvrail else ""
+        if codec and codec not in limits.codecs:
+            why = "does not suit the workers' KV pages"
+            if codec in limits.withheld_codecs:
+                why = "is lossy, and this server's operator has not allowed such codecs (--allow-lossy)"
+            refuse("kvrail.codec", f"{codec!r} {why}; choose one of {', '.join(sorted(limits.codecs))}")
+        sampling = []
+        for prompt in prompts:
+            budget = _budget(field, len(prompt), max_tokens, limits.context)
+            _check_ids(field, prompt, limits.vocabulary)
+            if (request.min_tokens or 0) > budget:
+                refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
+            sampling.append(_sampling(request, budget, logprobs, shape))
+        ours = request.kvrail or KvrailOptions()
+        return Plan(
+            prompts,
+            sampling,
+            prefixes,
+            codec,
+            ours.provisional,
+            ours.trace,
+            priority=request.priority or 0,
+            reader=shape.reader,
+        )
+
+
+def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:
+    """Name every key that is no token of the model's, as far as they fit into a message."""
+    outside = [key for key in biases if int(key) >= vocabulary]
+    if outside:
+        refuse("logit_bias", f"{named(outside)} not in the model's vocabulary of {vocabulary}")
+
+
+def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= vocabulary:
+        refuse(param, f"token id {largest} is not in the model's vocabulary of {vocabulary}")
+
+
+def _budget(field: str, prompt: int, max_tokens: int | None, context: int) -> int:
+    """Tokens that may be generated after a prompt of `prompt` tokens."""
+    if prompt == 0:
+        refuse(field, "has no tokens; send some text")
+    wanted = 1 if max_tokens is None else max_tokens
+    if prompt + wanted > context:
+        raise ContextLengthError(
+            f"this model's context holds {context} tokens; {field} has {prompt} and {wanted} are to be generated; "
+            "shorten one of them",
+            param=field,
+        )
+    return context - prompt if max_tokens is None else max_tokens
+
+
+def _sampling(request: Request, max_tokens: int, logprobs: int | None, shape: Shape) -> SamplingParams:
+    """Sampling parameters; without a seed of the client's each prompt draws its own."""
+    seed = secrets.randbits(64) if request.seed is None else request.seed & UINT64_MAX
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens or 0,
+        temperature=given(request.temperature, 1.0),
+        top_p=given(request.top_p, 1.0),
+        top_k=max(0, request.top_k or 0),
+        min_p=given(request.min_p, 0.0),
+        repetition_penalty=given(request.repetition_penalty, 1.0),
+        presence_penalty=given(request.presence_penalty, 0.0),
+        frequency_penalty=given(request.frequency_penalty, 0.0),
+        logit_bias={int(key): bias for key, bias in (request.logit_bias or {}).items()},
+        seed=seed,
+        logprobs=logprobs,
+        stop=tuple(request.stop or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        include_stop_in_output=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False and not shape.special,
+        n=request.n or 1,
+        grammar=shape.grammar,
+    )
