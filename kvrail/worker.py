@@ -165,13 +165,18 @@ def build_worker(
     on_layer: LayerObserver | None = None,
     max_drafts: int = 0,
     detokenize: bool,
+    hold_weights: Callable[[LoadedModel], LoadedModel] | None = None,
 ) -> Worker:
     """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters.
+    codecs: those that can be asked for, with the number of their parameters. hold_weights: replaces the model's linear
+    layers by others that hold the same weights in another form.
     """
-    on_cpu = settings.device.startswith("cpu")
-    loaded, runner = in_passing_thread(lambda: _load(settings)) if on_cpu else _load(settings)
+
+    def load() -> tuple[LoadedModel, ModelRunner]:
+        return _load(settings, hold_weights)
+
+    loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
     registry = CollectorRegistry()
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
     limits = Limits(
@@ -210,7 +215,9 @@ def build_worker(
     )
 
 
-def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
+def _load(
+    settings: WorkerSettings, hold_weights: Callable[[LoadedModel], LoadedModel] | None
+) -> tuple[LoadedModel, ModelRunner]:
     """The model and its page pool, compiled and captured where that is asked for."""
     loaded = load_model(
         settings.model,
@@ -221,6 +228,8 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         load_format=settings.load_format,
         max_model_len=settings.max_model_len,
     )
+    if hold_weights is not None:
+        loaded = hold_weights(loaded)
     page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
     if page_bytes > settings.max_frame_bytes:
         raise ConfigError(

@@ -76,6 +76,8 @@ def join_projections(layer: torch.nn.Module, groups: Sequence[Sequence[str]]) ->
     """Join the weights of each group's modules in `layer`; they keep their values and take no more memory."""
     for names in groups:
         modules = [layer.get_submodule(name) for name in names]
+        if any(type(module) is not torch.nn.Linear for module in modules):
+            continue  # they are joined
         if len({module.bias is None for module in modules}) > 1:
             continue
         weight = _joined([module.weight for module in modules])
@@ -114,11 +116,15 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def merge_equal_products(graph: torch.fx.Graph) -> int:
-    """Replace linear calls on equal arguments by the first of them; returns how many were replaced."""
+    """Replace products of equal arguments by the first of them; returns how many were replaced.
+
+    Products are torch's linear and the operations of our own namespace.
+    """
     first: dict[Any, torch.fx.Node] = {}
     merged = 0
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not linear:
+        ours = getattr(node.target, "namespace", "") == "kvrail"
+        if node.op != "call_function" or not (node.target is linear or ours):
             continue
         key = (node.args, tuple(sorted(node.kwargs.items())))
         if key in first:

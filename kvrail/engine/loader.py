@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvrail.engine.attention.registry import NAME, register
 from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_folder
-from kvrail.engine.inputs import StepInputs
+from kvrail.engine.inputs import CUDA_ROWS, StepInputs
 from kvrail.engine.packed_linear import can_pack, pack_linears
 from kvrail.engine.probe import forward, inspect, verify
 from kvrail.engine.support import context_limit, refuse_unsupported
@@ -34,7 +34,8 @@ class LoadedModel:
     model: transformers' causal LM in evaluation mode on `device`, parameters in `dtype`; config: its configuration.
     layout: how its KV lies in pages. max_model_len: tokens, prompt and output together. fingerprint: hex digest of
     configuration and weights. layers: its decoder layers in order, each with one attention module.
-    projections: names, in each layer, of linear modules that take the same input.
+    projections: names, in each layer, of linear modules that take the same input. least_rows: of a step on CUDA whose
+    tokens are to get the same bits in any company.
     """
 
     model: Any
@@ -48,6 +49,7 @@ class LoadedModel:
     dtype: torch.dtype
     layers: tuple[torch.nn.Module, ...]
     projections: tuple[tuple[str, ...], ...]
+    least_rows: int = CUDA_ROWS
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """One packed forward pass: float32 logits [rows, vocab] on the device."""

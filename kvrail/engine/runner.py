@@ -10,7 +10,7 @@ from kvrail.engine.batch import Feed, SequenceSlice
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.fusion import compile_layers
 from kvrail.engine.graphs import StepGraphs, batch_sizes
-from kvrail.engine.inputs import CUDA_ROWS, step_inputs
+from kvrail.engine.inputs import step_inputs
 from kvrail.engine.invariance import Finding, check, choose_products
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.packed_linear import mean_weights
@@ -54,7 +54,7 @@ class ModelRunner:
         self._wants_compiled = compile and self.launches_async
         self._graphs: StepGraphs | None = None
         self._invariant = invariant
-        self._least = CUDA_ROWS if invariant and self.launches_async else 0
+        self._least = loaded.least_rows if invariant and self.launches_async else 0
         self.finding: Finding = Finding("", "not asked for" if not invariant else "not tried")
         self._threads = torch.get_num_threads()
         self._weights = mean_weights(loaded.model)

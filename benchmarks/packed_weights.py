@@ -1,0 +1,273 @@
+"""Packed weights on a GPU, beside cuBLAS: products, unpacking, and a model's steps.
+
+    python -m benchmarks.packed_weights [--shape qwen3-8b] [--skip-steps] [--out FOLDER]
+
+Correctness first: the unpacked weight and every product are compared with torch's, bit for bit; nothing is timed where
+one bit differs, nor where the packed model draws another token than the plain one. Products: layer shapes of 8B- and
+70B-class models with weights from a normal distribution, enough copies that none stays in the L2 cache, captured into
+CUDA graphs, plain and packed in turns, medians. cuBLAS is timed as torch uses it by default, and with the tokens and
+the settings that the engine gives it (at least 32 tokens, sums not split). Steps: an engine of a model with random
+weights, plain and packed, one after the other. Results go to benchmarks/results as JSON and Markdown.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch.nn.functional import linear, pad
+
+from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case
+from benchmarks.shapes import SHAPES, write_shape
+from kvrail.codec.packed.gpu import multiply, unpack
+from kvrail.codec.packed.packing import pack
+from kvrail.engine.batch import SampleRow, SequenceSlice
+from kvrail.engine.invariance import choose_products
+from kvrail.engine.loader import LoadedModel, load_model
+from kvrail.engine.sampler import Sampler
+from kvrail.sampling import SamplingParams
+from kvrail.services.weights import hold_packed
+
+RESULTS = Path(__file__).parent / "results"
+LAYERS = {
+    "8B query, key, value": (6144, 4096),
+    "8B attention's output": (4096, 4096),
+    "8B gate and up": (24576, 4096),
+    "8B down": (4096, 12288),
+    "8B head": (151936, 4096),
+    "70B query, key, value": (10240, 8192),
+    "70B attention's output": (8192, 8192),
+    "70B gate and up": (57344, 8192),
+    "70B down": (8192, 28672),
+}
+"""Rows and columns; projections of one input joined, as the engine has them."""
+TOKENS = (1, 4, 8, 16, 32, 64)
+DECODES = (1, 4, 8, 16, 32)
+CONTEXT, NEW_TOKENS = 128, 48
+PREFILLS = (512, 2048)
+COPIES_BYTES = 400 << 20
+
+
+def graph_of(run: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
+    """`run(0)` to `run(count - 1)`, captured."""
+    for number in range(min(count, 3)):
+        run(number)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(count):
+            run(number)
+    return graph
+
+
+def in_turns(graphs: dict[str, torch.cuda.CUDAGraph], count: int, rounds: int) -> dict[str, float]:
+    """Microseconds of one run of each, the median of the rounds."""
+    taken: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds + 1):
+        for name, graph in graphs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken[name].append(1e3 * begin.elapsed_time(end) / count)
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+
+
+def layer(name: str, rows: int, columns: int, rounds: int) -> list[dict[str, object]]:
+    """Rows of the table of products for one weight."""
+    torch.manual_seed(0)
+    weight = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02
+    packed = pack(weight)
+    if not torch.equal(unpack(packed).view(torch.int16), weight.view(torch.int16)):
+        raise RuntimeError(f"{name}: the unpacked weight differs")
+    count = max(4, min(16, COPIES_BYTES // weight.nbytes + 1))
+    plains = [weight, *(weight.clone() for _ in range(count - 1))]
+    packs = [packed, *(pack(weight) for _ in range(count - 1))]
+    size = packed.nbytes / weight.nbytes
+    taken = in_turns({"unpack": graph_of(lambda i: unpack(packs[i]), count)}, count, rounds)["unpack"]
+    found: list[dict[str, object]] = [
+        {"layer": name, "shape": [rows, columns], "size": size, "unpack_gb_per_s": weight.nbytes / taken / 1e3}
+    ]
+    for tokens in TOKENS:
+        x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        padded = pad(x, (0, 0, 0, max(0, 32 - tokens)))
+        choose_products(invariant=True)
+        if not torch.equal(multiply(x, packed), linear(padded, weight)[:tokens]):
+            raise RuntimeError(f"{name}, {tokens} tokens: the product differs from cuBLASLt's")
+        graphs = {
+            "engine": graph_of(lambda i, x=padded: linear(x, plains[i]), count),
+            "packed": graph_of(lambda i, x=x: multiply(x, packs[i]), count),
+        }
+        choose_products(invariant=False)
+        graphs["default"] = graph_of(lambda i, x=x: linear(x, plains[i]), count)
+        found.append({"layer": name, "tokens": tokens} | in_turns(graphs, count, rounds))
+    return found
+
+
+def bench_of(loaded: LoadedModel) -> Bench:
+    room = max(DECODES) * (CONTEXT + 2 * SPARE_TOKENS) + 2 * max(PREFILLS)
+    made = Bench(
+        loaded,
+        max_tokens=room,
+        max_running=max(DECODES),
+        max_batch_tokens=max(PREFILLS),
+        graphs=True,
+        compile=True,
+    )
+    made.runner.warm_up()
+    if not made.runner.finding.holds:
+        raise RuntimeError(f"tokens depend on their company: {made.runner.finding.reason}")
+    return made
+
+
+def tokens_of(bench: Bench, batch: int) -> list[list[int]]:
+    """Greedy continuations of so many prompts, computed together."""
+    random.seed(batch)
+    sampler = Sampler(bench.loaded.vocab_size, bench.loaded.device)
+    greedy = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    case = Case(batch, CONTEXT)
+    tables, prompts = bench.tables(case, CONTEXT + NEW_TOKENS), bench.prompts(case)
+    slices = [SequenceSlice(ids, 0, table, 1) for ids, table in zip(prompts, tables, strict=True)]
+    drawn: list[list[int]] = [[] for _ in prompts]
+    for step in range(NEW_TOKENS):
+        at = CONTEXT + step
+        rows = [SampleRow(greedy, 0, at, (), ()) for _ in slices]
+        tokens = [each.token_id for each in sampler.sample(bench.runner.execute(slices), rows)]
+        for own, token in zip(drawn, tokens, strict=True):
+            own.append(token)
+        slices = [SequenceSlice([token], at, table, 1) for token, table in zip(tokens, tables, strict=True)]
+    return drawn
+
+
+def steps_of(form: str, shape: str, rounds: int) -> dict[str, object]:
+    """Memory, numerics, drawn tokens and milliseconds of a model's steps with its weights in one form."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = str(write_shape(shape, Path(scratch) / shape))
+        free = torch.cuda.mem_get_info()[0]
+        loaded = load_model(folder, device="cuda", dtype="auto", kv_dtype="bfloat16", page_size=64, load_format="dummy")
+    if form == "packed":
+        loaded = hold_packed(loaded, join=True)
+    torch.cuda.empty_cache()
+    taken = free - torch.cuda.mem_get_info()[0]
+    bench = bench_of(loaded)
+    drawn = {batch: tokens_of(bench, batch) for batch in DECODES}
+
+    def milliseconds(run: Callable[[], float]) -> float:
+        return 1e3 * statistics.median(run() for _ in range(rounds))
+
+    times = {
+        f"decode, {batch} sequences": milliseconds(lambda batch=batch: bench.decode_engine(Case(batch, CONTEXT), 24))
+        for batch in DECODES
+    }
+    for length in PREFILLS:
+        times[f"prefill of {length} tokens"] = milliseconds(lambda: bench.prefill_engine(Case(1, length)))
+    return {
+        "bytes": taken,
+        "page_bytes": loaded.layout.page_bytes,
+        "numerics": bench.runner.finding.numerics,
+        "tokens": drawn,
+        "milliseconds": times,
+    }
+
+
+def steps(shape: str, rounds: int) -> list[dict[str, object]]:
+    """Rows of the table of steps; each form in a process of its own, for compiled layers are the process's."""
+    found = {}
+    for form in ("plain", "packed"):
+        command = [sys.executable, "-m", "benchmarks.packed_weights", "--steps-of", form, "--shape", shape]
+        printed = subprocess.run([*command, "--rounds", str(rounds)], check=True, stdout=subprocess.PIPE).stdout
+        found[form] = json.loads(printed.splitlines()[-1])
+    plain, packed = found["plain"], found["packed"]
+    for name in ("numerics", "tokens"):
+        if plain[name] != packed[name]:
+            raise RuntimeError(f"the packed model's {name} are not the plain one's")
+    saved = plain["bytes"] - packed["bytes"]
+    memory = {
+        "plain_gib": plain["bytes"] / 2**30,
+        "packed_gib": packed["bytes"] / 2**30,
+        "more_pages_of_64_tokens": int(0.85 * saved / plain["page_bytes"]),
+        "equal_tokens": sum(len(own) for drawn in plain["tokens"].values() for own in drawn),
+    }
+    names = plain["milliseconds"]
+    rows = [{"step": n, "plain": names[n], "packed": packed["milliseconds"][n]} for n in names]
+    return [memory, *rows]
+
+
+def markdown(device: str, command: str, shape: str, products: list[dict], stepped: list[dict]) -> str:
+    """The results file."""
+    lines = [f"# Packed weights, {datetime.now(UTC):%Y-%m-%d}, {device}", "", f"`{command}`", ""]
+    lines += [
+        "Microseconds of a product, medians in turns; bits compared first. `cuBLAS`: torch's default; `engine`: sums"
+        " not split, at least 32 tokens, as the engine has it. Ratios: cuBLAS's time over packed's.",
+        "",
+        "| layer | tokens | cuBLAS | engine | packed | cuBLAS / packed | engine / packed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in products:
+        if "tokens" in row:
+            default, engine, packed = row["default"], row["engine"], row["packed"]
+            ratios = f"{default / packed:.2f} | {engine / packed:.2f}"
+            lines.append(
+                f"| {row['layer']} | {row['tokens']} | {default:.1f} | {engine:.1f} | {packed:.1f} | {ratios} |"
+            )
+    lines += ["", "| layer | shape | size of bfloat16 | unpacked, GB/s of bfloat16 |", "|---|---|---|---|"]
+    for row in products:
+        if "size" in row:
+            lines.append(f"| {row['layer']} | {row['shape']} | {row['size']:.4f} | {row['unpack_gb_per_s']:,.0f} |")
+    if stepped:
+        memory = stepped[0]
+        lines += [
+            "",
+            f"{shape} in memory: {memory['plain_gib']:.2f} GiB plain, {memory['packed_gib']:.2f} packed"
+            f" ({memory['packed_gib'] / memory['plain_gib']:.3f}); room for {memory['more_pages_of_64_tokens']:,} more"
+            f" pages of 64 tokens. {memory['equal_tokens']:,} tokens drawn with either are equal. Steps through the"
+            " engine, milliseconds.",
+            "",
+            "| step | plain | packed | packed / plain |",
+            "|---|---|---|---|",
+        ]
+        for row in stepped[1:]:
+            ratio = row["packed"] / row["plain"]
+            lines.append(f"| {row['step']} | {row['plain']:.2f} | {row['packed']:.2f} | {ratio:.3f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="qwen3-8b", help="of the model whose steps are timed"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps-of", choices=("plain", "packed"), help="time one form's steps and print them as JSON")
+    parser.add_argument("--skip-steps", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_grad_enabled(False)
+    if arguments.steps_of:
+        print(json.dumps(steps_of(arguments.steps_of, arguments.shape, arguments.rounds)))
+        return
+    products: list[dict] = []
+    for name, (rows, columns) in LAYERS.items():
+        products += layer(name, rows, columns, arguments.rounds)
+        torch.cuda.empty_cache()
+    stepped = [] if arguments.skip_steps else steps(arguments.shape, min(arguments.rounds, 3))
+    device = torch.cuda.get_device_name()
+    command = f"python -m benchmarks.packed_weights --shape {arguments.shape} --rounds {arguments.rounds}"
+    text = markdown(device, command, arguments.shape, products, stepped)
+    print(text)
+    short = device.replace("NVIDIA ", "").split()[0].lower()
+    path = arguments.out / f"packed-weights-{datetime.now(UTC):%Y-%m-%d}-{short}"
+    path.with_suffix(".json").write_text(json.dumps({"products": products, "steps": stepped}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

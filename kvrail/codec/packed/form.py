@@ -1,0 +1,48 @@
+"""The form of packed weights; see README.md beside this."""
+
+from dataclasses import dataclass
+
+import torch
+
+STRIP_ROWS = 16
+TILE_COLUMNS = 64
+TILE_WEIGHTS = STRIP_ROWS * TILE_COLUMNS
+LOW_BYTES, CODE_BYTES = 1024, 384
+FIXED_BYTES = LOW_BYTES + CODE_BYTES
+"""Bytes of a block before its records."""
+UNIT = 16
+"""Blocks begin at multiples of it, in bytes."""
+FIRST_EXPONENT, WINDOW = 120, 8
+"""Packed exponents that have a code: FIRST_EXPONENT and the seven after it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight, bfloat16 [rows, columns], packed.
+
+    blocks: uint8. index, counts: int32 [tiles]. shifts: int32 [rows]. scales: float32 [rows], 2^shift. All on one
+    device.
+    """
+
+    rows: int
+    columns: int
+    blocks: torch.Tensor
+    index: torch.Tensor
+    counts: torch.Tensor
+    shifts: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, in bytes."""
+        return sum(part.nbytes for part in (self.blocks, self.index, self.counts, self.shifts, self.scales))
+
+
+def refusal(weight: torch.Tensor) -> str:
+    """Why a weight cannot be packed; empty where it can."""
+    if weight.dtype != torch.bfloat16 or weight.dim() != 2:
+        return f"it is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, not bfloat16 [rows, columns]"
+    rows, columns = weight.shape
+    if not rows or not columns or rows % STRIP_ROWS or columns % TILE_COLUMNS:
+        return f"its shape {[rows, columns]} is no multiple of [{STRIP_ROWS}, {TILE_COLUMNS}]"
+    return ""
