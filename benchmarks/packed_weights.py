@@ -135,15 +135,19 @@ def tokens_of(bench: Bench, batch: int) -> list[list[int]]:
     greedy = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     case = Case(batch, CONTEXT)
     tables, prompts = bench.tables(case, CONTEXT + NEW_TOKENS), bench.prompts(case)
-    slices = [SequenceSlice(ids, 0, table, 1) for ids, table in zip(prompts, tables, strict=True)]
+    prefilled = [
+        bench.runner.execute([SequenceSlice(p, 0, t, 1)]).clone() for p, t in zip(prompts, tables, strict=True)
+    ]
+    logits = torch.cat(prefilled)
     drawn: list[list[int]] = [[] for _ in prompts]
     for step in range(NEW_TOKENS):
         at = CONTEXT + step
-        rows = [SampleRow(greedy, 0, at, (), ()) for _ in slices]
-        tokens = [each.token_id for each in sampler.sample(bench.runner.execute(slices), rows)]
+        rows = [SampleRow(greedy, 0, at, (), ()) for _ in prompts]
+        tokens = [each.token_id for each in sampler.sample(logits, rows)]
         for own, token in zip(drawn, tokens, strict=True):
             own.append(token)
         slices = [SequenceSlice([token], at, table, 1) for token, table in zip(tokens, tables, strict=True)]
+        logits = bench.runner.execute(slices)
     return drawn
 
 
@@ -168,7 +172,7 @@ def steps_of(form: str, shape: str, rounds: int) -> dict[str, object]:
         for batch in DECODES
     }
     for length in PREFILLS:
-        times[f"prefill of {length} tokens"] = milliseconds(lambda: bench.prefill_engine(Case(1, length)))
+        times[f"prefill of {length} tokens"] = milliseconds(lambda length=length: bench.prefill_engine(Case(1, length)))
     return {
         "bytes": taken,
         "page_bytes": loaded.layout.page_bytes,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from kvrail.codec.packed.builds import unsupported
-from kvrail.codec.packed.form import PackedWeight, refusal
+from kvrail.codec.packed.form import FIXED_BYTES, PackedWeight, refusal
 from kvrail.codec.packed.op import packed_product
 from kvrail.codec.packed.packing import pack
 from kvrail.config import WorkerSettings
@@ -43,7 +43,10 @@ class PackedLinear(torch.nn.Module):
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
         super().__init__()
         self.columns, self.rows, self.begin, self.end = weight.columns, weight.rows, begin, end
-        self.bias, self.blocks, self.index = bias, weight.blocks, weight.index
+        self.bias, self.index = bias, weight.index
+        # Blocks take as much as their records need, but layers share compiled code only where their tensors have one
+        # shape: this is the least that blocks of this shape take, and a kernel finds the rest by their address.
+        self.blocks = weight.blocks[: FIXED_BYTES * len(weight.index)]
         self.counts, self.shifts, self.scales = weight.counts, weight.shifts, weight.scales
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
