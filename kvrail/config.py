@@ -287,6 +287,10 @@ class UpSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where a GPU is found, else the CPU")
     prefill_workers: int = Field(1, ge=0, le=64, description="prefill workers; 0: decode workers prefill")
     decode_workers: int = Field(1, ge=1, le=64, description="decode workers")
+    metrics_port: Port = Field(
+        9101,
+        description="metrics port of the first worker, the others' follow; 0, or with --port 0: any free ones",
+    )
     startup_timeout_s: PositiveFloat = Field(600.0, description="longest wait until every process is healthy")
 
 

@@ -60,6 +60,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
 
 
+WARMING_CPU = "warming up: CPU kernels are compiled at the first start, about 30 s, and loaded at later ones"
+WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
+
+
 class _BrokenError(KvrailError):
     """The engine has given up or hangs: the process must end, so that whoever watches it starts another."""
 
@@ -237,6 +241,7 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         compile=settings.compile,
         invariant=settings.invariant != "off",
     )
+    logger.info("%s", WARMING_CPU if settings.device == "cpu" else WARMING_CUDA)
     runner.warm_up()
     _tell_of(runner.finding, settings)
     logger.info(

@@ -1,12 +1,11 @@
-"""Codecs by name. A codec's module is imported when the codec is asked for, not before."""
+"""Codecs by name. A codec's module, and torch with it, is imported when the codec is asked for, not before."""
 
 import functools
 import importlib
 from typing import TYPE_CHECKING
 
-from kvrail.codec.base import Codec
-
 if TYPE_CHECKING:
+    from kvrail.codec.base import Codec
     from kvrail.codec.splitzip.codebook import Codebook
 
 # Where each codec is made, and whether it takes a codebook.
@@ -35,6 +34,11 @@ class UnknownCodecError(LookupError):
     """No codec has this name, or what it needs is not there."""
 
 
+def known() -> tuple[str, ...]:
+    """Names of all codecs that there are, those that miss something here too."""
+    return tuple(_CODECS)
+
+
 @functools.cache
 def names() -> tuple[str, ...]:
     """Names of all codecs that can be made here."""
@@ -46,7 +50,7 @@ def compiles(name: str, device_kind: str) -> bool:
     return name not in _UNCOMPILED[device_kind]
 
 
-def get(name: str, codebook: "Codebook | None" = None) -> Codec:
+def get(name: str, codebook: "Codebook | None" = None) -> "Codec":
     """Make the codec called `name`; raises UnknownCodecError, which lists the names there are.
 
     codebook: for codecs that take one; without, they use the one that ships.

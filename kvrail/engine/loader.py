@@ -18,6 +18,7 @@ from kvrail.engine.inputs import StepInputs
 from kvrail.engine.packed_linear import can_pack, pack_linears
 from kvrail.engine.probe import forward, inspect, verify
 from kvrail.engine.support import context_limit, refuse_unsupported
+from kvrail.engine.weights import told_loading
 from kvrail.errors import ConfigError, UnsupportedModelError
 from kvrail.layout import DTYPE_BYTES, KVLayout
 
@@ -168,9 +169,11 @@ def _build(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, 
             lm = _random_model(config, dtype, device)
         else:
             auto: Any = AutoModelForCausalLM
-            lm = auto.from_pretrained(
-                folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
-            ).to(device)
+            with told_loading(folder):
+                lm = auto.from_pretrained(
+                    folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+                )
+            lm = lm.to(device)
         lm.set_attn_implementation(NAME)
     except SafetensorError as error:
         raise ConfigError(f"the weights in {str(folder)!r} cannot be read: {error}; fetch them again") from error
