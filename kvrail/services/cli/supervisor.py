@@ -31,7 +31,7 @@ SAME_SIGNAL_S = 0.5
 """A signal that follows sooner is the same one: timeout(1) and make pass on what the terminal has sent already."""
 READ_MARGIN_S = 2.0
 """Seconds to read the last lines; a process that left its group may hold a child's output open for ever."""
-QUIET_S = 4.0
+QUIET_S = 3.0
 """While processes start, a line says who is waited for where none has come for so long."""
 KILL_MARGIN_S = 10.0
 """Longer than kvrail.services.cli.watch.EXIT_MARGIN_S: a child that is slow to end gets its own way first."""
@@ -153,15 +153,13 @@ class Supervisor:
             await asyncio.gather(task, stop, return_exceptions=True)
 
     async def _until_healthy(self) -> None:
-        waiting, begin = list(self._children), monotonic()
+        waiting = list(self._children)
+        telling = asyncio.create_task(self._tell_while_quiet(lambda: waiting))
         try:
             async with asyncio.timeout(self._startup_timeout_s), httpx.AsyncClient(trust_env=False) as client:
                 while waiting:
                     self._raise_if_ended()
                     waiting = [child for child in waiting if not await _healthy(client, child.plan.url)]
-                    if waiting and self._output.quiet_s > QUIET_S:
-                        names = ", ".join(child.plan.name for child in waiting)
-                        self._output.say(f"starting: waiting for {names}, {monotonic() - begin:.0f} s so far")
                     await asyncio.sleep(HEALTH_INTERVAL_S if waiting else 0)
         except TimeoutError:
             names = ", ".join(child.plan.name for child in waiting)
@@ -169,6 +167,17 @@ class Supervisor:
                 f"{names}: not healthy after {self._startup_timeout_s:g} s; see the lines below, "
                 f"or wait longer with --startup-timeout-s{_tails(waiting)}"
             ) from None
+        finally:
+            telling.cancel()
+
+    async def _tell_while_quiet(self, waiting: Callable[[], Sequence[Child]]) -> None:
+        """Say for whom is waited where nobody else says anything."""
+        begin = monotonic()
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            if self._output.quiet_s > QUIET_S:
+                names = ", ".join(child.plan.name for child in waiting())
+                self._output.say(f"starting: {names} not ready yet, {monotonic() - begin:.0f} s so far")
 
     async def _until_one_ends(self) -> None:
         ends = [asyncio.ensure_future(child.process.wait()) for child in self._children]
