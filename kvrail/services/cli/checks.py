@@ -15,8 +15,7 @@ AUTO = "auto"
 
 
 def check_worker(settings: WorkerSettings) -> None:
-    """Raise ConfigError where the model's folder, the codebook's file or the codec cannot be what is meant."""
-    check_model(settings.model)
+    """Raise ConfigError where the codebook's file cannot be read or the codec is unknown."""
     if settings.codebook:
         check_readable(flag_name("codebook"), Path(settings.codebook), "name a file that kvrail calibrate has written")
     if isinstance(settings, DecodeSettings) and settings.codec != AUTO:
@@ -38,7 +37,10 @@ def check_model(model: str) -> None:
         return
     remedy = "name a folder with the model's files, or a Hub name such as Qwen/Qwen3-0.6B"
     if model == DEMO_MODEL:
-        raise ConfigError(f"--model: the demo model is not part of the installed package (docs/releasing.md); {remedy}")
+        raise ConfigError(
+            "--model: none was named, and the demo model is no part of the installed package; unpack a release's"
+            f" kvrail-demo.tar.gz (docs/quick-start.md) and add --model kvrail-demo, or {remedy}"
+        )
     raise ConfigError(f"--model: there is no folder {model}; {remedy}")
 
 

@@ -73,6 +73,7 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
         ("decode", DecodeSettings, up.decode_workers),
     ):
         settings = cls.load(_of(cls, handed), config)
+        check_model(settings.model)
         check_worker(settings)
         roles += [(role, index, settings) for index in range(count)]
     check_model(router.model)

@@ -11,7 +11,7 @@ from typing import cast
 from kvrail import background
 from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, ServiceSettings, WorkerSettings
 from kvrail.errors import ConfigError
-from kvrail.services.cli.checks import check_worker
+from kvrail.services.cli.checks import check_model, check_worker
 from kvrail.services.cli.flags import Commands, add_command, add_config, add_settings, environment_help, given_flags
 from kvrail.services.cli.watch import end_with_parent
 
@@ -54,6 +54,7 @@ def run(role: str, arguments: argparse.Namespace) -> int:
     """
     cls = ROLES[role]
     settings = cls.load(given_flags(arguments, cls.model_fields), arguments.config)
+    check_model(settings.model)
     if isinstance(settings, WorkerSettings):
         check_worker(settings)
     end_with_parent(settings.grace_period_s)

@@ -67,9 +67,9 @@ FIRST_CHAT = (
     {"role": "user", "content": "What is a pipe?"},
     {
         "role": "assistant",
-        "content": "A pipe connects two programs: what the first one writes, the second one reads. The shell makes one "
-        "for each | in a command line, and both programs run at the same time. When the pipe is full, the writer waits; "
-        "when it is empty, the reader waits.",
+        "content": "A pipe connects two programs: what the first one writes, the second one reads. The shell makes one"
+        " for each | in a command line, and both programs run at the same time. When the pipe is full, the writer"
+        " waits; when it is empty, the reader waits.",
     },
     {"role": "user", "content": "What is grep?"},
 )
