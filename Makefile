@@ -17,7 +17,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
 .PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
-	gpu-memcheck compose-test newcomer dist wheel-test clean \
+	gpu-memcheck compose-test newcomer docs dist wheel-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
 	simulate replay
@@ -166,6 +166,9 @@ replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real clu
 
 newcomer: $(VENV)/.dev  ## README's first commands in a clean clone: is the terminal ever silent, does KV cross; minutes
 	$(BIN)/python -m pytest -m newcomer tests/newcomer $(ARGS)
+
+docs: $(VENV)/.dev  ## the pages that are made from code: docs/configuration.md
+	$(BIN)/python scripts/configuration.py
 
 dist: $(VENV)/.dev  ## wheel, source distribution and the demo model's archive, in dist/
 	rm -rf dist

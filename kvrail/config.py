@@ -115,6 +115,12 @@ class ServiceSettings(Settings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://.+)?$",
+        description="OpenTelemetry collector that gets traces by gRPC, such as http://127.0.0.1:4317; default: what"
+        " OTEL_EXPORTER_OTLP_ENDPOINT names, else no traces",
+    )
     grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
 
     @property

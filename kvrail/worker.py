@@ -33,6 +33,7 @@ from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.text import load_tokenizer
+from kvrail.tracing import Tracing
 from kvrail.tuning import in_passing_thread, tune_process
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
@@ -89,6 +90,7 @@ class Worker:
     coding: CodecMetrics
     codecs: Mapping[str, int]
     grammars: Grammars
+    tracing: Tracing | None
     instance: int = field(default_factory=lambda: secrets.randbits(64))
 
     def check_model(self, name: str) -> None:
@@ -174,6 +176,7 @@ def build_worker(
 
     codecs: those that can be asked for, with the number of their parameters.
     """
+    tracing = Tracing.start(settings.otlp_endpoint, settings.table)
     on_cpu = settings.device.startswith("cpu")
     loaded, runner = in_passing_thread(lambda: _load(settings)) if on_cpu else _load(settings)
     registry = CollectorRegistry()
@@ -211,6 +214,7 @@ def build_worker(
         coding=CodecMetrics(registry, settings.model_name, tuple(codecs)),
         codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
+        tracing=tracing,
     )
 
 
@@ -329,3 +333,5 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
             await asyncio.to_thread(worker.engine.stop)
         if stop_side is not None:
             await stop_side()
+        if worker.tracing is not None:
+            await asyncio.to_thread(worker.tracing.close)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ def run(capsys, *argv):
 
 
 def test_version(capsys):
-    assert run(capsys, "--version")[:2] == (0, "kvrail 0.1.0\n")
+    assert run(capsys, "--version")[:2] == (0, f"kvrail {version('kvrail')}\n")
 
 
 def test_without_a_command_the_help_is_shown(capsys):
