@@ -26,6 +26,9 @@ _CODECS = {
 _UNCOMPILED = {"cpu": frozenset({"raw", "int8", "int4"}), "cuda": frozenset({"int8", "int4"})}
 """By the kind of device: codecs that have no kernels of their own there."""
 
+LOSSY = frozenset({"int8", "int4", "lynx"})
+"""Codecs that do not restore every bit: what their `exact` says, for who has not imported them."""
+
 # Modules that say whether what a codec needs is there.
 _NEEDS = {"splitzip-ans": "kvrail.codec.splitzip.entropy_ans"}
 

@@ -1,6 +1,7 @@
 """Loads a decoder-only model from Hugging Face transformers and makes sure that paged attention runs it exactly."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from kvrail.engine.support import context_limit, refuse_unsupported
 from kvrail.engine.weights import told_loading
 from kvrail.errors import ConfigError, UnsupportedModelError
 from kvrail.layout import DTYPE_BYTES, KVLayout
+
+logger = logging.getLogger("kvrail.worker")
 
 LoadFormat = Literal["safetensors", "dummy"]
 
@@ -144,6 +147,7 @@ def _resolve(model: str, load_format: LoadFormat) -> Path:
     folder = Path(model)
     if not folder.is_dir():
         patterns = ["*.json"] if load_format == "dummy" else _FILES
+        logger.info("fetching %s from the Hugging Face Hub, unless it is here already", model)
         try:
             folder = Path(snapshot_download(model, allow_patterns=patterns))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

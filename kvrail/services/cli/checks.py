@@ -15,15 +15,26 @@ AUTO = "auto"
 
 
 def check_worker(settings: WorkerSettings) -> None:
-    """Raise ConfigError where the codebook's file cannot be read or the codec is unknown."""
+    """Raise ConfigError where the codebook's file cannot be read, or the codec is unknown or not allowed."""
     if settings.codebook:
         check_readable(flag_name("codebook"), Path(settings.codebook), "name a file that kvrail calibrate has written")
     if isinstance(settings, DecodeSettings) and settings.codec != AUTO:
-        known: tuple[str, ...] = importlib.import_module("kvrail.codec.registry").known()
-        if settings.codec not in known:
-            near = difflib.get_close_matches(settings.codec, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"choose {AUTO} or one of {', '.join(known)}"
-            raise ConfigError(f"{flag_name('codec')}: codec {settings.codec!r} is unknown; {remedy}")
+        _check_codec(settings.codec, allow_lossy=settings.allow_lossy)
+
+
+def _check_codec(name: str, *, allow_lossy: bool) -> None:
+    registry = importlib.import_module("kvrail.codec.registry")  # the one module there that is free of torch
+    known: tuple[str, ...] = registry.known()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"choose {AUTO} or one of {', '.join(known)}"
+        raise ConfigError(f"{flag_name('codec')}: codec {name!r} is unknown; {remedy}")
+    if name in registry.LOSSY and not allow_lossy:
+        exact = ", ".join(each for each in known if each not in registry.LOSSY)
+        raise ConfigError(
+            f"{flag_name('codec')}: codec {name!r} is lossy: it does not restore every bit of the KV; choose one of"
+            f" {exact}, or add {flag_name('allow_lossy')}"
+        )
 
 
 def check_model(model: str) -> None:
