@@ -16,10 +16,10 @@ from transformers.utils.logging import disable_progress_bar
 from kvrail.engine.attention.registry import NAME, register
 from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_folder
 from kvrail.engine.inputs import StepInputs
+from kvrail.engine.loading import told_loading
 from kvrail.engine.packed_linear import can_pack, pack_linears
 from kvrail.engine.probe import forward, inspect, verify
 from kvrail.engine.support import context_limit, refuse_unsupported
-from kvrail.engine.weights import told_loading
 from kvrail.errors import ConfigError, UnsupportedModelError
 from kvrail.layout import DTYPE_BYTES, KVLayout
 

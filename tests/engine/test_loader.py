@@ -10,11 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from kvrail.engine import fingerprint
 from kvrail.engine.loader import load_model
-from kvrail.engine.weights import tensor_bytes
 from kvrail.errors import ConfigError, UnsupportedModelError
 from kvrail.layout import KVLayout
 from tests.engine import tiny_models
-from tests.models import tiny_model
 
 OPTIONS = {"device": "cpu", "dtype": "auto", "kv_dtype": "bfloat16", "page_size": 16, "load_format": "safetensors"}
 
@@ -157,19 +155,3 @@ def copy(tmp_path: Path, name: str) -> Path:
 def edit_config(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def test_tells_how_many_bytes_of_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr("kvrail.engine.weights.TELL_S", -1.0)
-    caplog.set_level("INFO", "kvrail.worker")
-    folder = tiny_model("llama")
-    total = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
-    assert sum(tensor_bytes(folder).values()) == total
-    monkeypatch.setattr("kvrail.engine.weights.GB", 1.0)
-    load_model(str(folder), **OPTIONS)
-    lines = [record.getMessage() for record in caplog.records if "loading weights" in record.getMessage()]
-    assert lines[0].startswith(f"loading weights: {total:.2f} GB in ")
-    done = [float(line.split()[2]) for line in lines[1:]]
-    assert len(done) > 10
-    assert done == sorted(done)
-    assert done[-1] == total
