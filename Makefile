@@ -16,11 +16,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tests/codec/test_lynx_kernels.py \
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
-.PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
-	gpu-memcheck compose-test clean \
-	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-packed-weights bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
-	simulate replay
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(firstword $(MAKEFILE_LIST)))
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -29,14 +25,16 @@ help:  ## this list
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvrail needs Python 3.11 or later; name one: make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@scripts/saying.sh "making $(VENV)" $(PYTHON) -m venv $(VENV)
 
 $(VENV)/.worker: $(SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[worker]'
+	@scripts/saying.sh "installing kvrail and PyTorch into $(VENV), a few minutes, once" \
+		$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[worker]'
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev]'
+	@scripts/saying.sh "installing kvrail and what its tests need into $(VENV), a few minutes, once" \
+		$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[dev]'
 	@touch $(VENV)/.worker $@
 
 $(VENV)/clients/.made: $(SOURCES) | $(BIN)/python
@@ -164,6 +162,20 @@ simulate: $(VENV)/.dev  ## the router's policies on traces of requests, on a sim
 
 replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real cluster of 2 + 2 workers; five minutes
 	$(BIN)/python -m benchmarks.replay $(ARGS)
+
+newcomer: $(VENV)/.dev  ## README's first commands in a clean clone: is the terminal ever silent, does KV cross; minutes
+	$(BIN)/python -m pytest -m newcomer tests/newcomer $(ARGS)
+
+docs: $(VENV)/.dev  ## the pages that are made from code: docs/configuration.md
+	$(BIN)/python scripts/configuration.py
+
+dist: $(VENV)/.dev  ## wheel, source distribution and the demo model's archive, in dist/
+	rm -rf dist
+	$(BIN)/python -m build
+	tar -C models -czf dist/kvrail-demo.tar.gz kvrail-demo
+
+wheel-test: $(VENV)/.dev  ## the built wheel in an empty environment: its files, pip check, a cluster with the demo model; minutes
+	$(BIN)/python -m pytest -m "wheel or not wheel" tests/package $(ARGS)
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)

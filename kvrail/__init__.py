@@ -1,3 +1,8 @@
 """What kvrail's services share: settings, errors, wire, transports and the engine."""
 
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("kvrail")
+except PackageNotFoundError:  # the sources alone are on the path
+    __version__ = "0+uninstalled"

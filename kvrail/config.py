@@ -115,6 +115,12 @@ class ServiceSettings(Settings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
+    otlp_endpoint: str = Field(
+        "",
+        pattern=r"^(https?://.+)?$",
+        description="OpenTelemetry collector that gets traces by gRPC, such as http://127.0.0.1:4317; default: what"
+        " OTEL_EXPORTER_OTLP_ENDPOINT names, else no traces",
+    )
     grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
 
     @property
@@ -290,6 +296,10 @@ class UpSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where a GPU is found, else the CPU")
     prefill_workers: int = Field(1, ge=0, le=64, description="prefill workers; 0: decode workers prefill")
     decode_workers: int = Field(1, ge=1, le=64, description="decode workers")
+    metrics_port: Port = Field(
+        9101,
+        description="metrics port of the first worker, the others' follow; 0, or with --port 0: any free ones",
+    )
     startup_timeout_s: PositiveFloat = Field(600.0, description="longest wait until every process is healthy")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, TextIO
 
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 """Id of the request that the current task or thread works for; "-" outside of any."""
@@ -53,6 +53,20 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
 """What would end a line, or steer a terminal, if a peer's words were written as they are."""
+
+
+@contextmanager
+def told_on(stream: TextIO) -> Iterator[None]:
+    """Inside, write what kvrail's loggers say from level info on to `stream`, the bare messages: for commands."""
+    logger, handler = logging.getLogger("kvrail"), logging.StreamHandler(stream)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class _TextFormatter(logging.Formatter):

@@ -28,10 +28,11 @@ class Span:
 class SpanLog:
     """The spans of one request as one process sees them, on the clock of the request's timeline there.
 
-    Any thread may add.
+    Any thread may add. told: whether the caller asked for them; else they are for this process's own trace alone.
     """
 
-    def __init__(self, process: str, timeline: Timeline) -> None:
+    def __init__(self, process: str, timeline: Timeline, *, told: bool = True) -> None:
+        self.told = told
         self._process = process
         self._timeline = timeline
         self._spans: list[Span] = []

@@ -33,6 +33,7 @@ from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.text import load_tokenizer
+from kvrail.tracing import Tracing
 from kvrail.tuning import in_passing_thread, tune_process
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
@@ -60,6 +61,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
 
 
+WARMING_CPU = "warming up: CPU kernels are compiled at the first start, about 30 s, and loaded at later ones"
+WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
+
+
 class _BrokenError(KvrailError):
     """The engine has given up or hangs: the process must end, so that whoever watches it starts another."""
 
@@ -85,6 +90,7 @@ class Worker:
     coding: CodecMetrics
     codecs: Mapping[str, int]
     grammars: Grammars
+    tracing: Tracing | None
     instance: int = field(default_factory=lambda: secrets.randbits(64))
 
     def check_model(self, name: str) -> None:
@@ -176,6 +182,7 @@ def build_worker(
     def load() -> tuple[LoadedModel, ModelRunner]:
         return _load(settings, hold_weights)
 
+    tracing = Tracing.start(settings.otlp_endpoint, settings.table)
     loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
     registry = CollectorRegistry()
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
@@ -212,6 +219,7 @@ def build_worker(
         coding=CodecMetrics(registry, settings.model_name, tuple(codecs)),
         codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
+        tracing=tracing,
     )
 
 
@@ -246,6 +254,7 @@ def _load(
         compile=settings.compile,
         invariant=settings.invariant != "off",
     )
+    logger.info("%s", WARMING_CPU if settings.device == "cpu" else WARMING_CUDA)
     runner.warm_up()
     _tell_of(runner.finding, settings)
     logger.info(
@@ -333,3 +342,5 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
             await asyncio.to_thread(worker.engine.stop)
         if stop_side is not None:
             await stop_side()
+        if worker.tracing is not None:
+            await asyncio.to_thread(worker.tracing.close)

@@ -37,7 +37,7 @@ LIFELINE_S = 1.0
 """How often the process looks whether its parent lives, besides waiting for its input to end."""
 NICENESS = 10
 """A tenth of what others get where they want all cores. With 19 a busy host leaves it less than it needs to start."""
-_COMMAND = "import os; os.nice({}); from codec.compiling import main; main()"  # before it imports anything else
+_COMMAND = "import os; os.nice({}); from kvrail.codec.compiling import main; main()"  # before it imports anything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class CompilerProcess:
 
 def _start() -> "subprocess.Popen[str]":
     """The process, in which this package is the same as here, with one thread for each library."""
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(

@@ -1,12 +1,11 @@
-"""Codecs by name. A codec's module is imported when the codec is asked for, not before."""
+"""Codecs by name. A codec's module, and torch with it, is imported when the codec is asked for, not before."""
 
 import functools
 import importlib
 from typing import TYPE_CHECKING
 
-from kvrail.codec.base import Codec
-
 if TYPE_CHECKING:
+    from kvrail.codec.base import Codec
     from kvrail.codec.splitzip.codebook import Codebook
 
 # Where each codec is made, and whether it takes a codebook.
@@ -27,12 +26,20 @@ _CODECS = {
 _UNCOMPILED = {"cpu": frozenset({"raw", "int8", "int4"}), "cuda": frozenset({"int8", "int4"})}
 """By the kind of device: codecs that have no kernels of their own there."""
 
+LOSSY = frozenset({"int8", "int4", "lynx"})
+"""Codecs that do not restore every bit: what their `exact` says, for who has not imported them."""
+
 # Modules that say whether what a codec needs is there.
 _NEEDS = {"splitzip-ans": "kvrail.codec.splitzip.entropy_ans"}
 
 
 class UnknownCodecError(LookupError):
     """No codec has this name, or what it needs is not there."""
+
+
+def known() -> tuple[str, ...]:
+    """Names of all codecs that there are, those that miss something here too."""
+    return tuple(_CODECS)
 
 
 @functools.cache
@@ -46,7 +53,7 @@ def compiles(name: str, device_kind: str) -> bool:
     return name not in _UNCOMPILED[device_kind]
 
 
-def get(name: str, codebook: "Codebook | None" = None) -> Codec:
+def get(name: str, codebook: "Codebook | None" = None) -> "Codec":
     """Make the codec called `name`; raises UnknownCodecError, which lists the names there are.
 
     codebook: for codecs that take one; without, they use the one that ships.

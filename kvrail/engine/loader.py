@@ -1,6 +1,7 @@
 """Loads a decoder-only model from Hugging Face transformers and makes sure that paged attention runs it exactly."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +16,14 @@ from transformers.utils.logging import disable_progress_bar
 from kvrail.engine.attention.registry import NAME, register
 from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_folder
 from kvrail.engine.inputs import CUDA_ROWS, StepInputs
+from kvrail.engine.loading import told_loading
 from kvrail.engine.packed_linear import can_pack, pack_linears
 from kvrail.engine.probe import forward, inspect, verify
 from kvrail.engine.support import context_limit, refuse_unsupported
 from kvrail.errors import ConfigError, UnsupportedModelError
 from kvrail.layout import DTYPE_BYTES, KVLayout
+
+logger = logging.getLogger("kvrail.worker")
 
 LoadFormat = Literal["safetensors", "dummy"]
 
@@ -145,6 +149,7 @@ def _resolve(model: str, load_format: LoadFormat) -> Path:
     folder = Path(model)
     if not folder.is_dir():
         patterns = ["*.json"] if load_format == "dummy" else _FILES
+        logger.info("fetching %s from the Hugging Face Hub, unless it is here already", model)
         try:
             folder = Path(snapshot_download(model, allow_patterns=patterns))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
@@ -170,9 +175,11 @@ def _build(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, 
             lm = _random_model(config, dtype, device)
         else:
             auto: Any = AutoModelForCausalLM
-            lm = auto.from_pretrained(
-                folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
-            ).to(device)
+            with told_loading(folder):
+                lm = auto.from_pretrained(
+                    folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+                )
+            lm = lm.to(device)
         lm.set_attn_implementation(NAME)
     except SafetensorError as error:
         raise ConfigError(f"the weights in {str(folder)!r} cannot be read: {error}; fetch them again") from error

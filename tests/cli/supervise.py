@@ -10,7 +10,7 @@ from kvrail.services.cli.output import Output
 from kvrail.services.cli.plan import Process
 
 notes, grace, timeout, *children = sys.argv[1:]
-supervisor.KILL_MARGIN_S = 0.3
+supervisor.KILL_MARGIN_S = supervisor.QUIET_S = 0.3
 processes = []
 for child in children:
     mode, port = child.split(":")

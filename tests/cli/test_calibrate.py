@@ -44,7 +44,9 @@ def calibrate(capsys, text, tmp_path):
         except SystemExit as ended:
             status = ended.code
         out, error = capsys.readouterr()
-        return status, out, error
+        told = error.splitlines(keepends=True)
+        assert status or told[:1] == ["loading PyTorch and transformers\n"]
+        return status, out, "".join(line for line in told if line.startswith("kvrail calibrate: "))
 
     return run
 
@@ -180,7 +182,7 @@ def test_badly_covered_layers_are_named():
         (["--kv-dtype", "int3"], 2, "argument --kv-dtype: invalid choice: 'int3'"),
         (["--kv-dtype", "float32"], 2, "argument --kv-dtype: invalid choice: 'float32'"),
         (["--device", "tpu"], 2, "device is 'tpu'; choose cpu, cuda or cuda:N"),
-        (["--model", "./nowhere"], 2, "model './nowhere' is not a folder; name a folder"),
+        (["--model", "./nowhere"], 2, "--model: there is no folder ./nowhere; name a folder"),
         (["--out", "/nowhere/book.json"], 2, "--out /nowhere/book.json is no file in a folder that exists; name one"),
         (["--out", "/"], 2, "--out / is no file in a folder that exists; name one"),
         (["--shared", "--per-layer"], 2, "argument --per-layer: not allowed with argument --shared"),
@@ -192,6 +194,14 @@ def test_a_mistake_is_one_line_and_nothing_is_written(calibrate, tmp_path, flags
     assert (found, out, error.count("\n")) == (status, "", 1)
     assert error.startswith(f"kvrail calibrate: {expected}")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
+def test_a_file_that_cannot_be_written_is_told_before_torch_is_imported(calibrate, monkeypatch):
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
+    status, _, error = calibrate("--out", "/proc/book.json")
+    assert (status, error.count("\n")) == (2, 1)
+    assert error.startswith("kvrail calibrate: --out /proc/book.json: ")
 
 
 @pytest.mark.parametrize("missing", ["--text", "--out"])
@@ -211,7 +221,7 @@ def test_texts_that_tell_too_little(calibrate, capsys, tmp_path):
     out = tmp_path / "few.json"
     for path, expected in ((few, "--text: the files give "), (binary, f"--text {binary} is not UTF-8")):
         assert main(["calibrate", "--model", str(tiny_model("llama")), "--text", str(path), "--out", str(out)]) == 2
-        assert capsys.readouterr().err.startswith(f"kvrail calibrate: {expected}")
+        assert f"\nkvrail calibrate: {expected}" in capsys.readouterr().err
     assert not out.exists()
 
 

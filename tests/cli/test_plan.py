@@ -1,6 +1,7 @@
 """What `kvrail up` would start."""
 
 import socket
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -20,6 +21,7 @@ def model(tmp_path, monkeypatch):
     """A model folder of 1 GiB, by name of the file alone."""
     folder = tmp_path / "tiny"
     folder.mkdir()
+    (folder / "config.json").write_text("{}")
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(1 << 30)
     return str(folder)
@@ -63,6 +65,40 @@ def test_a_port_is_given_once_however_few_there_are(model, monkeypatch):
     _, *workers = map(settings_of, plan("--decode-workers", "3", model=model).processes)
     ports = [port for worker in workers for port in (worker.port, worker.metrics_port)]
     assert len(set(ports)) == 8
+
+
+def free_run(count):
+    """The first of `count` neighbouring ports that nobody listens on, and one more that is free."""
+    for first in range(21_100, 32_000, 10):
+        with suppress(OSError), ExitStack() as held:
+            for port in range(first, first + count + 1):
+                held.enter_context(socket.create_server((LOOPBACK, port)))
+            return first
+    raise AssertionError("no free ports")
+
+
+def test_metrics_ports_are_fixed_and_follow_each_other(model):
+    first = free_run(3)
+    argv = ("--port", str(first + 3), "--metrics-port", str(first), "--decode-workers", "2")
+    cluster = plan(*argv, model=model)
+    assert [process.url for process in cluster.processes[1:]] == [f"http://{LOOPBACK}:{first + i}" for i in range(3)]
+    assert all(f"http://{LOOPBACK}:{first + i}/metrics" in welcome(cluster) for i in range(3))
+    with (
+        socket.create_server((LOOPBACK, first + 2)),
+        pytest.raises(ConfigError, match=f"--metrics-port: cannot listen on {LOOPBACK}:{first + 2}: "),
+    ):
+        plan(*argv, model=model)
+
+
+def test_a_codec_that_is_unknown_is_found_before_anything_starts(tmp_path, model):
+    path = tmp_path / "cluster.toml"
+    path.write_text('[decode]\ncodec = "splitzip-chanel"\n')
+    with pytest.raises(ConfigError, match="codec 'splitzip-chanel' is unknown; did you mean splitzip-channel"):
+        plan(config=path, model=model)
+    with pytest.raises(ConfigError, match="choose auto or one of raw, splitzip"):
+        plan("--codec", "zip", model=model)
+    with pytest.raises(ConfigError, match=r"--codebook /nowhere\.json: No such file"):
+        plan("--codebook", "/nowhere.json", model=model)
 
 
 def test_without_prefill_workers_the_router_has_none(model):

@@ -154,6 +154,7 @@ def test_a_child_that_never_gets_healthy(group):
     assert status == 1
     assert f"sick-{running.ports[1]}: not healthy after 2 s" in error
     assert "sick is up" in error
+    assert f"starting: sick-{running.ports[1]} not ready yet, " in running.log.read_text()  # who waits is told why
     assert f"steady-{running.ports[0]}" not in error
     running.all_gone()
 

@@ -14,6 +14,7 @@ import torch
 from kvrail.codec import compiling, registry
 from kvrail.codec.base import BlockSpec
 from kvrail.codec.compiling import CompilerProcess, Order, sample_pages, use_once
+from kvrail.codec.splitzip import cpu_compile
 from kvrail.config import PrefillSettings
 from kvrail.layout import KVLayout
 from kvrail.services.codecs import CodecChoiceError, Codecs
@@ -160,3 +161,20 @@ async def test_a_first_use_that_fails_is_left_to_the_request(codecs, monkeypatch
 async def test_without_a_warm_up_it_is_there_at_once(codecs):
     made, used = codecs
     assert (await made.ready("int8")).name == "int8" and used == []
+
+
+def test_where_nothing_can_be_kept_it_is_said_once(monkeypatch, caplog):
+    def refuses(*signature, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return lambda function: function
+
+    monkeypatch.setattr(cpu_compile, "njit", refuses)
+    cpu_compile._tell_once.cache_clear()
+    with caplog.at_level("WARNING", "kvrail.codecs"):
+        for _ in range(2):
+            assert cpu_compile.compiled(None)(len) is len
+    cpu_compile._tell_once.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels are compiled at every start (cannot cache function); name a folder in NUMBA_CACHE_DIR to keep them"
+    ]

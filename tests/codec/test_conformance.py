@@ -29,6 +29,7 @@ def test_codec_describes_itself(name):
     codec = registry.get(name)
     assert codec.name == name and codec.num_stages >= 1 and codec.dtypes <= set(ITEM_BYTES)
     assert 0 <= codec.parameters_id < 2**64
+    assert codec.exact == (name not in registry.LOSSY)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,8 +10,9 @@ TELLING = {
     "kvrail/services/router/service.py",
     "kvrail/services/router/responses/service.py",
     "kvrail/services/router/responses/writer.py",
+    "kvrail/tracing.py",
 }
-"""A chat template's date; when an answer was created, and when it was complete."""
+"""A chat template's date; when an answer was created, and when it was complete; when a trace's span began."""
 
 
 def readings(source):

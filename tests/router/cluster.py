@@ -16,6 +16,7 @@ from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
 from kvrail.services.router.app import build_app
 from kvrail.services.router.main import RouterServer, listen
+from kvrail.services.router.workers import NOT_ASKED
 from kvrail.text import Tokenizer
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
@@ -242,7 +243,7 @@ async def run_cluster(
         cluster = Cluster(server, f"http://127.0.0.1:{listener.getsockname()[1]}", decoders_, prefills)
         try:
             if wait_healthy:
-                await until(lambda: all(w.state != "unknown" for w in cluster.service.pool.workers))
+                await until(lambda: all(w.detail != NOT_ASKED for w in cluster.service.pool.workers))
             yield cluster
         finally:
             await cluster.http.aclose()

@@ -222,7 +222,7 @@ async def test_starts_before_its_workers(tokenizer: Tokenizer, unused_tcp_port: 
     target = f"127.0.0.1:{unused_tcp_port}"
     async with run_cluster(tokenizer, decode=0, prefill=0, decode_workers=[target]) as cluster:
         answer = await cluster.http.get("/health")
-        assert (answer.status_code, answer.json()["decode_workers"][target]["state"]) == (503, "down")
+        assert (answer.status_code, answer.json()["decode_workers"][target]["state"]) == (503, "starting")
         error_of(await cluster.chat(), 503, "worker_unavailable")
         rpc, worker = await build_server(), FakeDecode(tokenizer)
         rpc.add_decode(worker)

@@ -14,6 +14,7 @@ from numba import uint64 as u64
 
 from kvrail.codec.lynx.cpu_float_kernels import BFLOAT16, FLOAT16, load, read_chunk, round_to, store, units_of, widen
 from kvrail.codec.lynx.cpu_geometry import Geometry, Stage
+from kvrail.codec.splitzip.cpu_compile import compiled
 
 
 @njit(nogil=True)
@@ -108,19 +109,7 @@ _ENCODE = types.UniTuple(int64, 2)(_POOL, _POOL, *_RANGE, u8[::1], u32[::1], u32
 _DECODE = void(_POOL, *_RANGE, _PAYLOAD, _PAYLOAD)
 
 
-def _compiled(signature):
-    """Compile when this module is imported; keep it where a directory can be written (../splitzip/README.md)."""
-
-    def decorate(function):
-        try:
-            return njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # numba found no directory for its cache
-            return njit(signature, nogil=True)(function)
-
-    return decorate
-
-
-@_compiled(_ENCODE)
+@compiled(_ENCODE)
 def encode_exact_pages(pool, refined, pages, first, last, geometry, stage, reach, dense, stream, positions, elements):
     """Write the tiles of pages `first` to `last`: their lengths into `dense`, their words from the start of `stream`.
 
@@ -166,7 +155,7 @@ def encode_exact_pages(pool, refined, pages, first, last, geometry, stage, reach
     return words, escapes
 
 
-@_compiled(_DECODE)
+@compiled(_DECODE)
 def decode_exact_pages(pool, pages, first, last, geometry, stage, reach, dense, stream):
     """Restore pages `first` to `last` where they lie refined; stream: bytes, from the first of their words on.
 

@@ -18,6 +18,7 @@ from numba import uint32 as u32
 
 from kvrail.codec.lynx.cpu_float_kernels import TINY, load, read_chunk, round_to, store, units_of, widen
 from kvrail.codec.lynx.cpu_geometry import Geometry, Stage
+from kvrail.codec.splitzip.cpu_compile import compiled
 
 BLOCK_COLUMNS = 256
 
@@ -188,19 +189,7 @@ _ENCODE = void(_POOL, *_RANGE, _STAGE, _STAGE, _TABLE, _TABLE, u8[::1], u8[::1])
 _DECODE = void(_POOL, *_RANGE, _STAGE, _STAGE, int64, _TABLE, _TABLE, _TABLE, _PAYLOAD, _PAYLOAD)
 
 
-def _compiled(signature):
-    """Compile when this module is imported; keep it where a directory can be written (../splitzip/README.md)."""
-
-    def decorate(function):
-        try:
-            return njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # numba found no directory for its cache
-            return njit(signature, nogil=True)(function)
-
-    return decorate
-
-
-@_compiled(_ENCODE)
+@compiled(_ENCODE)
 def encode_pages(pool, pages, first, last, geometry, anchor, residual, edges, rates, anchors, residuals):
     """Write pages `first` to `last` into the fixed sections of ANCHOR, and the codes of RESIDUAL.
 
@@ -232,7 +221,7 @@ def encode_pages(pool, pages, first, last, geometry, anchor, residual, edges, ra
                 _put_codes(codes, anchors, residuals, anchor.codes + start, residual.codes + start, geometry, row)
 
 
-@_compiled(_DECODE)
+@compiled(_DECODE)
 def decode_pages(
     pool, pages, first, last, geometry, anchor, residual, refines, edges, middles, steps, anchors, residuals
 ):

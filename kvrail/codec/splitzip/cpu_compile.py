@@ -1,11 +1,15 @@
 """What kernels for a CPU need of numba: to be compiled once, and an instruction that it does not offer."""
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import int64, njit, uint64
 from numba.extending import intrinsic
+
+logger = logging.getLogger("kvrail.codecs")
 
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -18,10 +22,16 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             return njit(signature, nogil=True, cache=True)(function)
-        except (RuntimeError, OSError):  # numba found no directory for its cache, or the disk is full
+        except (RuntimeError, OSError) as error:  # numba found no directory for its cache, or the disk is full
+            _tell_once(str(error).partition(": ")[0].partition(" '")[0])
             return njit(signature, nogil=True)(function)
 
     return decorate
+
+
+@functools.cache
+def _tell_once(why: str) -> None:
+    logger.warning("kernels are compiled at every start (%s); name a folder in NUMBA_CACHE_DIR to keep them", why)
 
 
 @intrinsic

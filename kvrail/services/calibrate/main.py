@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvrail.codec.splitzip.codebook import WINDOWS, Codebook, CodebookError, DtypeWindows, TensorWindows
@@ -10,39 +9,17 @@ from kvrail.codec.splitzip.exponents import Histogram, best_set, best_window, co
 from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.errors import ConfigError
 from kvrail.services.calibrate.measure import Measurement, measure
+from kvrail.services.calibrate.options import MIN_TOKENS, Options
 from kvrail.services.calibrate.report import report
 from kvrail.text import load_tokenizer
 
-MIN_TOKENS = 1024
-"""Fewer tell too little of exponents that are rare."""
 PAGE_SIZE = 64
 CHARACTERS_PER_TOKEN = 32
 """No text has longer tokens on average: of a file, no more is read than this many for each token that is wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the command line asks for.
-
-    texts: UTF-8 files. tokens: at most so many are measured, an equal share of each text. dtype: element type of the
-    KV pages. shared: one window for all layers, else one a layer. force: `out` may be overwritten.
-    """
-
-    model: str
-    texts: tuple[Path, ...]
-    out: Path
-    tokens: int
-    dtype: str
-    device: str
-    shared: bool
-    force: bool
-
-
 def run(options: Options) -> int:
     """Calibrate; returns the exit status. Raises ConfigError or UnsupportedModelError, with nothing written."""
-    _check_out(options)
-    if options.tokens < MIN_TOKENS:
-        raise ConfigError(f"--tokens is {options.tokens}; ask for at least {MIN_TOKENS}")
     texts = _read(options)
     loaded = _load(options)
     measured = measure(loaded, texts)
@@ -100,13 +77,6 @@ def describe(histograms: Histogram, tops: Sequence[int], width: int) -> TensorWi
         best_set_coverage=tuple(round(set_coverage(h, best_set(h, width)), 6) for h in histograms),
         entropy_bits=tuple(round(entropy_bits(h), 4) for h in histograms),
     )
-
-
-def _check_out(options: Options) -> None:
-    if options.out.is_dir() or not options.out.parent.is_dir():
-        raise ConfigError(f"--out {options.out} is no file in a folder that exists; name one")
-    if options.out.exists() and not options.force:
-        raise ConfigError(f"--out {options.out} exists already; add --force to overwrite it, or name another file")
 
 
 def _load(options: Options) -> LoadedModel:

@@ -1,7 +1,9 @@
 """Exponents of the KV cache that the engine itself computes for some text."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 import numpy as np
 import torch
@@ -12,6 +14,10 @@ from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.runner import ModelRunner
 
+logger = logging.getLogger("kvrail.calibrate")
+
+TELL_S = 3.0
+"""So often a line says how far it has come, or as often as a sequence is done."""
 SEQUENCE_TOKENS = 2048
 """A text is computed in sequences of so many tokens, so that long texts need no more memory than this."""
 
@@ -32,12 +38,18 @@ def measure(loaded: LoadedModel, texts: Sequence[Sequence[int]]) -> Measurement:
     pages = range(layout.pages_for(length))
     runner = ModelRunner(loaded, len(pages), max_running=1, max_batch_tokens=length, cuda_graphs=False, compile=False)
     keys, values = (np.zeros((layout.num_layers, FORMATS[layout.dtype].exponents), np.int64) for _ in range(2))
+    total, done, told = sum(map(len, texts)), 0, monotonic()
+    logger.info("measuring the KV cache of %d tokens", total)
     for sequence in _sequences(texts, length):
         runner.execute([SequenceSlice(sequence, 0, pages, num_logits=0)])
         for layer in range(layout.num_layers):
             keys[layer] += _count(runner.cache.keys[layer], len(sequence))
             values[layer] += _count(runner.cache.values[layer], len(sequence))
-    return Measurement(keys, values, sum(map(len, texts)))
+        done += len(sequence)
+        if monotonic() - told > TELL_S:
+            told = monotonic()
+            logger.info("measured %d of %d tokens", done, total)
+    return Measurement(keys, values, total)
 
 
 def _sequences(texts: Sequence[Sequence[int]], length: int) -> Iterator[Sequence[int]]:

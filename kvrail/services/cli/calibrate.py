@@ -2,12 +2,19 @@
 
 import argparse
 import importlib
+import logging
+import sys
 from pathlib import Path
 from typing import cast
 
+from kvrail import logs
 from kvrail.config import DEMO_MODEL
+from kvrail.services.calibrate.options import Options
+from kvrail.services.cli.checks import check_model, check_readable, check_writable
 from kvrail.services.cli.flags import Commands, add_command
 from kvrail.services.cli.role import check_worker_installed
+
+logger = logging.getLogger("kvrail.calibrate")
 
 SUMMARY = "measure a model's KV cache and write the codebook that the codec splitzip codes it with"
 EPILOG = """A window is a run of 16 exponents (8 for float8_e4m3fn) that have a code; a value outside takes two or
@@ -63,8 +70,11 @@ def add_commands(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Calibrate; returns the exit status. What needs torch is imported here and not before."""
     check_worker_installed("calibrate")
-    service = importlib.import_module("kvrail.services.calibrate.main")
-    options = service.Options(
+    check_model(arguments.model)
+    for text in arguments.text:
+        check_readable("--text", text, "name a readable text file")
+    check_writable("--out", arguments.out, force=arguments.force)
+    options = Options(
         model=arguments.model,
         texts=tuple(arguments.text),
         out=arguments.out,
@@ -72,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.kv_dtype,
         device=arguments.device,
         shared=arguments.shared,
-        force=arguments.force,
     )
-    return cast(int, service.run(options))
+    options.check()
+    with logs.told_on(sys.stderr):
+        logger.info("loading PyTorch and transformers")
+        return cast(int, importlib.import_module("kvrail.services.calibrate.main").run(options))

@@ -78,7 +78,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "keep_alive_s",
         ),
     ),
-    ("process", ("log_level", "log_format", "grace_period_s")),
+    ("process", ("log_level", "log_format", "otlp_endpoint", "grace_period_s")),
 )
 OTHER = "other"
 HELP_WIDTH = 140

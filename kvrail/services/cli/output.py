@@ -1,6 +1,7 @@
 """Where `kvrail up` writes: its own words and its children's log lines, one line at a time."""
 
 import os
+from time import monotonic
 from typing import TextIO
 
 COLORS = ("36", "32", "33", "35", "34", "96", "92", "93", "95", "94")
@@ -17,6 +18,12 @@ class Output:
         self._colored = stream.isatty() and not os.environ.get("NO_COLOR")
         self._colors: dict[str, str] = {}
         self._unwritten = 0  # lines
+        self._last = monotonic()
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last line."""
+        return monotonic() - self._last
 
     def line(self, name: str, text: str) -> None:
         """Write one line of the process `name`."""
@@ -36,6 +43,7 @@ class Output:
 
         Raises BrokenPipeError where nobody reads any more.
         """
+        self._last = monotonic()
         try:
             if self._unwritten:
                 self._stream.write(f"the output took no lines for a while; up to {self._unwritten} are missing here\n")

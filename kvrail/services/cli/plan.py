@@ -9,8 +9,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrail.config import DEMO_MODEL, DecodeSettings, PrefillSettings, RouterSettings, UpSettings, WorkerSettings
+from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, UpSettings, WorkerSettings
 from kvrail.errors import ConfigError
+from kvrail.services.cli.checks import check_model, check_worker
 from kvrail.services.cli.flags import flag_arguments
 from kvrail.services.cli.gpus import shared_kv_memory_gib
 
@@ -73,29 +74,22 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
     ):
         settings = cls.load(_of(cls, handed), config)
         check_model(settings.model)
+        check_worker(settings)
         roles += [(role, index, settings) for index in range(count)]
     check_model(router.model)
     device = resolve_device(up.device, gpus)
     devices = place(device, len(roles), len(gpus))
     with ExitStack() as held:
         http_port = _reserve(held, router.host, router.port)
-        ports = [(_reserve(held, LOOPBACK, 0), _reserve(held, LOOPBACK, 0)) for _ in roles]
+        first = up.metrics_port if router.port else 0
+        own = [first + number if first else 0 for number in range(len(roles))]
+        ports = [(_reserve(held, LOOPBACK, 0), _reserve(held, LOOPBACK, port, "--metrics-port")) for port in own]
     workers = [_Worker(*role, on, *pair) for role, on, pair in zip(roles, devices, ports, strict=True)]
     processes = [_router_process(router, router_flags, http_port, workers, config)]
     for worker in workers:
         sharing = devices.count(worker.device)
         processes.append(_worker_process(worker, handed, config, len(workers), _memory(worker, sharing, gpus)))
     return Cluster(tuple(processes), router, up.startup_timeout_s, device)
-
-
-def check_model(model: str) -> None:
-    """Raise ConfigError where `model` is a path and nothing is there."""
-    if Path(model).exists() or not (model.startswith((".", "/", "~")) or model.count("/") > 1):
-        return
-    remedy = "name a folder with the model's files, or a Hub name such as Qwen/Qwen3-0.6B"
-    if model == DEMO_MODEL:
-        remedy = f"the demo model comes with a checkout of kvrail; elsewhere {remedy}"
-    raise ConfigError(f"--model: there is no {model}; {remedy}")
 
 
 def resolve_device(device: str, gpus: list[str]) -> str:
@@ -119,10 +113,13 @@ def _of(cls: type[RouterSettings | WorkerSettings | UpSettings], flags: Mapping[
     return {name: value for name, value in flags.items() if name in cls.model_fields}
 
 
-def _reserve(held: ExitStack, host: str, port: int) -> int:
-    """A port of `host` that nobody listens on: `port`, or any where it is 0. It stays bound until `held` closes."""
+def _reserve(held: ExitStack, host: str, port: int, flag: str = "--port") -> int:
+    """A port of `host` that nobody listens on: `port`, or any where it is 0. It stays bound until `held` closes.
+
+    flag: with which another one can be named.
+    """
     if port:
-        _bind(held, host, port, reuse=True)
+        _bind(held, host, port, flag, reuse=True)
         return port
     for candidate in random.SystemRandom().sample(WORKER_PORTS, 100):
         with suppress(ConfigError):
@@ -132,7 +129,7 @@ def _reserve(held: ExitStack, host: str, port: int) -> int:
     return WORKER_PORTS[0]
 
 
-def _bind(held: ExitStack, host: str, port: int, *, reuse: bool = False) -> None:
+def _bind(held: ExitStack, host: str, port: int, flag: str = "--port", *, reuse: bool = False) -> None:
     """Hold a port. `reuse`: also one that a server has just left; but then two of these could hold the same one."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -141,8 +138,8 @@ def _bind(held: ExitStack, host: str, port: int, *, reuse: bool = False) -> None
         probe.bind(address)
     except OSError as error:
         raise ConfigError(
-            f"--port: cannot listen on {host}:{port}: {error.strerror}; "
-            "end what listens there, or name another port with --port"
+            f"{flag}: cannot listen on {host}:{port}: {error.strerror}; "
+            f"end what listens there, or name another port with {flag}"
         ) from None
 
 

@@ -3,15 +3,19 @@
 import argparse
 import importlib
 import importlib.util
+import logging
 import os
 from functools import partial
 from typing import cast
 
 from kvrail import background
-from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, ServiceSettings
+from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, ServiceSettings, WorkerSettings
 from kvrail.errors import ConfigError
+from kvrail.services.cli.checks import check_model, check_worker
 from kvrail.services.cli.flags import Commands, add_command, add_config, add_settings, environment_help, given_flags
 from kvrail.services.cli.watch import end_with_parent
+
+logger = logging.getLogger("kvrail.worker")
 
 ROLES: dict[str, type[ServiceSettings]] = {
     "router": RouterSettings,
@@ -50,11 +54,16 @@ def run(role: str, arguments: argparse.Namespace) -> int:
     """
     cls = ROLES[role]
     settings = cls.load(given_flags(arguments, cls.model_fields), arguments.config)
+    check_model(settings.model)
+    if isinstance(settings, WorkerSettings):
+        check_worker(settings)
     end_with_parent(settings.grace_period_s)
     if role != "router":
         check_worker_installed(role)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read once, when torch is imported
     importlib.import_module("kvrail.logs").setup(settings.log_level, settings.log_format, role)
+    if role != "router":
+        logger.info("loading PyTorch and transformers")
     status = cast(int, importlib.import_module(f"kvrail.services.{role}.main").run(settings))
     return background.end(status)
 

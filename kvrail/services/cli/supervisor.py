@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 
 import httpx
 
@@ -30,6 +31,8 @@ SAME_SIGNAL_S = 0.5
 """A signal that follows sooner is the same one: timeout(1) and make pass on what the terminal has sent already."""
 READ_MARGIN_S = 2.0
 """Seconds to read the last lines; a process that left its group may hold a child's output open for ever."""
+QUIET_S = 3.0
+"""While processes start, a line says who is waited for where none has come for so long."""
 KILL_MARGIN_S = 10.0
 """Longer than kvrail.services.cli.watch.EXIT_MARGIN_S: a child that is slow to end gets its own way first."""
 
@@ -151,6 +154,7 @@ class Supervisor:
 
     async def _until_healthy(self) -> None:
         waiting = list(self._children)
+        telling = asyncio.create_task(self._tell_while_quiet(lambda: waiting))
         try:
             async with asyncio.timeout(self._startup_timeout_s), httpx.AsyncClient(trust_env=False) as client:
                 while waiting:
@@ -163,6 +167,17 @@ class Supervisor:
                 f"{names}: not healthy after {self._startup_timeout_s:g} s; see the lines below, "
                 f"or wait longer with --startup-timeout-s{_tails(waiting)}"
             ) from None
+        finally:
+            telling.cancel()
+
+    async def _tell_while_quiet(self, waiting: Callable[[], Sequence[Child]]) -> None:
+        """Say for whom is waited where nobody else says anything."""
+        begin = monotonic()
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            if self._output.quiet_s > QUIET_S:
+                names = ", ".join(child.plan.name for child in waiting())
+                self._output.say(f"starting: {names} not ready yet, {monotonic() - begin:.0f} s so far")
 
     async def _until_one_ends(self) -> None:
         ends = [asyncio.ensure_future(child.process.wait()) for child in self._children]
@@ -234,7 +249,7 @@ async def _healthy(client: httpx.AsyncClient, url: str) -> bool:
 
 def _import_path() -> dict[str, str]:
     """PYTHONPATH by which a child finds this code where it is not installed but run from a checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if root.name == "site-packages":
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}

@@ -63,10 +63,23 @@ async def _supervise(cluster: Cluster, output: Output) -> None:
     await supervisor.run(cluster.processes, lambda: output.say(welcome(cluster)))
 
 
+FIRST_CHAT = (
+    {"role": "user", "content": "What is a pipe?"},
+    {
+        "role": "assistant",
+        "content": "A pipe connects two programs: what the first one writes, the second one reads. The shell makes one"
+        " for each | in a command line, and both programs run at the same time. When the pipe is full, the writer"
+        " waits; when it is empty, the reader waits.",
+    },
+    {"role": "user", "content": "What is grep?"},
+)
+"""Long enough that a prefill worker computes it and its KV crosses: more than the default of --local-prefill-tokens."""
+
+
 def welcome(cluster: Cluster) -> str:
     """What to try first, once the cluster is healthy."""
     model = cluster.router.model_name
-    body = json.dumps({"model": model, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
+    body = json.dumps({"model": model, "temperature": 0, "messages": FIRST_CHAT})
     key = ' -H "Authorization: Bearer $KVRAIL_API_KEY"' if cluster.router.api_keys else ""
     metrics = "\n".join(f"  {process.name:<10} {process.url}/metrics" for process in cluster.processes)
     return f"""
@@ -74,7 +87,8 @@ def welcome(cluster: Cluster) -> str:
 
 try:
   kvrail chat --url {cluster.url}
-  curl -N {cluster.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
+  curl -s {cluster.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
+The answer's usage tells under "kvrail" how many bytes of KV crossed (kv_bytes), of how many (kv_raw_bytes).
 
 metrics:
 {metrics}

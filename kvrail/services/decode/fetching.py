@@ -187,6 +187,7 @@ class Fetcher:
                 codec,
                 progress.timeline,
                 progress.spans,
+                {} if progress.trace is None else progress.trace.context,
                 self._silence_s,
             )
             for number, worker in enumerate(workers):

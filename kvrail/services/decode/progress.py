@@ -7,6 +7,7 @@ from kvrail.engine.requests import EngineRequest
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.services.decode.drafts import DraftLog
 from kvrail.services.decode.promise import Promise
+from kvrail.services.decode.trace import PROCESS, DecodeTrace
 from kvrail.spans import SpanLog
 from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto, spans_to_proto
 from kvrail.wire.v1 import decode_pb2
@@ -28,13 +29,15 @@ class Received:
 class Progress:
     """Follows one request's events in order.
 
-    provisional: whether the caller is told of drafts. traced: whether it is told what took how long.
+    provisional: whether the caller is told of drafts. traced: whether it is told what took how long. trace: this
+    worker's part of a trace.
     """
 
     request: EngineRequest
     promise: Promise
     provisional: bool
     traced: bool = False
+    trace: DecodeTrace | None = None
     timeline: Timeline = field(default_factory=Timeline)
     cached_tokens: int = 0
     prefill_worker: str = ""
@@ -45,11 +48,11 @@ class Progress:
     spans: SpanLog | None = field(init=False, default=None)
     _last_draft: float = 0.0  # seconds since the request came
     _last_output: float | None = None
-    _completion_tokens: int = 0
+    completion_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.traced:
-            self.spans = SpanLog("decode worker", self.timeline)
+        if self.traced or self.trace is not None:
+            self.spans = SpanLog(PROCESS, self.timeline, told=self.traced)
         self.drafts = DraftLog(self.request.params.n, len(self.request.resumed_ids))
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
@@ -58,7 +61,7 @@ class Progress:
             case Output():  # by far the most common
                 self._mark_first_token()
                 self.drafts.output(event)
-                if self.spans is not None:
+                if self.spans is not None and self.traced:
                     self._trace_output(event, self.spans)
                 return _output_reply(event)
             case Admitted():
@@ -71,7 +74,7 @@ class Progress:
                 return reply if self.provisional else None
             case Finished():
                 self.timeline.mark(Stage.FINISHED)
-                self._completion_tokens = event.completion_tokens
+                self.completion_tokens = event.completion_tokens
                 return self._last_reply(event)
         return None
 
@@ -93,7 +96,7 @@ class Progress:
         if self.request.params.n > 1 or begin is None:
             return 0.0, 0
         verified = self.drafts.accepted + 1 if self.drafts.proposed else 0
-        steps = self._completion_tokens - 1 - verified
+        steps = self.completion_tokens - 1 - verified
         return self.timeline.elapsed() - begin, steps
 
     def exposed_s(self) -> float | None:
@@ -160,7 +163,7 @@ class Progress:
                 codec_reason=self.codec_reason,
                 transport=received.transport if self.prefill_worker else "",
                 exposed_s=self.exposed_s() or 0.0,
-                spans=spans_to_proto(self.spans.all()) if self.spans is not None else (),
+                spans=spans_to_proto(self.spans.all()) if self.spans is not None and self.traced else (),
             )
         )
 

@@ -1,6 +1,7 @@
 """The story of one generation: reserve, fetch or compute the prompt's KV, decode, report."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Sequence
 
@@ -10,12 +11,15 @@ import grpc.aio
 from kvrail.engine.events import Admitted, Output
 from kvrail.engine.requests import EngineRequest
 from kvrail.errors import WorkerUnavailableError
+from kvrail.lifecycle import Timeline
 from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
 from kvrail.services.codecs import AUTO
 from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.prefill_workers import Asked
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.promise import Promise
+from kvrail.services.decode.trace import DecodeTrace
 from kvrail.wire.convert import check_request_id, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from kvrail.worker import Worker
@@ -65,27 +69,37 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 cache_space=self._fetcher.cache_space(codec),
                 grammar=await self._worker.grammars.get(params.grammar),
             )
-            progress = Progress(asked, self._promise, request.provisional, request.trace)
-            events = self._worker.events.open(self._worker.engine, asked)
-            fetching: asyncio.Task[None] | None = None
-            try:
-                async for event in events:
-                    reply = progress.take(event)
-                    if progress.falls_back and isinstance(event, Output):
-                        self._fetcher.computed(progress)
-                    if isinstance(event, Admitted) and event.awaits_kv:
-                        fetching = asyncio.create_task(
-                            self._fetcher.fetch(workers, codec, event, progress, context.time_remaining, events.fail)
-                        )
-                    if reply is not None:
-                        await context.write(reply)
-                self._fetcher.learn(progress)
-            finally:
-                events.close()
-                if fetching is not None:
-                    fetching.cancel()
-                    await asyncio.wait([fetching])
+            timeline = Timeline()
+            trace = DecodeTrace.begin(self._worker, request, timeline)
+            progress = Progress(asked, self._promise, request.provisional, request.trace, trace, timeline)
+            with trace.following(progress) if trace else contextlib.nullcontext():
+                await self._follow(progress, workers, codec, context)
+
+    async def _follow(
+        self, progress: Progress, workers: Sequence[Asked], codec: str, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Have the engine generate, and tell the caller what comes of it."""
+        asked = progress.request
+        events = self._worker.events.open(self._worker.engine, asked)
+        fetching: asyncio.Task[None] | None = None
+        try:
+            async for event in events:
+                reply = progress.take(event)
+                if progress.falls_back and isinstance(event, Output):
                     self._fetcher.computed(progress)
+                if isinstance(event, Admitted) and event.awaits_kv:
+                    fetching = asyncio.create_task(
+                        self._fetcher.fetch(workers, codec, event, progress, context.time_remaining, events.fail)
+                    )
+                if reply is not None:
+                    await context.write(reply)
+            self._fetcher.learn(progress)
+        finally:
+            events.close()
+            if fetching is not None:
+                fetching.cancel()
+                await asyncio.wait([fetching])
+                self._fetcher.computed(progress)
 
     def _check(self, request: decode_pb2.GenerateRequest) -> str:
         """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""

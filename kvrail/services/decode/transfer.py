@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Executor
 from time import perf_counter
 
@@ -52,6 +52,7 @@ class Fetch:
         codec: Codec,
         timeline: Timeline,
         spans: SpanLog | None,
+        trace_context: Mapping[str, str],
         silence_s: float,
     ) -> None:
         self._worker = worker
@@ -63,6 +64,7 @@ class Fetch:
         self._codec = codec
         self._timeline = timeline
         self._spans = spans
+        self._trace_context = trace_context
         self._silence_s = silence_s
         self._pages = LeasedPages(worker.cache, worker.side, lease.pages, len(request.prompt_ids))
         self.received = Received(codec.name, not codec.exact)
@@ -122,7 +124,8 @@ class Fetch:
         return prefill_pb2.PrefillRequest(
             request_id=self._request.caller_id,
             prompt_token_ids=self._request.prompt_ids,
-            trace=self._spans is not None,
+            trace=self._spans is not None and self._spans.told,
+            trace_context=self._trace_context,
             sampling=sampling_to_proto(self._request.params),
             handshake=prefill_pb2.Handshake(
                 protocol_version=PROTOCOL_VERSION,

@@ -1,6 +1,7 @@
 """Prefill workers' service: agree, make the way on which pages leave, tell the story."""
 
 import asyncio
+import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from kvrail.services.observing import SentKV
 from kvrail.services.prefill.handshake import Agreement, agree
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.story import PrefillStory
+from kvrail.services.prefill.trace import PROCESS, PrefillTrace
 from kvrail.spans import SpanLog
 from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
 from kvrail.transfer.sending import Outgoing, PageSender
@@ -73,7 +75,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             outlet = await agreed.carrier.outlet(agreed.peer, agreed.key)
             try:
                 number, timeline = next(self._calls), Timeline()
-                spans = SpanLog("prefill worker", timeline) if request.trace else None
+                told = PrefillTrace.begin(self._worker, request, timeline)
+                spans = SpanLog(PROCESS, timeline, told=request.trace) if request.trace or told else None
                 sender = PageSender(
                     self._outgoing(request, agreed),
                     outlet,
@@ -84,7 +87,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     SentKV(self._worker, spans),
                 )
                 story = PrefillStory(self._worker, self._observer, request, number, sender, replies, timeline, spans)
-                await story.tell(agreed.accepted)
+                with told.following(spans) if told else contextlib.nullcontext():
+                    await story.tell(agreed.accepted)
             finally:
                 await outlet.aclose()
 

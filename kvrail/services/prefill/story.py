@@ -67,7 +67,8 @@ class PrefillStory:
             await asyncio.sleep(0)  # the last layers were told before the end, but perhaps not heard yet
             self._sender.close()
             await sending
-            await self._replies.commit([] if self._spans is None else spans_to_proto(self._spans.all()))
+            spans = self._spans.all() if self._spans is not None and self._spans.told else []
+            await self._replies.commit(spans_to_proto(spans))
             outcome = "committed"
         except TransferAbortedError:
             raise

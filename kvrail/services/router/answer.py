@@ -20,6 +20,7 @@ from kvrail.services.router.eventstream import EventStream
 from kvrail.services.router.formats import Json
 from kvrail.services.router.generation import Generation
 from kvrail.services.router.observe import RequestRecord
+from kvrail.services.router.trace import RequestTrace
 from kvrail.services.router.usage import final_usage
 from kvrail.services.router.values import Delta
 from kvrail.services.router.writers import Writer
@@ -44,7 +45,7 @@ class Job:
 
     sequences: how much room it takes. client: who asks. provisional: whether drafts are shown. prepare: validates and
     tokenises; raises from the error tree. failure: the event that tells of an error before that is done. abandon:
-    called where the client leaves.
+    called where the client leaves. trace: of the request, where one is told.
     """
 
     stream: bool
@@ -55,6 +56,7 @@ class Job:
     prepare: Callable[[], Awaitable[Prepared]]
     failure: Callable[[KvrailError], bytes]
     abandon: Callable[[], object] = lambda: None
+    trace: RequestTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ class Answer(Response):
                 await self._measured(scope, receive, send)
         except KvrailError as error:  # not admitted
             self._metrics.outcomes[outcome_of(error)].inc()
+            if self._job.trace is not None:
+                self._job.trace.end(outcome_of(error), None, 0)
             await self._fail(error, scope, receive, send)
 
     async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +138,10 @@ class Answer(Response):
             log.exception("failed after the stream began")
             await self._fail(KvrailError("internal error; the server's log has the cause"), scope, receive, send)
         finally:
-            record.close(outcome, None if self._prepared is None else self._prepared.generation)
+            generation = None if self._prepared is None else self._prepared.generation
+            record.close(outcome, generation)
+            if self._job.trace is not None:
+                self._job.trace.end(outcome, generation, record.completion_tokens)
 
     async def _fail(self, error: KvrailError, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell the client: by a status, or where the headers have left by the stream's last event."""

@@ -32,6 +32,8 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
             yield
         finally:
             await service.pool.close()
+            if service.tracing is not None:
+                await asyncio.to_thread(service.tracing.close)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.parsing = asyncio.Lock()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -248,7 +248,10 @@ class Generation:
         metrics: RouterMetrics,
         timeline: Timeline,
         timeout_s: float,
+        trace_context: Mapping[str, str],
     ) -> None:
+        """trace_context: headers of W3C Trace Context for the workers; none where no trace is told."""
+        self.model = model
         self._call = _Call(dispatcher, pool, metrics, timeline, timeout_s)
         self._timeline = timeline
         self.plan = plan
@@ -262,6 +265,7 @@ class Generation:
                 codec=plan.codec,
                 provisional=plan.provisional,
                 trace=plan.traced,
+                trace_context=trace_context,
             )
             turn = dispatcher.turn(client, prompt, sampling, plan.priority)
             self._streams.append(_PromptStream(self._call, request, turn, i * plan.n))

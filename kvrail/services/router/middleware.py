@@ -34,11 +34,13 @@ class RequestContext:
             return
         timeline = Timeline()
         timeline.mark(Stage.RECEIVED)
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         minted = uuid.uuid4().hex
         request_id = given if SAFE_ID.fullmatch(given) else minted
         state = scope.setdefault("state", {})
         state["timeline"] = timeline
+        state["headers"] = headers
         state["request_id"] = request_id
         # A client may send one id twice; on the wire ids are unique.
         state["wire_id"] = minted if request_id is minted else f"{request_id}-{minted[:8]}"

@@ -21,7 +21,7 @@ USUAL_SEQUENCE_S = 1e-4
 class WorkerState(StrEnum):
     """What the router thinks of a worker."""
 
-    UNKNOWN = "unknown"  # has not answered yet
+    STARTING = "starting"  # has not answered yet, and may still come up
     HEALTHY = "healthy"
     DRAINING = "draining"  # finishes what it has
     FAILING = "failing"  # answers, and fails what it is asked

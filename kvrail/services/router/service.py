@@ -3,6 +3,8 @@
 import json
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import prometheus_client
@@ -21,10 +23,15 @@ from kvrail.services.router.generation import Generation
 from kvrail.services.router.logprobs import TokenTexts
 from kvrail.services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
 from kvrail.services.router.shaping import Shaper
+from kvrail.services.router.trace import Operation, RequestTrace
 from kvrail.services.router.translate import Plan, Planner
 from kvrail.services.router.workers import WorkerPool
 from kvrail.services.router.writers import Writer, chunk_writer, error_event
 from kvrail.text import Tokenizer
+from kvrail.tracing import Tracing
+
+MAX_NAME_CHARS = 200
+"""Of a model that a client names and nobody serves, in an error and in a trace."""
 
 
 class RouterService:
@@ -43,6 +50,7 @@ class RouterService:
         shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
         self.planner = Planner(self._encoder, shaper, self.pool.limits, priorities=settings.priorities)
         self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
+        self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> str:
@@ -51,7 +59,7 @@ class RouterService:
             return self.model
         if name not in self.settings.model_names:
             served = " and ".join(map(repr, self.settings.model_names))
-            raise ModelNotFoundError(f"the model {name[:200]!r} does not exist; this server has {served}")
+            raise ModelNotFoundError(f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server has {served}")
         return name
 
     def chat(self, request: ChatRequest, state: State) -> Answer:
@@ -83,7 +91,8 @@ class RouterService:
             )
             return chunk_writer(form, request, plan)
 
-        return self.answer(request, len(request.prompt), state, lambda: self.planner.completion(request), write)
+        plan = partial(self.planner.completion, request)
+        return self.answer(request, len(request.prompt), state, plan, write, operation="text_completion")
 
     def _head(self, prefix: str, request_id: str, name: str) -> Head:
         return Head(f"{prefix}-{request_id}", int(time.time()), name, f"fp_{self.pool.fingerprint[:12]}")
@@ -97,13 +106,16 @@ class RouterService:
         write: Callable[[Plan, str], Writer],
         failure: Callable[[KvrailError], bytes] = error_event,
         abandon: Callable[[], object] = lambda: None,
+        operation: Operation = "chat",
     ) -> Answer:
         """The answer that plans, generates and writes; write: the writer of a plan, under a model's name."""
 
         async def prepare() -> Prepared:
             name = self.check_model(request.model)
-            await self.pool.settle()
-            plan = await plan_request()
+            with trace.part("admit") if trace else nullcontext():
+                await self.pool.settle()
+            with trace.part("tokenise") if trace else nullcontext():
+                plan = await plan_request()
             generation = Generation(
                 plan,
                 state.wire_id,
@@ -114,6 +126,7 @@ class RouterService:
                 metrics=self.metrics,
                 timeline=state.timeline,
                 timeout_s=self.settings.request_timeout_s,
+                trace_context=trace.context if trace else {},
             )
             return Prepared(generation, write(plan, name))
 
@@ -125,6 +138,7 @@ class RouterService:
                 f"{prompts} prompts of n = {request.n or 1} are {sequences} sequences, more than the {most} that "
                 "one client may have at once; send them in several requests",
             )
+        trace = self._trace(operation, request, state)
         job = Job(
             stream=bool(request.stream),
             provisional=bool(request.kvrail and request.kvrail.provisional),
@@ -134,8 +148,22 @@ class RouterService:
             prepare=prepare,
             failure=failure,
             abandon=abandon,
+            trace=trace,
         )
         return Answer(job, self.admission, self.metrics, self._speech)
+
+    def _trace(self, operation: Operation, request: Request, state: State) -> RequestTrace | None:
+        if self.tracing is None:
+            return None
+        return RequestTrace.begin(
+            self.tracing,
+            operation,
+            request,
+            (request.model or self.model)[:MAX_NAME_CHARS],
+            state.headers,
+            state.request_id,
+            state.timeline,
+        )
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> bytes:
         """The JSON that answers /tokenize."""

@@ -36,6 +36,9 @@ GIVEN_UP_S = 12.0
 """A decode worker that says nothing for so long has hung: what runs there goes on elsewhere."""
 STARTUP_GRACE_S = 30.0
 """How long a router that has just started looks for workers before it does without those that never answered."""
+STARTS_WITHIN_S = 600.0
+"""For so long a worker that has never answered is said to start; large models take minutes to load. Then it is down."""
+NOT_ASKED = "has not answered yet"
 STARTUP_WAIT_S = 2.0
 """How long a request waits for that at most: it comes when the router has been up for an instant."""
 
@@ -58,8 +61,8 @@ class Worker:
         self.role = role
         self.target = target
         self.channel = channel
-        self.state = WorkerState.UNKNOWN
-        self.detail = "has not answered yet"
+        self.state = WorkerState.STARTING
+        self.detail = NOT_ASKED
         self.answer: common_pb2.WorkerStatus | None = None
         self.failure = ""
         self.heard = False  # ever
@@ -252,7 +255,10 @@ class WorkerPool:
         """A worker's state and why."""
         answer = worker.answer
         if answer is None:
-            return (WorkerState.DOWN, worker.failure) if worker.failure else (worker.state, worker.detail)
+            if not worker.failure:
+                return worker.state, worker.detail
+            early = not worker.heard and worker.silent_s < STARTS_WITHIN_S
+            return WorkerState.STARTING if early else WorkerState.DOWN, worker.failure
         why = incompatibility(
             Identity(answer.model.name, answer.model.fingerprint, answer.protocol_version),
             model=self._model,
@@ -272,8 +278,9 @@ class WorkerPool:
         return WorkerState.HEALTHY, ""
 
     def _announce(self, worker: Worker, state: WorkerState, detail: str) -> None:
-        if worker.state is WorkerState.UNKNOWN and state is WorkerState.DOWN:
-            log.info("waiting for %s worker %s", worker.role, worker.target)
+        if state is WorkerState.STARTING:
+            if worker.detail == NOT_ASKED:
+                log.info("waiting for %s worker %s", worker.role, worker.target)
         elif state is not worker.state:
             level = logging.ERROR if state is WorkerState.INCOMPATIBLE else logging.INFO
             level = logging.WARNING if state is WorkerState.DOWN else level

@@ -1,0 +1,84 @@
+"""How far the loading of weights has come, told in lines while it lasts."""
+
+import json
+import logging
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+logger = logging.getLogger("kvrail.worker")
+
+TELL_S = 3.0
+"""Seconds between two lines; weights that load faster get none but the first."""
+MAX_HEAD_BYTES = 100_000_000
+"""The longest head that safetensors reads."""
+GB = 1e9
+
+
+@contextmanager
+def told_loading(folder: Path) -> Iterator[None]:
+    """Tell of weights that transformers loads inside from the safetensors files of `folder`, by their bytes."""
+    sizes = tensor_bytes(folder)
+    total = sum(sizes.values())
+    logger.info("loading weights: %.2f GB in %d tensors", total / GB, len(sizes))
+    before = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: _Loading(sizes, total, *args, **kwargs))
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def tensor_bytes(folder: Path) -> dict[str, int]:
+    """Bytes of each tensor in the safetensors files of `folder`, as their headers say; of a torn file, nothing."""
+    found: dict[str, int] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            begin = file.read(8)
+            head = file.read(min(MAX_HEAD_BYTES, struct.unpack("<Q", begin)[0])) if len(begin) == 8 else b"{}"
+        try:
+            tensors = json.loads(head)
+        except ValueError:  # whoever loads it says what is wrong
+            continue
+        for name, about in tensors.items():
+            if name != "__metadata__":
+                first, end = about["data_offsets"]
+                found[name] = end - first
+    return found
+
+
+class _Loading:
+    """What transformers uses as its progress bar: it walks over (name, how to load) of each tensor."""
+
+    def __init__(
+        self, sizes: Mapping[str, int], total: int, items: Any = (), clock: Callable[[], float] = monotonic, **_: Any
+    ) -> None:
+        self._sizes, self._total, self._items, self._clock = sizes, total, items, clock
+
+    def __iter__(self) -> Iterator[Any]:
+        """Hand each item on; the one before it is loaded by then."""
+        done, told = 0, self._clock()
+        mean = self._total // max(1, len(self._sizes))
+        for item in self._items:
+            yield item
+            name = item[0] if isinstance(item, tuple) else ""
+            done += self._sizes.get(name, mean)  # names that transformers changes are taken as average ones
+            if self._clock() - told > TELL_S:
+                told = self._clock()
+                logger.info("loading weights: %.2f of %.2f GB", min(done, self._total) / GB, self._total / GB)
+
+    def update(self, *_: Any) -> None:
+        """Take no note: items are counted as they are walked over."""
+
+    def close(self) -> None:
+        """Do nothing: there is no bar."""
+
+    def __enter__(self) -> "_Loading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,52 @@
+"""What a prefill worker tells a collector of one prefill."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvrail.lifecycle import Timeline
+from kvrail.spans import SpanLog
+from kvrail.tracing import Attribute, Hop
+from kvrail.wire.v1 import prefill_pb2
+from kvrail.worker import Worker
+
+PROCESS = "prefill worker"
+PARTS = {"prefill_queue": "queue", "prefill": "prefill"}
+
+
+class PrefillTrace:
+    """One prefill's part of a request's trace."""
+
+    def __init__(self, hop: Hop) -> None:
+        self._hop = hop
+
+    @classmethod
+    def begin(cls, worker: Worker, request: prefill_pb2.PrefillRequest, timeline: Timeline) -> "PrefillTrace | None":
+        """None where nobody is to be told."""
+        if worker.tracing is None:
+            return None
+        attributes: dict[str, Attribute] = {
+            "gen_ai.request.model": worker.settings.model_name,
+            "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+            "kvrail.request_id": request.request_id,
+            "kvrail.held_pages": request.handshake.held_pages,
+        }
+        hop = worker.tracing.hop("prefill", request.trace_context, timeline, attributes)
+        return cls(hop) if hop.recorded else None
+
+    @contextmanager
+    def following(self, spans: SpanLog | None) -> Iterator[None]:
+        """Inside, the prefill runs; what has come of it by the end is told."""
+        error = ""
+        try:
+            yield
+        except (asyncio.CancelledError, Exception) as failure:
+            error = type(failure).__name__
+            raise
+        finally:
+            self._hop.parts(PARTS)
+            found = [] if spans is None else spans.all()
+            self._hop.transfer(PROCESS, found)
+            # Behind the last frame pages are given back, which is no part of the request.
+            last = max((span.begin + span.seconds for span in found), default=None)
+            self._hop.end({}, error, None if error else last)

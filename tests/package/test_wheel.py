@@ -1,0 +1,110 @@
+"""What a wheel holds, and that it works where nothing else of the checkout is."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvrail.services.cli.up import FIRST_CHAT
+
+ROOT = Path(__file__).parents[2]
+FALLBACK = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools_scm"]["fallback_version"]
+MOST_BYTES = 8 << 20
+START_S = 300.0
+
+
+def tracked(*paths):
+    listed = subprocess.run(["git", "ls-files", "-z", *paths], cwd=ROOT, capture_output=True, check=True, text=True)
+    return [Path(name) for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of the working tree, built as an image builds it: from the files alone, without git."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for path in [*tracked("kvrail"), *(Path(name) for name in ("pyproject.toml", "README.md", "LICENSE"))]:
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_bytes((ROOT / path).read_bytes())
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    subprocess.run(command, check=True, capture_output=True, cwd=folder)
+    return next(folder.glob("*.whl"))
+
+
+def test_the_wheel_holds_our_package_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        metadata = file.read(f"kvrail-{FALLBACK}.dist-info/METADATA").decode()
+    assert {name.partition("/")[0] for name in names} == {"kvrail", f"kvrail-{FALLBACK}.dist-info"}
+    ours = {name for name in names if name.startswith("kvrail/")}
+    # Pages about the code stay with the code; all else that the checkout has is there.
+    assert ours == {str(path) for path in tracked("kvrail") if path.suffix != ".md"}
+    assert "kvrail/py.typed" in ours
+    assert wheel.stat().st_size < MOST_BYTES
+    extras = set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE))
+    assert {"worker", "codec", "ucx", "ans", "otel"} <= extras
+    required = re.findall(r"^Requires-Dist: ([a-z0-9-]+)[^;\n]*(;.*)?$", metadata, re.MULTILINE)
+    assert not {name for name, when in required if "extra" not in when} & {"torch", "numpy", "transformers", "numba"}
+
+
+def run(*command, **options):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+
+
+@pytest.mark.wheel
+@pytest.mark.timeout(1800)
+def test_the_wheel_serves_from_an_empty_environment(wheel, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    bin, home = tmp_path / "venv" / "bin", tmp_path / "home"
+    home.mkdir()
+    constraints = ROOT / "constraints-cpu.txt"
+    installed = run(bin / "python", "-m", "pip", "install", "-c", constraints, f"kvrail[worker] @ {wheel.as_uri()}")
+    assert installed.returncode == 0, installed.stderr
+    assert run(bin / "python", "-m", "pip", "check").stdout == "No broken requirements found.\n"
+    code = "import kvrail, sys; print(kvrail.__file__, kvrail.__version__)"
+    file, version = run(bin / "python", "-c", code, cwd=home).stdout.split()
+    assert Path(file).is_relative_to(tmp_path / "venv")
+    assert version == FALLBACK
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HOME": str(home)}
+    without = run(bin / "kvrail", "up", "--port", "0", cwd=home, env=environment)
+    assert (without.returncode, without.stderr.count("\n")) == (2, 1)
+    assert "unpack a release's kvrail-demo.tar.gz" in without.stderr
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as packed:
+        packed.add(ROOT / "models" / "kvrail-demo", "kvrail-demo")
+    archive.seek(0)
+    with tarfile.open(fileobj=archive) as packed:
+        packed.extractall(home, filter="data")
+    ask_a_cluster([bin / "kvrail", "up", "--port", "0", "--model", "kvrail-demo"], home, environment)
+
+
+def ask_a_cluster(command, folder, environment):
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + START_S
+        while "Ctrl-C stops the cluster." not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        url = re.search(r"kvrail chat --url (\S+)", log.read_text())[1]
+        body = {"model": "kvrail-demo", "temperature": 0, "messages": FIRST_CHAT}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        assert "grep" in answer.json()["choices"][0]["message"]["content"], json.dumps(answer.json())
+        assert answer.json()["usage"]["kvrail"]["kv_bytes"] > 0
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text()
