@@ -30,6 +30,8 @@ class TallyCounter(Collector):
         family.add_metric([self._model], self._count)
         yield family
 
+    describe = collect
+
 
 class TallyHistogram(Collector):
     """Shows what `prometheus_client.Histogram` would. An observation costs a search and two additions."""
@@ -57,3 +59,5 @@ class TallyHistogram(Collector):
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         family.add_metric([self._model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
         yield family
+
+    describe = collect

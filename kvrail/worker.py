@@ -31,6 +31,7 @@ from kvrail.exposition import render, render_vllm
 from kvrail.grammar import Grammars
 from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.rpc.http_side import start_side_server
+from kvrail.rpc.report import report_of
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.text import load_tokenizer
 from kvrail.tuning import in_passing_thread, tune_process
@@ -127,6 +128,7 @@ class Worker:
                 decode_each=decode.each,
             ),
             max_batch_tokens=settings.max_batch_tokens,
+            report=report_of(self.registry),
         )
 
     def _held_pages(self, asked: common_pb2.StatusRequest) -> common_pb2.HeldPages | None:

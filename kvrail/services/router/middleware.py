@@ -13,9 +13,10 @@ from kvrail.lifecycle import Stage, Timeline
 from kvrail.logs import bound_request_id
 from kvrail.services.router.clients import client_of
 from kvrail.services.router.errors import error_response
+from kvrail.services.router.page import routes as page
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-OPEN_PATHS = frozenset(
+OPEN_PATHS = page.OPEN_PATHS | frozenset(
     {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/docs", "/openapi.json"}
 )
 """Paths for probes, scrapers and browsers, which carry no key."""
