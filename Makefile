@@ -17,7 +17,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
 .PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
-	gpu-memcheck compose-test clean \
+	gpu-memcheck compose-test page-test boards clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
 	simulate replay
@@ -43,6 +43,10 @@ $(VENV)/clients/.made: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet -e '.[clients]'
 	@touch $@
+
+$(VENV)/.page: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,page]'
+	@touch $(VENV)/.worker $(VENV)/.dev $@
 
 $(VENV)/.bench: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,bench]'
@@ -95,6 +99,9 @@ lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
 format: $(VENV)/.dev  ## put the code into the form that lint demands
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards
+	$(BIN)/python -m deploy.grafana.source
 
 protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 	PYTHON=$(abspath $(BIN))/python scripts/protos.sh
@@ -164,6 +171,9 @@ replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real clu
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
+
+page-test: $(VENV)/.page  ## the status page in Chromium, before a cluster under traffic; three minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/page $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf $(filter .venv,$(VENV)) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,7 +1,10 @@
 """The status page's files and headers, and its JSON beside the metrics; tests/page draws it in a browser."""
 
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import httpx
 import pytest
@@ -70,6 +73,16 @@ async def test_the_page_loads_only_what_the_router_serves(cluster: Cluster):
     for link in page.links:
         if not link.startswith("#"):
             assert (await cluster.http.get(f"/{link}")).status_code == 200, link
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_scripts_are_javascript(tmp_path: Path):
+    for name, path in FILES.items():
+        if name.endswith(".js"):
+            module = tmp_path / f"{path.stem}.mjs"
+            module.write_bytes(path.read_bytes())
+            done = subprocess.run(["node", "--check", module], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/status.json"])

@@ -36,7 +36,7 @@ export class Meter {
   constructor(name, className = "") {
     this.value = html("dd");
     this.bar = new Bar(className);
-    this.element = html("div", { class: "meter" }, html("dt", {}, name), this.value, html("div", { class: "track" }, this.bar.element));
+    this.element = html("div", { class: "meter" }, html("dt", {}, name), this.value, html("dd", { class: "track" }, this.bar.element));
   }
 }
 

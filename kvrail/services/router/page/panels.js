@@ -185,7 +185,9 @@ export class KvView {
         this.codecs.append(row.element);
       }
       row.ratio.textContent = `${(sides.raw / sides.payload).toFixed(2)} : 1`;
-  X
+      const series = [["raw", "plain", "kvrail_kv_raw_bytes_total"], ["payload", "wire", "kvrail_kv_payload_bytes_total"]];
+      for (const [side, className, name] of series) {
+        show(row[side].value, bytes(sides[side]), sides[side], `${name}{codec="${codec}",direction="received"}`, "decode");
         row[side].bar.update([{ className, value: sides[side] }], Math.max(sides.raw, sides.payload), bytes(sides[side]));
       }
     }
