@@ -100,7 +100,12 @@ async def test_other_files_are_not_served(cluster: Cluster):
     assert (await cluster.http.head("/")).status_code == 200
 
 
-async def test_values_are_those_of_the_metrics(cluster: Cluster):
+async def test_values_are_those_of_the_metrics(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        await check_values(cluster)
+
+
+async def check_values(cluster: Cluster):
     for decode in cluster.decode:
         decode.status = status(report=REPORT, running=3, waiting=1)
     await cluster.complete(prompt=[1, 2, 3], n=2)
@@ -123,9 +128,9 @@ async def test_values_are_those_of_the_metrics(cluster: Cluster):
     assert split["seconds"] == pytest.approx(await cluster.metric("kvrail_request_seconds_sum{}"))
     assert list(split["parts"]) == [name for name, _, _ in PARTS]
     assert sum(split["parts"].values()) == pytest.approx(split["seconds"], rel=0.05)
-    assert found["kv"] == {"splitzip": {"raw": 4000, "payload": 3000}}
-    assert found["drafts"] == {"proposed": 10, "accepted": 7}
-    prefill, decode = found["workers"]
+    assert found["kv"] == {"splitzip": {"raw": 8000, "payload": 6000}}  # of both
+    assert found["drafts"] == {"proposed": 20, "accepted": 14}
+    prefill, decode, _ = found["workers"]
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
     assert decode["links"] == {"p:1": 2.5e9}
     assert (decode["running"], decode["waiting"], decode["max_running"]) == (3, 1, 8)

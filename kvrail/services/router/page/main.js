@@ -2,12 +2,11 @@
 
 import { ClusterView, mark } from "./cluster.js";
 import { html, span } from "./dom.js";
-import { DraftsView, KvView, QueueView, RequestsView, SplitView, Tiles, TokensView } from "./panels.js";
+import { DraftsView, KEY, KvView, QueueView, RequestsView, SplitView, Tiles, TokensView } from "./panels.js";
 
 const EVERY_MS = 2000;
 const SLOWEST_MS = 15000;
 const PATIENCE_MS = 5000;
-const KEY = "kvrail-api-key";
 
 const find = id => document.getElementById(id);
 const [main, notice, state, keyForm] = ["main", "notice", "state", "key"].map(find);

@@ -3,6 +3,7 @@
 import { Bar, Meter, Sparkline } from "./charts.js";
 import { bytes, count, html, percent, plural, rate, seconds, show, span } from "./dom.js";
 
+export const KEY = "kvrail-api-key"; // in the tab's storage
 const PARTS = [
   ["frontend", "router", "validate and tokenise"],
   ["turn", "queue", "wait for a turn"],
@@ -21,8 +22,8 @@ const OUTCOMES = {
   stop: "good", length: "good2", cancelled: "idle", invalid: "idle2",
   overloaded: "warn", deadline: "warn2", unavailable: "bad", error: "bad2",
 };
-const ASK = `curl ${new URL("v1/chat/completions", document.baseURI)} -H 'Content-Type: application/json' \\
-  -d '{"model": "MODEL", "messages": [{"role": "user", "content": "Hello!"}]}'`;
+const ask = model => `curl ${new URL("v1/chat/completions", document.baseURI)} -H 'Content-Type: application/json' \\
+  ${sessionStorage.getItem(KEY) ? "-H 'Authorization: Bearer YOUR_KEY' " : ""}-d '{"model": "${model}", "messages": [{"role": "user", "content": "Hello!"}]}'`;
 
 const empty = (...words) => html("p", { class: "empty" }, ...words);
 
@@ -131,7 +132,7 @@ export class SplitView {
       : `mean of ${plural(requests, "request")} in the last ${span(split.recent_s)}`;
     if (requests === 0) {
       if (!this.empty.firstChild)
-        this.empty.append("No request has been answered yet. Try:", html("pre", {}, ASK.replace("MODEL", model)));
+        this.empty.append("No request has been answered yet. Try:", html("pre", { tabindex: "0" }, ask(model)));
       return;
     }
     const known = PARTS.filter(([name]) => name in parts);
