@@ -173,7 +173,7 @@ class Pace(_message.Message):
     def __init__(self, prefill_base: _Optional[float] = ..., prefill_each: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_each: _Optional[float] = ..., fetch_each: _Optional[float] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "held_pages", "pace", "max_batch_tokens")
+    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "held_pages", "pace", "max_batch_tokens", "metrics_port")
     class CodecParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,7 @@ class WorkerStatus(_message.Message):
     HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     layout: KVLayout
     protocol_version: int
@@ -219,4 +220,5 @@ class WorkerStatus(_message.Message):
     held_pages: HeldPages
     pace: Pace
     max_batch_tokens: int
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., held_pages: _Optional[_Union[HeldPages, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ...) -> None: ...
+    metrics_port: int
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., held_pages: _Optional[_Union[HeldPages, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., metrics_port: _Optional[int] = ...) -> None: ...
