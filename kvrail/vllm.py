@@ -213,7 +213,7 @@ VLLM_METRICS: tuple[Renamed, ...] = (
     Renamed(
         "vllm:request_time_per_output_token_seconds",
         ("kvrail_request_time_per_token_seconds",),
-        "Mean time of a request's token after the first.",
+        "Mean time between a request's tokens.",
         _keep,
     ),
     Renamed("vllm:request_prompt_tokens", ("kvrail_request_prompt_tokens",), "Prompt tokens of a request.", _keep),

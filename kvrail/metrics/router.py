@@ -68,14 +68,13 @@ class RouterMetrics:
             buckets.TIME_TO_TOKEN,
             *("k", "kind"),
         )
-        for k in COUNTED_TOKENS:
-            self.time_to_token(k, "verified")
+        self.expect_tokens("verified")
         self.inter_token = make.histogram(
             "kvrail_inter_token_seconds", "Time between two tokens of one sequence.", buckets.TOKEN
         )
         self.time_per_token = make.histogram(
             "kvrail_request_time_per_token_seconds",
-            "Mean time of a choice's tokens after its first; 0 where it has no more.",
+            "Mean time between the tokens of a choice; 0 where it has one.",
             buckets.TOKEN,
         )
 
@@ -165,7 +164,7 @@ class RouterMetrics:
             "Tokens of a KV page and pages of all decode workers, under vLLM's names; the value is always 1.",
             *("block_size", "num_gpu_blocks"),
         )
-        self._cluster_size: tuple[int, int] | None = None
+        self._cluster_size = (0, 0)
 
     def _measure_http(self, make: Make) -> None:
         """What is measured of HTTP, whatever is asked for."""
@@ -180,6 +179,11 @@ class RouterMetrics:
             buckets.HTTP,
             "handler",
         )
+
+    def expect_tokens(self, kind: str) -> None:
+        """Show the series of kvrail_time_to_token_seconds that count such tokens; those of `verified` always are."""
+        for k in COUNTED_TOKENS:
+            self.time_to_token(k, kind)
 
     def time_to_token(self, k: int, kind: str) -> Histogram:
         """Times of a choice's k-th token, k of COUNTED_TOKENS; kind: verified or provisional."""
@@ -226,9 +230,9 @@ class RouterMetrics:
             self._states.remove(*about, state)
 
     def show_cache(self, page_size: int, pages: int) -> None:
-        """Record the size of the decode workers' KV caches together. page_size: tokens of a page."""
+        """Record the size of the decode workers' KV caches together. page_size: tokens of a page. pages: 0: unknown."""
         if self._cluster_size != (page_size, pages):
-            if self._cluster_size is not None:
-                self._cluster_cache.remove(self._model, *self._cluster_size)
-            self._cluster_cache.labels(self._model, page_size, pages).set(1)
+            self._cluster_cache.remove(self._model, *self._cluster_size)
+            if pages:
+                self._cluster_cache.labels(self._model, page_size, pages).set(1)
             self._cluster_size = (page_size, pages)

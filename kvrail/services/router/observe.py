@@ -26,6 +26,8 @@ class RequestRecord:
         self._shown: dict[int, int] | None = {} if provisional else None  # the same, drafts included
         self._first_token: float | None = None
         self.completion_tokens = 0
+        if provisional:
+            metrics.expect_tokens("provisional")
         metrics.waiting.inc()
 
     def take(self, updates: Updates) -> None:

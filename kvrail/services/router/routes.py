@@ -17,7 +17,16 @@ from kvrail.services.router.fleet import scrape_targets
 from kvrail.services.router.messages import writer as messages
 from kvrail.services.router.messages.schema import MessagesRequest, Prompted
 from kvrail.services.router.messages.service import Messages
-from kvrail.services.router.openapi import CHUNKS, GENERATING, MESSAGES, READING, TEXTS, named_events, whole_or_stream
+from kvrail.services.router.openapi import (
+    ASKED,
+    CHUNKS,
+    GENERATING,
+    MESSAGES,
+    READING,
+    TEXTS,
+    named_events,
+    whole_or_stream,
+)
 from kvrail.services.router.responses import writer as responses
 from kvrail.services.router.responses.schema import ResponsesRequest
 from kvrail.services.router.responses.service import MAX_PAGE, Responses
@@ -213,7 +222,7 @@ def operator_routes() -> APIRouter:
         """The same metrics under vLLM's names."""
         return _exposition(_service(request), "/metrics/vllm")
 
-    @router.get("/metrics/targets", response_model=list[ScrapeTarget])
+    @router.get("/metrics/targets", responses=ASKED, response_model=list[ScrapeTarget])
     async def targets(request: Request, names: Literal["kvrail", "vllm"] = "kvrail") -> list[dict[str, Any]]:
         """List the addresses of all metrics, for Prometheus's HTTP service discovery."""
         return scrape_targets(_service(request).pool, request.url.netloc, vllm=names == "vllm")
