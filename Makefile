@@ -16,7 +16,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tests/codec/test_lynx_kernels.py \
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
-.PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
+.PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format docs-metrics protos gpu-test \
 	gpu-memcheck compose-test page-test boards clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
@@ -102,6 +102,9 @@ format: $(VENV)/.dev  ## put the code into the form that lint demands
 
 boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards
 	$(BIN)/python -m deploy.grafana.source
+
+docs-metrics: $(VENV)/.dev  ## writes the tables of docs/metrics.md from the code
+	$(BIN)/python scripts/metrics_page.py
 
 protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 	PYTHON=$(abspath $(BIN))/python scripts/protos.sh

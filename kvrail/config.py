@@ -116,6 +116,9 @@ class ServiceSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
     grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
+    metrics_names: Literal["kvrail", "vllm", "both"] = Field(
+        "kvrail", description="whose names /metrics has; /metrics/vllm has vLLM's whatever this says"
+    )
 
     @property
     def model_names(self) -> tuple[str, ...]:

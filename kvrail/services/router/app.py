@@ -46,7 +46,8 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
         routers.append(page_routes())
     for router in routers:
         app.include_router(router)
-    errors.install(app, count_refusal, [route for router in routers for route in router.routes])
+    routes = [route for router in routers for route in router.routes]
+    errors.install(app, count_refusal, routes)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ApiKeys, keys=settings.api_keys)
@@ -58,5 +59,5 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, routes=[*routes, *app.routes])
     return app
