@@ -42,6 +42,10 @@ $(VENV)/clients/.made: $(SOURCES) | $(BIN)/python
 	$(VENV)/clients/bin/python -m pip install --quiet -e '.[clients]'
 	@touch $@
 
+$(VENV)/.page: $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,page]'
+	@touch $(VENV)/.worker $(VENV)/.dev $@
+
 $(VENV)/.bench: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,bench]'
 	@touch $(VENV)/.worker $(VENV)/.dev $@
@@ -93,6 +97,12 @@ lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
 format: $(VENV)/.dev  ## put the code into the form that lint demands
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards
+	$(BIN)/python -m deploy.grafana.source
+
+docs-metrics: $(VENV)/.dev  ## writes the tables of docs/metrics.md from the code
+	$(BIN)/python scripts/metrics_page.py
 
 protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 	PYTHON=$(abspath $(BIN))/python scripts/protos.sh
@@ -179,6 +189,9 @@ wheel-test: $(VENV)/.dev  ## the built wheel in an empty environment: its files,
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
+
+page-test: $(VENV)/.page  ## the status page in Chromium, before a cluster under traffic; three minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/page $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf $(filter .venv,$(VENV)) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

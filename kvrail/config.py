@@ -122,6 +122,9 @@ class ServiceSettings(Settings):
         " OTEL_EXPORTER_OTLP_ENDPOINT names, else no traces",
     )
     grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
+    metrics_names: Literal["kvrail", "vllm", "both"] = Field(
+        "kvrail", description="whose names /metrics has; /metrics/vllm has vLLM's whatever this says"
+    )
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -183,6 +186,9 @@ class RouterSettings(ServiceSettings):
     cors_origins: Origins = Field((), description="origins whose pages may use the API in a browser; *: any")
     stored_responses: int = Field(1024, ge=0, description="responses that /v1/responses keeps, at most; 0: none")
     stored_responses_mib: PositiveInt = Field(64, description="memory for them, in MiB; the oldest ones make room")
+    status_page: Literal["auto", "open", "off"] = Field(
+        "auto", description="the page at /; auto: with API keys, whoever sends none sees what /health tells; open: all"
+    )
     status_interval_s: PositiveFloat = Field(0.5, description="seconds between two looks at each worker's load")
 
 

@@ -1,149 +1,25 @@
 """The metrics' two views, as text.
 
-`/metrics` carries our own names, which all begin with `kvrail_`. `/metrics/vllm` carries the same measurements under
-the names that dashboards and autoscalers for LLM servers already use; those contain colons, which Prometheus keeps for
-recording rules, hence the path of their own. Nothing is counted twice: the second view is computed from the first.
+Our own names all begin with `kvrail_`. The same measurements also have the names that dashboards and autoscalers for
+LLM servers already use (kvrail/vllm.py); those contain colons, which Prometheus keeps for recording rules, hence a
+path of their own, `/metrics/vllm`, unless the operator wants them on `/metrics`. Nothing is counted twice: the second
+view is computed from the first.
+
+No token leaves a router while it writes its metrics, so that only lines are written anew whose value has moved.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
+from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-Derivation = Callable[[Sequence[Sample]], Iterable[Sample]]
+from kvrail.tally import Family, Histogram, Registry
+from kvrail.vllm import VLLM_METRICS, Renamed, Row, Valued
 
-
-@dataclass(frozen=True, slots=True)
-class VllmMetric:
-    """One metric of vLLM's, and how its samples follow from a metric of ours.
-
-    source: our metric, a counter's without its `_total`. name: vLLM's, likewise.
-    """
-
-    name: str
-    source: str
-    documentation: str
-    derive: Derivation
-
-
-def _keep(samples: Sequence[Sample]) -> Iterable[Sample]:
-    """Take the samples as they are."""
-    return samples
-
-
-def _select(label: str, value: str) -> Derivation:
-    """Take the samples whose `label` is `value`, and drop that label."""
-
-    def derive(samples: Sequence[Sample]) -> Iterator[Sample]:
-        for sample in samples:
-            if sample.labels[label] == value:
-                yield sample._replace(labels={k: v for k, v in sample.labels.items() if k != label})
-
-    return derive
-
-
-def _finished_reason(samples: Sequence[Sample]) -> Iterator[Sample]:
-    """Outcomes in vLLM's words; requests that were refused or failed are no successes."""
-    reasons = {"stop": "stop", "length": "length", "cancelled": "abort"}
-    for sample in samples:
-        reason = reasons.get(sample.labels["outcome"])
-        if reason is not None:
-            yield sample._replace(labels={"model_name": sample.labels["model_name"], "finished_reason": reason})
-
-
-def _usage(samples: Sequence[Sample]) -> Iterator[Sample]:
-    """Share of the pages that no new request could take; cached pages can be evicted."""
-    for model in sorted({sample.labels["model_name"] for sample in samples}):
-        pages = {s.labels["state"]: s.value for s in samples if s.labels["model_name"] == model}
-        total = sum(pages.values())
-        yield samples[0]._replace(labels={"model_name": model}, value=pages["used"] / total if total else 0.0)
-
-
-VLLM_METRICS: tuple[VllmMetric, ...] = (
-    VllmMetric("vllm:request_success", "kvrail_requests", "Requests that ended well.", _finished_reason),
-    VllmMetric(
-        "vllm:num_requests_running", "kvrail_requests_in_flight", "Running requests.", _select("state", "running")
-    ),
-    VllmMetric(
-        "vllm:num_requests_waiting", "kvrail_requests_in_flight", "Waiting requests.", _select("state", "waiting")
-    ),
-    VllmMetric("vllm:e2e_request_latency_seconds", "kvrail_request_seconds", "Time of a request.", _keep),
-    VllmMetric("vllm:time_to_first_token_seconds", "kvrail_time_to_first_token_seconds", "Time to first token.", _keep),
-    VllmMetric("vllm:inter_token_latency_seconds", "kvrail_inter_token_seconds", "Time between tokens.", _keep),
-    VllmMetric("vllm:time_per_output_token_seconds", "kvrail_inter_token_seconds", "The same, its older name.", _keep),
-    VllmMetric("vllm:request_prompt_tokens", "kvrail_request_prompt_tokens", "Prompt tokens of a request.", _keep),
-    VllmMetric(
-        "vllm:request_generation_tokens", "kvrail_request_generation_tokens", "Generated tokens of a request.", _keep
-    ),
-    VllmMetric("vllm:prompt_tokens", "kvrail_prompt_tokens", "Prompt tokens.", _keep),
-    VllmMetric("vllm:generation_tokens", "kvrail_generation_tokens", "Generated tokens.", _keep),
-    VllmMetric(
-        "vllm:request_queue_time_seconds", "kvrail_request_phase_seconds", "Time in queue.", _select("phase", "queue")
-    ),
-    VllmMetric(
-        "vllm:request_prefill_time_seconds",
-        "kvrail_request_phase_seconds",
-        "Time in prefill.",
-        _select("phase", "prefill"),
-    ),
-    VllmMetric(
-        "vllm:request_decode_time_seconds",
-        "kvrail_request_phase_seconds",
-        "Time in decode.",
-        _select("phase", "decode"),
-    ),
-    VllmMetric(
-        "vllm:num_requests_running", "kvrail_engine_sequences", "Running requests.", _select("state", "running")
-    ),
-    VllmMetric(
-        "vllm:num_requests_waiting", "kvrail_engine_sequences", "Waiting requests.", _select("state", "waiting")
-    ),
-    VllmMetric("vllm:kv_cache_usage_perc", "kvrail_engine_pages", "Share of KV pages in use; 1 is all.", _usage),
-    VllmMetric("vllm:num_preemptions", "kvrail_engine_preemptions", "Preemptions.", _keep),
-    VllmMetric(
-        "vllm:prefix_cache_queries",
-        "kvrail_engine_prefix_cache_queried_tokens",
-        "Tokens looked up in the cache.",
-        _keep,
-    ),
-    VllmMetric("vllm:prefix_cache_hits", "kvrail_engine_prefix_cache_hit_tokens", "Tokens found in the cache.", _keep),
-    VllmMetric("vllm:iteration_tokens_total", "kvrail_engine_step_tokens", "Tokens of one engine step.", _keep),
-)
-"""What `/metrics/vllm` shows: the rows whose source a process has, the first of two with one name."""
-
-
-def _families(registry: CollectorRegistry) -> Iterator[Metric]:
-    """A registry's metrics without the `_created` series that double them."""
-    for family in registry.collect():
-        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-        yield family
-
-
-def _in_vllms_names(registry: CollectorRegistry) -> Iterator[Metric]:
-    """A registry's metrics under vLLM's names."""
-    families = {family.name: family for family in _families(registry)}
-    shown: set[str] = set()
-    for row in VLLM_METRICS:
-        source = families.get(row.source)
-        if source is None or row.name in shown:
-            continue
-        shown.add(row.name)
-        family = Metric(row.name, row.documentation, source.type)
-        for sample in row.derive(source.samples):
-            family.samples.append(sample._replace(name=row.name + sample.name.removeprefix(row.source)))
-        yield family
-
-
-@lru_cache(maxsize=1 << 14)
-def _series(name: str, labels: tuple[tuple[str, str], ...]) -> str:
-    """A series as its lines begin; the same ones are written at each scrape."""
-    shown = ",".join(f'{key}="{_escaped(value, quotes=True)}"' for key, value in sorted(labels))
-    return f"{name}{{{shown}}}" if shown else name
+Names = Literal["kvrail", "vllm", "both"]
+"""Whose names `/metrics` has."""
 
 
 def _escaped(text: str, *, quotes: bool = False) -> str:
@@ -151,24 +27,170 @@ def _escaped(text: str, *, quotes: bool = False) -> str:
     return text.replace('"', '\\"') if quotes else text
 
 
-def _text(families: Iterable[Metric]) -> bytes:
-    """Prometheus's text format, version 0.0.4, of counters, gauges and histograms.
+def _start(name: str, labels: Mapping[str, str]) -> str:
+    """A series as its lines begin."""
+    shown = ",".join(f'{key}="{_escaped(value, quotes=True)}"' for key, value in sorted(labels.items()))
+    return f"{name}{{{shown}}} " if shown else f"{name} "
 
-    prometheus_client's own function gives the same bytes in twice the time, during which no token leaves.
+
+def _number(value: float) -> str:
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]
+    return text
+
+
+def _head(name: str, documentation: str, kind: str) -> str:
+    shown = f"{name}_total" if kind == "counter" else name
+    return f"# HELP {shown} {_escaped(documentation)}\n# TYPE {shown} {kind}\n"
+
+
+class _Lines(Protocol):
+    """The lines of one series. text: as they were when `moved` was last asked."""
+
+    text: str
+
+    def moved(self) -> bool:
+        """Whether they have changed."""
+
+
+class _Value:
+    """The line of a counter or a gauge."""
+
+    __slots__ = ("_last", "_source", "_start", "text")
+
+    def __init__(self, start: str, source: Valued) -> None:
+        self._start, self._source = start, source
+        self._last: float | None = None
+        self.text = ""
+
+    def moved(self) -> bool:
+        """See _Lines."""
+        value = self._source.value
+        if value == self._last:
+            return False
+        self._last = value
+        self.text = f"{self._start}{_number(value)}\n"
+        return True
+
+
+class _Buckets:
+    """The lines of a histogram."""
+
+    __slots__ = ("_last", "_source", "_starts", "_sum", "text")
+
+    def __init__(self, name: str, labels: Mapping[str, str], bounds: Sequence[str], source: Histogram) -> None:
+        self._starts = [_start(f"{name}_bucket", {**labels, "le": bound}) for bound in bounds]
+        self._starts.append(_start(f"{name}_count", labels))
+        self._sum = _start(f"{name}_sum", labels)
+        self._source = source
+        self._last = -1
+        self.text = ""
+
+    def moved(self) -> bool:
+        """See _Lines."""
+        if self._source.count == self._last:
+            return False
+        counts, total = self._source.read()
+        self._last = counts[-1]
+        counts.append(counts[-1])
+        lines = [f"{start}{_number(count)}\n" for start, count in zip(self._starts, counts, strict=True)]
+        self.text = f"{''.join(lines)}{self._sum}{_number(total)}\n"
+        return True
+
+
+class _Block:
+    """The text of one name, from one family or several."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        kind: str,
+        families: Sequence[Family[Any]],
+        rows: Callable[[], Iterable[Row]],
+    ) -> None:
+        self._name, self._kind, self._families, self._rows = name, kind, families, rows
+        self._head = _head(name, documentation, kind)
+        self._versions: list[int] = []
+        self._lines: list[_Lines] = []
+        self._text = ""
+
+    def text(self) -> str:
+        """All lines as they are now."""
+        versions = [family.version for family in self._families]
+        anew = versions != self._versions
+        if anew:
+            self._versions, self._lines = versions, [self._of(*row) for row in self._rows()]
+        moved = [lines.moved() for lines in self._lines]  # each has to be asked
+        if anew or any(moved):
+            self._text = self._head + "".join([lines.text for lines in self._lines])
+        return self._text
+
+    def _of(self, labels: Mapping[str, str], source: Histogram | Valued) -> _Lines:
+        if isinstance(source, Histogram):
+            return _Buckets(self._name, labels, self._families[0].bounds, source)
+        return _Value(_start(f"{self._name}_total" if self._kind == "counter" else self._name, labels), source)
+
+
+class _Collected:
+    """The text of a collector of prometheus_client's own."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def text(self) -> str:
+        """All lines as they are now."""
+        parts = []
+        for family in self._collector.collect():
+            parts.append(_head(family.name, family.documentation, family.type))
+            parts += [f"{_start(s.name, s.labels)}{_number(s.value)}\n" for s in family.samples]
+        return "".join(parts)
+
+
+def _own(collector: Collector) -> _Block | _Collected:
+    """A collector under its own names."""
+    if not isinstance(collector, Family):
+        return _Collected(collector)
+    return _Block(collector.name, collector.documentation, collector.type, [collector], collector.series)
+
+
+def _renamed(row: Renamed, families: Mapping[str, Family[Any]]) -> _Block:
+    """A metric of vLLM's from ours."""
+    sources = [families[name] for name in row.sources]
+    return _Block(row.name, row.documentation, row.kind or sources[0].type, sources, lambda: row.derive(*sources))
+
+
+class Exposition:
+    """Writes the metrics of one process. Belongs to one thread.
+
+    names: whose names `/metrics` has. vllm: whether the process shows anything under vLLM's.
     """
-    lines = []
-    for family in families:
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        lines.append(f"# HELP {name} {_escaped(family.documentation)}\n# TYPE {name} {family.type}\n")
-        lines += [f"{_series(s.name, tuple(s.labels.items()))} {floatToGoString(s.value)}\n" for s in family.samples]  # type: ignore[no-untyped-call]
-    return "".join(lines).encode()
 
+    def __init__(self, registry: Registry, names: Names = "kvrail", *, vllm: bool = True) -> None:
+        self._registry = registry
+        self._names = names
+        self._vllm = vllm
+        self._built = 0
+        self._ours: list[_Block | _Collected] = []
+        self._theirs: list[_Block] = []
 
-def render(registry: CollectorRegistry) -> tuple[bytes, str]:
-    """Render body and content type of `/metrics`."""
-    return _text(_families(registry)), CONTENT_TYPE_PLAIN_0_0_4
+    def render(self, path: str = "/metrics") -> tuple[bytes, str]:
+        """Body and content type of `/metrics` or `/metrics/vllm`: Prometheus's text format, version 0.0.4."""
+        if self._built != len(self._registry.collectors):
+            self._build()
+        blocks: list[_Block | _Collected] = []
+        if path == "/metrics":
+            blocks += [each for each in self._ours if self._names != "vllm" or isinstance(each, _Collected)]
+        if path != "/metrics" or self._names != "kvrail":
+            blocks += self._theirs
+        return "".join([block.text() for block in blocks]).encode(), CONTENT_TYPE_PLAIN_0_0_4
 
-
-def render_vllm(registry: CollectorRegistry) -> tuple[bytes, str]:
-    """Render body and content type of `/metrics/vllm`."""
-    return _text(_in_vllms_names(registry)), CONTENT_TYPE_PLAIN_0_0_4
+    def _build(self) -> None:
+        collectors = list(self._registry.collectors)
+        self._built = len(collectors)
+        self._ours = [_own(collector) for collector in collectors]
+        families = {each.name: each for each in collectors if isinstance(each, Family)}
+        shown: dict[str, Renamed] = {}
+        for row in VLLM_METRICS if self._vllm else ():
+            if all(name in families for name in row.sources):
+                shown.setdefault(row.name, row)
+        self._theirs = [_renamed(row, families) for row in shown.values()]

@@ -9,9 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
-from kvrail import logs, loops
+from kvrail import __version__, logs, loops
 from kvrail.calls import ActiveCalls
 from kvrail.config import WorkerSettings
 from kvrail.engine.aio import EventRouter
@@ -27,11 +25,13 @@ from kvrail.engine.sampler import Sampler
 from kvrail.engine.scheduler import Limits, Scheduler
 from kvrail.engine.streams import SideStream
 from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
-from kvrail.exposition import render, render_vllm
+from kvrail.exposition import Exposition
 from kvrail.grammar import Grammars
-from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics
+from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics, show_process
 from kvrail.rpc.http_side import start_side_server
+from kvrail.rpc.report import report_of
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
+from kvrail.tally import Registry
 from kvrail.text import load_tokenizer
 from kvrail.tracing import Tracing
 from kvrail.tuning import in_passing_thread, tune_process
@@ -69,6 +69,13 @@ class _BrokenError(KvrailError):
     """The engine has given up or hangs: the process must end, so that whoever watches it starts another."""
 
 
+@dataclass
+class Ports:
+    """Ports that are known once they are bound; 0 before."""
+
+    metrics: int = 0
+
+
 @dataclass(frozen=True)
 class Worker:
     """An engine and its surroundings; built once, before the first request.
@@ -85,13 +92,15 @@ class Worker:
     cache: PagedCache
     side: SideStream
     calls: ActiveCalls
-    registry: CollectorRegistry
+    registry: Registry
+    exposition: Exposition
     transfers: TransferMetrics
     coding: CodecMetrics
     codecs: Mapping[str, int]
     grammars: Grammars
     tracing: Tracing | None
     instance: int = field(default_factory=lambda: secrets.randbits(64))
+    ports: Ports = field(default_factory=Ports)
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
@@ -133,6 +142,8 @@ class Worker:
                 decode_each=decode.each,
             ),
             max_batch_tokens=settings.max_batch_tokens,
+            metrics_port=self.ports.metrics,
+            report=report_of(self.registry),
         )
 
     def _held_pages(self, asked: common_pb2.StatusRequest) -> common_pb2.HeldPages | None:
@@ -152,7 +163,7 @@ class Worker:
     def render_metrics(self, path: str) -> tuple[bytes, str]:
         """Body and content type of a metrics path."""
         self.engine.report_load()
-        return (render_vllm if path.endswith("/vllm") else render)(self.registry)
+        return self.exposition.render(path)
 
     def healthy(self) -> bool:
         """Whether requests can be sent here."""
@@ -184,7 +195,7 @@ def build_worker(
 
     tracing = Tracing.start(settings.otlp_endpoint, settings.table)
     loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
-    registry = CollectorRegistry()
+    registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
     limits = Limits(
         settings.max_batch_tokens,
@@ -194,13 +205,21 @@ def build_worker(
     )
     tokenizer = load_tokenizer(settings.model) if detokenize else None
     events = EventRouter(asyncio.get_running_loop())
+    measured = EngineMetrics(registry, name, receives=decodes, drafts=max_drafts > 0)
+    measured.show_cache(
+        page_size=settings.page_size,
+        pages=runner.cache.num_pages,
+        kv_dtype=settings.kv_dtype,
+        prefix_cache=settings.prefix_cache,
+    )
+    show_process(registry, __version__, PROTOCOL_VERSION)
     engine = Engine(
         runner,
         Sampler(loaded.vocab_size, loaded.device),
         Scheduler(pool, limits),
         ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
         tokenizer,
-        EngineMetrics(registry, settings.model_name),
+        measured,
         events.deliver,
         on_layer,
         max_drafts,
@@ -215,8 +234,9 @@ def build_worker(
         side=SideStream(loaded.device),
         calls=ActiveCalls(),
         registry=registry,
-        transfers=TransferMetrics(registry, settings.model_name, tuple(codecs)),
-        coding=CodecMetrics(registry, settings.model_name, tuple(codecs)),
+        exposition=Exposition(registry, settings.metrics_names, vllm=decodes),
+        transfers=TransferMetrics(registry, name, (), ("received",) if decodes else ("sent",)),
+        coding=CodecMetrics(registry, name, encodes=not decodes, decodes=decodes),
         codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
         tracing=tracing,
@@ -327,6 +347,7 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
         metrics_port, stop_side = await start_side_server(
             settings.host, settings.metrics_port, worker.render_metrics, worker.healthy
         )
+        worker.ports.metrics = metrics_port
         logger.info("listening on %s:%d, metrics on %d", settings.host, bound, metrics_port)
         async with loops.ends_if_hung(settings.step_timeout_s):
             await serve_until_signal(

@@ -1,44 +1,113 @@
-"""The text of /metrics is prometheus_client's own, byte for byte."""
+"""The text of /metrics is prometheus_client's own, byte for byte, however it came about."""
 
 import math
+import random
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
 
-from kvrail.exposition import render, render_vllm
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics
+from kvrail import buckets, tally
+from kvrail.exposition import Exposition
+from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
+from kvrail.tally import Registry
 
 AWKWARD = ("", "plain", 'a "quoted" one', "back\\slash", "two\nlines", "é{}", "\\n")
-
-
-def library(registry: CollectorRegistry) -> bytes:
-    """What prometheus_client writes, without the series that double others."""
-    blocks, kept = generate_latest(registry).decode().split("# HELP "), []
-    for block in blocks[1:]:
-        if "_created" not in block.split(" ", 1)[0]:
-            kept.append("# HELP " + block)
-    return "".join(kept).encode()
+NUMBERS = (0, -1.5, 1e300, math.inf, -math.inf, math.nan, 12345678901234567890)
 
 
 def test_awkward_labels_values_and_words():
-    registry = CollectorRegistry()
-    gauge = Gauge("g", 'A gauge\nof \\ two "lines".', ["b", "a"], registry=registry)
+    registry = Registry()
+    exposition = Exposition(registry)
+    gauge = tally.gauges("g", 'A gauge\nof \\ two "lines".', ["b", "a"], registry)
     for number, text in enumerate(AWKWARD):
-        gauge.labels(text, AWKWARD[-number]).set(
-            (0, -1.5, 1e300, math.inf, -math.inf, math.nan, 12345678901234567890)[number]
-        )
-    Counter("c", "Counts.", registry=registry).inc(3)
-    Gauge("never_set", "None of it.", ["x"], registry=registry)
-    histogram = Histogram("h_seconds", "Times.", ["model_name"], registry=registry)
+        gauge.labels(text, AWKWARD[-number]).set(NUMBERS[number])
+    tally.counters("c", "Counts.", [], registry).labels().inc(3)
+    tally.gauges("never_set", "None of it.", ["x"], registry)
+    histogram = tally.histograms("h_seconds", "Times.", ["zone", "kind"], registry, buckets.PART)
     for seconds in (1e-9, 0.3, 7, 1e9):
-        histogram.labels("m").observe(seconds)
-    assert render(registry)[0] == library(registry)
+        histogram.labels("z", "k").observe(seconds, 400_000)
+    assert exposition.render()[0] == generate_latest(registry)
+
+
+def test_what_has_moved_is_written_anew():
+    """As a registry goes on, with series that come and go, the text stays the library's."""
+    draw = random.Random(7)
+    registry = Registry()
+    exposition = Exposition(registry)
+    families = [
+        tally.counters("c", "Counts.", ["x"], registry),
+        tally.gauges("g", "A gauge.", ["x"], registry),
+        tally.histograms("h", "Times.", ["x"], registry, (0.1, 1.0)),
+    ]
+    for number in range(200):
+        family, label = draw.choice(families), draw.choice("abc")
+        if draw.random() < 0.1:
+            family.remove(label)
+        elif family.type == "histogram":
+            family.labels(label).observe(draw.choice((0.0, 0.05, 3)))
+        else:
+            family.labels(label).inc(draw.choice((0, 1, 0.5)))
+        if number == 100:
+            families.append(tally.gauges("later", "Came later.", ["x"], registry))
+        assert exposition.render()[0] == generate_latest(registry)
+
+
+def test_a_collector_of_the_library_is_shown_too():
+    class Own:
+        def collect(self):
+            family = GaugeMetricFamily("own", "Its\nown.", labels=["a"])
+            family.add_metric(['"x"'], 2.5)
+            yield family
+
+    registry = Registry()
+    registry.register(Own())
+    assert Exposition(registry).render()[0] == generate_latest(registry)
+
+
+def everything() -> Registry:
+    """A registry with every metric of router and workers, and all series that need a use."""
+    registry = Registry()
+    router = RouterMetrics(registry, "m")
+    router.placed("decode", "d:1", "load")
+    router.show_worker("decode", "d:1", state="healthy", states=["healthy", "down"], requests=1, backlog=20)
+    router.worker_up("decode", "d:1", True)
+    router.show_cache(64, 100)
+    router.answered("/v1/models", "GET", 200, 0.25)
+    EngineMetrics(registry, "m").show_cache(page_size=64, pages=100, kv_dtype="bfloat16", prefix_cache=True)
+    transfers = TransferMetrics(registry, "m", ["raw"])
+    transfers.codec_chosen("raw", "no_gain")
+    transfers.link_measured("p:1", 1e9)
+    coding = CodecMetrics(registry, "m")
+    coding.encoded("raw", 0.1, values=10, escapes=1, raw_tensors=0)
+    coding.decoded("raw", 0.1)
+    return registry
 
 
 def test_everything_that_processes_show():
+    registry = everything()
+    assert Exposition(registry).render()[0] == generate_latest(registry)
+
+
+@pytest.mark.parametrize("names", ["kvrail", "vllm", "both"])
+def test_names_on_metrics(names):
+    registry = everything()
+    show_process(registry, "1.2.3", 5)
+    exposition = Exposition(registry, names)
+    families = {family.name: family for family in text_string_to_metric_families(exposition.render()[0].decode())}
+    theirs = {name for name in families if name.startswith(("vllm:", "http_"))}
+    ours = {name for name in families if name.startswith("kvrail_") and families[name].samples}
+    assert bool(theirs) is (names != "kvrail")
+    assert ours - {"kvrail_build_info"} if names != "vllm" else not ours - {"kvrail_build_info"}
+    assert "process_cpu_seconds" in families
+    vllm = exposition.render("/metrics/vllm")[0].decode()
+    assert {family.name for family in text_string_to_metric_families(vllm)} >= theirs
+    assert "kvrail_" not in vllm
+
+
+def test_the_process_is_shown():
     registry = CollectorRegistry()
-    RouterMetrics(registry, "m")
-    assert render(registry)[0] == library(registry)
-    registry = CollectorRegistry()
-    EngineMetrics(registry, "m"), TransferMetrics(registry, "m", ["raw"]), CodecMetrics(registry, "m", ["raw"])
-    assert render(registry)[0] == library(registry)
-    assert render_vllm(registry)[0].startswith(b"# HELP vllm:")
+    show_process(registry, "1.2.3", 5)
+    assert registry.get_sample_value("kvrail_build_info", {"version": "1.2.3", "protocol": "5"}) == 1
+    assert registry.get_sample_value("process_open_fds") > 0

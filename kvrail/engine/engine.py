@@ -41,9 +41,10 @@ Over a step the ranges follow on one another, from the first layer to the last."
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Load of the engine."""
+    """Load of the engine. receiving: of the sequences that run, those that only wait for their KV."""
 
     running: int
+    receiving: int
     waiting: int
     pages: PageCounts
     healthy: bool
@@ -161,8 +162,8 @@ class Engine:
     def status(self) -> EngineStatus:
         """Load and health now."""
         with self._changed:
-            scheduler = self._scheduler
-            return EngineStatus(scheduler.num_running, scheduler.num_waiting, scheduler.pool.counts(), self.alive)
+            queue, pages = self._scheduler, self._scheduler.pool.counts()
+            return EngineStatus(queue.num_running, queue.num_receiving, queue.num_waiting, pages, self.alive)
 
     def held_pages(self, heard: Cursor, limit: int) -> HeldPages:
         """At most `limit` digests of pages that came or went since a listener heard so much."""
@@ -351,7 +352,7 @@ class Engine:
     def report_load(self) -> None:
         """Bring the gauges up to date; called when metrics are read."""
         status = self.status()
-        self._metrics.set_load(status.running, status.waiting)
+        self._metrics.set_load(status.running, status.waiting, status.receiving)
         self._metrics.set_pages(free=status.pages.free, used=status.pages.used, cached=status.pages.cached)
 
     def _emit_drawn(self) -> None:

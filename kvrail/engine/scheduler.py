@@ -77,6 +77,11 @@ class Scheduler:
         """Sequences that hold pages: computing, or waiting for their KV to arrive."""
         return len(self._running) + len(self._receiving)
 
+    @property
+    def num_receiving(self) -> int:
+        """Of these, sequences that only wait for their KV: no step computes anything of them."""
+        return sum(sequence.status is Status.RECEIVING for sequence in self._receiving)
+
     def has_work(self) -> bool:
         """Whether `schedule` could return anything now."""
         if self._running or any(s.status is Status.DRAFTING and self._has_room(s) for s in self._receiving):
@@ -301,8 +306,7 @@ class Scheduler:
         """
         if not prompts:
             return []
-        counts = [0] * len(prompts)
-        counts[0] = self._chunk(*prompts[0], -(-budget // 2))
+        counts = [self._chunk(*prompts[0], -(-budget // 2)), *[0] * (len(prompts) - 1)]
         budget -= counts[0]
         missing = [len(sequence.token_ids) - start for sequence, start in prompts]
         for number in sorted(range(len(prompts)), key=missing.__getitem__):  # of equals the oldest
@@ -362,13 +366,10 @@ class Scheduler:
         while len(sequence.page_table) < self._pages_for(len(sequence.token_ids)):
             if self.pool.can_allocate(1):
                 sequence.page_table += self.pool.allocate(1)
-                continue
-            if self._reclaim():
-                continue
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return False
+            elif not self._reclaim():
+                self._preempt(victim := self._running[-1])
+                if victim is sequence:
+                    return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -20,7 +20,7 @@ from tests.models import generate, tiny_model
 
 
 def value(worker, reason):
-    return worker.transfers.fallbacks[reason]._value.get()
+    return worker.transfers.fallbacks[reason].value
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import httpx
 import pytest
 import yaml
 
+from deploy.grafana.source import live
+
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +176,19 @@ def test_the_rates_of_counters_have_values(cluster):
 
     found = wait_for("a counter of KV frames or of answers does not rise", rates)
     assert not any(math.isnan(value) for value in found.values())
+
+
+def test_every_panel_and_rule_has_an_answer(cluster):
+    numbers = itertools.count(2000)
+
+    def found():
+        cluster.ask(next(numbers))
+        return live.faults(str(cluster.prometheus.base_url).rstrip("/"))
+
+    try:
+        wait_for("faults", lambda: not found())
+    except AssertionError:
+        pytest.fail("\n".join(found()))
 
 
 def test_without_its_prefill_worker_the_cluster_still_answers(cluster):

@@ -1,8 +1,21 @@
-"""The Prometheus configuration of the compose cluster, as promtool sees it."""
+"""The Prometheus configuration of the compose cluster and its rules, as promtool sees them."""
 
+import re
 from pathlib import Path
 
+import pytest
+import yaml
+
 CONFIG = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml"
+RULES = CONFIG.parent / "rules"
+CASES = Path(__file__).parent / "rules" / "alerts_test.yml"
+BOARDS = CONFIG.parents[1] / "grafana" / "boards"
+
+
+def alerts():
+    rules = yaml.safe_load((RULES / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert len(rules) > 10
+    return rules
 
 
 def test_the_configuration_is_valid(promtool):
@@ -12,5 +25,45 @@ def test_the_configuration_is_valid(promtool):
 
 def test_a_mistake_in_it_would_be_seen(promtool, tmp_path):
     broken = tmp_path / "prometheus.yml"
+    assert "metrics_path" in CONFIG.read_text()
     broken.write_text(CONFIG.read_text().replace("metrics_path", "metric_path"))
     assert promtool("check", "config", str(broken)).returncode != 0
+
+
+def test_each_alert_fires_on_what_it_is_about(promtool):
+    done = promtool("test", "rules", str(CASES))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_alert_is_untested():
+    cases = yaml.safe_load(CASES.read_text())["tests"]
+    fired = {case["alertname"] for test in cases for case in test.get("alert_rule_test", []) if case["exp_alerts"]}
+    assert fired == {rule["alert"] for rule in alerts()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken"), [("> 0.95", "> 0.97"), ('role="decode"}) == 0', 'role="decode"}) == 1'), ("for: 2m", "for: 9m")]
+)
+def test_a_broken_rule_is_seen(promtool, tmp_path, rule, broken):
+    text = (RULES / "alerts.yml").read_text()
+    assert rule in text
+    (tmp_path / "alerts.yml").write_text(text.replace(rule, broken))
+    cases = CASES.read_text().replace("../../../deploy/prometheus/rules/alerts.yml", "alerts.yml")
+    (tmp_path / "test.yml").write_text(cases.replace("../../../deploy", str(CONFIG.parents[1])))
+    assert promtool("test", "rules", str(tmp_path / "test.yml")).returncode != 0
+
+
+def test_every_alert_has_a_page_in_the_runbook():
+    runbook = (CONFIG.parents[2] / "docs" / "operations.md").read_text()
+    for rule in alerts():
+        name, about = rule["alert"], rule["annotations"]
+        assert rule["labels"]["severity"] in ("critical", "warning", "info"), name
+        assert about["summary"] and about["description"].endswith("."), name
+        assert about["runbook_url"] == f"docs/operations.md#{name.lower()}"
+        section = runbook.split(f"\n### {name}\n")[1].split("\n### ")[0]
+        assert all(word in section for word in ("**Means**", "**Look at**", "**Do**")), name
+    titles = {
+        title for board in BOARDS.glob("*.json") for title in re.findall(r'"title": "([^"]+)"', board.read_text())
+    }
+    for names in re.findall(r"panels? (\*[^.;:]*)", runbook):
+        assert set(re.findall(r"\*([^*]+)\*", names.replace("\n", " "))) <= titles, names

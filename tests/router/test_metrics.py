@@ -6,16 +6,14 @@ import subprocess
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrail.exposition import render, render_vllm
+from kvrail.exposition import Exposition
 from kvrail.lifecycle import PARTS
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics
+from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
+from kvrail.tally import Registry
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster
-
-LABEL = {"model_name": MODEL}
 
 
 def series(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -27,7 +25,8 @@ def series(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    return series(text)[name, frozenset({"model_name": MODEL, **labels}.items())]
+    common = {"model_name": MODEL, "engine": "0"} if name.startswith("vllm:") else {"model_name": MODEL}
+    return series(text)[name, frozenset((common | labels).items())]
 
 
 async def test_counts_of_known_requests(cluster: Cluster, tokenizer: Tokenizer):
@@ -58,7 +57,14 @@ async def test_counts_of_known_requests(cluster: Cluster, tokenizer: Tokenizer):
     assert value(theirs, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(theirs, "vllm:request_success_total", finished_reason="length") == 1
     assert value(theirs, "vllm:request_success_total", finished_reason="abort") == 0
-    assert value(theirs, "vllm:num_requests_running") == 0
+    assert value(theirs, "vllm:request_success_total", finished_reason="error") == 0
+    sources = {"local_compute": 0, "local_cache_hit": 5, "external_kv_transfer": 0}  # workers say they held 3 tokens
+    for source, count in sources.items():
+        assert value(theirs, "vllm:prompt_tokens_by_source_total", source=source) == count
+    assert value(theirs, "vllm:request_max_num_generation_tokens_sum") == generated + 1
+    assert value(theirs, "vllm:request_params_n_sum") == 3
+    assert value(theirs, "vllm:request_time_per_output_token_seconds_count") == 3  # one of each choice
+    assert value(theirs, "vllm:request_inference_time_seconds_sum") == pytest.approx(2 * 0.004)
     assert value(theirs, "vllm:request_prefill_time_seconds_sum") == pytest.approx(2 * 0.002)
     assert value(theirs, "vllm:request_decode_time_seconds_sum") == pytest.approx(2 * 0.002)
 
@@ -75,10 +81,17 @@ async def test_parts_of_a_request_add_up_to_its_total(cluster: Cluster, stream: 
     assert total > 0.007
 
 
-def filled_registry() -> CollectorRegistry:
-    registry = CollectorRegistry()
-    RouterMetrics(registry, MODEL).worker_up("decode", "d:1", True)
+def filled_registry() -> Registry:
+    registry = Registry()
+    router = RouterMetrics(registry, MODEL)
+    router.worker_up("decode", "d:1", True)
+    router.show_worker("decode", "d:1", state="healthy", states=["healthy", "down"], requests=1, backlog=20)
+    router.placed("decode", "d:1", "load")
+    router.show_cache(64, 100)
+    router.answered("/v1/models", "GET", 200, 0.25)
+    router.time_to_token(1, "provisional")
     engine = EngineMetrics(registry, MODEL)
+    engine.show_cache(page_size=64, pages=100, kv_dtype="bfloat16", prefix_cache=True)
     engine.set_pages(free=50, used=25, cached=25)
     engine.running.set(3)
     engine.preemptions.inc(2)
@@ -87,39 +100,20 @@ def filled_registry() -> CollectorRegistry:
     engine.step_tokens.observe(17)
     transfer = TransferMetrics(registry, MODEL, codecs=("raw", "splitzip"))
     transfer.received("splitzip", raw_bytes=300, payload_bytes=200, frames=2)
-    coding = CodecMetrics(registry, MODEL, ("raw", "splitzip"))
+    coding = CodecMetrics(registry, MODEL)
     coding.encoded("splitzip", 0.25, values=1000, escapes=3, raw_tensors=1)
     coding.encoded("splitzip", 0.5, values=1000, escapes=0, raw_tensors=0)
     coding.decoded("splitzip", 0.125)
+    show_process(registry, "1.2.3", 5)
     return registry
 
 
-def test_engine_under_vllm_names():
-    registry = CollectorRegistry()
-    engine = EngineMetrics(registry, MODEL)
-    assert value(render_vllm(registry)[0].decode(), "vllm:kv_cache_usage_perc") == 0
-    engine.set_pages(free=50, used=25, cached=25)
-    engine.running.set(3)
-    engine.waiting.set(4)
-    engine.preemptions.inc(2)
-    engine.prefix_queried_tokens.inc(100)
-    engine.prefix_hit_tokens.inc(40)
-    engine.step_tokens.observe(17)
-    text = render_vllm(registry)[0].decode()
-    expected = {
-        "kv_cache_usage_perc": 0.25,
-        "num_requests_running": 3,
-        "num_requests_waiting": 4,
-        "num_preemptions_total": 2,
-        "prefix_cache_queries_total": 100,
-        "prefix_cache_hits_total": 40,
-        "iteration_tokens_total_sum": 17,
-    }
-    assert {name: value(text, f"vllm:{name}") for name in expected} == expected
+def text_of(registry: Registry, path: str = "/metrics") -> str:
+    return Exposition(registry).render(path)[0].decode()
 
 
 def test_transfer_counts():
-    text = render(filled_registry())[0].decode()
+    text = text_of(filled_registry())
     labels = {"direction": "received", "codec": "splitzip"}
     assert value(text, "kvrail_kv_raw_bytes_total", **labels) == 300
     assert value(text, "kvrail_kv_payload_bytes_total", **labels) == 200
@@ -128,7 +122,7 @@ def test_transfer_counts():
 
 
 def test_codec_measurements():
-    text = render(filled_registry())[0].decode()
+    text = text_of(filled_registry())
     expected = {
         "encode_seconds_sum": 0.75,
         "encode_seconds_count": 2,
@@ -138,17 +132,17 @@ def test_codec_measurements():
         "raw_tensors_total": 1,
     }
     assert {name: value(text, f"kvrail_kv_{name}", codec="splitzip") for name in expected} == expected
-    assert all(value(text, f"kvrail_kv_{name}", codec="raw") == 0 for name in expected)  # exists before its first use
+    assert not any(("codec", "raw") in labels for name, labels in series(text) if "code_seconds" in name)  # never used
 
 
 def test_names():
     registry = filled_registry()
-    own = {name for name, _ in series(render(registry)[0].decode())}
-    theirs = [name for name, _ in series(render_vllm(registry)[0].decode())]
-    assert all(name.startswith("kvrail_") for name in own)
+    own = {name for name, _ in series(text_of(registry))}
+    theirs = {name for name, _ in series(text_of(registry, "/metrics/vllm"))}
+    assert all(name.startswith(("kvrail_", "process_")) for name in own)
     assert not any(name.endswith("_created") for name in own)
-    assert all(name.startswith("vllm:") for name in theirs)
-    text = render_vllm(registry)[0].decode()
+    assert all(name.startswith(("vllm:", "http_request")) for name in theirs)
+    text = text_of(registry, "/metrics/vllm")
     types = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types))  # one process may be router and engine; no metric comes twice
 
@@ -158,7 +152,7 @@ def test_promtool_finds_nothing_to_lint():
     if promtool is None:
         assert not os.environ.get("CI"), "promtool is not installed; set PROMTOOL to where it is"
         pytest.skip("promtool is not installed; it comes with Prometheus")
-    body = render(filled_registry())[0]
+    body = text_of(filled_registry()).encode()
     done = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 

@@ -32,6 +32,7 @@ async def _main(settings: DecodeSettings) -> None:
     carriers = await Carriers.to_receive(settings, worker.loaded.device)
     first = carriers.first_codec(codecs.usual) if asked == AUTO else asked
     codecs.prepare(first, worker.loaded)
+    worker.transfers.expect(first)
     fetcher = Fetcher(worker, settings, codecs, carriers, asked, first, prefill_workers)
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
     measuring = asyncio.create_task(fetcher.measure_codecs())

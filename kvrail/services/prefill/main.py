@@ -29,7 +29,9 @@ async def _main(settings: PrefillSettings) -> None:
     codecs.check_codebook(worker.loaded)
     observer.attach(worker)
     carriers = await Carriers.to_send(settings, worker.loaded.device)
-    codecs.prepare(carriers.first_codec(codecs.usual), worker.loaded)
+    first = carriers.first_codec(codecs.usual)
+    codecs.prepare(first, worker.loaded)
+    worker.transfers.expect(first)
     servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
     try:
         await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))

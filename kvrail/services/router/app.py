@@ -12,6 +12,8 @@ from kvrail.services.router import errors, openapi
 from kvrail.services.router.bodies import BodyLimit
 from kvrail.services.router.messages.service import Messages
 from kvrail.services.router.middleware import ApiKeys, RequestContext
+from kvrail.services.router.page.routes import page_routes
+from kvrail.services.router.page.status import StatusPage
 from kvrail.services.router.responses.service import Responses
 from kvrail.services.router.routes import api_routes, count_refusal, messages_routes, operator_routes, responses_routes
 from kvrail.services.router.service import RouterService
@@ -27,10 +29,13 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
         app.state.service = service
         app.state.responses = Responses(service)
         app.state.messages = Messages(service)
+        app.state.status_page = StatusPage(service)
         service.pool.start()
+        app.state.status_page.start()
         try:
             yield
         finally:
+            await app.state.status_page.close()
             await service.pool.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
@@ -38,10 +43,13 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.parsing = asyncio.Lock()
     openapi.describe(app, settings.model_names)
-    routers = (api_routes(), responses_routes(), messages_routes(), operator_routes())
+    routers = [api_routes(), responses_routes(), messages_routes(), operator_routes()]
+    if settings.status_page != "off":
+        routers.append(page_routes())
     for router in routers:
         app.include_router(router)
-    errors.install(app, count_refusal, [route for router in routers for route in router.routes])
+    routes = [route for router in routers for route in router.routes]
+    errors.install(app, count_refusal, routes)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ApiKeys, keys=settings.api_keys)
@@ -53,5 +61,5 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestContext)
+    app.add_middleware(RequestContext, routes=[*routes, *app.routes])
     return app

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,11 @@ class ConnectionLimits:
 class ClientConnection(HttpToolsProtocol):
     """See the module. Belongs to one event loop."""
 
-    def __init__(self, *, limits: ConnectionLimits, **others: Any) -> None:
+    def __init__(self, *, limits: ConnectionLimits, refused: Callable[[int], object], **others: Any) -> None:
+        """refused: hears the status of each answer that is given here, which no application sees."""
         super().__init__(**others)
         self._limits = limits
+        self._refused = refused
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._in_body = False
@@ -174,5 +177,6 @@ class ClientConnection(HttpToolsProtocol):
             retry = b"retry-after: 1\r\n" if status == 503 else b""
             length = b"content-length: %d\r\n\r\n" % len(content)
             self.transport.write(STATUS_LINE[status] + head + retry + length + content)
+            self._refused(status)
         self.transport.close()
         self._watch_writing()

@@ -212,10 +212,10 @@ class Dispatcher:
         if computing is not worker:
             computing.take(1, 1, ask.pages)
         self._computing[turn.ticket.client] += tokens
-        self._metrics.placed("decode", choice.decode.reason)
+        self._metrics.placed("decode", worker.target, choice.decode.reason)
         self._metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
         if prefill:
-            self._metrics.placed("prefill", choice.prefill[0].reason)
+            self._metrics.placed("prefill", computing.target, choice.prefill[0].reason)
         return Place(self, turn, worker, prefill, places, began, computing, tokens)
 
     def first_token(self, client: str, tokens: int) -> None:

@@ -19,6 +19,7 @@ from kvrail.config import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.services.router.app import build_app
 from kvrail.services.router.connection import ClientConnection, ConnectionLimits
+from kvrail.services.router.middleware import NO_HANDLER, NO_METHOD
 from kvrail.services.router.service import RouterService
 from kvrail.text import load_tokenizer
 
@@ -43,7 +44,7 @@ class RouterServer(uvicorn.Server):
         )
         config = uvicorn.Config(
             app,
-            http=partial(ClientConnection, limits=limits),  # type: ignore[arg-type]
+            http=partial(ClientConnection, limits=limits, refused=self._note_refused),  # type: ignore[arg-type]
             ws="none",
             log_config=None,
             access_log=False,
@@ -55,6 +56,11 @@ class RouterServer(uvicorn.Server):
         self._app = app
         self._grace_period_s = settings.grace_period_s
         self._drain_ends: float | None = None
+
+    def _note_refused(self, status: int) -> None:
+        """Count what a connection has refused by itself."""
+        service: RouterService = self._app.state.service
+        service.metrics.answered(NO_HANDLER, NO_METHOD, status)
 
     def stop(self) -> None:
         """Begin the drain; called again, end it."""

@@ -1,4 +1,4 @@
-"""What happens to every request before its endpoint and its body: an id, the API key."""
+"""What happens to every request before its endpoint and its body: an id, a count, the API key."""
 
 import hmac
 import re
@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrail.errors import AuthenticationError
@@ -13,19 +14,39 @@ from kvrail.lifecycle import Stage, Timeline
 from kvrail.logs import bound_request_id
 from kvrail.services.router.clients import client_of
 from kvrail.services.router.errors import error_response
+from kvrail.services.router.page import routes as page
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-OPEN_PATHS = frozenset(
-    {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/docs", "/openapi.json"}
+OPEN_PATHS = page.OPEN_PATHS | frozenset(
+    {
+        "/health",
+        "/live",
+        "/ready",
+        "/version",
+        "/metrics",
+        "/metrics/vllm",
+        "/metrics/targets",
+        "/docs",
+        "/openapi.json",
+    }
 )
 """Paths for probes, scrapers and browsers, which carry no key."""
+NO_HANDLER = NO_METHOD = "none"
+"""Of requests whose path no route has, and of what a connection refuses before it is a request."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+LEFT = 499
+"""The status, nginx's, of a request whose client left before an answer began."""
 
 
 class RequestContext:
-    """Gives each request its id, in log lines and in the answer's X-Request-Id, and starts its clock."""
+    """Gives each request its id, in log lines and in the answer's X-Request-Id, starts its clock and counts it.
 
-    def __init__(self, app: ASGIApp) -> None:
+    routes: the application's.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
         self._app = app
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -45,13 +66,31 @@ class RequestContext:
         # A client may send one id twice; on the wire ids are unique.
         state["wire_id"] = minted if request_id is minted else f"{request_id}-{minted[:8]}"
 
+        status = LEFT
+
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                status = message["status"]
             await send(message)
 
         with bound_request_id(request_id):
-            await self._app(scope, receive, send_with_id)
+            try:
+                await self._app(scope, receive, send_with_id)
+            except Exception:
+                status = 500 if status == LEFT else status  # whoever is outside answers so
+                raise
+            finally:
+                method = scope["method"] if scope["method"] in METHODS else NO_METHOD
+                scope["app"].state.service.metrics.answered(self._handler(scope), method, status, timeline.elapsed())
+
+    def _handler(self, scope: Scope) -> str:
+        """The path of the request's route, with its parameters' names; what was refused before has one too."""
+        route = scope.get("route")
+        if route is None:
+            route = next((each for each in self._routes if each.matches(scope)[0] is not Match.NONE), None)
+        return getattr(route, "path", NO_HANDLER)
 
 
 class ApiKeys:

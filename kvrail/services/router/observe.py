@@ -20,11 +20,14 @@ class RequestRecord:
     def __init__(self, metrics: RouterMetrics, timeline: Timeline, *, provisional: bool) -> None:
         self._metrics = metrics
         self._timeline = timeline
+        self._first: dict[int, float] = {}  # of each choice, when its first token came and when its last
         self._last: dict[int, float] = {}
         self._verified: dict[int, int] = {}  # tokens of each choice
         self._shown: dict[int, int] | None = {} if provisional else None  # the same, drafts included
         self._first_token: float | None = None
         self.completion_tokens = 0
+        if provisional:
+            metrics.expect_tokens("provisional")
         metrics.waiting.inc()
 
     def take(self, updates: Updates) -> None:
@@ -61,8 +64,10 @@ class RequestRecord:
         self._last[index] = now
         if last is not None:
             self._metrics.inter_token.observe((now - last) / count, count)
-        elif count > 1:
-            self._metrics.inter_token.observe(0.0, count - 1)  # the first token has none before it
+        else:
+            self._first[index] = now
+            if count > 1:
+                self._metrics.inter_token.observe(0.0, count - 1)  # the first token has none before it
         self.completion_tokens += count
         self._metrics.generation_tokens.inc(count)
 
@@ -74,7 +79,7 @@ class RequestRecord:
         counts[index] = max(before, count)
         for k in COUNTED_TOKENS:
             if before < k <= count:
-                self._metrics.time_to_token[k, kind].observe(self._timeline.elapsed())
+                self._metrics.time_to_token(k, kind).observe(self._timeline.elapsed())
 
     def close(self, outcome: str, generation: Generation | None) -> None:
         """Take note of the end; the last byte has left, or nobody waits for it."""
@@ -88,10 +93,7 @@ class RequestRecord:
             for name, seconds in self._timeline.parts().items():
                 metrics.stage_seconds[name].observe(seconds)
             self._observe_phases()
-            metrics.prompt_tokens.inc(prompt_tokens)
-            metrics.cached_tokens.inc(sum(summary.cached_tokens for summary in generation.summaries))
-            metrics.request_prompt_tokens.observe(prompt_tokens)
-            metrics.request_generation_tokens.observe(self.completion_tokens)
+            self._observe_tokens(generation)
         first = "-" if self._first_token is None else f"{self._first_token:.3f} s"
         log.info(
             "%s: %d prompt and %d generated tokens, first token %s, total %.3f s",
@@ -102,8 +104,26 @@ class RequestRecord:
             total,
         )
 
+    def _observe_tokens(self, generation: Generation) -> None:
+        """Count an answered request's tokens, and what it asked for."""
+        metrics, plan = self._metrics, generation.plan
+        metrics.prompt_tokens.inc(plan.prompt_tokens)
+        for summary in generation.summaries:
+            cached = min(summary.cached_tokens, summary.prompt_tokens)
+            metrics.cached_tokens.inc(summary.cached_tokens)
+            metrics.prompt_tokens_by_source["cached"].inc(cached)
+            source = "transferred" if summary.prefill_worker else "computed"
+            metrics.prompt_tokens_by_source[source].inc(summary.prompt_tokens - cached)
+        metrics.request_prompt_tokens.observe(plan.prompt_tokens)
+        metrics.request_generation_tokens.observe(self.completion_tokens)
+        metrics.longest_generation_tokens.observe(max(self._verified.values(), default=0))
+        metrics.request_sequences.observe(plan.n)
+        metrics.request_max_tokens.observe(plan.sampling[0].max_tokens)
+        for index, count in self._verified.items():
+            metrics.time_per_token.observe((self._last[index] - self._first[index]) / max(1, count - 1))
+
     def _observe_phases(self) -> None:
-        """Observe the three phases that vLLM knows; each needs the marks at both its ends."""
+        """Observe the phases that vLLM knows; each needs the marks at both its ends."""
         moments = [
             self._timeline.get(stage)
             for stage in (Stage.RECEIVED, Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, Stage.FINISHED)
@@ -111,3 +131,6 @@ class RequestRecord:
         for phase, begin, end in zip(("queue", "prefill", "decode"), moments, moments[1:], strict=False):
             if begin is not None and end is not None:
                 self._metrics.phase_seconds[phase].observe(max(0.0, end - begin))
+        began, ended = moments[1], moments[-1]
+        if began is not None and ended is not None:
+            self._metrics.inference_seconds.observe(max(0.0, ended - began))

@@ -45,6 +45,7 @@ def errors(*statuses: tuple[int, ...], shape: type[Shape] = Error) -> dict[int |
     return {status: {"model": shape, "description": _MEANINGS[status]} for status in found}
 
 
+ASKED = errors()
 READING = errors(_READING)
 TEXTS = errors(_BODY, _READING)
 GENERATING = errors(_BODY, _GENERATING)

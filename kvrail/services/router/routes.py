@@ -8,15 +8,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from kvrail import __version__, exposition
+from kvrail import __version__
 from kvrail.errors import KvrailError
 from kvrail.services.router import errors
 from kvrail.services.router.bodies import JsonRoute
 from kvrail.services.router.errors import UNAVAILABLE_RETRY_S
+from kvrail.services.router.fleet import scrape_targets
 from kvrail.services.router.messages import writer as messages
 from kvrail.services.router.messages.schema import MessagesRequest, Prompted
 from kvrail.services.router.messages.service import Messages
-from kvrail.services.router.openapi import CHUNKS, GENERATING, MESSAGES, READING, TEXTS, named_events, whole_or_stream
+from kvrail.services.router.openapi import (
+    ASKED,
+    CHUNKS,
+    GENERATING,
+    MESSAGES,
+    READING,
+    TEXTS,
+    named_events,
+    whole_or_stream,
+)
 from kvrail.services.router.responses import writer as responses
 from kvrail.services.router.responses.schema import ResponsesRequest
 from kvrail.services.router.responses.service import MAX_PAGE, Responses
@@ -25,7 +35,16 @@ from kvrail.services.router.service import RouterService
 from kvrail.services.router.shapes.anthropic import AnthropicMessage, Counted
 from kvrail.services.router.shapes.openai import ChatCompletion, Completion
 from kvrail.services.router.shapes.responses import Deleted, ItemPage, ResponseObject
-from kvrail.services.router.shapes.service import Card, Cards, Detokenized, Health, Status, Tokenized, Version
+from kvrail.services.router.shapes.service import (
+    Card,
+    Cards,
+    Detokenized,
+    Health,
+    ScrapeTarget,
+    Status,
+    Tokenized,
+    Version,
+)
 
 DOCS = Path(__file__).with_name("docs.html")
 EXPOSITION: dict[int | str, dict[str, Any]] = {
@@ -195,13 +214,18 @@ def operator_routes() -> APIRouter:
 
     @router.get("/metrics", responses=EXPOSITION, response_class=Response)
     async def own_metrics(request: Request) -> Response:
-        """Prometheus metrics under our own names."""
-        return _exposition(exposition.render(_service(request).registry))
+        """Prometheus metrics, under the names that the operator has chosen: our own by default."""
+        return _exposition(_service(request), "/metrics")
 
     @router.get("/metrics/vllm", responses=EXPOSITION, response_class=Response)
     async def vllm_metrics(request: Request) -> Response:
         """The same metrics under vLLM's names."""
-        return _exposition(exposition.render_vllm(_service(request).registry))
+        return _exposition(_service(request), "/metrics/vllm")
+
+    @router.get("/metrics/targets", responses=ASKED, response_model=list[ScrapeTarget])
+    async def targets(request: Request, names: Literal["kvrail", "vllm"] = "kvrail") -> list[dict[str, Any]]:
+        """List the addresses of all metrics, for Prometheus's HTTP service discovery."""
+        return scrape_targets(_service(request).pool, request.url.netloc, vllm=names == "vllm")
 
     return router
 
@@ -211,6 +235,6 @@ def _probed(status: int, body: dict[str, Any]) -> Response:
     return JSONResponse(body, status, headers)
 
 
-def _exposition(rendered: tuple[bytes, str]) -> Response:
-    body, content_type = rendered
+def _exposition(service: RouterService, path: str) -> Response:
+    body, content_type = service.render_metrics(path)
     return Response(body, headers={"content-type": content_type})

@@ -7,17 +7,19 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import prometheus_client
 from starlette.datastructures import State
 
+from kvrail import __version__
 from kvrail.config import RouterSettings
 from kvrail.errors import KvrailError, ModelNotFoundError
+from kvrail.exposition import Exposition
 from kvrail.grammar import Grammars
-from kvrail.metrics import RouterMetrics
+from kvrail.metrics import RouterMetrics, show_process
 from kvrail.services.router.admission import Admission
 from kvrail.services.router.answer import Answer, Job, Prepared, Speech
 from kvrail.services.router.dispatch import Dispatcher
 from kvrail.services.router.encoding import Encoder, refuse
+from kvrail.services.router.fleet import show_workers
 from kvrail.services.router.formats import ChatFormat, CompletionFormat, Head
 from kvrail.services.router.generation import Generation
 from kvrail.services.router.logprobs import TokenTexts
@@ -27,8 +29,10 @@ from kvrail.services.router.trace import Operation, RequestTrace
 from kvrail.services.router.translate import Plan, Planner
 from kvrail.services.router.workers import WorkerPool
 from kvrail.services.router.writers import Writer, chunk_writer, error_event
+from kvrail.tally import Registry
 from kvrail.text import Tokenizer
 from kvrail.tracing import Tracing
+from kvrail.wire import PROTOCOL_VERSION
 
 MAX_NAME_CHARS = 200
 """Of a model that a client names and nobody serves, in an error and in a trace."""
@@ -40,8 +44,10 @@ class RouterService:
     def __init__(self, settings: RouterSettings, tokenizer: Tokenizer) -> None:
         self.settings = settings
         self.model = settings.model_name
-        self.registry = prometheus_client.CollectorRegistry()
+        self.registry = Registry()
         self.metrics = RouterMetrics(self.registry, self.model)
+        show_process(self.registry, __version__, PROTOCOL_VERSION)
+        self._exposition = Exposition(self.registry, settings.metrics_names)
         self.pool = WorkerPool(settings, self.metrics)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
@@ -201,6 +207,11 @@ class RouterService:
             "parent": None,
             "max_model_len": self.max_model_len(),
         }
+
+    def render_metrics(self, path: str) -> tuple[bytes, str]:
+        """Body and content type of a metrics path."""
+        show_workers(self.pool, self.metrics)
+        return self._exposition.render(path)
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Status and body of /health: 200 only while requests can be served the way that was configured.

@@ -172,8 +172,37 @@ class Pace(_message.Message):
     fetch_each: float
     def __init__(self, prefill_base: _Optional[float] = ..., prefill_each: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_each: _Optional[float] = ..., fetch_each: _Optional[float] = ...) -> None: ...
 
+class CodecBytes(_message.Message):
+    __slots__ = ("codec", "raw_bytes", "payload_bytes")
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    codec: str
+    raw_bytes: int
+    payload_bytes: int
+    def __init__(self, codec: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s")
+    class LinkBytesPerSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    received: _containers.RepeatedCompositeFieldContainer[CodecBytes]
+    drafts_proposed: int
+    drafts_accepted: int
+    link_bytes_per_s: _containers.ScalarMap[str, float]
+    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class WorkerStatus(_message.Message):
-    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "held_pages", "pace", "max_batch_tokens")
+    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "held_pages", "pace", "max_batch_tokens", "metrics_port", "report")
     class CodecParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +229,8 @@ class WorkerStatus(_message.Message):
     HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     layout: KVLayout
     protocol_version: int
@@ -219,4 +250,6 @@ class WorkerStatus(_message.Message):
     held_pages: HeldPages
     pace: Pace
     max_batch_tokens: int
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., held_pages: _Optional[_Union[HeldPages, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ...) -> None: ...
+    metrics_port: int
+    report: WorkerReport
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., held_pages: _Optional[_Union[HeldPages, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., metrics_port: _Optional[int] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...

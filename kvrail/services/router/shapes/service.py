@@ -59,3 +59,10 @@ class Version(Shape):
     """The server's version."""
 
     version: str
+
+
+class ScrapeTarget(Shape):
+    """Metrics at host:port, as Prometheus's HTTP service discovery takes them."""
+
+    targets: list[str]
+    labels: dict[str, str]

@@ -1,0 +1,209 @@
+"""The boards of the whole: overview, and one request's path."""
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from deploy.grafana.source.parts import bars, board, heat, lines, number, states
+from deploy.grafana.source.queries import Query, increase, mean, quantile, quantiles, rate, share, total
+from deploy.grafana.source.workers import STATE
+
+FAILED = 'outcome=~"error|unavailable|deadline|overloaded"'
+RATIO_STEPS = ((None, "green"), (0.01, "orange"), (0.05, "red"))
+
+
+def overview() -> Dashboard:
+    """How the cluster is, on one screen."""
+    errors = share(f"({rate('kvrail_requests_total', FAILED)} or vector(0))", rate("kvrail_requests_total"))
+    received = 'direction="received"'
+    saved = share(
+        f"({rate('kvrail_kv_raw_bytes_total', received)} - {rate('kvrail_kv_payload_bytes_total', received)})",
+        rate("kvrail_kv_raw_bytes_total", received),
+    )
+    used, pages = (
+        total("kvrail_engine_pages", 'state="used"', by="instance"),
+        total("kvrail_engine_pages", by="instance"),
+    )
+    now = [
+        number(
+            "Requests/s", "Requests that ended, however they did.", "reqps", Query(rate("kvrail_requests_total"), "")
+        ),
+        number(
+            "Tokens/s",
+            "Generated tokens that reached the router.",
+            "none",
+            Query(rate("kvrail_generation_tokens_total"), ""),
+        ),
+        number(
+            "Time to first token, p99",
+            "From request to first token.",
+            "s",
+            Query(quantile(0.99, "kvrail_time_to_first_token_seconds"), ""),
+        ),
+        number(
+            "Failed requests",
+            "Share of requests that ended in an error of the server: error, unavailable, deadline, overloaded.",
+            "percentunit",
+            Query(errors, ""),
+            steps=RATIO_STEPS,
+        ),
+        number(
+            "KV saved", "Share of the KV bytes that compression kept off the wire.", "percentunit", Query(saved, "")
+        ),
+        number(
+            "Workers that take requests",
+            "Workers that answer, fit the model and are not draining, as the router sees them.",
+            "none",
+            Query(total("kvrail_worker_up"), ""),
+        ),
+    ]
+    latency = [
+        lines(
+            "Time to first token",
+            "From request to first token.",
+            "s",
+            *quantiles("kvrail_time_to_first_token_seconds"),
+            width=8,
+        ),
+        lines(
+            "Time between tokens",
+            "Between two tokens of one sequence.",
+            "s",
+            *quantiles("kvrail_inter_token_seconds"),
+            width=8,
+        ),
+        lines(
+            "Time of a request",
+            "From request to last byte, of requests that were answered in full.",
+            "s",
+            *quantiles("kvrail_request_seconds"),
+            width=8,
+        ),
+    ]
+    traffic = [
+        lines(
+            "Requests by how they ended",
+            "stop and length are answers in full.",
+            "reqps",
+            Query(rate("kvrail_requests_total", by="outcome"), "{{outcome}}"),
+            stacked=True,
+            width=8,
+        ),
+        lines(
+            "Requests at once",
+            "Admitted requests: waiting for their first token, or running.",
+            "none",
+            Query(total("kvrail_requests_in_flight", by="state"), "{{state}}"),
+            stacked=True,
+            width=8,
+        ),
+        lines(
+            "Tokens/s",
+            "Prompt tokens of answered requests, and generated tokens.",
+            "none",
+            Query(rate("kvrail_prompt_tokens_total"), "prompt"),
+            Query(rate("kvrail_generation_tokens_total"), "generated"),
+            width=8,
+        ),
+    ]
+    workers = [
+        states("Workers", "Each worker's state, as the router sees it.", Query(STATE, "{{role}} {{worker}}"), width=12),
+        lines(
+            "KV pages in use",
+            "Share of a worker's pages that running sequences hold; cached pages can be taken.",
+            "percentunit",
+            Query(share(used, pages), "{{instance}}"),
+            top=1,
+        ),
+    ]
+    sections = {"Now": now, "Latency": latency, "Traffic": traffic, "Workers": workers}
+    return board("kvrail-overview", "overview", "How the cluster is, on one screen.", sections)
+
+
+def request_path() -> Dashboard:
+    """Where the time of a request goes."""
+    parts = "kvrail_request_stage_seconds"
+    answered = rate("kvrail_request_seconds_count")
+    whole = [
+        lines(
+            "A request's time by part",
+            "Mean time of each part of a request; the parts add up to the request.",
+            "s",
+            Query(mean(parts, by="stage"), "{{stage}}"),
+            stacked=True,
+            width=16,
+        ),
+        bars(
+            "Parts over the range",
+            "Mean time of each part of the requests in the board's time range.",
+            "s",
+            Query(share(increase(f"{parts}_sum", by="stage"), increase(f"{parts}_count", by="stage")), "{{stage}}"),
+            width=8,
+        ),
+        lines(
+            "The parts add up",
+            "Mean time of a request, and the sum of the means of its parts.",
+            "s",
+            Query(mean("kvrail_request_seconds"), "request"),
+            Query(share(rate(f"{parts}_sum"), answered), "sum of its parts"),
+        ),
+        lines(
+            "99th percentile by part",
+            "Of each part by itself: these do not add up.",
+            "s",
+            Query(quantile(0.99, parts, by="stage"), "{{stage}}"),
+        ),
+    ]
+    first = [
+        heat(
+            "Time to first token",
+            "How requests are spread over the time to their first token.",
+            "s",
+            Query(rate("kvrail_time_to_first_token_seconds_bucket", by="le"), "{{le}}"),
+        ),
+        lines(
+            "Phases",
+            "Mean time until prefill began, from there to the first token, and from there to the last.",
+            "s",
+            Query(mean("kvrail_request_phase_seconds", by="phase"), "{{phase}}"),
+            stacked=True,
+        ),
+        lines(
+            "Time to the k-th token",
+            "Median time from request to a choice's k-th token: verified, or shown as a draft"
+            " to a client that asks for drafts.",
+            "s",
+            Query(quantile(0.5, "kvrail_time_to_token_seconds", by="k, kind"), "token {{k}}, {{kind}}"),
+        ),
+        heat(
+            "Time between tokens",
+            "How the gaps between tokens of one sequence are spread.",
+            "s",
+            Query(rate("kvrail_inter_token_seconds_bucket", by="le"), "{{le}}"),
+        ),
+    ]
+    sizes = [
+        lines(
+            "Prompt tokens of a request",
+            "Quantiles over answered requests.",
+            "none",
+            *quantiles("kvrail_request_prompt_tokens"),
+            width=8,
+        ),
+        lines(
+            "Generated tokens of a request",
+            "Over all its sequences.",
+            "none",
+            *quantiles("kvrail_request_generation_tokens"),
+            width=8,
+        ),
+        lines(
+            "Where prompt tokens came from",
+            "Computed by the decode worker, found in its prefix cache, or transferred from a prefill worker.",
+            "none",
+            Query(rate("kvrail_prompt_tokens_by_source_total", by="source"), "{{source}}"),
+            stacked=True,
+            width=8,
+        ),
+    ]
+    sections = {"The whole": whole, "First token and gaps": first, "Sizes": sizes}
+    description = "Where the time of a request goes: its parts add up to it."
+    return board("kvrail-request", "one request's path", description, sections)

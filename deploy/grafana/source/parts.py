@@ -1,0 +1,205 @@
+"""Panels and boards in the house's looks, over Grafana's own builders."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grafana_foundation_sdk.builders import (
+    bargauge,
+    common,
+    dashboard,
+    heatmap,
+    prometheus,
+    stat,
+    statetimeline,
+    table,
+    timeseries,
+)
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.models import common as looks
+from grafana_foundation_sdk.models import dashboard as shapes
+from grafana_foundation_sdk.models import heatmap as heat_shapes
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from deploy.grafana.source.queries import Query
+
+SOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
+TAG = "kvrail"
+COLOURS = {
+    "free": "#5a6472",
+    "cached": "#8db4f2",
+    "used": "#2b68d8",
+    "stop": "#1a7f4b",
+    "length": "#55b07f",
+    "cancelled": "#8c96a5",
+    "invalid": "#b9c0ca",
+    "overloaded": "#b7791f",
+    "deadline": "#dba84b",
+    "unavailable": "#c9302c",
+    "error": "#e2726e",
+}
+"""Of series that mean the same on every board."""
+STATES: Mapping[str, str] = {
+    "healthy": "green",
+    "draining": "blue",
+    "failing": "orange",
+    "incompatible": "purple",
+    "down": "red",
+    "unknown": "text",
+}
+"""A worker's states, numbered from 1 in this order, with their colours."""
+
+Panel = Builder[shapes.Panel]
+
+
+def _targets(panel: Any, queries: Sequence[Query], **flags: bool) -> Any:
+    for place, query in enumerate(queries):
+        target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(chr(ord("A") + place))
+        if flags.get("instant"):
+            target = target.instant()
+        if flags.get("heatmap"):
+            target = target.format(PromQueryFormat.HEATMAP)
+        if flags.get("table"):
+            target = target.format(PromQueryFormat.TABLE)
+        panel = panel.with_target(target)
+    return panel.datasource(SOURCE)
+
+
+def _headed(panel: Any, title: str, description: str, unit: str, width: int, height: int) -> Any:
+    return panel.title(title).description(description).unit(unit).span(width).height(height)
+
+
+def lines(
+    title: str,
+    description: str,
+    unit: str,
+    *queries: Query,
+    width: int = 12,
+    stacked: bool = False,
+    top: float | None = None,
+) -> Panel:
+    """Series over time. unit: Grafana's name of it. top: where the axis ends."""
+    panel = _headed(timeseries.Panel(), title, description, unit, width, 8)
+    legend = common.VizLegendOptions().display_mode(looks.LegendDisplayMode.LIST).show_legend(True)
+    tooltip = common.VizTooltipOptions().mode(looks.TooltipDisplayMode.MULTI).sort(looks.SortOrder.DESCENDING)
+    panel = panel.legend(legend.placement(looks.LegendPlacement.BOTTOM)).tooltip(tooltip)
+    panel = panel.min(0).fill_opacity(60 if stacked else 8).line_width(1).show_points(looks.VisibilityMode.NEVER)
+    if stacked:
+        panel = panel.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL).group("A"))
+    if top is not None:
+        panel = panel.max(top)
+    for name, colour in COLOURS.items():
+        if any(query.legend in ("{{outcome}}", "{{state}}") for query in queries):
+            fixed = shapes.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
+            panel = panel.override_by_name(name, [fixed])
+    return _targets(panel, queries)
+
+
+def number(
+    title: str,
+    description: str,
+    unit: str,
+    *queries: Query,
+    width: int = 4,
+    steps: Sequence[tuple[float | None, str]] = ((None, "blue"),),
+    none: str = "–",
+) -> Panel:
+    """The newest value, large, before its course. steps: colours from values on. none: shown where there is none."""
+    panel = _headed(stat.Panel(), title, description, unit, width, 4)
+    values = [shapes.Threshold(value=value, color=colour) for value, colour in steps]
+    thresholds = dashboard.ThresholdsConfig().mode(shapes.ThresholdsMode.ABSOLUTE).steps(values)
+    panel = panel.thresholds(thresholds).graph_mode(looks.BigValueGraphMode.AREA).no_value(none)
+    panel = panel.color_mode(looks.BigValueColorMode.VALUE)
+    panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
+    return _targets(panel, queries)
+
+
+def bars(title: str, description: str, unit: str, *queries: Query, width: int = 12, height: int = 8) -> Panel:
+    """Values over the board's range, a bar each."""
+    panel = _headed(bargauge.Panel(), title, description, unit, width, height)
+    panel = panel.orientation(looks.VizOrientation.HORIZONTAL).display_mode(looks.BarGaugeDisplayMode.GRADIENT)
+    panel = panel.min(0).reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
+    blue = [shapes.Threshold(value=None, color="blue")]
+    panel = panel.thresholds(dashboard.ThresholdsConfig().mode(shapes.ThresholdsMode.ABSOLUTE).steps(blue))
+    return _targets(panel, queries, instant=True)
+
+
+def heat(title: str, description: str, unit: str, query: Query, *, width: int = 12) -> Panel:
+    """How a histogram's observations are spread, over time. unit: of what was observed."""
+    panel = _headed(heatmap.Panel(), title, description, unit, width, 8)
+    panel = panel.y_axis(heatmap.YAxisConfig().unit(unit)).hide_legend().show_tooltip()
+    panel = panel.scale_distribution(common.ScaleDistributionConfig().type(looks.ScaleDistribution.LINEAR))
+    colours = heatmap.HeatmapColorOptions().mode(heat_shapes.HeatmapColorMode.SCHEME).scheme("Blues").steps(64)
+    return _targets(panel.color(colours.fill("blue").exponent(0.5)), [query], heatmap=True)
+
+
+def states(title: str, description: str, query: Query, *, width: int = 24) -> Panel:
+    """Workers' states over time, whose numbers follow STATES."""
+    panel = _headed(statetimeline.Panel(), title, description, "none", width, 7)
+    shown = {
+        str(number): shapes.ValueMappingResult(text=state, color=colour, index=number)
+        for number, (state, colour) in enumerate(STATES.items(), 1)
+    }
+    legend = common.VizLegendOptions().display_mode(looks.LegendDisplayMode.LIST).show_legend(True)
+    panel = panel.mappings([shapes.ValueMap(options=shown)]).show_value(looks.VisibilityMode.NEVER).row_height(0.8)
+    panel = panel.legend(legend.placement(looks.LegendPlacement.BOTTOM)).merge_values(True).fill_opacity(80)
+    return _targets(panel, [query])
+
+
+def rows(title: str, description: str, *queries: Query, width: int = 12) -> Panel:
+    """The series' labels, a row each."""
+    panel = _headed(table.Panel(), title, description, "none", width, 6)
+    hide = {"Time": True, "Value": True, "__name__": True}
+    organise = shapes.DataTransformerConfig(id_val="organize", options={"excludeByName": hide})
+    return _targets(panel.show_header(True).with_transformation(organise), queries, instant=True, table=True)
+
+
+def board(
+    uid: str, title: str, description: str, sections: Mapping[str, Sequence[Panel]], *, workers: str = ""
+) -> shapes.Dashboard:
+    """A board. workers: the metric whose `instance` labels can be chosen from, where the board is of workers."""
+    made = (
+        dashboard.Dashboard(f"kvrail / {title}")
+        .uid(uid)
+        .description(description)
+        .tags([TAG])
+        .time("now-30m", "now")
+        .refresh("10s")
+        .timezone("browser")
+        .editable()
+        .tooltip(shapes.DashboardCursorSync.CROSSHAIR)
+        .link(
+            dashboard.DashboardLink("kvrail")
+            .type(shapes.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(_choice("model", "Model", "label_values(kvrail_requests_total, model_name)"))
+    )
+    if workers:
+        made = made.with_variable(
+            _choice("worker", "Worker", f'label_values({workers}{{model_name=~"$model"}}, instance)')
+        )
+    for name, panels in sections.items():
+        made = made.with_row(dashboard.Row(name))
+        for panel in panels:
+            made = made.with_panel(panel)
+    found = made.build()
+    for number, panel in enumerate(found.panels or [], 1):
+        panel.id_val = number
+    return found
+
+
+def _choice(name: str, label: str, query: str) -> Builder[shapes.VariableModel]:
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(SOURCE)
+        .query({"query": query, "refId": name})
+        .refresh(shapes.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(shapes.VariableOption(selected=True, text="All", value="$__all"))
+    )

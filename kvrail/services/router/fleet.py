@@ -1,0 +1,56 @@
+"""What the router's metrics and its service discovery say of the workers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvrail.metrics import RouterMetrics
+from kvrail.services.router.policy import WorkerState
+from kvrail.services.router.workers import Worker, WorkerPool
+
+
+def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
+    """Bring the gauges of the workers, and of all decode workers together, up to date; called when metrics are read."""
+    present = {(worker.role, worker.target) for worker in pool.workers}
+    for role, target in metrics.workers - present:
+        metrics.worker_gone(role, target)
+    for worker in pool.workers:
+        metrics.show_worker(
+            worker.role,
+            worker.target,
+            state=worker.state,
+            states=list(WorkerState),
+            requests=worker.requests,
+            backlog=worker.backlog,
+        )
+    answers = [each.answer for each in pool.decode.values() if each.answer and each.state is WorkerState.HEALTHY]
+    metrics.cluster_waiting.set(metrics.queue_length.value + sum(answer.waiting for answer in answers))
+    metrics.cluster_running.set(sum(answer.running for answer in answers))
+    pages = sum(answer.pages_total for answer in answers)
+    used = pages - sum(answer.pages_free + answer.pages_cached for answer in answers)
+    metrics.cluster_kv_usage.set(used / pages if pages else 0.0)
+    metrics.show_cache(pool.page_size, pages)
+
+
+def scrape_targets(pool: WorkerPool, router: str, *, vllm: bool) -> list[dict[str, Any]]:
+    """Who has metrics, in the form of Prometheus's HTTP service discovery.
+
+    router: this router's host:port as whoever asks has it. vllm: for vLLM's names, which prefill workers do not have;
+    all targets are then one instance, since vLLM's dashboards look for requests where engines are.
+    """
+
+    def group(address: str, labels: dict[str, str]) -> dict[str, Any]:
+        common = {"__metrics_path__": "/metrics/vllm", "instance": router} if vllm else {}
+        return {"targets": [address], "labels": common | labels}
+
+    found = [group(router, {"service": "router"})]
+    for worker, address in _addresses(pool):
+        if not (vllm and worker.role == "prefill"):
+            found.append(group(address, {"service": worker.role, "worker": worker.target}))
+    return found
+
+
+def _addresses(pool: WorkerPool) -> Iterator[tuple[Worker, str]]:
+    """Where the metrics are of each worker that has said so: on its own host, at a port that it tells."""
+    for worker in pool.workers:
+        if worker.answer is not None and worker.answer.metrics_port:
+            yield worker, f"{worker.target.rpartition(':')[0]}:{worker.answer.metrics_port}"

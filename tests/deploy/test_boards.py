@@ -1,0 +1,212 @@
+"""Grafana's boards: current, readable by Grafana's own SDK, and about metrics that exist; asked of Prometheus in
+test_compose.py."""
+
+import json
+import re
+import shutil
+import string
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import combinations
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import parse_qs
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import units
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from deploy.grafana.source import live
+from deploy.grafana.source.__main__ import FOLDER, rendered
+from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
+from kvrail.tally import Family, Registry
+
+ROOT = Path(__file__).parents[2]
+SCRAPED = {"instance", "job", "le"}
+BOARDS = sorted(rendered())
+
+
+def board(name):
+    return json.loads((FOLDER / name).read_text())
+
+
+def panels(name):
+    return [panel for panel in board(name)["panels"] if panel["type"] != "row"]
+
+
+def known_series():
+    """Labels of each series that the code can make, by name."""
+    registry = Registry()
+    for made in (RouterMetrics, EngineMetrics, TransferMetrics, CodecMetrics):
+        made(registry, "m")
+    show_process(registry, "1", 1)
+    known = {sample.name: SCRAPED for family in registry.collect() for sample in family.samples}
+    endings = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
+    for family in registry.collectors:
+        if isinstance(family, Family):
+            known |= {family.name + ending: {*family.label_names, *SCRAPED} for ending in endings[family.type]}
+    return known
+
+
+def test_the_files_are_what_the_code_says():
+    assert {path.name for path in FOLDER.glob("*.json")} == set(BOARDS)
+    stale = [name for name, text in rendered().items() if (FOLDER / name).read_text() != text]
+    assert stale == [], "run make boards"
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_grafanas_sdk_reads_them_without_loss(name):
+    plugins.register_default_plugins()
+    text = (FOLDER / name).read_text()
+    assert json.loads(json.dumps(Dashboard.from_json(json.loads(text)), cls=JSONEncoder)) == json.loads(text)
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_panel_explains_itself(name):
+    known = {value for key, value in vars(units).items() if isinstance(value, str) and not key.startswith("_")}
+    for panel in panels(name):
+        title = panel["title"]
+        assert len(panel["description"]) > 10 and panel["description"].endswith("."), title
+        assert panel["fieldConfig"]["defaults"]["unit"] in known, title
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, title
+        for target in panel["targets"]:
+            grouped = re.search(r"\bby \((?!le\))", target["expr"])
+            assert not grouped or "{{" in target["legendFormat"], f"{title}: series cannot be told apart"
+        legends = [target["legendFormat"] for target in panel["targets"]]
+        assert len(set(legends)) == len(legends), title
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_panels_stand_beside_each_other(name):
+    places = [(panel["title"], panel["gridPos"]) for panel in board(name)["panels"]]
+    for (one, a), (other, b) in combinations(places, 2):
+        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        above = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        assert beside or above, f"{one} covers {other}"
+    assert all(place["x"] + place["w"] <= 24 for _, place in places)
+    ids = [panel["id"] for panel in board(name)["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_variable_is_defined(name):
+    defined = {variable["name"] for variable in board(name)["templating"]["list"]}
+    text = json.dumps(board(name)["panels"])
+    assert set(re.findall(r"\$\{?([a-z]+)\b", text)) <= defined
+
+
+def test_boards_have_their_own_names():
+    uids = [board(name)["uid"] for name in BOARDS]
+    assert len(set(uids)) == len(uids)
+
+
+def every_expression():
+    return [
+        *(live.filled(asked.expr, "1m") for asked in live.panel_queries()),
+        *(rule["expr"] for rule in live.rules()),
+    ]
+
+
+def test_promtool_understands_every_query(promtool, tmp_path):
+    queries = sorted({live.filled(asked.expr, "1m") for asked in live.panel_queries()})
+    named = zip(map("q_{}".format, range(len(queries))), queries, strict=True)
+    groups = {"groups": [{"name": "panels", "rules": [{"record": name, "expr": expr} for name, expr in named]}]}
+    (tmp_path / "queries.yml").write_text(yaml.safe_dump(groups))
+    done = promtool("check", "rules", str(tmp_path / "queries.yml"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_metric_exists_with_its_labels():
+    known, unknown = known_series(), set()
+    for expr in every_expression():
+        for name in live.METRIC.findall(live.RECORDED.sub("", expr)):
+            if name not in known:
+                unknown.add(name)
+        for name, matchers in re.findall(r"\b(kvrail_[a-z0-9_]+){([^}]*)}", expr):
+            labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+            assert name not in known or labels <= known[name], f"{name} has no labels {labels - known[name]}"
+    assert unknown == set()
+    recorded = {rule["record"] for rule in live.rules() if "record" in rule}
+    used = {name for expr in every_expression() for name in live.RECORDED.findall(expr)}
+    assert used <= recorded
+
+
+def test_what_is_provisioned_is_there():
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    grafana = services["grafana"]
+    assert grafana["profiles"] == ["dashboards"]
+    assert re.fullmatch(r"grafana/grafana:\d+\.\d+\.\d+", grafana["image"])
+    mounts = dict(volume.split(":")[1::-1] for volume in grafana["volumes"])
+    folder = ROOT / "deploy" / "grafana" / "provisioning"
+    (provider,) = yaml.safe_load((folder / "dashboards" / "kvrail.yml").read_text())["providers"]
+    assert (ROOT / mounts[provider["options"]["path"]]).resolve() == FOLDER
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/overview.json"
+    (source,) = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert "prometheus" in services
+
+
+class Prometheus(BaseHTTPRequestHandler):
+    """Answers every query with one series, but for what `wrong` says."""
+
+    wrong: ClassVar[dict] = {}
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"])).decode()
+        query = parse_qs(body)["query"][0]
+        labels = {name: "x" for name in ("instance", "stage", "outcome", "state", "codec", "kind", "k", "le", "role")}
+        labels |= {name: "x" for name in ("worker", "phase", "reason", "direction", "source", "handler", "status")}
+        labels |= {"prefill_worker": "p", "model_name": "m"}
+        status, result = 200, [{"metric": labels, "value": [0, "1"]}]
+        for part, answer in self.wrong.items():
+            if part in query:
+                status, result = answer
+        answer = {"data": {"result": result}} if status == 200 else {"error": result}
+        text = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *arguments):
+        """Be quiet."""
+
+
+@pytest.fixture
+def prometheus():
+    server = HTTPServer(("127.0.0.1", 0), Prometheus)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    Prometheus.wrong = {}
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_live_check_sees_what_is_wrong(prometheus, monkeypatch, tmp_path):
+    assert live.faults(prometheus) == []
+    Prometheus.wrong = {"kvrail_queue_seconds": (200, []), "kvrail_failovers": (400, "no such function")}
+    found = "\n".join(live.faults(prometheus))
+    assert "router / Time in the queue: no series" in found
+    assert "router / Failovers: no such function" in found
+    Prometheus.wrong = {"kvrail_request_phase_seconds": (200, [{"metric": {}, "value": [0, "1"]}])}
+    assert live.faults(prometheus) == ["request / Phases: no series has the label phase of the legend"]
+    Prometheus.wrong = {"kvrail_engine_drafts": (200, [])}
+    assert "drafts / Accepted" not in "\n".join(live.faults(prometheus))  # on the written list
+    listed = tmp_path / "may_be_empty.yml"
+    shutil.copy(live.MAY_BE_EMPTY, listed)
+    with listed.open("a") as out:
+        out.write("- {board: router, panel: Nowhere, why: a test}\n")
+    monkeypatch.setattr(live, "MAY_BE_EMPTY", listed)
+    assert "may_be_empty.yml names router / Nowhere, which is nowhere" in live.faults(prometheus)
+
+
+def test_what_may_be_empty_says_why():
+    for entry in yaml.safe_load(live.MAY_BE_EMPTY.read_text()):
+        assert set(entry) == {"board", "panel", "why"}
+        assert entry["why"].strip(string.punctuation + " ")

@@ -1,0 +1,147 @@
+"""What the router's metrics say of HTTP and of its workers, and where it tells Prometheus to look."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrail.services.router.policy import WorkerState
+from kvrail.text import Tokenizer
+from tests.router.cluster import MODEL, Cluster, run_cluster, status, until, write_output
+from tests.router.scripts import hanging
+
+KEY = {"x-api-key": "k"}
+
+
+@pytest.fixture
+async def guarded(tokenizer: Tokenizer) -> AsyncIterator[Cluster]:
+    async with run_cluster(tokenizer, prefill=1, api_keys=["k"], max_body_bytes=1000) as cluster:
+        yield cluster
+
+
+async def samples(cluster: Cluster, family: str, path: str = "/metrics") -> dict[tuple[str, ...], float]:
+    """Values of a family by those of its labels, without the model's name."""
+    text = (await cluster.http.get(path)).text
+    found = {}
+    for each in text_string_to_metric_families(text):
+        for sample in each.samples:
+            if sample.name == family:
+                found[tuple(v for k, v in sorted(sample.labels.items()) if k != "model_name")] = sample.value
+    return found
+
+
+async def test_http_requests_by_route_and_status(guarded: Cluster):
+    http = guarded.http
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+    assert (await http.post("/v1/chat/completions", json=chat, headers=KEY)).status_code == 200
+    assert (await http.post("/v1/chat/completions", json=chat)).status_code == 401
+    assert (await http.post("/v1/chat/completions", content=b"x" * 2000, headers=KEY)).status_code == 413
+    assert (await http.post("/v1/chat/completions", json={}, headers=KEY)).status_code == 400
+    assert (await http.get("/v1/chat/completions", headers=KEY)).status_code == 405
+    assert (await http.get("/v1/responses/none", headers=KEY)).status_code == 404
+    assert (await http.get("/v1/responses/none")).status_code == 401
+    assert (await http.get("/nowhere", headers=KEY)).status_code == 404
+    assert (await http.get("/health")).status_code == 200
+    host, port = guarded.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"this is no HTTP\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    writer.close()
+    door = "/v1/chat/completions"
+    assert await samples(guarded, "kvrail_http_requests_total") == {
+        (door, "POST", "200"): 1,
+        (door, "POST", "401"): 1,
+        (door, "POST", "413"): 1,
+        (door, "POST", "400"): 1,
+        (door, "GET", "405"): 1,
+        ("/v1/responses/{response_id}", "GET", "404"): 1,
+        ("/v1/responses/{response_id}", "GET", "401"): 1,
+        ("none", "GET", "404"): 1,
+        ("/health", "GET", "200"): 1,
+        ("none", "none", "400"): 1,
+    }
+    # Itself seen: the first reading has been counted by now. vLLM counts neither probes nor scrapes.
+    assert (await samples(guarded, "kvrail_http_requests_total"))["/metrics", "GET", "200"] == 1
+    theirs = await samples(guarded, "http_requests_total", "/metrics/vllm")
+    assert theirs[door, "POST", "4xx"] == 3 and theirs[door, "POST", "2xx"] == 1
+    assert not {handler for handler, *_ in theirs} & {"/metrics", "/health"}
+    seconds = await samples(guarded, "http_request_duration_seconds_count", "/metrics/vllm")
+    assert seconds[door,] == 5
+
+
+async def test_a_client_that_leaves_before_an_answer(cluster: Cluster):
+    cluster.decode[0].script = hanging()
+    asked = asyncio.create_task(cluster.complete(prompt=[1]))
+    await until(lambda: bool(cluster.decode[0].requests))
+    asked.cancel()
+    await until(lambda: cluster.service.admission.active == 0)
+    found = await samples(cluster, "kvrail_http_requests_total")
+    assert found["/v1/completions", "POST", "499"] == 1
+
+
+async def test_workers_as_the_router_sees_them(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2, prefill=1) as cluster:
+        decode = [worker.target for worker in cluster.decode]
+        prefill = cluster.prefill[0].target
+        gate = asyncio.Event()
+
+        async def gated(worker, request):
+            await gate.wait()
+            async for reply in write_output(worker, request):
+                yield reply
+
+        for worker in cluster.decode:
+            worker.script = gated
+        asked = [asyncio.create_task(cluster.complete(prompt=[1, number])) for number in range(2)]
+        await until(lambda: all(bool(worker.requests) for worker in cluster.decode))
+        in_flight = await samples(cluster, "kvrail_worker_requests_in_flight")
+        assert in_flight == {("decode", decode[0]): 1, ("decode", decode[1]): 1, ("prefill", prefill): 2}
+        gate.set()
+        await asyncio.gather(*asked)
+        assert set((await samples(cluster, "kvrail_worker_requests_in_flight")).values()) == {0}
+        assert (await samples(cluster, "kvrail_worker_requests_total"))["prefill", prefill] == 2
+        cluster.decode[0].status = status(draining=True, running=5)
+        cluster.decode[1].status = status(running=2, waiting=3, pages_total=100, pages_free=40, pages_cached=35)
+        cluster.prefill[0].status = status(protocol_version=1)
+        pool = cluster.service.pool
+        await until(lambda: [worker.state for worker in pool.workers] == ["draining", "healthy", "incompatible"])
+        await until(lambda: pool.decode[decode[1]].answer.waiting == 3)
+        states = await samples(cluster, "kvrail_worker_state")
+        assert {key for key, shown in states.items() if shown} == {
+            ("decode", "draining", decode[0]),
+            ("decode", "healthy", decode[1]),
+            ("prefill", "incompatible", prefill),
+        }
+        assert len(states) == 3 * len(WorkerState)
+        assert await samples(cluster, "kvrail_cluster_requests_waiting") == {(): 3}
+        assert await samples(cluster, "kvrail_cluster_requests_running") == {(): 2}
+        assert await samples(cluster, "kvrail_cluster_kv_usage_ratio") == {(): 0.25}
+        assert await samples(cluster, "kvrail_cluster_cache_info") == {("0", "100"): 1}
+
+
+async def test_prometheus_finds_all_metrics(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=1, prefill=2) as cluster:
+        decode, prefill = cluster.decode[0], cluster.prefill[0]  # the other says no port
+        decode.status, prefill.status = status(metrics_port=9102), status(metrics_port=9101)
+        pool = cluster.service.pool
+        await until(lambda: pool.decode[decode.target].answer.metrics_port == 9102)
+        await until(lambda: any(bool(each.answer.metrics_port) for each in pool.prefill.values()))
+        router = cluster.url.removeprefix("http://")
+        assert (await cluster.http.get("/metrics/targets")).json() == [
+            {"targets": [router], "labels": {"service": "router"}},
+            {"targets": ["127.0.0.1:9102"], "labels": {"service": "decode", "worker": decode.target}},
+            {"targets": ["127.0.0.1:9101"], "labels": {"service": "prefill", "worker": prefill.target}},
+        ]
+        theirs = (await cluster.http.get("/metrics/targets", params={"names": "vllm"})).json()
+        assert [group["targets"] for group in theirs] == [[router], ["127.0.0.1:9102"]]
+        assert {group["labels"]["__metrics_path__"] for group in theirs} == {"/metrics/vllm"}
+        assert {group["labels"]["instance"] for group in theirs} == {router}
+        assert (await cluster.http.get("/metrics/targets", params={"names": "ours"})).status_code == 400
+
+
+async def test_vllms_names_on_metrics(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, metrics_names="both") as cluster:
+        text = (await cluster.http.get("/metrics")).text
+        assert "\nkvrail_requests_total{" in text and "\nvllm:request_success_total{" in text
+        assert text.count("# TYPE process_open_fds ") == 1
