@@ -203,6 +203,10 @@ class RouterMetrics:
         """Record whether requests can be sent to `worker`."""
         self._workers.labels(self._model, role, worker).set(float(up))
 
+    def worker_gone(self, role: str, worker: str) -> None:
+        """Show `worker` no more."""
+        self._workers.remove(self._model, role, worker)
+
 
 class EngineMetrics:
     """What an engine measures of its steps and pages."""

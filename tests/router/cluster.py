@@ -151,8 +151,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     @maps_errors
     async def GetStatus(self, request, context):
-        if self.hung:
-            await asyncio.Event().wait()
+        while self.hung:
+            await asyncio.sleep(0.01)
         return self.status
 
 
