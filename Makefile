@@ -17,7 +17,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
 .PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
-	gpu-memcheck compose-test clean \
+	gpu-memcheck lock compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
 	simulate replay
@@ -162,8 +162,14 @@ simulate: $(VENV)/.dev  ## the router's policies on traces of requests, on a sim
 replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real cluster of 2 + 2 workers; five minutes
 	$(BIN)/python -m benchmarks.replay $(ARGS)
 
+lock: | $(BIN)/python  ## pin what the image for GPUs installs, with hashes, in deploy/docker/requirements-cuda.txt
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --extra worker --extra ucx --extra ans -c constraints-cpu.txt --upgrade --quiet \
+		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate --no-emit-index-url \
+		--custom-compile-command "make lock" -o deploy/docker/requirements-cuda.txt
+
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
-	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
+	$(BIN)/python -m pytest -m compose -o log_cli=true --log-cli-level=INFO tests/deploy $(ARGS)
 
 clean:  ## remove what the other targets made
 	rm -rf $(filter .venv,$(VENV)) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

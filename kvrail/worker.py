@@ -26,6 +26,7 @@ from kvrail.engine.runner import ModelRunner
 from kvrail.engine.sampler import Sampler
 from kvrail.engine.scheduler import Limits, Scheduler
 from kvrail.engine.streams import SideStream
+from kvrail.engine.toolchain import check_toolchain
 from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
 from kvrail.exposition import render, render_vllm
 from kvrail.grammar import Grammars
@@ -212,6 +213,8 @@ def build_worker(
 
 def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
     """The model and its page pool, compiled and captured where that is asked for."""
+    if settings.device != "cpu":
+        check_toolchain()
     loaded = load_model(
         settings.model,
         device=settings.device,
