@@ -14,15 +14,16 @@ import httpx
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 PROJECT = f"kvrail-test-{os.getpid()}"
 SERVICES = ("router", "prefill", "decode")
 CONFINED = (*SERVICES, "prometheus")
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 GPU_OVERLAY = ("--file", "compose.yaml", "--file", "deploy/docker/compose.gpu.yaml")
 log = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)
 QUESTION = (
     "You are asked by somebody who reads about serving language models for the first time. They have heard that "
     "prefill and decode can run on separate workers, that the keys and values cross from one to the other, and that "
@@ -30,7 +31,7 @@ QUESTION = (
 )
 
 
-def docker(*arguments, check=True, env=None, timeout=600):
+def docker(*arguments, check=True, env=None, timeout=700):
     done = subprocess.run(
         ["docker", *arguments],
         cwd=ROOT,
@@ -75,7 +76,7 @@ class Cluster:
 
     def up(self, *services):
         try:
-            self.compose("up", "--detach", "--wait", "--wait-timeout", "240", *services)
+            self.compose("up", "--detach", "--wait", "--wait-timeout", "600", *services)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.compose('logs', '--tail', '40', check=False)}") from None
 
