@@ -228,7 +228,7 @@ class WorkerPool:
     @property
     def meeting(self) -> bool:
         """Whether a decode worker has just joined, and may say at any moment that it takes requests."""
-        return any(worker.state is WorkerState.UNKNOWN for worker in self.decode.values())
+        return any(worker.answer is None and not worker.failure for worker in self.decode.values())
 
     async def settle(self) -> None:
         """Wait a little while workers are still to be found; then a request goes the way that there is."""
