@@ -187,8 +187,14 @@ dist: $(VENV)/.dev  ## wheel, source distribution and the demo model's archive, 
 wheel-test: $(VENV)/.dev  ## the built wheel in an empty environment: its files, pip check, a cluster with the demo model; minutes
 	$(BIN)/python -m pytest -m "wheel or not wheel" tests/package $(ARGS)
 
+lock: | $(BIN)/python  ## pin what the image for GPUs installs, with hashes, in deploy/docker/requirements-cuda.txt
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --extra worker --extra ucx --extra ans -c constraints-cpu.txt --upgrade --quiet \
+		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate --no-emit-index-url \
+		--custom-compile-command "make lock" -o deploy/docker/requirements-cuda.txt
+
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
-	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
+	$(BIN)/python -m pytest -m compose -o log_cli=true --log-cli-level=INFO tests/deploy $(ARGS)
 
 page-test: $(VENV)/.page  ## the status page in Chromium, before a cluster under traffic; three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/page $(ARGS)

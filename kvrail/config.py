@@ -21,6 +21,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from kvrail.errors import ConfigError
 
+DNS = "dns+"
+"""Before host:port: workers have whatever addresses that name has at the time."""
 DEMO_MODEL = str(Path(__file__).resolve().parent.parent / "models" / "kvrail-demo")
 
 
@@ -33,6 +35,11 @@ def _check_address(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
         raise ValueError("write each address as host:port, for example 127.0.0.1:7001")
+    return value
+
+
+def _check_workers(value: str) -> str:
+    _check_address(value.removeprefix(DNS))
     return value
 
 
@@ -49,8 +56,7 @@ def _check_origin(value: str) -> str:
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-Address = Annotated[str, AfterValidator(_check_address)]
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
+Workers = Annotated[tuple[Annotated[str, AfterValidator(_check_workers)], ...], NoDecode, BeforeValidator(_split)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_split)]
 Device = Annotated[str, AfterValidator(_check_device)]
@@ -144,10 +150,15 @@ class RouterSettings(ServiceSettings):
     table = "router"
 
     port: Port = Field(8000, description="HTTP port of the API and of /metrics")
-    decode_workers: Addresses = Field(("127.0.0.1:7002",), min_length=1, description="decode workers, host:port each")
-    prefill_workers: Addresses = Field(
-        ("127.0.0.1:7001",), description="prefill workers, host:port each; none: decode workers prefill"
+    decode_workers: Workers = Field(
+        ("127.0.0.1:7002",),
+        min_length=1,
+        description="decode workers, host:port each, or dns+host:port for all addresses of a name",
     )
+    prefill_workers: Workers = Field(
+        ("127.0.0.1:7001",), description="prefill workers, written likewise; none: decode workers prefill"
+    )
+    dns_interval_s: PositiveFloat = Field(2.0, description="seconds between two looks at a name written dns+host:port")
     api_keys: Names = Field((), repr=False, description="accepted keys, bearer or X-Api-Key; none: no authentication")
     request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one request, in seconds")
     max_concurrent_requests: PositiveInt = Field(
@@ -283,7 +294,9 @@ class DecodeSettings(WorkerSettings):
         16384, description="tokens of prompts that no prefill worker took and that wait here; more are answered 429"
     )
     allowed_prefill_workers: Names = Field(
-        (), description="prefill workers that requests may name: hosts, host:port or networks; none given: any"
+        (),
+        description="prefill workers that requests may name: hosts (with all their addresses), host:port or networks; "
+        "none given: any",
     )
     receive_pool_mib: PositiveInt = Field(
         512, description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly"

@@ -24,6 +24,7 @@ from kvrail.engine.runner import ModelRunner
 from kvrail.engine.sampler import Sampler
 from kvrail.engine.scheduler import Limits, Scheduler
 from kvrail.engine.streams import SideStream
+from kvrail.engine.toolchain import check_toolchain
 from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
 from kvrail.exposition import Exposition
 from kvrail.grammar import Grammars
@@ -247,6 +248,8 @@ def _load(
     settings: WorkerSettings, hold_weights: Callable[[LoadedModel], LoadedModel] | None
 ) -> tuple[LoadedModel, ModelRunner]:
     """The model and its page pool, compiled and captured where that is asked for."""
+    if settings.device != "cpu":
+        check_toolchain()
     loaded = load_model(
         settings.model,
         device=settings.device,

@@ -216,11 +216,6 @@ class RouterMetrics:
         self._backlogs.labels(*about).set(backlog)
         self._known[role, worker] = states
 
-    @property
-    def workers(self) -> set[tuple[str, str]]:
-        """Role and address of each worker that is shown."""
-        return set(self._known)
-
     def worker_gone(self, role: str, worker: str) -> None:
         """Show `worker` no more."""
         about = (self._model, role, worker)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 import os
 import socket
@@ -15,13 +16,16 @@ import yaml
 
 from deploy.grafana.source import live
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 PROJECT = f"kvrail-test-{os.getpid()}"
 SERVICES = ("router", "prefill", "decode")
 CONFINED = (*SERVICES, "prometheus")
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
+GPU_OVERLAY = ("--file", "compose.yaml", "--file", "deploy/docker/compose.gpu.yaml")
+log = logging.getLogger(__name__)
+logging.getLogger("httpx").setLevel(logging.WARNING)
 QUESTION = (
     "You are asked by somebody who reads about serving language models for the first time. They have heard that "
     "prefill and decode can run on separate workers, that the keys and values cross from one to the other, and that "
@@ -29,7 +33,7 @@ QUESTION = (
 )
 
 
-def docker(*arguments, check=True, env=None, timeout=600):
+def docker(*arguments, check=True, env=None, timeout=700):
     done = subprocess.run(
         ["docker", *arguments],
         cwd=ROOT,
@@ -74,12 +78,21 @@ class Cluster:
 
     def up(self, *services):
         try:
-            self.compose("up", "--detach", "--wait", "--wait-timeout", "240", *services)
+            self.compose("up", "--detach", "--wait", "--wait-timeout", "600", *services)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.compose('logs', '--tail', '40', check=False)}") from None
 
     def inspect(self, service):
         return json.loads(docker("inspect", self.compose("ps", "--quiet", service).strip()))[0]
+
+    def run_on(self, network, code):
+        """What Python code prints in a container of its own on one of the cluster's networks."""
+        client = ("run", "--rm", "--network", f"{PROJECT}_{network}", "--entrypoint", "python3", "kvrail-router")
+        return docker(*client, "-c", code).strip()
+
+    def states(self, role):
+        """State of each worker of a role, as the router sees it, by address."""
+        return {target: about["state"] for target, about in self.api.get("/health").json()[f"{role}_workers"].items()}
 
     def ask(self, number):
         """One streamed, greedy answer, (text, finish reason), to a prompt whose KV only the same `number` shares."""
@@ -100,10 +113,8 @@ class Cluster:
         return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]
 
     def whole(self):
-        """Whether the router counts both workers as healthy."""
-        about = self.api.get("/health").json()
-        workers = [*about["prefill_workers"].values(), *about["decode_workers"].values()]
-        return [worker["state"] for worker in workers] == ["healthy", "healthy"]
+        """Whether the router counts both workers as healthy, and no others."""
+        return [*self.states("prefill").values(), *self.states("decode").values()] == ["healthy", "healthy"]
 
     def query(self, expression):
         """(service, value) of each series of an instant query."""
@@ -179,7 +190,7 @@ def test_the_rates_of_counters_have_values(cluster):
 
 
 def test_every_panel_and_rule_has_an_answer(cluster):
-    numbers = itertools.count(2000)
+    numbers = itertools.count(3000)
 
     def found():
         cluster.ask(next(numbers))
@@ -191,10 +202,56 @@ def test_every_panel_and_rule_has_an_answer(cluster):
         pytest.fail("\n".join(found()))
 
 
+def test_a_container_in_front_reaches_the_router_and_no_worker(cluster):
+    workers = [*cluster.states("prefill"), *cluster.states("decode")]
+    assert len(workers) == 2
+    dial = """
+import socket
+for host, port in {dialled!r}:
+    try:
+        socket.create_connection((host, port), timeout=3).close()
+        print("open")
+    except OSError:
+        print("shut")
+"""
+    dialled = [(target.rpartition(":")[0], int(target.rpartition(":")[2])) for target in workers]
+    dialled += [(host, 9100) for host, _ in dialled] + [("prefill", 7001), ("decode", 7002)]
+    assert set(cluster.run_on("front", dial.format(dialled=dialled)).split()) == {"shut"}
+    assert set(cluster.run_on("kv", dial.format(dialled=dialled)).split()) == {"open"}
+    assert cluster.run_on("front", dial.format(dialled=[("router", 8000)])) == "open"
+
+
+def test_a_second_prefill_worker_is_used_and_may_leave_again(cluster):
+    cluster.up("--scale", "prefill=2", "--no-recreate", "prefill")
+    wait_for(
+        "the second prefill worker is not found", lambda: list(cluster.states("prefill").values()).count("healthy") == 2
+    )
+    numbers, received = itertools.count(2000), "kvrail_kv_frames_total"
+    containers = cluster.compose("ps", "--quiet", "prefill").split()
+
+    def frames(container):
+        """Frames of KV that a worker has sent."""
+        read = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9100/metrics').read().decode())"
+        shown = docker("exec", container, "python3", "-c", read).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in shown if line.startswith(received))
+
+    before = {container: frames(container) for container in containers}
+
+    def both_used():
+        assert cluster.ask(next(numbers))[1] == "stop"
+        return all(frames(container) > before[container] for container in containers)
+
+    assert len(containers) == 2
+    wait_for("one of two prefill workers gets nothing", both_used)
+    cluster.up("--scale", "prefill=1", "--no-recreate", "prefill")
+    wait_for("the router does not see that a worker left", cluster.whole)
+    assert cluster.ask(next(numbers))[1] == "stop"
+
+
 def test_without_its_prefill_worker_the_cluster_still_answers(cluster):
     cluster.compose("kill", "prefill")
     answer = cluster.ask(1)
-    wait_for("the loss is not seen", lambda: ("prefill", 0.0) in cluster.query('up{job="kvrail"}'))
+    wait_for("the loss is not seen", lambda: ("prefill", 1.0) not in cluster.query('up{job="kvrail"}'))
     cluster.up("prefill")
     cluster.compose("restart", "decode")  # it forgets the KV that it computed by itself
     cluster.up("decode")
@@ -209,9 +266,36 @@ def test_without_its_decode_worker_the_cluster_says_so_and_recovers(cluster):
         cluster.ask(2)
     assert raised.value.response.status_code == 503
     assert raised.value.response.json()["error"]["message"]
+    began = time.monotonic()
     cluster.up("decode")
     wait_for("the router does not see its worker again", cluster.whole)
+    log.info("a decode worker that was killed is back after %.1f s", time.monotonic() - began)
     assert cluster.ask(2) == answer
+
+
+def test_a_second_start_compiles_nothing(cluster):
+    find = "from pathlib import Path; print(sorted((p.name, p.stat().st_mtime) for p in Path('/cache').rglob('*.nbc')))"
+    kernels = ["exec", "-T", "decode", "python3", "-c", find]
+    compiled = cluster.compose(*kernels)
+    assert ".nbc" in compiled
+    cluster.compose("down", "--timeout", "30")
+    began = time.monotonic()
+    cluster.up()
+    log.info("the second start took %.1f s", time.monotonic() - began)
+    wait_for("the router does not see its workers", cluster.whole)
+    assert cluster.ask(3)[1] == "stop"
+    assert cluster.compose(*kernels) == compiled
+
+
+def test_the_overlay_for_gpus_gives_each_worker_a_gpu(cluster):
+    told = json.loads(cluster.compose(*GPU_OVERLAY, "config", "--format", "json"))["services"]
+    for role, gpu in (("prefill", "0"), ("decode", "1")):
+        (device,) = told[role]["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["device_ids"], device["capabilities"]) == ("nvidia", [gpu], ["gpu"])
+        assert told[role]["environment"][f"KVRAIL_{role.upper()}_DEVICE"] == "cuda"
+        assert told[role]["image"] == "kvrail-worker-gpu"
+        assert told[role]["read_only"]
+    assert told["prefill"]["build"]["target"] == "worker-gpu"
 
 
 def test_stopping_is_graceful_and_leaves_nothing(cluster):

@@ -16,7 +16,7 @@ from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
 from kvrail.services.router.app import build_app
 from kvrail.services.router.main import RouterServer, listen
-from kvrail.services.router.workers import NOT_ASKED
+from kvrail.services.router.worker import NOT_ASKED
 from kvrail.text import Tokenizer
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
@@ -152,8 +152,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     @maps_errors
     async def GetStatus(self, request, context):
-        if self.hung:
-            await asyncio.Event().wait()
+        while self.hung:
+            await asyncio.sleep(0.01)
         return self.status
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kvrail import breaker
 from kvrail.errors import OverloadedError, WorkerUnavailableError
+from kvrail.services.router import worker as one_worker
 from kvrail.services.router import workers
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2
@@ -170,7 +171,7 @@ async def test_what_runs_on_a_worker_that_hangs_goes_on_elsewhere(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(workers, "GIVEN_UP_S", 0.5)
-    monkeypatch.setattr(workers, "STATUS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(one_worker, "STATUS_TIMEOUT_S", 0.2)
     async with run_cluster(tokenizer, decode=2) as cluster:
         first, second = cluster.decode
         await prefer(cluster, first)

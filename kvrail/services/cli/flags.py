@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from kvrail.config import DEMO_MODEL, Settings, flag_name
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("cluster", ("prefill_workers", "decode_workers", "startup_timeout_s")),
+    ("cluster", ("prefill_workers", "decode_workers", "dns_interval_s", "startup_timeout_s")),
     ("network", ("host", "port", "metrics_port")),
     ("model", ("model", "served_model_name", "load_format", "max_model_len", "tool_parser", "reasoning_parser")),
     (

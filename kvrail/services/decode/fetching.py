@@ -84,10 +84,10 @@ class Fetcher:
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
 
-    def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[Asked]:
+    async def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[Asked]:
         """Those of `workers`, host:port each, that the operator lets requests name; instances: of each, or none."""
         known = dict(zip(workers, instances, strict=False))
-        return [Asked(address, known.get(address, 0)) for address in self._allowed.of(workers)]
+        return [Asked(address, known.get(address, 0)) for address in await self._allowed.of(workers)]
 
     def cache_space(self, codec: str) -> str:
         """Where the pages of a request of this codec, or AUTO, are shared: those that lost bits by themselves."""

@@ -55,7 +55,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._worker.calls.track():
             codec = self._check(request)
-            workers = self._fetcher.may_ask(request.prefill_workers, request.prefill_instances)
+            workers = await self._fetcher.may_ask(request.prefill_workers, request.prefill_instances)
             params = sampling_from_proto(request.sampling)
             asked = EngineRequest(
                 request_id=f"{request.request_id}/{next(self._calls)}",

@@ -17,7 +17,8 @@ from kvrail.sampling import SamplingParams
 from kvrail.services.router.policy import Ask, Choice, able, choose
 from kvrail.services.router.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
 from kvrail.services.router.rates import Pace
-from kvrail.services.router.workers import DecodeWorker, PrefillWorker, Worker, WorkerPool
+from kvrail.services.router.worker import DecodeWorker, PrefillWorker, Worker
+from kvrail.services.router.workers import WorkerPool
 
 FIRST_OUTPUT = 128.0
 """Tokens that an answer has, before any was seen."""
@@ -170,7 +171,7 @@ class Dispatcher:
             return
         self._serving = True
         try:
-            if self._turns and not able(self._pool.candidates()[0]):
+            if self._turns and not (self._pool.meeting or able(self._pool.candidates()[0])):
                 self._fail(self._pool.unavailable())
             while self._turns and self._serve_next():
                 pass

@@ -5,14 +5,12 @@ from typing import Any
 
 from kvrail.metrics import RouterMetrics
 from kvrail.services.router.policy import WorkerState
-from kvrail.services.router.workers import Worker, WorkerPool
+from kvrail.services.router.worker import Worker
+from kvrail.services.router.workers import WorkerPool
 
 
 def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
     """Bring the gauges of the workers, and of all decode workers together, up to date; called when metrics are read."""
-    present = {(worker.role, worker.target) for worker in pool.workers}
-    for role, target in metrics.workers - present:
-        metrics.worker_gone(role, target)
     for worker in pool.workers:
         metrics.show_worker(
             worker.role,

@@ -19,7 +19,8 @@ from kvrail.rpc.trunk import ReplyStream
 from kvrail.services.router.dispatch import Dispatcher, Place, Turn
 from kvrail.services.router.translate import Plan
 from kvrail.services.router.values import Delta, Drafted, Ended, Settled, Update, Updates
-from kvrail.services.router.workers import DecodeWorker, WorkerPool
+from kvrail.services.router.worker import DecodeWorker
+from kvrail.services.router.workers import WorkerPool
 from kvrail.spans import Span
 from kvrail.wire.convert import (
     finish_reason_from_proto,
@@ -136,7 +137,8 @@ class _PromptStream:
                     losses += 1
                     place.worker.breaker.failed(place.began)
                     self._call.pool.lost(place.worker, str(error))
-                    stays = losses > MAX_MOVES or not self._call.pool.healthy_decode()
+                    pool = self._call.pool
+                    stays = losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode())
                     if self._finished:
                         return  # only the summary is missing
                     if stays or (self._began and self._n > 1):

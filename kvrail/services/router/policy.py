@@ -27,6 +27,7 @@ class WorkerState(StrEnum):
     FAILING = "failing"  # answers, and fails what it is asked
     DOWN = "down"
     INCOMPATIBLE = "incompatible"  # serves another model
+    DUPLICATE = "duplicate"  # is a worker that has another address too, which is used
 
 
 @dataclass(frozen=True, slots=True)

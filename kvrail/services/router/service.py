@@ -232,6 +232,7 @@ class RouterService:
             "model": self.model,
             "fingerprint": self.pool.fingerprint or None,
             "active_requests": self.admission.active,
-            "decode_workers": {target: worker.describe() for target, worker in self.pool.decode.items()},
-            "prefill_workers": {target: worker.describe() for target, worker in self.pool.prefill.items()},
+            "decode_workers": self.pool.describe("decode"),
+            "prefill_workers": self.pool.describe("prefill"),
+            "dns": self.pool.names(),
         }

@@ -3,18 +3,12 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from time import monotonic
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-import grpc.aio
-
-from kvrail.breaker import Breaker
 from kvrail.config import RouterSettings
-from kvrail.errors import KvrailError, WorkerUnavailableError
+from kvrail.errors import WorkerUnavailableError
 from kvrail.metrics import RouterMetrics
-from kvrail.rpc.channel import open_channel
-from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.services.router.compatibility import (
     Identity,
     choose_fingerprint,
@@ -22,228 +16,129 @@ from kvrail.services.router.compatibility import (
     incompatibility,
     page_mismatch,
 )
-from kvrail.services.router.policy import POLICIES, Ask, Candidate, Load, WorkerState, able
-from kvrail.services.router.prefixes import WorkerPages
+from kvrail.services.router.discovery import Discovery
+from kvrail.services.router.policy import POLICIES, Ask, Candidate, WorkerState, able
 from kvrail.services.router.translate import Limits
+from kvrail.services.router.worker import NOT_ASKED, DecodeWorker, PrefillWorker, Worker
 from kvrail.wire import PROTOCOL_VERSION
-from kvrail.wire.v1 import common_pb2
 
 log = logging.getLogger("kvrail.router.workers")
 
-STATUS_TIMEOUT_S = 3.0
-"""A worker that does not say how it is for so long counts as lost."""
 GIVEN_UP_S = 12.0
 """A decode worker that says nothing for so long has hung: what runs there goes on elsewhere."""
 STARTUP_GRACE_S = 30.0
 """How long a router that has just started looks for workers before it does without those that never answered."""
 STARTS_WITHIN_S = 600.0
 """For so long a worker that has never answered is said to start; large models take minutes to load. Then it is down."""
-NOT_ASKED = "has not answered yet"
 STARTUP_WAIT_S = 2.0
 """How long a request waits for that at most: it comes when the router has been up for an instant."""
+KEPT_S = 60.0
+"""A worker whose name does not resolve any more stays for as long as it answers, and so much longer."""
 
 
-class StatusClient(Protocol):
-    """The one call that both kinds of worker answer alike."""
-
-    async def get_status(self, asked: common_pb2.StatusRequest, *, timeout_s: float) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load, and for news of pages."""
-
-
-class Worker:
-    """One worker: its channel, what it last said, and what it has of this router.
-
-    requests: prompts that it has of us, backlog: their tokens that it has still to compute. refused: it has said that
-    it is full, and nothing has changed since. pages: those that it holds.
-    """
-
-    def __init__(self, role: str, target: str, channel: grpc.aio.Channel, client: StatusClient) -> None:
-        self.role = role
-        self.target = target
-        self.channel = channel
-        self.state = WorkerState.STARTING
-        self.detail = NOT_ASKED
-        self.answer: common_pb2.WorkerStatus | None = None
-        self.failure = ""
-        self.heard = False  # ever
-        self.breaker = Breaker()
-        self._instance = 0
-        self._last_heard = monotonic()
-        self._client = client
-        self.requests = self.backlog = 0
-        self.refused = False
-        self.pages = WorkerPages()
-        self._sequences = self._places = 0  # of our requests; the second: computed at once
-        self._most = 0  # sequences of ours that it may have counted at its last answer
-        self._others = 0  # of other routers
-
-    async def ask(self) -> None:
-        """Ask the worker how it is; what it had of us then may have ended, or come, while it answered."""
-        self._most = self._sequences
-        try:
-            answer = await self._client.get_status(self.pages.question(), timeout_s=STATUS_TIMEOUT_S)
-        except KvrailError as error:
-            self.lost(str(error))
-            return
-        known = answer.instance == self._instance
-        if not known:  # a new process owes nothing
-            self._instance, self.breaker = answer.instance, Breaker()
-        if known and answer.HasField("held_pages"):
-            self.pages.take(answer.held_pages)
-        else:
-            self.pages.forget()
-        self._others = max(0, answer.running + answer.waiting - self._most)
-        answer.ClearField("held_pages")
-        self.answer, self.failure, self.refused = answer, "", False
-        self.heard, self._last_heard = True, monotonic()
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since it last said how it is."""
-        return monotonic() - self._last_heard
-
-    def lost(self, reason: str) -> None:
-        """Take note that the worker did not answer."""
-        self.answer, self.failure = None, reason
-
-    @property
-    def instance(self) -> int:
-        """Which start of its process has answered; 0: none yet."""
-        return self._instance
-
-    @property
-    def numerics(self) -> str:
-        """Workers that have the same compute the same bits; empty where bits depend on a batch's company."""
-        return "" if self.answer is None else self.answer.model.numerics
-
-    def take(self, sequences: int, places: int, pages: Sequence[int]) -> None:
-        """A prompt goes to this worker. places: of its sequences, those that are computed at once."""
-        self.requests += 1
-        self._sequences += sequences
-        self._places += places
-        self._most = max(self._most, self._sequences)
-        self.pages.expect(pages)
-
-    def leave(self, sequences: int, places: int, pages: Sequence[int]) -> None:
-        """It is done there, or lost."""
-        self.requests -= 1
-        self._sequences -= sequences
-        self._places -= places
-        self.pages.settle(pages)
-
-    def load(self, *, computes: bool = True) -> Load:
-        """How busy it is. computes: whether it computes the prompts that it gets by itself."""
-        if self.answer is None:
-            return Load()
-        answer, pace = self.answer, self.answer.pace
-        return Load(
-            requests=self.requests,
-            sequences=self._places + self._others,
-            backlog=self.backlog,
-            max_running=answer.max_running,
-            refused=self.refused,
-            pages_free=answer.pages_free,
-            token_s=pace.prefill_each if computes else pace.fetch_each,
-            sequence_s=pace.decode_each,
-            step_tokens=answer.max_batch_tokens,
-        )
-
-    def candidate(self, *, computes: bool = True) -> Candidate:
-        """What the policy needs to know."""
-        return Candidate(self.target, self.state, self.load(computes=computes), self.pages)
-
-    def describe(self) -> dict[str, Any]:
-        """The worker's entry in /health."""
-        entry: dict[str, Any] = {"state": self.state.value}
-        if self.detail:
-            entry["detail"] = self.detail
-        if self.answer is not None:
-            for field in ("running", "waiting", "pages_total", "pages_free", "pages_cached"):
-                entry[field] = getattr(self.answer, field)
-            entry["codecs"] = list(self.answer.codecs)
-            entry["invariant"] = bool(self.numerics)
-            entry["numerics"] = self.numerics or None
-        return entry
-
-
-class DecodeWorker(Worker):
-    """A worker that generates."""
-
-    def __init__(self, target: str) -> None:
-        channel = open_channel(target)
-        self.client = DecodeClient(channel, peer=f"decode worker {target}")
-        super().__init__("decode", target, channel, self.client)
-
-
-class PrefillWorker(Worker):
-    """A worker that decode workers call; the router only looks at its load."""
-
-    def __init__(self, target: str) -> None:
-        channel = open_channel(target)
-        super().__init__("prefill", target, channel, PrefillStatusClient(channel, peer=f"prefill worker {target}"))
+W = TypeVar("W", bound=Worker)
 
 
 class WorkerPool:
-    """All workers of the configuration. Start and close it inside the event loop."""
+    """All workers that the settings name, by address or by a DNS name. Start and close it inside the event loop.
+
+    decode, prefill: the present ones, by host:port. leaving: those that finish what they have, by role and host:port.
+    """
 
     def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
         self._model = settings.model_name
         self._interval = settings.status_interval_s
         self._metrics = metrics
-        self.decode = {target: DecodeWorker(target) for target in settings.decode_workers}
-        self.prefill = {target: PrefillWorker(target) for target in settings.prefill_workers}
+        self.decode: dict[str, DecodeWorker] = {}
+        self.prefill: dict[str, PrefillWorker] = {}
+        self.leaving: dict[tuple[str, str], Worker] = {}
+        self._decode_names = Discovery("decode", settings.decode_workers, settings.dns_interval_s, self._gather)
+        self._prefill_names = Discovery("prefill", settings.prefill_workers, settings.dns_interval_s, self._gather)
         self.fingerprint = ""
         self.on_change: Callable[[], object] = lambda: None
         self.policy = POLICIES[settings.policy]
-        self._tasks: list[asyncio.Task[None]] = []
-        self._settled = asyncio.Event()
+        self._watches: dict[Worker, asyncio.Task[None]] = {}
+        self._settled, self._met = asyncio.Event(), asyncio.Event()
+        self._decode_heard = False  # ever
         self._grace: asyncio.TimerHandle | None = None
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Decode workers, then prefill workers."""
+        """Decode workers, then prefill workers; none that leaves."""
         return [*self.decode.values(), *self.prefill.values()]
 
     def start(self) -> None:
         """Begin to watch; returns at once, whether or not any worker is up."""
         self._grace = asyncio.get_running_loop().call_later(STARTUP_GRACE_S, self._settled.set)
-        for worker in self.workers:
-            self._metrics.worker_up(worker.role, worker.target, False)
-            self._tasks.append(asyncio.create_task(self._watch(worker), name=f"watch {worker.target}"))
+        self._gather()
+        self._decode_names.start()
+        self._prefill_names.start()
 
     async def close(self) -> None:
         """Stop watching and close the channels, which ends what still runs on them."""
         if self._grace is not None:
             self._grace.cancel()
-        for task in self._tasks:
+        await self._decode_names.close()
+        await self._prefill_names.close()
+        for task in self._watches.values():
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        for decode in self.decode.values():
-            await decode.client.close()
-        for worker in self.workers:
-            await worker.channel.close()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        for worker in [*self.workers, *self.leaving.values()]:
+            await worker.close()
+
+    def _gather(self) -> None:
+        """Let those workers join that there are now, and those leave that there are not."""
+        before = set(self.workers)
+        self.decode = self._present(self._decode_names, self.decode, DecodeWorker)
+        self.prefill = self._present(self._prefill_names, self.prefill, PrefillWorker)
+        for worker in before.difference(self.workers):
+            log.info("%s worker %s leaves, with %d requests to finish", worker.role, worker.target, worker.requests)
+            worker.leaving = True
+            self.leaving[worker.role, worker.target] = worker
+        self.reconsider()
+
+    def _present(self, names: Discovery, known: Mapping[str, W], make: Callable[[str], W]) -> dict[str, W]:
+        """Workers of one role that there are now, of which some were known."""
+        names.forget([target for target, worker in known.items() if worker.silent_s > KEPT_S])
+        return {target: known.get(target) or self._join(names.role, target, make) for target in names.targets}
+
+    def _join(self, role: str, target: str, make: Callable[[str], W]) -> W:
+        if (back := self.leaving.pop((role, target), None)) is not None:
+            back.leaving = False
+            return cast(W, back)
+        worker = make(target)
+        self._metrics.worker_up(role, target, False)
+        self._watches[worker] = asyncio.create_task(self._watch(worker), name=f"watch {target}")
+        return worker
 
     async def _watch(self, worker: Worker) -> None:
-        while True:
+        while not worker.leaving or worker.requests:
             await worker.ask()
             self.reconsider()
             if isinstance(worker, DecodeWorker) and worker.silent_s > GIVEN_UP_S:
                 worker.client.give_up(f"decode worker {worker.target} has said nothing for {worker.silent_s:.0f} s")
             await asyncio.sleep(self._interval)
+        log.info("%s worker %s has left", worker.role, worker.target)
+        del self.leaving[worker.role, worker.target], self._watches[worker]
+        self._metrics.worker_gone(worker.role, worker.target)
+        await worker.close()
 
     def reconsider(self) -> None:
         """Decide anew which workers can get requests."""
         self.fingerprint = choose_fingerprint(
             self.fingerprint, self._fingerprints(self.decode.values()), self._fingerprints(self.prefill.values())
         )
-        for worker in self.workers:
+        for worker in [*self.workers, *self.leaving.values()]:
             state, detail = self._judge(worker)
             if state is not worker.state or detail != worker.detail:
                 self._announce(worker, state, detail)
-        if all(worker.heard for worker in self.workers):
+        self._decode_heard = self._decode_heard or any(worker.heard for worker in self.decode.values())
+        if self._decode_names.found and self._prefill_names.found and all(worker.heard for worker in self.workers):
             self._settled.set()
+        if self.healthy or not self.meeting:
+            self._met.set()
+        else:
+            self._met.clear()
         self.on_change()
 
     def _fingerprints(self, workers: Iterable[Worker]) -> list[str]:
@@ -259,6 +154,10 @@ class WorkerPool:
                 return worker.state, worker.detail
             early = not worker.heard and worker.silent_s < STARTS_WITHIN_S
             return WorkerState.STARTING if early else WorkerState.DOWN, worker.failure
+        if worker.leaving:
+            return WorkerState.DRAINING, "no DNS name has its address any more; finishes what it has"
+        if twin := self._twin(worker):
+            return WorkerState.DUPLICATE, f"is the worker at {twin.target}"
         why = incompatibility(
             Identity(answer.model.name, answer.model.fingerprint, answer.protocol_version),
             model=self._model,
@@ -276,6 +175,15 @@ class WorkerPool:
         if not worker.breaker.allows:
             return WorkerState.FAILING, f"failed {worker.breaker.failures} requests in a row; one at a time tries again"
         return WorkerState.HEALTHY, ""
+
+    def _twin(self, worker: Worker) -> Worker | None:
+        """The worker before this one that is the same process: a host may have addresses of both families."""
+        for each in self.workers:
+            if each is worker:
+                return None
+            if each.role == worker.role and each.answer is not None and each.instance == worker.instance != 0:
+                return each
+        return None
 
     def _announce(self, worker: Worker, state: WorkerState, detail: str) -> None:
         if state is WorkerState.STARTING:
@@ -296,8 +204,24 @@ class WorkerPool:
 
     @property
     def complete(self) -> bool:
-        """Whether all workers take requests."""
-        return all(worker.state is WorkerState.HEALTHY for worker in self.workers)
+        """Whether all workers take requests, as far as is known."""
+        usual = (WorkerState.HEALTHY, WorkerState.DUPLICATE)
+        return not self.unresolved and all(worker.state in usual for worker in self.workers)
+
+    @property
+    def unresolved(self) -> dict[str, str]:
+        """DNS names of workers that do not resolve now, as they are written in the settings: why."""
+        return self._decode_names.failures | self._prefill_names.failures
+
+    def describe(self, role: str) -> dict[str, Any]:
+        """The workers' entries in /health, those that leave included."""
+        leaving = [worker for (theirs, _), worker in self.leaving.items() if theirs == role]
+        present = [worker for worker in self.workers if worker.role == role]
+        return {worker.target: worker.describe() for worker in [*leaving, *present]}
+
+    def names(self) -> dict[str, Any]:
+        """The DNS names' entries in /health."""
+        return self._decode_names.describe() | self._prefill_names.describe()
 
     @property
     def starting(self) -> bool:
@@ -305,14 +229,19 @@ class WorkerPool:
 
         Without any decode worker ever, it starts for as long as that takes.
         """
-        return not self._settled.is_set() or not any(worker.heard for worker in self.decode.values())
+        return not self._settled.is_set() or not self._decode_heard
+
+    @property
+    def meeting(self) -> bool:
+        """Whether a decode worker has just joined, and may say at any moment that it takes requests."""
+        return any(worker.answer is None and not worker.failure for worker in self.decode.values())
 
     async def settle(self) -> None:
-        """Wait a little while the workers are still to be found; then a request goes the way that there is."""
-        if not self._settled.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STARTUP_WAIT_S):
-                    await self._settled.wait()
+        """Wait a little while workers are still to be found; then a request goes the way that there is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STARTUP_WAIT_S):
+                await self._settled.wait()
+                await self._met.wait()
 
     def healthy_decode(self) -> list[DecodeWorker]:
         """Decode workers that take requests, the best first for a request of which nothing is known."""
@@ -320,8 +249,9 @@ class WorkerPool:
 
     def unavailable(self) -> WorkerUnavailableError:
         """Why no decode worker takes requests."""
-        states = ", ".join(f"{worker.target} is {worker.state}" for worker in self.decode.values())
-        return WorkerUnavailableError(f"no decode worker takes requests now ({states}); retry, or start one")
+        states = [f"{worker.target} is {worker.state}" for worker in self.decode.values()]
+        states += [f"{name} {failure}" for name, failure in self._decode_names.failures.items()]
+        return WorkerUnavailableError(f"no decode worker takes requests now ({', '.join(states)}); retry, or start one")
 
     def candidates(self) -> tuple[list[Candidate], list[Candidate]]:
         """Decode and prefill workers as the policy sees them."""

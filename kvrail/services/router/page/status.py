@@ -12,7 +12,7 @@ from kvrail import __version__
 from kvrail.readings import Readings
 from kvrail.services.router.page.history import STEP_S, STEPS, History, Sample
 from kvrail.services.router.service import RouterService
-from kvrail.services.router.workers import Worker
+from kvrail.services.router.worker import Worker
 from kvrail.wire.v1 import common_pb2
 
 FRESH_S = 1.0

@@ -1,0 +1,129 @@
+{{- define "kvrail.name" -}}
+{{- $name := .Release.Name -}}
+{{- if not (contains "kvrail" $name) }}{{ $name = printf "%s-kvrail" $name }}{{ end -}}
+{{- $name | trunc 52 | trimSuffix "-" -}}
+{{- end }}
+
+{{- /* Labels by which a role's pods are selected; they never change. Takes (dict "root" $ "role" ROLE). */ -}}
+{{- define "kvrail.selector" -}}
+app.kubernetes.io/name: kvrail
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{- define "kvrail.labels" -}}
+{{ include "kvrail.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end }}
+
+{{- /* A worker role's values: the role's own win over those of `worker`. */ -}}
+{{- define "kvrail.worker" -}}
+{{- mergeOverwrite (deepCopy .root.Values.worker) (deepCopy (index .root.Values .role)) | toYaml -}}
+{{- end }}
+
+{{- /* The DNS name that has all addresses of a role's pods that are ready. */ -}}
+{{- define "kvrail.host" -}}
+{{ include "kvrail.name" .root }}-{{ .role }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
+{{- end }}
+
+{{- /* A setting as an environment variable has it: lists with commas, whole numbers as such. */ -}}
+{{- define "kvrail.value" -}}
+{{- if kindIs "slice" . }}{{ join "," . }}
+{{- else if kindIs "float64" . }}{{ if eq . (floor .) }}{{ printf "%.0f" . }}{{ else }}{{ . }}{{ end }}
+{{- else }}{{ . }}{{ end -}}
+{{- end }}
+
+{{- /* Takes (dict "role" ROLE "settings" SETTINGS). */ -}}
+{{- define "kvrail.settings" -}}
+{{- $role := .role }}
+{{- range $name, $value := .settings }}
+- name: KVRAIL_{{ upper $role }}_{{ upper $name }}
+  value: {{ include "kvrail.value" $value | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "kvrail.tlsSettings" -}}
+{{- if .root.Values.tls.enabled }}
+tls_ca: /tls/ca.crt
+tls_cert: /tls/tls.crt
+tls_key: /tls/tls.key
+tls_verify: role
+{{- if ne .role "router" }}
+metrics_tls: true
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvrail.tlsSecret" -}}
+{{- index .root.Values.tls.existingSecrets .role | default (printf "%s-%s-tls" (include "kvrail.name" .root) .role) -}}
+{{- end }}
+
+{{- define "kvrail.image" -}}
+{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{- end }}
+
+{{- define "kvrail.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- /* What a pod of any role has: who it is, where it may run. Takes root, role, values. */ -}}
+{{- define "kvrail.pod" -}}
+serviceAccountName: {{ include "kvrail.name" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false # kvrail takes no environment variable that it does not know
+securityContext: {{ toYaml .root.Values.podSecurityContext | nindent 2 }}
+{{- with .root.Values.images.pullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.affinity }}
+affinity: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.topologySpreadConstraints }}
+topologySpreadConstraints: {{ toYaml . | nindent 2 }}
+{{- end }}
+dnsConfig: # names are written in full; without this each is looked for in every search domain first
+  options: [{name: ndots, value: "1"}]
+{{- end }}
+
+{{- define "kvrail.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: hub {{ toYaml (.root.Values.model.hubVolume | default (dict "emptyDir" dict)) | nindent 2 }}
+{{- with .root.Values.model.volume }}
+- name: models {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- name: tls
+  secret: {secretName: {{ include "kvrail.tlsSecret" . }}, defaultMode: 0440}
+{{- end }}
+{{- end }}
+
+{{- define "kvrail.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: hub, mountPath: /hub}
+{{- if .root.Values.model.volume }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+{{- if .root.Values.tls.enabled }}
+- {name: tls, mountPath: /tls, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "kvrail.hubToken" -}}
+{{- with .Values.model.hubToken }}
+{{- if .existingSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
+{{- end }}
+{{- end }}
+{{- end }}

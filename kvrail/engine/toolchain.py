@@ -1,0 +1,80 @@
+"""What kernels for a GPU need of the machine besides the GPU, tried at a worker's start and not at its first kernel.
+
+Triton translates kernels by itself. What launches them is C: it is built with the machine's compiler when a process
+first needs it, kept in Triton's cache and loaded from there, so the cache must not be on a file system without exec.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvrail.errors import ConfigError
+
+COMPILERS = ("gcc", "clang")
+"""In the order in which Triton looks for them, where CC names none (triton/runtime/build.py)."""
+
+
+def check_toolchain() -> None:
+    """Have Triton build and load what launches kernels; without a GPU nothing is done.
+
+    Raises ConfigError, which names what is missing and the remedy, and OSError where the disk is full.
+    """
+    if not torch.cuda.is_available():
+        return
+    from triton import knobs
+    from triton.runtime import driver
+
+    try_build(lambda: driver.active, Path(knobs.cache.dir))
+
+
+def try_build(build: Callable[[], object], cache: Path) -> None:
+    """Look at the compiler and at Triton's cache folder, then `build`; raises as `check_toolchain` does."""
+    compiler = _compiler()
+    _check_cache(cache)
+    try:
+        build()
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(
+            f"{compiler} cannot build what launches kernels (its messages are above): {error}; install libc's and "
+            "Python's headers (Debian: libc6-dev, python3-dev)"
+        ) from error
+    except ImportError as error:
+        raise ConfigError(
+            f"what launches kernels was built and cannot be loaded: {error}; name a folder in TRITON_CACHE_DIR from "
+            "which libraries may be loaded, and remove what another machine has left there"
+        ) from error
+
+
+def _compiler() -> str:
+    named = os.environ.get("CC")
+    found = [path for name in ([named] if named else COMPILERS) if (path := shutil.which(name))]
+    if not found:
+        where = f"CC is {named!r}, which is no program" if named else "neither gcc nor clang is on PATH"
+        raise ConfigError(
+            f"a GPU's kernels need a C compiler when the worker runs, and {where}; install gcc and libc6-dev (the "
+            "image kvrail-worker-gpu has them), or name one in CC"
+        )
+    return found[0]
+
+
+def _check_cache(cache: Path) -> None:
+    remedy = "name a folder elsewhere in TRITON_CACHE_DIR"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except PermissionError as error:
+        raise ConfigError(
+            f"the folder of compiled kernels {cache} cannot be made: {error.strerror}; {remedy}"
+        ) from None
+    if not os.access(cache, os.W_OK):
+        raise ConfigError(
+            f"the folder of compiled kernels {cache} cannot be written; {remedy}, or give it to this user"
+        )
+    if os.statvfs(cache).f_flag & os.ST_NOEXEC:
+        raise ConfigError(
+            f"the folder of compiled kernels {cache} is on a file system mounted noexec, and they are loaded from it; "
+            f"{remedy}, such as a volume, or mount it with exec"
+        )

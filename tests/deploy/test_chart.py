@@ -1,0 +1,301 @@
+"""The Helm chart: rendered by Helm, valid for Kubernetes, and made of what kvrail's processes really take."""
+
+import json
+import re
+from pathlib import Path
+
+import helm_python as helm
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings
+from kvrail.metrics import EngineMetrics, RouterMetrics
+
+CHART = Path(__file__).parents[2] / "deploy" / "helm" / "kvrail"
+CASES = ("minimal", "gpu", "everything")
+OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
+ROLES = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
+
+
+def rendered(values):
+    """All objects of the chart, and its notes."""
+    with helm.Chart.load(str(CHART)) as chart:
+        files = chart.render(values, name="demo", namespace="llm")
+    notes = files.pop("kvrail/templates/NOTES.txt")
+    return [each for text in files.values() for each in yaml.safe_load_all(text) if each], notes
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return {case: rendered(yaml.safe_load((CHART / "ci" / f"{case}-values.yaml").read_text())) for case in CASES}
+
+
+def of_kind(objects, kind):
+    return {each["metadata"]["name"].removeprefix("demo-kvrail-"): each for each in objects if each["kind"] == kind}
+
+
+def fields(**properties):
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+TEXT, LABELS, SECRET = {"type": "string"}, {"type": "object"}, fields(name={}, key={})
+CUSTOM = {
+    # From the API references of KEDA 2, the Prometheus operator and cert-manager: no field may be misspelt.
+    "ScaledObject": fields(
+        scaleTargetRef=fields(name=TEXT),
+        minReplicaCount={"type": "integer"},
+        maxReplicaCount={"type": "integer"},
+        pollingInterval={"type": "integer"},
+        cooldownPeriod={"type": "integer"},
+        advanced=fields(horizontalPodAutoscalerConfig=fields(behavior={"type": "object"})),
+        triggers={
+            "type": "array",
+            "minItems": 1,
+            "items": fields(
+                type={"const": "prometheus"}, metadata=fields(serverAddress=TEXT, query=TEXT, threshold=TEXT)
+            ),
+        },
+    ),
+    "ServiceMonitor": fields(
+        selector=fields(matchLabels=LABELS),
+        endpoints={
+            "type": "array",
+            "items": fields(
+                port=TEXT,
+                path=TEXT,
+                interval=TEXT,
+                scheme={"enum": ["http", "https"]},
+                relabelings={"type": "array", "items": fields(targetLabel=TEXT, replacement=TEXT)},
+                tlsConfig=fields(
+                    ca=fields(secret=SECRET), cert=fields(secret=SECRET), keySecret=SECRET, serverName=TEXT
+                ),
+            ),
+        },
+    ),
+    "Certificate": fields(
+        secretName=TEXT,
+        commonName=TEXT,
+        dnsNames={"type": "array", "items": TEXT},
+        usages={"type": "array", "items": {"enum": ["digital signature", "server auth", "client auth"]}},
+        privateKey=fields(algorithm={"enum": ["ECDSA"]}, size={"enum": [256]}, rotationPolicy={"enum": ["Always"]}),
+        duration=TEXT,
+        renewBefore=TEXT,
+        issuerRef=fields(name=TEXT, kind=TEXT, group=TEXT),
+    ),
+}
+
+
+def test_helm_finds_nothing_to_complain_of():
+    found = helm.lint(str(CHART))
+    assert found["errors"] == []
+    assert [each["error"] for each in found["messages"]] == ["icon is recommended"]
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("case", CASES)
+def test_every_object_is_valid(cases, case, version):
+    objects, notes = cases[case]
+    assert "kvrail serves" in notes
+    for each in objects:
+        if each["kind"] in CUSTOM:
+            jsonschema.validate(each["spec"], CUSTOM[each["kind"]])
+        else:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_an_invalid_object_would_be_seen(cases):
+    deployment = json.loads(json.dumps(of_kind(cases["minimal"][0], "Deployment")["decode"]))
+    deployment["spec"]["template"]["spec"]["containers"][0]["startupProb"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, NEWEST, strict=True)
+
+
+def test_all_optional_parts_are_there_with_everything(cases):
+    objects, _ = cases["everything"]
+    for kind, names in (
+        ("ScaledObject", {"prefill", "decode"}),
+        ("ServiceMonitor", set(ROLES)),
+        ("Certificate", set(ROLES)),
+        ("NetworkPolicy", set(ROLES)),
+        ("PodDisruptionBudget", set(ROLES)),
+    ):
+        assert set(of_kind(objects, kind)) == names
+    assert "replicas" not in of_kind(objects, "Deployment")["decode"]["spec"], "KEDA says how many"
+    kinds = {each["kind"] for each in cases["minimal"][0]}
+    assert not kinds & {"ScaledObject", "ServiceMonitor", "Certificate"}
+
+
+def settings_of(objects, role):
+    """The settings that a role's process makes of its environment."""
+    (container,) = of_kind(objects, "Deployment")[role]["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == [role]
+    given = {each["name"]: each.get("value", "from-a-secret") for each in container["env"]}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            if not re.search(r"_TLS_|_METRICS_TLS$", name):
+                patch.setenv(name, value)
+        return ROLES[role].load(), given, container
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_process_takes_the_environment_that_it_is_given(cases, case, role):
+    objects, _ = cases[case]
+    settings, given, container = settings_of(objects, role)
+    pod = of_kind(objects, "Deployment")[role]["spec"]["template"]["spec"]
+    assert settings.host == "0.0.0.0"
+    assert pod["terminationGracePeriodSeconds"] > settings.grace_period_s
+    assert not pod["enableServiceLinks"], "Kubernetes would add variables KVRAIL_..., which are no settings"
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    if role == "router":
+        assert ports == {"http": settings.port}
+    else:
+        assert ports["grpc"] == settings.port
+        assert ports["metrics"] == settings.metrics_port
+        assert settings.device == ("cpu" if case == "minimal" else "cuda")
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (case != "minimal")
+    if role == "prefill":
+        assert ports["data"] == settings.data_port
+    if case == "everything":
+        assert settings.model_names == ("qwen3-8b", "default")
+        assert given[f"KVRAIL_{role.upper()}_TLS_CERT"] == "/tls/tls.crt"
+
+
+def test_settings_reach_the_processes_as_they_are_written(cases):
+    objects, _ = cases["everything"]
+    router, decode = settings_of(objects, "router")[0], settings_of(objects, "decode")[0]
+    assert (router.policy, router.max_body_bytes, router.priorities) == ("least-load", 16777216, True)
+    assert router.cors_origins == ("https://chat.example.com",)
+    assert router.api_keys == ("from-a-secret",)
+    assert (decode.codec, decode.local_prefill_tokens, decode.kv_dtype) == ("splitzip-channel", -1, "float8_e4m3fn")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_selectors_and_ports_fit_together(cases, case):
+    objects, _ = cases[case]
+    deployments, services = of_kind(objects, "Deployment"), of_kind(objects, "Service")
+    for role in ROLES:
+        pod = deployments[role]["spec"]["template"]
+        labels, (container,) = pod["metadata"]["labels"], pod["spec"]["containers"]
+        assert services[role]["spec"]["selector"].items() <= labels.items()
+        assert deployments[role]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        budget = of_kind(objects, "PodDisruptionBudget")[role]
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        names = {each["name"] for each in container["ports"]}
+        assert {each["targetPort"] for each in services[role]["spec"]["ports"]} <= names
+        volumes = {each["name"] for each in pod["spec"]["volumes"]}
+        assert {each["name"] for each in container["volumeMounts"]} == volumes
+        others = [other for other in ROLES if other != role]
+        for other in others:
+            theirs = deployments[other]["spec"]["template"]["metadata"]["labels"]
+            assert not services[role]["spec"]["selector"].items() <= theirs.items()
+    settings = settings_of(objects, "router")[0]
+    for role, found in (("prefill", settings.prefill_workers), ("decode", settings.decode_workers)):
+        port = services[role]["spec"]["ports"][0]["port"]
+        assert found == (f"dns+demo-kvrail-{role}.llm.svc.cluster.local:{port}",)
+        assert services[role]["spec"]["clusterIP"] == "None"
+    assert settings_of(objects, "decode")[0].allowed_prefill_workers == ("demo-kvrail-prefill.llm.svc.cluster.local",)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_are_restricted(cases, case):
+    """What the pod security standard `restricted` demands, and a read-only root."""
+    for deployment in of_kind(cases[case][0], "Deployment").values():
+        pod = deployment["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not pod["automountServiceAccountToken"]
+        allowed = {"emptyDir", "persistentVolumeClaim", "secret"}
+        assert all(set(volume) - {"name"} <= allowed for volume in pod["volumes"])
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert not context["allowPrivilegeEscalation"]
+            assert context["readOnlyRootFilesystem"]
+            assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def reaches(objects, source, target, port):
+    """Whether the network policies let a pod with labels `source` (of this namespace) reach a role's port."""
+    pod = of_kind(objects, "Deployment")[target]["spec"]["template"]
+    names = {each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+    policies = [
+        policy["spec"]
+        for policy in of_kind(objects, "NetworkPolicy").values()
+        if policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    ]
+    assert policies, "nothing protects this pod"
+
+    def peer(rule):
+        if "namespaceSelector" in rule:
+            return rule["namespaceSelector"] == {}
+        return rule["podSelector"]["matchLabels"].items() <= source.items()
+
+    return any(
+        (not rule.get("from") or any(peer(each) for each in rule["from"]))
+        and (not rule.get("ports") or port in [names.get(each["port"], each["port"]) for each in rule["ports"]])
+        for policy in policies
+        for rule in policy["ingress"]
+    )
+
+
+@pytest.mark.parametrize("case", ["minimal", "gpu"])
+def test_only_those_who_must_reach_a_worker_do(cases, case):
+    objects, _ = cases[case]
+    labels = {role: of_kind(objects, "Deployment")[role]["spec"]["template"]["metadata"]["labels"] for role in ROLES}
+    labels["stranger"] = {"app": "stranger"}
+    for source in labels:
+        assert reaches(objects, labels[source], "router", 8000)
+        assert reaches(objects, labels[source], "decode", 7002) == (source == "router")
+        assert reaches(objects, labels[source], "prefill", 7001) == (source in ("router", "decode"))
+        assert reaches(objects, labels[source], "prefill", 7003) == (source == "decode")
+        assert reaches(objects, labels[source], "decode", 9100), "metrics, unless metricsFrom says by whom"
+
+
+def test_with_everything_strangers_get_nothing_and_workers_speak_ucx(cases):
+    objects, _ = cases["everything"]
+    labels = {role: of_kind(objects, "Deployment")[role]["spec"]["template"]["metadata"]["labels"] for role in ROLES}
+    for target, port in (("router", 8000), ("decode", 9100), ("prefill", 9100), ("decode", 7002)):
+        assert not reaches(objects, {"app": "stranger"}, target, port)
+    assert reaches(objects, labels["decode"], "prefill", 40000)
+    assert reaches(objects, labels["prefill"], "decode", 40000)
+
+
+def test_pools_are_scaled_by_metrics_that_exist(cases):
+    registry = CollectorRegistry()
+    RouterMetrics(registry, "m")
+    EngineMetrics(registry, "m")
+    known = {sample.name for family in registry.collect() for sample in family.samples}
+    for scaled in of_kind(cases["everything"][0], "ScaledObject").values():
+        query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+        assert re.search(r"kvrail_\w+", query)[0] in known
+        assert scaled["spec"]["scaleTargetRef"]["name"] == scaled["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prefil": {}},
+        {"decode": {"replicas": 0}},
+        {"worker": {"gpus": 2}},
+        {"router": {"settings": {"Policy": "least-load"}}},
+        {"model": {"name": ""}},
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(wrong):
+    with pytest.raises(helm.HelmError):
+        rendered(wrong)
+
+
+def test_without_prefill_workers_routers_look_for_none():
+    objects, _ = rendered({"prefill": {"replicas": 0}})
+    assert settings_of(objects, "router")[0].prefill_workers == ()
+
+
+def test_the_readme_names_every_case():
+    text = (CHART / "README.md").read_text()
+    assert all(f"ci/{case}-values.yaml" in text for case in CASES)
+    assert {path.name for path in (CHART / "ci").iterdir()} == {f"{case}-values.yaml" for case in CASES}
