@@ -11,7 +11,7 @@ from kvrail.services.router.workers import WorkerPool
 
 def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
     """Bring the gauges of the workers, and of all decode workers together, up to date; called when metrics are read."""
-    for worker in pool.workers:
+    for worker in (*pool.workers, *pool.leaving.values()):
         metrics.show_worker(
             worker.role,
             worker.target,
