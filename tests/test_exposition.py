@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvrail.exposition
 from kvrail import buckets, tally
 from kvrail.exposition import Exposition
 from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
@@ -52,6 +53,26 @@ def test_what_has_moved_is_written_anew():
         if number == 100:
             families.append(tally.gauges("later", "Came later.", ["x"], registry))
         assert exposition.render()[0] == generate_latest(registry)
+
+
+def test_only_what_has_moved_is_written_anew(monkeypatch):
+    registry = Registry()
+    counter = tally.counters("c", "Counts.", ["x"], registry)
+    histogram = tally.histograms("h", "Times.", ["x"], registry, (0.1, 1.0))
+    for label in "abcdef":
+        counter.labels(label).inc()
+        histogram.labels(label).observe(1)
+    exposition, written = Exposition(registry), []
+    monkeypatch.setattr(kvrail.exposition, "floatToGoString", lambda value: written.append(value) or repr(value))
+    exposition.render()
+    assert len(written) == 6 + 6 * 5
+    written.clear()
+    exposition.render()
+    assert written == []
+    counter.labels("b").inc(2)
+    histogram.labels("c").observe(0.5)
+    exposition.render()
+    assert written == [3.0, 0, 2, 2, 2, 1.5]
 
 
 def test_a_collector_of_the_library_is_shown_too():
