@@ -19,7 +19,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 .PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format docs-metrics protos gpu-test \
 	gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
+	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-scrape bench-overload bench-local-prefill bench-structured \
 	simulate replay
 .DEFAULT_GOAL := help
 
@@ -149,6 +149,9 @@ bench-cpu-step: $(VENV)/.dev  ## a step on a CPU, and what parts of its design b
 
 bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and decode worker, without a model
 	$(BIN)/python -m benchmarks.token_path $(ARGS)
+
+bench-scrape: $(VENV)/.dev  ## what a scrape of the router's metrics costs while streams run through it
+	$(BIN)/python -m benchmarks.scrape $(ARGS)
 
 bench-overload: $(VENV)/.dev  ## who is lost and who waits when one client floods a cluster; five minutes
 	$(BIN)/python -m benchmarks.overload $(ARGS)
