@@ -3,6 +3,7 @@
 import math
 import random
 
+import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -85,6 +86,11 @@ def test_a_collector_of_the_library_is_shown_too():
     registry = Registry()
     registry.register(Own())
     assert Exposition(registry).render()[0] == generate_latest(registry)
+    prometheus_client.Counter("theirs", "Counts.", ["a"], registry=registry).labels("x").inc()
+    prometheus_client.Histogram("theirs_too", "Times.", registry=registry).observe(1)
+    blocks = generate_latest(registry).decode().split("# HELP ")[1:]
+    kept = "".join(f"# HELP {block}" for block in blocks if "_created" not in block.partition(" ")[0])
+    assert Exposition(registry).render()[0].decode() == kept
 
 
 def everything() -> Registry:
