@@ -158,6 +158,9 @@ bench-cpu-step: $(VENV)/.dev  ## a step on a CPU, and what parts of its design b
 bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and decode worker, without a model
 	$(BIN)/python -m benchmarks.token_path $(ARGS)
 
+bench-scrape: $(VENV)/.dev  ## what a scrape of the router's metrics costs while streams run through it
+	$(BIN)/python -m benchmarks.scrape $(ARGS)
+
 bench-overload: $(VENV)/.dev  ## who is lost and who waits when one client floods a cluster; five minutes
 	$(BIN)/python -m benchmarks.overload $(ARGS)
 

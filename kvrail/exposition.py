@@ -132,7 +132,7 @@ class _Block:
 
 
 class _Collected:
-    """The text of a collector of prometheus_client's own."""
+    """The text of a collector of prometheus_client's own, without the `_created` series that double others."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
@@ -142,7 +142,8 @@ class _Collected:
         parts = []
         for family in self._collector.collect():
             parts.append(_head(family.name, family.documentation, family.type))
-            parts += [f"{_start(s.name, s.labels)}{_number(s.value)}\n" for s in family.samples]
+            kept = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            parts += [f"{_start(sample.name, sample.labels)}{_number(sample.value)}\n" for sample in kept]
         return "".join(parts)
 
 

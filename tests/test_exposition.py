@@ -3,11 +3,13 @@
 import math
 import random
 
+import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
+import kvrail.exposition
 from kvrail import buckets, tally
 from kvrail.exposition import Exposition
 from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
@@ -54,6 +56,26 @@ def test_what_has_moved_is_written_anew():
         assert exposition.render()[0] == generate_latest(registry)
 
 
+def test_only_what_has_moved_is_written_anew(monkeypatch):
+    registry = Registry()
+    counter = tally.counters("c", "Counts.", ["x"], registry)
+    histogram = tally.histograms("h", "Times.", ["x"], registry, (0.1, 1.0))
+    for label in "abcdef":
+        counter.labels(label).inc()
+        histogram.labels(label).observe(1)
+    exposition, written = Exposition(registry), []
+    monkeypatch.setattr(kvrail.exposition, "floatToGoString", lambda value: written.append(value) or repr(value))
+    exposition.render()
+    assert len(written) == 6 + 6 * 5
+    written.clear()
+    exposition.render()
+    assert written == []
+    counter.labels("b").inc(2)
+    histogram.labels("c").observe(0.5)
+    exposition.render()
+    assert written == [3.0, 0, 2, 2, 2, 1.5]
+
+
 def test_a_collector_of_the_library_is_shown_too():
     class Own:
         def collect(self):
@@ -64,6 +86,11 @@ def test_a_collector_of_the_library_is_shown_too():
     registry = Registry()
     registry.register(Own())
     assert Exposition(registry).render()[0] == generate_latest(registry)
+    prometheus_client.Counter("theirs", "Counts.", ["a"], registry=registry).labels("x").inc()
+    prometheus_client.Histogram("theirs_too", "Times.", registry=registry).observe(1)
+    blocks = generate_latest(registry).decode().split("# HELP ")[1:]
+    kept = "".join(f"# HELP {block}" for block in blocks if "_created" not in block.partition(" ")[0])
+    assert Exposition(registry).render()[0].decode() == kept
 
 
 def everything() -> Registry:
