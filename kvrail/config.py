@@ -116,6 +116,12 @@ class ServiceSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
     log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
     grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
+    tls_ca: str = Field("", description="CA of the services' certificates, PEM (docs/security.md); default: no TLS")
+    tls_cert: str = Field("", description="this process's certificate, PEM; read again when it changes (default none)")
+    tls_key: str = Field("", description="its key, PEM, without a password (default none)")
+    tls_verify: Literal["host", "role"] = Field(
+        "host", description="what a service's certificate must name: the host by which it is called, or its role"
+    )
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -184,6 +190,9 @@ class WorkerSettings(ServiceSettings):
     """What prefill and decode workers share."""
 
     metrics_port: Port = Field(0, description="HTTP port of /metrics and /health; 0: any free one")
+    metrics_tls: bool = Field(
+        False, description="metrics port under TLS; /metrics then asks for a certificate of the CA, /health for none"
+    )
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     dtype: ComputeDtype = Field("auto", description="type to compute in; auto: float32 on a CPU, bfloat16 on CUDA")
     kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
@@ -218,6 +227,9 @@ class WorkerSettings(ServiceSettings):
     )
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
+    )
+    ucx_in_clear: bool = Field(
+        False, description="let ucx carry KV beside TLS, unencrypted: whoever reads that network reads prompts"
     )
     codebook: str = Field(
         "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"

@@ -13,6 +13,7 @@ KvrailError
 ├── FrameError                a frame is torn, corrupt, out of order, duplicated or oversized
 ├── TransferAbortedError      the sender gave up a transfer before its last frame
 ├── WorkerUnavailableError    a worker cannot be reached or was lost
+│   └── PeerRefusedError       a worker takes no such call from who has this process's certificate
 ├── DeadlineError             the request's deadline passed
 └── RequestCancelledError     the caller went away
 
@@ -79,6 +80,10 @@ class TransferAbortedError(KvrailError):
 
 class WorkerUnavailableError(KvrailError):
     """A worker cannot be reached or was lost."""
+
+
+class PeerRefusedError(WorkerUnavailableError):
+    """A worker takes no such call from who has this process's certificate."""
 
 
 class DeadlineError(KvrailError):

@@ -10,10 +10,24 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvrail.errors import ConfigError
+from kvrail.tls import Tls, roles_of
 
 METRICS_PATHS = ("/metrics", "/metrics/vllm")
+ROLES = "roles"
+"""Key of a request's state: the roles of the client's certificate."""
+
+
+class _KnowingProtocol(HttpToolsProtocol):
+    """Tells the application whose certificate a client has shown."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        shown = self.transport.get_extra_info("peercert") or {}
+        uris = (value for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
+        self.scope["state"] = {ROLES: roles_of(uris)}
 
 
 class _Server(uvicorn.Server):
@@ -43,15 +57,22 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def start_side_server(
-    host: str, port: int, render: Callable[[str], tuple[bytes, str]], healthy: Callable[[], bool]
+    host: str,
+    port: int,
+    render: Callable[[str], tuple[bytes, str]],
+    healthy: Callable[[], bool],
+    tls: Tls | None = None,
 ) -> tuple[int, Callable[[], Awaitable[None]]]:
     """Serve /metrics, /metrics/vllm and /health; returns the bound port and a coroutine function that stops it.
 
     render: path -> (body, content type), for the two metrics paths. healthy: False turns /health into a 503.
-    Raises ConfigError where the port is taken.
+    tls: its certificate; then metrics are for who has one of the CA, of any role. /health asks for none: whoever
+    probes may have none, and learns one bit. Raises ConfigError where the port is taken.
     """
 
     async def metrics(request: Request) -> Response:
+        if tls is not None and not request.scope["state"][ROLES]:
+            return Response("metrics are for certificates of this cluster's CA; show one\n", status_code=403)
         body, content_type = render(request.url.path)
         return Response(body, headers={"content-type": content_type})
 
@@ -60,7 +81,11 @@ async def start_side_server(
 
     routes = [Route("/health", health), *(Route(path, metrics) for path in METRICS_PATHS)]
     listener = _listen(host, port)
-    config = uvicorn.Config(Starlette(routes=routes), log_config=None, access_log=False, lifespan="off")
+    protocol = "auto" if tls is None else _KnowingProtocol
+    config = uvicorn.Config(Starlette(routes=routes), http=protocol, log_config=None, access_log=False, lifespan="off")
+    config.load()
+    if tls is not None:
+        config.ssl = tls.listening_context()
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http side server")
 

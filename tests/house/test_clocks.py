@@ -7,11 +7,13 @@ ROOT = Path(__file__).parents[2]
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
 TELLING = {
     "kvrail/text/chat.py",
+    "kvrail/tls.py",
+    "kvrail/services/cli/certs.py",
     "kvrail/services/router/service.py",
     "kvrail/services/router/responses/service.py",
     "kvrail/services/router/responses/writer.py",
 }
-"""A chat template's date; when an answer was created, and when it was complete."""
+"""A chat template's date; when an answer was created, and when it was complete; when a certificate begins and ends."""
 
 
 def readings(source):

@@ -10,6 +10,7 @@ import grpc.aio
 from kvrail.breaker import Breaker
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.prefill import GrpcPrefillClient
+from kvrail.tls import Tls
 
 logger = logging.getLogger("kvrail.decode")
 
@@ -76,13 +77,14 @@ class Breakers:
 class GrpcPrefillWorkers:
     """Opens a channel to a prefill worker when it is first asked for, and keeps it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def client(self, address: str) -> GrpcPrefillClient:
         """A client of the worker at `address`, host:port."""
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, tls=self._tls, role="prefill")
         return GrpcPrefillClient(self._channels[address], address)
 
     async def close(self) -> None:

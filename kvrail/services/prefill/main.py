@@ -7,7 +7,7 @@ from kvrail.services.carriers import Carriers
 from kvrail.services.codecs import Codecs
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
-from kvrail.worker import build_worker, run_worker, serve
+from kvrail.worker import build_worker, certificate, run_worker, serve
 
 
 def run(settings: PrefillSettings) -> int:
@@ -16,6 +16,7 @@ def run(settings: PrefillSettings) -> int:
 
 
 async def _main(settings: PrefillSettings) -> None:
+    tls = certificate(settings, "prefill")
     observer = PageObserver(asyncio.get_running_loop())
     codecs = Codecs(settings, allow_lossy=True)
     worker = build_worker(settings, codecs=codecs.parameters, on_layer=observer.layers_written, detokenize=False)
@@ -25,7 +26,7 @@ async def _main(settings: PrefillSettings) -> None:
     codecs.prepare(carriers.first_codec(codecs.usual), worker.loaded)
     servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
     try:
-        await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))
+        await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer), tls)
     finally:
         codecs.close()
         await carriers.aclose()

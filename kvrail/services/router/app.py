@@ -16,14 +16,16 @@ from kvrail.services.router.responses.service import Responses
 from kvrail.services.router.routes import api_routes, count_refusal, messages_routes, operator_routes, responses_routes
 from kvrail.services.router.service import RouterService
 from kvrail.text import Tokenizer
+from kvrail.tls import Tls
 
 
 def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
     """The application; `app.state.service` is set while it runs. `app.state.parsing`: whose body is parsed."""
+    tls = Tls.of(settings, "router")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = RouterService(settings, tokenizer)
+        service = RouterService(settings, tokenizer, tls)
         app.state.service = service
         app.state.responses = Responses(service)
         app.state.messages = Messages(service)

@@ -25,17 +25,18 @@ from kvrail.services.router.translate import Plan, Planner
 from kvrail.services.router.workers import WorkerPool
 from kvrail.services.router.writers import Writer, chunk_writer, error_event
 from kvrail.text import Tokenizer
+from kvrail.tls import Tls
 
 
 class RouterService:
     """Everything that outlives a request. Make it inside the event loop: channels belong to one."""
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer) -> None:
+    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, tls: Tls | None = None) -> None:
         self.settings = settings
         self.model = settings.model_name
         self.registry = prometheus_client.CollectorRegistry()
         self.metrics = RouterMetrics(self.registry, self.model)
-        self.pool = WorkerPool(settings, self.metrics)
+        self.pool = WorkerPool(settings, self.metrics, tls)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
         self.tokenizer = tokenizer

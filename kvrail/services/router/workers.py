@@ -25,6 +25,7 @@ from kvrail.services.router.compatibility import (
 from kvrail.services.router.policy import POLICIES, Ask, Candidate, Load, WorkerState, able
 from kvrail.services.router.prefixes import WorkerPages
 from kvrail.services.router.translate import Limits
+from kvrail.tls import Tls
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2
 
@@ -166,8 +167,8 @@ class Worker:
 class DecodeWorker(Worker):
     """A worker that generates."""
 
-    def __init__(self, target: str) -> None:
-        channel = open_channel(target)
+    def __init__(self, target: str, tls: Tls | None = None) -> None:
+        channel = open_channel(target, tls=tls, role="decode")
         self.client = DecodeClient(channel, peer=f"decode worker {target}")
         super().__init__("decode", target, channel, self.client)
 
@@ -175,20 +176,20 @@ class DecodeWorker(Worker):
 class PrefillWorker(Worker):
     """A worker that decode workers call; the router only looks at its load."""
 
-    def __init__(self, target: str) -> None:
-        channel = open_channel(target)
+    def __init__(self, target: str, tls: Tls | None = None) -> None:
+        channel = open_channel(target, tls=tls, role="prefill")
         super().__init__("prefill", target, channel, PrefillStatusClient(channel, peer=f"prefill worker {target}"))
 
 
 class WorkerPool:
     """All workers of the configuration. Start and close it inside the event loop."""
 
-    def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
+    def __init__(self, settings: RouterSettings, metrics: RouterMetrics, tls: Tls | None = None) -> None:
         self._model = settings.model_name
         self._interval = settings.status_interval_s
         self._metrics = metrics
-        self.decode = {target: DecodeWorker(target) for target in settings.decode_workers}
-        self.prefill = {target: PrefillWorker(target) for target in settings.prefill_workers}
+        self.decode = {target: DecodeWorker(target, tls) for target in settings.decode_workers}
+        self.prefill = {target: PrefillWorker(target, tls) for target in settings.prefill_workers}
         self.fingerprint = ""
         self.on_change: Callable[[], object] = lambda: None
         self.policy = POLICIES[settings.policy]

@@ -71,6 +71,12 @@ async def start_sockets(pool_bytes):
     return await SocketCarrier.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host="127.0.0.1")
 
 
+async def start_sealed(pool_bytes):
+    return await SocketCarrier.start(
+        RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host="127.0.0.1", sealed=True
+    )
+
+
 async def start_device(pool_bytes):
     return await UcxCarrier.start(
         host_bytes=1 << 20, device=torch.device("cuda", 0), device_bytes=pool_bytes, settings=CMA
@@ -84,6 +90,7 @@ def device_unavailable():
 CARRIERS = [
     Kind("inproc", start_inproc, one_object=True, processes=False),
     Kind("grpc", start_sockets, lambda carrier: carrier.pool),
+    Kind("grpc-sealed", start_sealed, lambda carrier: carrier.pool),
     Kind("ucx-tcp", start_tcp, lambda carrier: carrier.pools.host, keeps=True, unavailable=available),
     Kind("ucx-cma", start_cma, lambda carrier: carrier.pools.host, keeps=True, needs_peer=False, unavailable=available),
     Kind(
