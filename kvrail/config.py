@@ -146,6 +146,25 @@ class RouterSettings(ServiceSettings):
         ("127.0.0.1:7001",), description="prefill workers, host:port each; none: decode workers prefill"
     )
     api_keys: Names = Field((), repr=False, description="accepted keys, bearer or X-Api-Key; none: no authentication")
+    api_keys_file: str = Field(
+        "",
+        description="TOML file of keys with names and limits (kvrail keys add); read again when it changes"
+        " (default none)",
+    )
+    ssl_cert: str = Field(
+        "", description="certificate of the HTTP port, PEM; read again when it changes (default none: no TLS)"
+    )
+    ssl_key: str = Field("", description="its key, PEM, without a password (default none)")
+    admin_port: int = Field(
+        -1,
+        ge=-1,
+        le=65535,
+        description="port of its own for /metrics, the whole /health and /drain; 0: any free one, -1: none",
+    )
+    metrics_tls: bool = Field(
+        False, description="admin port under TLS, for certificates of the CA; but /live, /ready for all"
+    )
+    admin_host: str = Field("", description="address of the admin port (default: --host)")
     request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one request, in seconds")
     max_concurrent_requests: PositiveInt = Field(
         1024, description="requests at once, waiting ones included, one of n sequences counted n times; beyond it: 429"

@@ -9,6 +9,7 @@ KvrailError
 ├── ResponseNotFoundError     no such response is kept
 ├── AuthenticationError       no valid API key
 ├── OverloadedError           no capacity now; carries seconds after which to retry
+│   └── RateLimitError        an API key has had what it may have in this time
 ├── IncompatibleError         the handshake failed: protocol, model, layout, codec or transport differ
 ├── FrameError                a frame is torn, corrupt, out of order, duplicated or oversized
 ├── TransferAbortedError      the sender gave up a transfer before its last frame
@@ -64,6 +65,14 @@ class OverloadedError(KvrailError):
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class RateLimitError(OverloadedError):
+    """An API key has had what it may have in this time; `limit` says of what."""
+
+    def __init__(self, message: str, limit: str, retry_after: float) -> None:
+        super().__init__(f"{message}; retry after {retry_after:.0f} s", retry_after=retry_after)
+        self.limit = limit
 
 
 class IncompatibleError(KvrailError):

@@ -6,16 +6,17 @@ the method asks for (kvrail.rpc.roles).
 """
 
 import ipaddress
+import itertools
 import logging
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from kvrail.errors import ConfigError
+from kvrail.watched import Watched, content_of
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate, SubjectAlternativeName
@@ -28,8 +29,6 @@ ROLES: tuple[Role, ...] = ("router", "prefill", "decode", "metrics")
 Verify = Literal["host", "role"]
 """What a certificate must name that is shown by whoever is called: the host that was called, or its role."""
 
-LOOK_EVERY_S = 1.0
-"""How often files are looked at, at most; a handshake or a call makes the process look."""
 SOON_DAYS = 7
 """A certificate that has no longer to live is warned of."""
 _ANYWHERE = ("", "0.0.0.0", "::")
@@ -75,11 +74,10 @@ class Tls:
         Raises ConfigError that names the file and the remedy.
         """
         self.role, self.verify = role, verify
-        self._paths = {"tls_ca": Path(ca), "tls_cert": Path(cert), "tls_key": Path(key)}
+        self._paths = {"--tls-ca": Path(ca), "--tls-cert": Path(cert), "--tls-key": Path(key)}
         self._host = "" if host in _ANYWHERE or verify == "role" else host
-        self._looked = monotonic()
-        self._seen = self._stat()
-        self._material, self._contexts = self._read(1)
+        self._numbers = itertools.count(1)
+        self._files = Watched(tuple(self._paths.values()), self._read)
 
     @classmethod
     def of(cls, settings: TlsSettings, role: Role) -> "Tls | None":
@@ -94,24 +92,11 @@ class Tls:
 
     def material(self) -> Material:
         """What the files hold; where a change is not good, what they held before it."""
-        now = monotonic()
-        if now - self._looked < LOOK_EVERY_S:
-            return self._material
-        self._looked = now
-        seen = self._stat()
-        if seen != self._seen:
-            try:
-                self._material, self._contexts = self._read(self._material.number + 1)
-                log.info("certificate read anew; it expires %s", f"{self._material.expires:%Y-%m-%d %H:%M} UTC")
-            except ConfigError as error:  # perhaps half written: the next change is looked at again
-                log.error("certificate not read anew, the old one stays: %s", error)
-            self._seen = seen
-        return self._material
+        return self._files.get()[0]
 
     def server_context(self) -> ssl.SSLContext:
         """For a listener that asks for a client's certificate, and leaves it to who serves to insist on one."""
-        self.material()
-        return self._contexts
+        return self._files.get()[1]
 
     def listening_context(self) -> ssl.SSLContext:
         """For a listener that outlives changes of the files: each handshake takes `server_context`."""
@@ -123,46 +108,87 @@ class Tls:
     def _renewed(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         connection.context = self.server_context()
 
-    def _stat(self) -> tuple[tuple[int, int, int], ...]:
-        """By which a change of the files is seen: a mount of Kubernetes swaps a link, so links are followed."""
-        found = []
-        for path in self._paths.values():
-            try:
-                about = path.stat()
-            except OSError:
-                found.append((0, 0, 0))
-            else:
-                found.append((about.st_mtime_ns, about.st_size, about.st_ino))
-        return tuple(found)
-
-    def _read(self, number: int) -> tuple[Material, ssl.SSLContext]:
-        ca, cert, key = (_content(name, path) for name, path in self._paths.items())
+    def _read(self) -> tuple[Material, ssl.SSLContext]:
+        ca, cert, key = (content_of(flag, path) for flag, path in self._paths.items())
         expires = check(ca, cert, key, self._paths, self.role, self._host)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = serving_context("--tls-cert", self._paths["--tls-cert"], self._paths["--tls-key"])
+        context.load_verify_locations(cadata=ca.decode())
         context.verify_mode = ssl.CERT_OPTIONAL
-        try:
-            context.load_verify_locations(cadata=ca.decode())
-            context.load_cert_chain(self._paths["tls_cert"], self._paths["tls_key"])
-        except (ssl.SSLError, OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--tls-cert {self._paths['tls_cert']} cannot be used: {error}; make it anew") from None
-        left = expires - datetime.now(UTC)
-        if left.days < SOON_DAYS:
-            log.warning(
-                "the certificate %s expires in %.1f days", self._paths["tls_cert"], left.total_seconds() / 86400
-            )
-        return Material(ca, cert, key, expires, number), context
+        return Material(ca, cert, key, expires, next(self._numbers)), context
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+class DoorCertificate:
+    """The certificate by which clients know the router's HTTP port."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        """Read and check both files. Raises ConfigError."""
+        self._cert, self._key = Path(cert), Path(key)
+        self._files = Watched((self._cert, self._key), self._read)
+
+    @classmethod
+    def of(cls, cert: str, key: str) -> "DoorCertificate | None":
+        """The one that settings name, if any. Raises ConfigError where they name one of both."""
+        if bool(cert) != bool(key):
+            raise ConfigError("--ssl-cert and --ssl-key belong together; give both, or none of them")
+        return cls(cert, key) if cert else None
+
+    def listening_context(self) -> ssl.SSLContext:
+        """For a listener that outlives changes of the files."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.sni_callback = self._renewed
+        return context
+
+    def _renewed(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = self._files.get()
+
+    def _read(self) -> ssl.SSLContext:
+        check_pair(
+            content_of("--ssl-cert", self._cert),
+            content_of("--ssl-key", self._key),
+            f"--ssl-cert {self._cert}",
+            f"--ssl-key {self._key}",
+        )
+        return serving_context("--ssl-cert", self._cert, self._key)
 
 
-def _content(name: str, path: Path) -> bytes:
+def serving_context(flag: str, cert: Path, key: Path) -> ssl.SSLContext:
+    """For a server with this certificate. Raises ConfigError where OpenSSL does not take it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        return path.read_bytes()
-    except OSError as error:
-        remedy = "let this process's user read it" if isinstance(error, PermissionError) else "name the file"
-        raise ConfigError(f"{_flag(name)} {path}: {error.strerror}; {remedy}, or make one with kvrail certs") from None
+        context.load_cert_chain(cert, key)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"{flag} {cert} cannot be used: {error}; make it anew") from None
+    return context
+
+
+def check_pair(cert: bytes, key: bytes, cert_name: str, key_name: str) -> "list[Certificate]":
+    """Check that PEM files of a certificate and a key belong together and hold now; returns the certificate's chain.
+
+    Raises ConfigError; the names say which setting it is and which file.
+    """
+    from cryptography import x509  # only where certificates are used
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        chain = x509.load_pem_x509_certificates(cert)
+    except ValueError:
+        raise ConfigError(f"{cert_name} holds no certificate in PEM; make one with kvrail certs") from None
+    try:
+        private = load_pem_private_key(key, None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key_name} is no PEM key without a password ({error}); write it as one") from None
+    leaf, now = chain[0], datetime.now(UTC)
+    if private.public_key() != leaf.public_key():
+        raise ConfigError(f"{key_name} does not belong to {cert_name}; name the key of that one")
+    if leaf.not_valid_after_utc <= now:
+        raise ConfigError(f"{cert_name} expired {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; renew it")
+    if leaf.not_valid_before_utc > now:
+        since = f"{leaf.not_valid_before_utc:%Y-%m-%d %H:%M}"
+        raise ConfigError(f"{cert_name} is not valid before {since} UTC; set this machine's clock, or wait")
+    left_days = (leaf.not_valid_after_utc - now).total_seconds() / 86400
+    if left_days < SOON_DAYS:
+        log.warning("%s expires in %.1f days", cert_name, left_days)
+    return chain
 
 
 def check(ca: bytes, cert: bytes, key: bytes, paths: dict[str, Path], role: str, host: str) -> datetime:
@@ -170,43 +196,26 @@ def check(ca: bytes, cert: bytes, key: bytes, paths: dict[str, Path], role: str,
 
     host: empty where it is not known. Raises ConfigError.
     """
-    from cryptography import x509  # only where certificates are used
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography import x509
 
-    named = {name: f"{_flag(name)} {path}" for name, path in paths.items()}
-    try:
-        chain = x509.load_pem_x509_certificates(cert)
-    except ValueError:
-        raise ConfigError(f"{named['tls_cert']} holds no certificate in PEM; make one with kvrail certs") from None
+    ca_name, cert_name, key_name = (f"{flag} {path}" for flag, path in paths.items())
+    chain = check_pair(cert, key, cert_name, key_name)
+    leaf = chain[0]
     try:
         authorities = x509.load_pem_x509_certificates(ca)
     except ValueError:
-        raise ConfigError(f"{named['tls_ca']} holds no certificate in PEM; name the CA's") from None
-    try:
-        private = load_pem_private_key(key, None)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{named['tls_key']} is no PEM key without a password ({error}); write it as one") from None
-    leaf, now = chain[0], datetime.now(UTC)
-    if private.public_key() != leaf.public_key():
-        raise ConfigError(
-            f"{named['tls_key']} does not belong to {named['tls_cert']}; name the key that it was made of"
-        )
-    if leaf.not_valid_after_utc <= now:
-        raise ConfigError(f"{named['tls_cert']} expired {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; renew it")
-    if leaf.not_valid_before_utc > now:
-        since = f"{leaf.not_valid_before_utc:%Y-%m-%d %H:%M}"
-        raise ConfigError(f"{named['tls_cert']} is not valid before {since} UTC; set this machine's clock, or wait")
+        raise ConfigError(f"{ca_name} holds no certificate in PEM; name the CA's") from None
     if not any(_issued(leaf, issuer) for issuer in (*chain[1:], *authorities)):
-        raise ConfigError(f"{named['tls_cert']} is not signed by {named['tls_ca']}; name the CA that signed it")
+        raise ConfigError(f"{cert_name} is not signed by {ca_name}; name the CA that signed it")
     names = alternative_names(leaf)
     if role_uri(role) not in names.get_values_for_type(x509.UniformResourceIdentifier):
         raise ConfigError(
-            f"{named['tls_cert']} is not one of a {role}: its alternative names lack URI:{role_uri(role)}; they are"
+            f"{cert_name} is not one of a {role}: its alternative names lack URI:{role_uri(role)}; they are"
             f" {_told(names)}"
         )
     if host and not _names_host(names, host):
         raise ConfigError(
-            f"{named['tls_cert']} does not name {host}, where this process is reached; its alternative names are"
+            f"{cert_name} does not name {host}, where this process is reached; its alternative names are"
             f" {_told(names)}; make one with that name, or set --tls-verify role everywhere"
         )
     return leaf.not_valid_after_utc

@@ -192,7 +192,7 @@ async def test_a_worker_at_another_host(authority, capfd):
 
 async def test_certificates_change_under_a_running_stream(worker, authority, monkeypatch, capfd):
     """New calls use the new certificates of both ends; the stream that runs ends as it began."""
-    monkeypatch.setattr("kvrail.tls.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrail.watched.LOOK_EVERY_S", 0.0)
     opened = []
     connect = grpc.aio.secure_channel
     monkeypatch.setattr(

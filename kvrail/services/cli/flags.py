@@ -15,7 +15,7 @@ from kvrail.config import DEMO_MODEL, Settings, flag_name
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster", ("prefill_workers", "decode_workers", "startup_timeout_s")),
-    ("network", ("host", "port", "metrics_port")),
+    ("network", ("host", "port", "metrics_port", "admin_host", "admin_port")),
     ("model", ("model", "served_model_name", "load_format", "max_model_len", "tool_parser", "reasoning_parser")),
     (
         "compute",
@@ -56,6 +56,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "requests",
         (
             "api_keys",
+            "api_keys_file",
             "request_timeout_s",
             "max_concurrent_requests",
             "newcomer_share",
@@ -87,6 +88,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "tls_key",
             "tls_verify",
             "metrics_tls",
+            "ssl_cert",
+            "ssl_key",
         ),
     ),
     ("process", ("log_level", "log_format", "grace_period_s")),

@@ -20,6 +20,7 @@ from kvrail.services.router.eventstream import EventStream
 from kvrail.services.router.formats import Json
 from kvrail.services.router.generation import Generation
 from kvrail.services.router.observe import RequestRecord
+from kvrail.services.router.quotas import SPENT
 from kvrail.services.router.usage import final_usage
 from kvrail.services.router.values import Delta
 from kvrail.services.router.writers import Writer
@@ -134,7 +135,8 @@ class Answer(Response):
             log.exception("failed after the stream began")
             await self._fail(KvrailError("internal error; the server's log has the cause"), scope, receive, send)
         finally:
-            record.close(outcome, None if self._prepared is None else self._prepared.generation)
+            generation = None if self._prepared is None else self._prepared.generation
+            scope["state"][SPENT] = record.close(outcome, generation)
 
     async def _fail(self, error: KvrailError, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell the client: by a status, or where the headers have left by the stream's last event."""

@@ -76,8 +76,8 @@ class RequestRecord:
             if before < k <= count:
                 self._metrics.time_to_token[k, kind].observe(self._timeline.elapsed())
 
-    def close(self, outcome: str, generation: Generation | None) -> None:
-        """Take note of the end; the last byte has left, or nobody waits for it."""
+    def close(self, outcome: str, generation: Generation | None) -> tuple[int, int]:
+        """Take note of the end: the last byte has left, or nobody waits for it. Returns prompt and generated tokens."""
         metrics = self._metrics
         (metrics.waiting if self._first_token is None else metrics.running).dec()
         metrics.outcomes[outcome].inc()
@@ -101,6 +101,7 @@ class RequestRecord:
             first,
             total,
         )
+        return prompt_tokens, self.completion_tokens
 
     def _observe_phases(self) -> None:
         """Observe the three phases that vLLM knows; each needs the marks at both its ends."""

@@ -103,6 +103,10 @@ class RouterService:
 
         async def prepare() -> Prepared:
             name = self.check_model(request.model)
+            if state.key is not None and not state.key.may_ask_for(name):
+                raise ModelNotFoundError(
+                    f"the API key {state.key.name!r} is not for the model {name!r}; ask for another"
+                )
             await self.pool.settle()
             plan = await plan_request()
             generation = Generation(
