@@ -16,7 +16,7 @@ CONSTRAINTS := $(if $(filter-out 0,$(GPU)),,-c constraints-cpu.txt)
 MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tests/codec/test_lynx_kernels.py \
 	-k "corrupt or one_tensor or every_bit_pattern or (kernels_equal and 0.02)"
 
-.PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
+.PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test audit \
 	gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
 	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
@@ -42,6 +42,11 @@ $(VENV)/.dev: $(SOURCES) | $(BIN)/python
 $(VENV)/clients/.made: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet -e '.[clients]'
+	@touch $@
+
+$(VENV)/audit/.made: | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --quiet 'pip-audit>=2.9'
 	@touch $@
 
 $(VENV)/.bench: $(SOURCES) | $(BIN)/python
@@ -164,6 +169,9 @@ replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real clu
 
 compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine answers
 	$(BIN)/python -m pytest -m compose tests/deploy $(ARGS)
+
+audit: $(VENV)/.dev $(VENV)/audit/.made  ## known vulnerabilities of what is installed; asks PyPI's service, so it needs the network
+	@scripts/audit.sh $(VENV)/audit/bin/pip-audit $(BIN)/python
 
 clean:  ## remove what the other targets made
 	rm -rf $(filter .venv,$(VENV)) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

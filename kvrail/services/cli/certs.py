@@ -54,6 +54,11 @@ def add_commands(commands: Commands) -> None:
             "--ca-days", default="3650", metavar="N", help="days for which a new CA holds (default 3650)"
         )
         parser.add_argument("--renew", action="store_true", help="make certificates anew with the CA in OUT")
+        parser.add_argument(
+            "--keep",
+            action="store_true",
+            help="leave all as it is where it holds for a third of --days; else renew or make",
+        )
         parser.add_argument("--force", action="store_true", help="overwrite all, the CA too")
 
 
@@ -78,6 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     days, ca_days = _days("--days", arguments.days), _days("--ca-days", arguments.ca_days)
     names = [host_name(host) for host in hosts]
     files = [out / f"{role}.{end}" for role in roles for end in ("pem", "key")]
+    if arguments.keep and (ends := _ends(out, roles)) is not None:
+        if min(ends) > datetime.now(UTC) + timedelta(days=days) / 3:
+            sys.stdout.write(f"{out} has all of them; the first expires {min(ends):%Y-%m-%d %H:%M} UTC\n")
+            return 0
+        arguments.renew = True
     new_ca = arguments.force or not arguments.renew
     if new_ca:
         files += [out / "ca.pem", out / "ca.key"]
@@ -101,6 +111,18 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename or out}: {error.strerror}; name a folder that can be written") from None
     return 0
+
+
+def _ends(out: Path, roles: list[Role]) -> list[datetime] | None:
+    """When the certificates in a folder end, or None where one is missing or cannot be read."""
+    from cryptography import x509
+
+    try:
+        files = [(out / f"{role}.pem").read_bytes() for role in roles if (out / f"{role}.key").exists()]
+        ends = [x509.load_pem_x509_certificate(content).not_valid_after_utc for content in files]
+    except (OSError, ValueError):
+        return None
+    return ends if len(ends) == len(roles) else None
 
 
 def make_authority(days: int) -> Authority:
@@ -201,10 +223,10 @@ def certificate_pem(certificate: "Certificate") -> bytes:
 
 def _roles(given: str) -> list[Role]:
     wanted = [part.strip() for part in given.split(",") if part.strip()]
-    if not wanted or (unknown := [role for role in wanted if role not in ROLES]):
-        raise ConfigError(
-            f"--roles: {given!r} names {unknown[0] if wanted else 'none'!r}; roles are {', '.join(ROLES)}"
-        )
+    unknown = [role for role in wanted if role not in ROLES]
+    if unknown or not wanted:
+        wrong = f"{unknown[0]!r} is no role" if unknown else "none is named"
+        raise ConfigError(f"--roles: {wrong}; roles are {', '.join(ROLES)}")
     return [role for role in ROLES if role in wanted]
 
 

@@ -58,6 +58,8 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
         if keys is not None:
             quotas.metrics = KeyMetrics(service.registry, service.model)
             keys.on_failure(quotas.metrics.file_errors.inc)
+            for key in keys.keys().values():
+                quotas.metrics.known(key.name)
         service.pool.start()
         try:
             yield

@@ -27,6 +27,8 @@ BUSY_RETRY_S = 1.0
 """After which to try again where a key's own requests are in the way: nobody knows when they end."""
 SPENT = "tokens"
 """Key of a request's state: prompt and generated tokens that it took, once it has ended."""
+LIMITS = ("requests", "tokens", "concurrent")
+"""What a refused request was too much of."""
 HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
@@ -124,6 +126,14 @@ class KeyMetrics:
             registry=registry,
         )
         self.file_errors = file_errors.labels(model_name)
+
+    def known(self, key: str) -> None:
+        """Show a key's series from the start: a rate needs a zero to begin with."""
+        self._requests.labels(self._model, key)
+        for kind in ("prompt", "generated"):
+            self._tokens.labels(self._model, key, kind)
+        for limit in LIMITS:
+            self._refused.labels(self._model, key, limit)
 
     def took(self, key: str, prompt: int, generated: int) -> None:
         """A request has ended."""
