@@ -140,8 +140,24 @@ async def test_a_new_certificate_at_the_door_under_a_running_stream(tokenizer, a
         authority.write("router")
 
 
-async def test_a_worker_that_refuses_the_router_is_told_of_at_health(tokenizer, authority):
-    """The router has a certificate of another role where one was meant for it: it does not even start."""
+@pytest.mark.parametrize("settings", ["without", "of another CA"])
+async def test_workers_that_refuse_the_router_are_down_and_health_says_why(
+    tokenizer, authority, settings, tmp_path_factory
+):
+    """Nothing hangs: a request gets a 503 at once."""
+    foreign = Authority(tmp_path_factory.mktemp("foreign"))
+    own = {} if settings == "without" else foreign.write("router")
+    async with run_cluster(tokenizer, tls=lambda role: authority.tls(role), wait_healthy=False, **own) as cluster:
+        cluster.service.pool._settled.set()  # the start is over
+        pool = cluster.service.pool
+        await until(lambda: all(worker.failure for worker in pool.workers))
+        health = (await cluster.http.get("/health")).json()
+        for worker in (*health["decode_workers"].values(), *health["prefill_workers"].values()):
+            assert worker["state"] == "down" and "compare --tls-ca" in worker["detail"]
+        assert (await cluster.complete()).status_code == 503
+
+
+async def test_a_router_with_anothers_certificate_does_not_start(tokenizer, authority):
     with pytest.raises(ConfigError, match="not one of a router"):
         async with run_cluster(tokenizer, **authority.settings("decode")):
             pass
