@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -58,8 +59,9 @@ def _checked(serve: Serve, method: str, allowed: frozenset[Role]) -> Serve:
 
         async def streaming(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             await _check(context, method, allowed)
-            async for reply in serve(request, context):
-                yield reply
+            async with aclosing(serve(request, context)) as replies:
+                async for reply in replies:
+                    yield reply
 
         return streaming
 
