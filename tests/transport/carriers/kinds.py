@@ -20,10 +20,10 @@ class Kind:
 
     start: makes an end that can send and receive, with so many bytes of pool. pool: the one of an end, for host
     payloads; without it regions are not the carrier's. one_object: the same carrier serves both ends. processes: they
-    are tried in two processes too. notices_death: a killed peer ends what waits for it; else `aclose` must. needs_peer: a
-    payload comes only from a process that lives and runs; else what was sent may be read from one that does not. keeps:
-    what connects two ends is kept after the first attempt. on_device: payloads lie on the CUDA device. unavailable: why
-    it cannot run here.
+    are tried in two processes too. notices_death: a killed peer ends what waits for it; else `aclose` must.
+    needs_peer: a payload comes only from a process that lives and runs; else what was sent may be read from one that
+    does not. keeps: what connects two ends is kept after the first attempt. on_device: payloads lie on the CUDA
+    device. unavailable: why it cannot run here.
     """
 
     name: str
