@@ -68,11 +68,7 @@ class OverloadedError(KvrailError):
 
 
 class RateLimitError(OverloadedError):
-    """An API key has had what it may have in this time; `limit` says of what."""
-
-    def __init__(self, message: str, limit: str, retry_after: float) -> None:
-        super().__init__(f"{message}; retry after {retry_after:.0f} s", retry_after=retry_after)
-        self.limit = limit
+    """An API key has had what it may have in this time."""
 
 
 class IncompatibleError(KvrailError):

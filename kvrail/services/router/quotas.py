@@ -77,22 +77,16 @@ class Quota:
         self.requests, self.tokens = Window(clock), Window(clock)
         self.running = 0
 
-    def check(self, key: Key) -> None:
-        """Raise RateLimitError where a further request is too much."""
+    def excess(self, key: Key) -> tuple[str, str, float] | None:
+        """Of which of LIMITS a further request is too much, in words, and after how many seconds it is not."""
+        of = f"API key {key.name!r} has"
         if key.requests_per_minute is not None and (wait := self.requests.room_after(key.requests_per_minute)):
-            raise RateLimitError(
-                f"API key {key.name!r} has had its {key.requests_per_minute} requests of a minute", "requests", wait
-            )
+            return "requests", f"{of} had its {key.requests_per_minute} requests of a minute", wait
         if key.tokens_per_minute is not None and (wait := self.tokens.room_after(key.tokens_per_minute)):
-            raise RateLimitError(
-                f"API key {key.name!r} has had its {key.tokens_per_minute} tokens of a minute", "tokens", wait
-            )
+            return "tokens", f"{of} had its {key.tokens_per_minute} tokens of a minute", wait
         if key.concurrent_requests is not None and self.running >= key.concurrent_requests:
-            raise RateLimitError(
-                f"API key {key.name!r} has {self.running} requests at once, the most that it may",
-                "concurrent",
-                BUSY_RETRY_S,
-            )
+            return "concurrent", f"{of} {self.running} requests at once, the most that it may", BUSY_RETRY_S
+        return None
 
     def headers(self, key: Key) -> dict[str, str]:
         """OpenAI's headers of limits and of what is left of them."""
@@ -175,12 +169,12 @@ class KeyLimits:
             await self._app(scope, receive, send)
             return
         quota, metrics = self._quotas.of(key), self._quotas.metrics
-        try:
-            quota.check(key)
-        except RateLimitError as error:
+        if (excess := quota.excess(key)) is not None:
+            limit, words, wait = excess
+            error = RateLimitError(f"{words}; retry after {math.ceil(wait)} s", retry_after=wait)
             self._refused(scope, error)
             if metrics is not None:
-                metrics.refused(key.name, error.limit)
+                metrics.refused(key.name, limit)
             await error_response(error)(scope, receive, _with(quota.headers(key), send))
             return
         quota.requests.add(1)
