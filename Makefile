@@ -45,6 +45,10 @@ $(VENV)/clients/.made: $(SOURCES) | $(BIN)/python
 $(VENV)/.page: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,page]'
 	@touch $(VENV)/.worker $(VENV)/.dev $@
+$(VENV)/audit/.made: | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --quiet 'pip-audit>=2.9'
+	@touch $@
 
 $(VENV)/.bench: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,bench]'
@@ -201,6 +205,9 @@ compose-test: $(VENV)/.dev  ## the compose cluster on whatever Docker engine ans
 
 page-test: $(VENV)/.page  ## the status page in Chromium, before a cluster under traffic; three minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/page $(ARGS)
+
+audit: $(VENV)/.dev $(VENV)/audit/.made  ## known vulnerabilities of what is installed; asks PyPI's service, so it needs the network
+	@scripts/audit.sh $(VENV)/audit/bin/pip-audit $(BIN)/python
 
 clean:  ## remove what the other targets made
 	rm -rf $(filter .venv,$(VENV)) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

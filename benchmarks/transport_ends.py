@@ -126,6 +126,11 @@ async def start_sockets(pool_bytes: int) -> Carrier:
     return await SocketCarrier.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host=HOST)
 
 
+async def start_sealed_sockets(pool_bytes: int) -> Carrier:
+    """The same, encrypted."""
+    return await SocketCarrier.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host=HOST, sealed=True)
+
+
 class BareSocketSender:
     """A bound: a thread that does nothing but `sendall` to whoever connects."""
 
@@ -245,6 +250,7 @@ def roads() -> list[Road]:
     found = [
         carrier_road("inproc", start_inproc, one_process=True),
         carrier_road("grpc", start_sockets),
+        carrier_road("grpc sealed", start_sealed_sockets),
         Road("bare socket", _bare_socket_sender, _bare_socket_receiver),
         Road("bare grpc.aio", _bare_grpc_sender, _bare_grpc_receiver),
     ]

@@ -13,55 +13,16 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvrail.errors import ConfigError
+from kvrail.fields import ComputeDtype, Device, KVDtype, Names, Origins, Port, Workers
 
-DNS = "dns+"
-"""Before host:port: workers have whatever addresses that name has at the time."""
 DEMO_MODEL = str(Path(__file__).resolve().parent.parent / "models" / "kvrail-demo")
-
-
-def _split(value: object) -> object:
-    """'a, b' as ('a', 'b'): lists are written with commas in flags and environment variables."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
-def _check_address(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise ValueError("write each address as host:port, for example 127.0.0.1:7001")
-    return value
-
-
-def _check_workers(value: str) -> str:
-    _check_address(value.removeprefix(DNS))
-    return value
-
-
-def _check_device(value: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-        raise ValueError("write cpu, cuda or cuda:N")
-    return value
-
-
-def _check_origin(value: str) -> str:
-    if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", value):
-        raise ValueError("write each origin as scheme://host or scheme://host:port, without a path, or *")
-    return value
-
-
-Port = Annotated[int, Field(ge=0, le=65535)]
-Workers = Annotated[tuple[Annotated[str, AfterValidator(_check_workers)], ...], NoDecode, BeforeValidator(_split)]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_split)]
-Device = Annotated[str, AfterValidator(_check_device)]
-KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]
-ComputeDtype = Literal["auto", "float32", "bfloat16"]
 
 
 class Settings(BaseSettings):
@@ -131,6 +92,12 @@ class ServiceSettings(Settings):
     metrics_names: Literal["kvrail", "vllm", "both"] = Field(
         "kvrail", description="whose names /metrics has; /metrics/vllm has vLLM's whatever this says"
     )
+    tls_ca: str = Field("", description="CA of the services' certificates, PEM (docs/security.md); default: no TLS")
+    tls_cert: str = Field("", description="this process's certificate, PEM; read again when it changes (default none)")
+    tls_key: str = Field("", description="its key, PEM, without a password (default none)")
+    tls_verify: Literal["host", "role"] = Field(
+        "host", description="what a service's certificate must name: the host by which it is called, or its role"
+    )
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -160,6 +127,25 @@ class RouterSettings(ServiceSettings):
     )
     dns_interval_s: PositiveFloat = Field(2.0, description="seconds between two looks at a name written dns+host:port")
     api_keys: Names = Field((), repr=False, description="accepted keys, bearer or X-Api-Key; none: no authentication")
+    api_keys_file: str = Field(
+        "",
+        description="TOML file of keys with names and limits (kvrail keys add); read again when it changes"
+        " (default none)",
+    )
+    ssl_cert: str = Field(
+        "", description="certificate of the HTTP port, PEM; read again when it changes (default none: no TLS)"
+    )
+    ssl_key: str = Field("", description="its key, PEM, without a password (default none)")
+    admin_port: int = Field(
+        -1,
+        ge=-1,
+        le=65535,
+        description="port of its own for /metrics, the whole /health and /drain; 0: any free one, -1: none",
+    )
+    metrics_tls: bool = Field(
+        False, description="admin port under TLS, for certificates of the CA; but /live, /ready for all"
+    )
+    admin_host: str = Field("", description="address of the admin port (default: --host)")
     request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one request, in seconds")
     max_concurrent_requests: PositiveInt = Field(
         1024, description="requests at once, waiting ones included, one of n sequences counted n times; beyond it: 429"
@@ -207,6 +193,9 @@ class WorkerSettings(ServiceSettings):
     """What prefill and decode workers share."""
 
     metrics_port: Port = Field(0, description="HTTP port of /metrics and /health; 0: any free one")
+    metrics_tls: bool = Field(
+        False, description="metrics port under TLS; /metrics then asks for a certificate of the CA, /health for none"
+    )
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     dtype: ComputeDtype = Field("auto", description="type to compute in; auto: float32 on a CPU, bfloat16 on CUDA")
     kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
@@ -244,6 +233,9 @@ class WorkerSettings(ServiceSettings):
     )
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
+    )
+    ucx_in_clear: bool = Field(
+        False, description="let ucx carry KV beside TLS, unencrypted: whoever reads that network reads prompts"
     )
     codebook: str = Field(
         "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"

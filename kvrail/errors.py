@@ -9,10 +9,12 @@ KvrailError
 ├── ResponseNotFoundError     no such response is kept
 ├── AuthenticationError       no valid API key
 ├── OverloadedError           no capacity now; carries seconds after which to retry
+│   └── RateLimitError        an API key has had what it may have in this time
 ├── IncompatibleError         the handshake failed: protocol, model, layout, codec or transport differ
 ├── FrameError                a frame is torn, corrupt, out of order, duplicated or oversized
 ├── TransferAbortedError      the sender gave up a transfer before its last frame
 ├── WorkerUnavailableError    a worker cannot be reached or was lost
+│   └── PeerRefusedError       a worker takes no such call from who has this process's certificate
 ├── DeadlineError             the request's deadline passed
 └── RequestCancelledError     the caller went away
 
@@ -65,6 +67,10 @@ class OverloadedError(KvrailError):
         self.retry_after = retry_after
 
 
+class RateLimitError(OverloadedError):
+    """An API key has had what it may have in this time."""
+
+
 class IncompatibleError(KvrailError):
     """The two ends of a hop do not agree on protocol, model, layout, codec or transport."""
 
@@ -79,6 +85,10 @@ class TransferAbortedError(KvrailError):
 
 class WorkerUnavailableError(KvrailError):
     """A worker cannot be reached or was lost."""
+
+
+class PeerRefusedError(WorkerUnavailableError):
+    """A worker takes no such call from who has this process's certificate."""
 
 
 class DeadlineError(KvrailError):

@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvrail import __version__, logs, loops
 from kvrail.calls import ActiveCalls
@@ -34,6 +34,7 @@ from kvrail.rpc.report import report_of
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.tally import Registry
 from kvrail.text import load_tokenizer
+from kvrail.tls import Tls
 from kvrail.tracing import Tracing
 from kvrail.tuning import in_passing_thread, tune_process
 from kvrail.wire import PROTOCOL_VERSION
@@ -304,6 +305,14 @@ def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
         logger.warning("tokens may differ with a batch's company: %s", finding.reason)
 
 
+def certificate(settings: WorkerSettings, role: Literal["prefill", "decode"]) -> Tls | None:
+    """A worker's, if its settings name one. Raises ConfigError where the files are no good."""
+    tls = Tls.of(settings, role)
+    if settings.metrics_tls and tls is None:
+        raise ConfigError("--metrics-tls needs a certificate; give --tls-ca, --tls-cert and --tls-key")
+    return tls
+
+
 def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, None]) -> int:
     """Run a worker's main coroutine to its end; returns the process's exit code."""
     tune_process()
@@ -333,13 +342,13 @@ async def _broken(engine: Engine, step_timeout_s: float) -> _BrokenError:
             return _BrokenError(f"a step has not ended within {step_timeout_s:g} s: the device hangs")
 
 
-async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> None:
+async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls: Tls | None = None) -> None:
     """Serve gRPC, metrics and health until SIGTERM or SIGINT, then drain.
 
-    add: puts the worker's service on the server. Raises where the engine has given up or hangs.
+    add: puts the worker's service on the server. tls: its certificate. Raises where the engine has given up or hangs.
     """
     settings = worker.settings
-    rpc = await build_server()
+    rpc = await build_server(tls=tls)
     add(rpc)
     bound = rpc.bind(settings.host, port)
     worker.engine.start()
@@ -348,7 +357,11 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None]) -> 
         await rpc.start()
         # The last thing before signals are taken: whoever reads that this worker is healthy may send one at once.
         metrics_port, stop_side = await start_side_server(
-            settings.host, settings.metrics_port, worker.render_metrics, worker.healthy
+            settings.host,
+            settings.metrics_port,
+            worker.render_metrics,
+            worker.healthy,
+            tls if settings.metrics_tls else None,
         )
         worker.ports.metrics = metrics_port
         logger.info("listening on %s:%d, metrics on %d", settings.host, bound, metrics_port)

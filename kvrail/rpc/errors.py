@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar, cast
@@ -28,6 +29,8 @@ from kvrail.errors import (
     KvrailError,
     ModelNotFoundError,
     OverloadedError,
+    PeerRefusedError,
+    RateLimitError,
     RequestCancelledError,
     ResponseNotFoundError,
     TransferAbortedError,
@@ -51,10 +54,12 @@ _CODES: dict[type[KvrailError], grpc.StatusCode] = {
     ResponseNotFoundError: grpc.StatusCode.NOT_FOUND,
     AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RateLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     IncompatibleError: grpc.StatusCode.FAILED_PRECONDITION,
     FrameError: grpc.StatusCode.DATA_LOSS,
     TransferAbortedError: grpc.StatusCode.ABORTED,
     WorkerUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    PeerRefusedError: grpc.StatusCode.PERMISSION_DENIED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelledError: grpc.StatusCode.CANCELLED,
 }
@@ -65,7 +70,7 @@ _FOREIGN: dict[grpc.StatusCode, type[KvrailError]] = {
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
     grpc.StatusCode.NOT_FOUND: ModelNotFoundError,
     grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
-    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: PeerRefusedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.FAILED_PRECONDITION: IncompatibleError,
     grpc.StatusCode.UNIMPLEMENTED: IncompatibleError,
@@ -107,6 +112,10 @@ def _from_trailer(trailer: bytes, message: str) -> KvrailError | None:
     return cls(message)
 
 
+_UNLIKE_TLS = re.compile("failed to connect.*(Socket closed|handshake failed|Verification Check failed)", re.DOTALL)
+"""What gRPC says where one end asks for TLS and the other has none, or where a certificate is refused."""
+
+
 def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> KvrailError:
     """Give the error that a peer raised, or the one that its plain status means; `peer` is named in the latter."""
     trailers = [value for key, value in error.trailing_metadata() or () if key == TRAILER]
@@ -121,6 +130,8 @@ def from_status(code: grpc.StatusCode, details: str, trailers: Iterable[bytes] =
     message = f"{peer or 'the peer'} answered {code.name}: {details}"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
         return FrameError(message)  # gRPC's own bound, not a lack of capacity: to retry would not help
+    if code is grpc.StatusCode.UNAVAILABLE and _UNLIKE_TLS.search(details):
+        message += "; compare --tls-ca, --tls-cert and --tls-key of both ends, and see the worker's log"
     return _FOREIGN.get(code, KvrailError)(message)
 
 

@@ -4,23 +4,67 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Literal
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvrail.errors import ConfigError
+from kvrail.tls import Tls, roles_of
 
 METRICS_PATHS = ("/metrics", "/metrics/vllm")
+ROLES = "roles"
+"""Key of a request's state: the roles of the client's certificate."""
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to the worker, whose drain decides when this server ends."""
+class _KnowingProtocol(HttpToolsProtocol):
+    """Tells the application whose certificate a client has shown."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        shown = self.transport.get_extra_info("peercert") or {}
+        uris = (value for kind, value in shown.get("subjectAltName", ()) if kind == "URI")
+        self.scope["state"] = {ROLES: roles_of(uris)}
+
+
+class MembersOnly:
+    """Lets in who has shown a certificate of the CA, of any role; some paths are open to all."""
+
+    def __init__(self, app: ASGIApp, open_paths: frozenset[str]) -> None:
+        self._app, self._open = app, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and not scope["state"][ROLES] and scope["path"] not in self._open:
+            refusal = Response("this is for certificates of this cluster's CA; show one\n", status_code=403)
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def side_config(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
+    """How a port for operators is served. tls: its certificate; it asks clients for one, see MembersOnly."""
+    protocol: type[HttpToolsProtocol] | Literal["auto"] = "auto" if tls is None else _KnowingProtocol
+    config = uvicorn.Config(
+        app, http=protocol, log_config=None, access_log=False, lifespan="off", server_header=False, ws="none"
+    )
+    config.load()
+    if tls is not None:
+        config.ssl = tls.listening_context()
+    return config
+
+
+class SideServer(uvicorn.Server):
+    """Leaves signals to the process's main server, whose drain decides when this one ends."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
         yield
 
 
@@ -43,12 +87,17 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def start_side_server(
-    host: str, port: int, render: Callable[[str], tuple[bytes, str]], healthy: Callable[[], bool]
+    host: str,
+    port: int,
+    render: Callable[[str], tuple[bytes, str]],
+    healthy: Callable[[], bool],
+    tls: Tls | None = None,
 ) -> tuple[int, Callable[[], Awaitable[None]]]:
     """Serve /metrics, /metrics/vllm and /health; returns the bound port and a coroutine function that stops it.
 
     render: path -> (body, content type), for the two metrics paths. healthy: False turns /health into a 503.
-    Raises ConfigError where the port is taken.
+    tls: its certificate; then metrics are for who has one of the CA, of any role. /health asks for none: whoever
+    probes may have none, and learns one bit. Raises ConfigError where the port is taken.
     """
 
     async def metrics(request: Request) -> Response:
@@ -60,8 +109,9 @@ async def start_side_server(
 
     routes = [Route("/health", health), *(Route(path, metrics) for path in METRICS_PATHS)]
     listener = _listen(host, port)
-    config = uvicorn.Config(Starlette(routes=routes), log_config=None, access_log=False, lifespan="off")
-    server = _Server(config)
+    app: ASGIApp = Starlette(routes=routes)
+    config = side_config(app if tls is None else MembersOnly(app, frozenset({"/health"})), tls)
+    server = SideServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]), name="http side server")
 
     async def stop() -> None:

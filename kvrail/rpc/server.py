@@ -7,13 +7,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from kvrail.errors import ConfigError
 from kvrail.rpc.options import KEEPALIVE_TIME_MS, MAX_MESSAGE_BYTES, common_options
+from kvrail.rpc.roles import RoleCheck
 from kvrail.rpc.trunk_server import serving_trunks
+from kvrail.tls import Material, Tls
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ class RpcServer:
 
     server: grpc.aio.Server
     health: health_aio.HealthServicer
+    tls: Tls | None = None
 
     def add_prefill(self, servicer: prefill_pb2_grpc.PrefillServicer) -> None:
         """Serve the Prefill service."""
@@ -59,7 +63,11 @@ class RpcServer:
         """Listen on `host`:`port` (0: any free one) once started; returns the port. Raises ConfigError where taken."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            bound: int = self.server.add_insecure_port(address)
+            bound: int = (
+                self.server.add_insecure_port(address)
+                if self.tls is None
+                else self.server.add_secure_port(address, _credentials(self.tls))
+            )
         except RuntimeError as error:
             raise ConfigError(
                 f"cannot listen on {address}: the port is taken or the address is not this machine's; "
@@ -78,19 +86,40 @@ class RpcServer:
         await self.server.stop(grace_s)
 
 
-async def build_server(*, max_message_bytes: int = MAX_MESSAGE_BYTES) -> RpcServer:
-    """Build a server that enforces message bounds and answers its clients' keepalive pings."""
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Ask every client for a certificate of the CA; each handshake uses what the files hold by then."""
+
+    def certificates(material: Material) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], material.ca)
+
+    used = tls.material()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal used
+        if (material := tls.material()) is used:
+            return None
+        used = material
+        return certificates(material)
+
+    return grpc.dynamic_ssl_server_credentials(certificates(used), renewed, require_client_authentication=True)
+
+
+async def build_server(*, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None) -> RpcServer:
+    """Build a server that enforces message bounds and answers its clients' keepalive pings.
+
+    tls: its certificate; then clients need one too, and its role says what they may call.
+    """
     options = [
         *common_options(max_message_bytes),
         ("grpc.so_reuseport", 0),  # a second process on the same port is a mistake, not a load balancer
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
     ]
-    server = grpc.aio.server(options=options)
+    server = grpc.aio.server(options=options, interceptors=[] if tls is None else [RoleCheck()])
     health = health_aio.HealthServicer()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    return RpcServer(server, health)
+    return RpcServer(server, health, tls)
 
 
 async def serve_until_signal(

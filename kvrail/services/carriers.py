@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvrail.config import DecodeSettings, PrefillSettings, WorkerSettings, flag_name
-from kvrail.errors import IncompatibleError, KvrailError
+from kvrail.errors import ConfigError, IncompatibleError, KvrailError
 from kvrail.services.codecs import WITHOUT_CODE
 from kvrail.transport import ucx
 from kvrail.transport.base import Carrier
@@ -28,10 +28,11 @@ class Carriers:
     async def to_send(cls, settings: PrefillSettings, device: torch.device) -> "Carriers":
         """A prefill worker's. Raises ConfigError where one that the settings name cannot be started."""
         fast, obstacle = await _ucx(settings, device, ALIGNMENT)  # it receives nothing
+        sealed = bool(settings.tls_cert)
         carriers: list[Carrier] = [] if fast is None else [fast]
         try:
             if settings.transport != "ucx":
-                carriers.append(await SocketCarrier.start(host=settings.host, port=settings.data_port))
+                carriers.append(await SocketCarrier.start(host=settings.host, port=settings.data_port, sealed=sealed))
         except BaseException:
             await cls(carriers).aclose()
             raise
@@ -40,14 +41,15 @@ class Carriers:
     @classmethod
     async def to_receive(cls, settings: DecodeSettings, device: torch.device) -> "Carriers":
         """A decode worker's, with one host pool. Raises ConfigError where one that is named cannot be started."""
+        sealed = bool(settings.tls_cert)
         pool_bytes = max(settings.receive_pool_mib << 20, 2 * settings.max_frame_bytes)
         fast, obstacle = await _ucx(settings, device, pool_bytes)
         carriers: list[Carrier] = [] if fast is None else [fast]
         if fast is not None and settings.transport != "ucx":
-            carriers.append(await SocketCarrier.start(fast.pools.host))
+            carriers.append(await SocketCarrier.start(fast.pools.host, sealed=sealed))
         elif fast is None:
             buffer = torch.empty(pool_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            carriers.append(await SocketCarrier.start(RegionPool(buffer)))
+            carriers.append(await SocketCarrier.start(RegionPool(buffer), sealed=sealed))
         return cls._told(carriers, settings, obstacle)
 
     @classmethod
@@ -88,6 +90,13 @@ async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) 
     """The UCX carrier, where the settings want it and, with auto, where it can be had; else why not."""
     if settings.transport == "grpc":
         return None, ""
+    if settings.tls_cert and not settings.ucx_in_clear:
+        if settings.transport == "auto":
+            return None, "it knows no encryption, and --ucx-in-clear is not set"
+        raise ConfigError(
+            "--transport ucx sends KV unencrypted beside --tls-cert; use --transport grpc, or say --ucx-in-clear where"
+            " the network between prefill and decode workers is trusted"
+        )
     if settings.transport == "auto" and (obstacle := ucx.available()):
         return None, obstacle
     on_cuda = device.type == "cuda"

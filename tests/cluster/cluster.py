@@ -138,10 +138,18 @@ async def carriers_for(transport, options, device):
     return await start(options.model_copy(update={"transport": transport}), device)
 
 
+def _certificates(authority, shared):
+    """What gives a role its certificate; that settings name any is what carriers look for."""
+    if authority is not None:
+        shared |= authority.settings("decode")
+    return lambda role: None if authority is None else authority.tls(role)
+
+
 @asynccontextmanager
 async def cluster(
-    folder, transport="grpc", prefill_count=1, prefill=None, decode=None, **shared
+    folder, transport="grpc", prefill_count=1, prefill=None, decode=None, authority=None, **shared
 ) -> AsyncIterator[Cluster]:
+    tls = _certificates(authority, shared)
     loop = asyncio.get_running_loop()
     stops = []
     here = transport == "inproc"
@@ -159,7 +167,7 @@ async def cluster(
         servicer = PrefillServicer(worker, options, codecs, carriers, observer)
         address = f"inproc-{number}"
         if not here:
-            rpc = await build_server()
+            rpc = await build_server(tls=tls("prefill"))
             rpc.add_prefill(servicer)
             address = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
             await rpc.start()
@@ -175,16 +183,16 @@ async def cluster(
         detokenize=True,
     )
     codecs.check_codebook(worker.loaded)
-    channels = GrpcPrefillWorkers()
+    channels = GrpcPrefillWorkers(tls("decode"))
     reach = InprocWorkers(servicers) if here else channels
     carriers = await carriers_for(transport, options, worker.loaded.device)
     codecs.warm_up("raw", worker.loaded)
     asked = codecs.check(options.codec)
     fetcher = Fetcher(worker, options, codecs, carriers, asked, codecs.usual if asked == AUTO else asked, reach)
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
-    rpc = await build_server()
+    rpc = await build_server(tls=tls("decode"))
     rpc.add_decode(servicer)
-    channel = open_channel(f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}")
+    channel = open_channel(f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}", tls=tls("router"))
     await rpc.start()
     worker.engine.start()
     try:

@@ -166,6 +166,34 @@ def test_the_routers_image_has_no_torch(cluster):
     assert cluster.compose("exec", "-T", "decode", *find).strip() == "False"
 
 
+ASK_WITHOUT_AND_WITH = """
+import sys
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+def ask(channel):
+    try:
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20).status
+    except grpc.RpcError as error:
+        return error.code().name
+
+address, certs = sys.argv[1:]
+ca, key, own = (open(f"{certs}/{name}", "rb").read() for name in ("ca.pem", "router.key", "router.pem"))
+name = [("grpc.ssl_target_name_override", "decode.kvrail.internal")]
+print(
+    ask(grpc.insecure_channel(address)),
+    ask(grpc.secure_channel(address, grpc.ssl_channel_credentials(ca), name)),
+    ask(grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, own), name)),
+)
+"""
+
+
+def test_a_client_without_a_certificate_is_refused(cluster):
+    """In clear, then under TLS with nothing to show, then as a router."""
+    answers = cluster.compose("exec", "-T", "router", "python3", "-c", ASK_WITHOUT_AND_WITH, "decode:7002", "/certs")
+    assert answers.split() == ["UNAVAILABLE", "UNAVAILABLE", "1"]
+
+
 def test_prometheus_sees_each_service_under_both_paths(cluster):
     for job in ("kvrail", "kvrail-vllm"):
         wait_for(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,9 +16,10 @@ from kvrail.lifecycle import Stage
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
 from kvrail.services.router.app import build_app
-from kvrail.services.router.main import RouterServer, listen
+from kvrail.services.router.main import RouterServer, listen, open_admin
 from kvrail.services.router.worker import NOT_ASKED
 from kvrail.text import Tokenizer
+from kvrail.tls import Tls
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
@@ -171,12 +173,21 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 class Cluster:
     """A running router and its workers."""
 
-    def __init__(self, server: RouterServer, url: str, decode: list[FakeDecode], prefill: list[FakePrefill]) -> None:
+    def __init__(
+        self, server: RouterServer, url: str, decode: list[FakeDecode], prefill: list[FakePrefill], ca: str = ""
+    ) -> None:
+        """ca: of the certificate that clients see."""
         self.server = server
         self.url = url
         self.decode = decode
         self.prefill = prefill
-        self.http = httpx.AsyncClient(base_url=url, timeout=20)
+        verify = ssl.create_default_context(cafile=ca) if ca else True
+        self.http = httpx.AsyncClient(base_url=url, timeout=20, verify=verify)
+
+    @property
+    def admin_url(self) -> str:
+        port = self.server._admin[1].getsockname()[1]
+        return f"https://localhost:{port}" if self.server._admin[0].config.ssl else f"http://127.0.0.1:{port}"
 
     @property
     def service(self):
@@ -211,14 +222,20 @@ async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 
 @asynccontextmanager
 async def run_cluster(
-    tokenizer: Tokenizer, *, decode: int = 1, prefill: int = 1, wait_healthy: bool = True, **settings: object
+    tokenizer: Tokenizer,
+    *,
+    decode: int = 1,
+    prefill: int = 1,
+    wait_healthy: bool = True,
+    tls: Callable[[str], Tls | None] = lambda role: None,
+    **settings: object,
 ) -> AsyncIterator[Cluster]:
-    """Start workers and a router; everything ends with the block."""
+    """Start workers and a router; everything ends with the block. tls: gives a worker's role its certificate."""
     async with AsyncExitStack() as stack:
         decoders_, prefills, targets = [], [], {"decode_workers": [], "prefill_workers": []}
         for role, count in (("decode", decode), ("prefill", prefill)):
             for _ in range(count):
-                rpc = await build_server()
+                rpc = await build_server(tls=tls(role))
                 worker = FakeDecode(tokenizer) if role == "decode" else FakePrefill()
                 (rpc.add_decode if role == "decode" else rpc.add_prefill)(worker)
                 target = f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}"
@@ -238,9 +255,12 @@ async def run_cluster(
         chosen = RouterSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
         server = RouterServer(build_app(chosen, tokenizer), chosen)
         listener = listen("127.0.0.1", 0)
+        open_admin(server, chosen, server._app.state.tls)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started or task.done())
-        cluster = Cluster(server, f"http://127.0.0.1:{listener.getsockname()[1]}", decoders_, prefills)
+        port = listener.getsockname()[1]
+        url = f"https://localhost:{port}" if chosen.ssl_cert else f"http://127.0.0.1:{port}"
+        cluster = Cluster(server, url, decoders_, prefills, chosen.tls_ca)
         try:
             if wait_healthy:
                 await until(lambda: all(w.detail != NOT_ASKED for w in cluster.service.pool.workers))

@@ -15,7 +15,7 @@ from kvrail.config import DEMO_MODEL, Settings, flag_name
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster", ("prefill_workers", "decode_workers", "dns_interval_s", "startup_timeout_s")),
-    ("network", ("host", "port", "metrics_port")),
+    ("network", ("host", "port", "metrics_port", "admin_host", "admin_port")),
     ("model", ("model", "served_model_name", "load_format", "max_model_len", "tool_parser", "reasoning_parser")),
     (
         "compute",
@@ -43,6 +43,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "max_drafts",
             "codebook",
             "transport",
+            "ucx_in_clear",
             "data_port",
             "receive_pool_mib",
             "max_frame_bytes",
@@ -55,6 +56,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "requests",
         (
             "api_keys",
+            "api_keys_file",
             "request_timeout_s",
             "max_concurrent_requests",
             "newcomer_share",
@@ -76,6 +78,18 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "write_timeout_s",
             "stream_head_s",
             "keep_alive_s",
+        ),
+    ),
+    (
+        "security",
+        (
+            "tls_ca",
+            "tls_cert",
+            "tls_key",
+            "tls_verify",
+            "metrics_tls",
+            "ssl_cert",
+            "ssl_key",
         ),
     ),
     ("process", ("log_level", "log_format", "otlp_endpoint", "grace_period_s")),

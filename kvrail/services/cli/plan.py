@@ -161,9 +161,13 @@ def _router_process(
     }
     shown = {name: value for name, value in flags.items() if name != "api_keys"}  # any user may list processes
     keys = {"KVRAIL_ROUTER_API_KEYS": ",".join(router.api_keys)} if "api_keys" in flags else {}
+    scheme = "https" if router.ssl_cert else "http"
     reachable = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(router.host, router.host)
     return Process(
-        "router", _command("router", {**shown, "port": port, **addresses}, config), f"http://{reachable}:{port}", keys
+        "router",
+        _command("router", {**shown, "port": port, **addresses}, config),
+        f"{scheme}://{reachable}:{port}",
+        keys,
     )
 
 
@@ -183,7 +187,7 @@ def _worker_process(
     return Process(
         f"{worker.role}-{worker.index}",
         _command(worker.role, values, config),
-        f"http://{LOOPBACK}:{worker.metrics_port}",
+        f"{'https' if worker.settings.metrics_tls else 'http'}://{LOOPBACK}:{worker.metrics_port}",
         {name: value for name, value in chosen.items() if name not in os.environ},
     )
 

@@ -80,7 +80,8 @@ def welcome(cluster: Cluster) -> str:
     """What to try first, once the cluster is healthy."""
     model = cluster.router.model_name
     body = json.dumps({"model": model, "temperature": 0, "messages": FIRST_CHAT})
-    key = ' -H "Authorization: Bearer $KVRAIL_API_KEY"' if cluster.router.api_keys else ""
+    with_key = bool(cluster.router.api_keys or cluster.router.api_keys_file)
+    key = ' -H "Authorization: Bearer $KVRAIL_API_KEY"' if with_key else ""
     metrics = "\n".join(f"  {process.name:<10} {process.url}/metrics" for process in cluster.processes)
     return f"""
 {model} is served on {cluster.url}/v1

@@ -9,7 +9,7 @@ from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.services.weights import holding
-from kvrail.worker import build_worker, run_worker, serve
+from kvrail.worker import build_worker, certificate, run_worker, serve
 
 
 def run(settings: DecodeSettings) -> int:
@@ -18,6 +18,7 @@ def run(settings: DecodeSettings) -> int:
 
 
 async def _main(settings: DecodeSettings) -> None:
+    tls = certificate(settings, "decode")
     codecs = Codecs(settings, allow_lossy=settings.allow_lossy)
     asked = codecs.check(settings.codec)
     worker = build_worker(
@@ -28,7 +29,7 @@ async def _main(settings: DecodeSettings) -> None:
         hold_weights=holding(settings),
     )
     codecs.check_codebook(worker.loaded)
-    prefill_workers = GrpcPrefillWorkers()
+    prefill_workers = GrpcPrefillWorkers(tls)
     carriers = await Carriers.to_receive(settings, worker.loaded.device)
     first = carriers.first_codec(codecs.usual) if asked == AUTO else asked
     codecs.prepare(first, worker.loaded)
@@ -37,7 +38,7 @@ async def _main(settings: DecodeSettings) -> None:
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
     measuring = asyncio.create_task(fetcher.measure_codecs())
     try:
-        await serve(worker, settings.port, lambda rpc: rpc.add_decode(servicer))
+        await serve(worker, settings.port, lambda rpc: rpc.add_decode(servicer), tls)
     finally:
         codecs.close()
         measuring.cancel()

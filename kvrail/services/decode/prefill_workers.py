@@ -14,6 +14,7 @@ from kvrail.breaker import Breaker
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.names import Name
 from kvrail.rpc.prefill import GrpcPrefillClient
+from kvrail.tls import Tls
 
 logger = logging.getLogger("kvrail.decode")
 
@@ -127,7 +128,8 @@ IDLE_S = 3600.0
 class GrpcPrefillWorkers:
     """Opens a channel to a prefill worker when it is first asked for, and keeps it while it is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._asked_at: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -136,7 +138,7 @@ class GrpcPrefillWorkers:
         """A client of the worker at `address`, host:port."""
         if address not in self._channels:
             self._close_idle()
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, tls=self._tls, role="prefill")
         self._asked_at[address] = monotonic()
         return GrpcPrefillClient(self._channels[address], address)
 

@@ -8,7 +8,7 @@ from kvrail.services.codecs import Codecs
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
 from kvrail.services.weights import holding
-from kvrail.worker import build_worker, run_worker, serve
+from kvrail.worker import build_worker, certificate, run_worker, serve
 
 
 def run(settings: PrefillSettings) -> int:
@@ -17,6 +17,7 @@ def run(settings: PrefillSettings) -> int:
 
 
 async def _main(settings: PrefillSettings) -> None:
+    tls = certificate(settings, "prefill")
     observer = PageObserver(asyncio.get_running_loop())
     codecs = Codecs(settings, allow_lossy=True)
     worker = build_worker(
@@ -34,7 +35,7 @@ async def _main(settings: PrefillSettings) -> None:
     worker.transfers.expect(first)
     servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
     try:
-        await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer))
+        await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer), tls)
     finally:
         codecs.close()
         await carriers.aclose()

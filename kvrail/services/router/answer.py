@@ -20,6 +20,7 @@ from kvrail.services.router.eventstream import EventStream
 from kvrail.services.router.formats import Json
 from kvrail.services.router.generation import Generation
 from kvrail.services.router.observe import RequestRecord
+from kvrail.services.router.quotas import SPENT
 from kvrail.services.router.trace import RequestTrace
 from kvrail.services.router.usage import final_usage
 from kvrail.services.router.values import Delta
@@ -139,7 +140,7 @@ class Answer(Response):
             await self._fail(KvrailError("internal error; the server's log has the cause"), scope, receive, send)
         finally:
             generation = None if self._prepared is None else self._prepared.generation
-            record.close(outcome, generation)
+            scope["state"][SPENT] = record.close(outcome, generation)
             if self._job.trace is not None:
                 self._job.trace.end(outcome, generation, record.completion_tokens)
 

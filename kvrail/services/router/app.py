@@ -1,35 +1,68 @@
 """The HTTP application: its paths, middleware and the lifetime of the router's parts."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from kvrail.config import RouterSettings
+from kvrail.keyfile import KeyFile
+from kvrail.rpc.http_side import MembersOnly
 from kvrail.services.router import errors, openapi
 from kvrail.services.router.bodies import BodyLimit
 from kvrail.services.router.messages.service import Messages
 from kvrail.services.router.middleware import ApiKeys, RequestContext
 from kvrail.services.router.page.routes import page_routes
 from kvrail.services.router.page.status import StatusPage
+from kvrail.services.router.quotas import HEADERS, KeyLimits, KeyMetrics, Quotas
 from kvrail.services.router.responses.service import Responses
-from kvrail.services.router.routes import api_routes, count_refusal, messages_routes, operator_routes, responses_routes
+from kvrail.services.router.routes import (
+    admin_routes,
+    api_routes,
+    count_refusal,
+    messages_routes,
+    operator_routes,
+    responses_routes,
+)
 from kvrail.services.router.service import RouterService
 from kvrail.text import Tokenizer
+from kvrail.tls import Tls
+
+OPEN_TO_ALL = frozenset({"/live", "/ready"})
+"""Paths of the admin port for who has no certificate: probes, which learn one word."""
+
+
+def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None) -> ASGIApp:
+    """The application of the admin port, on the same service as `public`."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.state = public.state
+    router = admin_routes(drain)
+    app.include_router(router)
+    errors.install(app, lambda request, error: None, router.routes)
+    return app if tls is None else MembersOnly(app, OPEN_TO_ALL)
 
 
 def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
     """The application; `app.state.service` is set while it runs. `app.state.parsing`: whose body is parsed."""
+    tls = Tls.of(settings, "router")
+    keys, quotas = KeyFile(settings.api_keys_file) if settings.api_keys_file else None, Quotas()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = RouterService(settings, tokenizer)
+        service = RouterService(settings, tokenizer, tls)
         app.state.service = service
         app.state.responses = Responses(service)
         app.state.messages = Messages(service)
         app.state.status_page = StatusPage(service)
+        if keys is not None:
+            quotas.metrics = KeyMetrics(service.registry, service.model)
+            keys.on_failure(quotas.metrics.file_errors.inc)
+            for key in keys.keys().values():
+                quotas.metrics.known(key.name)
         service.pool.start()
         app.state.status_page.start()
         try:
@@ -42,9 +75,11 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.parsing = asyncio.Lock()
+    app.state.tls = tls
     openapi.describe(app, settings.model_names)
-    routers = [api_routes(), responses_routes(), messages_routes(), operator_routes()]
-    if settings.status_page != "off":
+    whole = settings.admin_port < 0
+    routers = [api_routes(), responses_routes(), messages_routes(), operator_routes(whole=whole)]
+    if settings.status_page != "off" and whole:
         routers.append(page_routes())
     for router in routers:
         app.include_router(router)
@@ -52,14 +87,16 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
     errors.install(app, count_refusal, routes)
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(ApiKeys, keys=settings.api_keys)
+    if keys is not None:
+        app.add_middleware(KeyLimits, quotas=quotas, refused=lambda scope, error: count_refusal(Request(scope), error))
+    app.add_middleware(ApiKeys, keys=settings.api_keys, file=keys)
     if settings.cors_origins:  # before the keys: a browser asks without one what it may do
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", *HEADERS],
         )
     app.add_middleware(RequestContext, routes=[*routes, *app.routes])
     return app

@@ -8,13 +8,13 @@ UNKNOWN = "unknown"
 """Whoever comes by a way that has no addresses."""
 
 
-def client_of(scope: Scope, key: int | None) -> str:
-    """A name for the client of a request: its API key's place, or its address; of IPv6 the network of 64 bits.
+def client_of(scope: Scope, key: int | str | None) -> str:
+    """A name for the client of a request: its API key's place or name, or its address; of IPv6 the network of 64 bits.
 
     key: None where the request has none of the server's keys; what a client sends beside is its own invention.
     """
     if key is not None:
-        return f"key-{key}"
+        return f"key-{key}" if isinstance(key, int) else f"key:{key}"
     host = (scope.get("client") or (UNKNOWN,))[0]
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

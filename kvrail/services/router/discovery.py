@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
-from kvrail.config import DNS
+from kvrail.fields import DNS
 from kvrail.rpc.names import Name
 
 log = logging.getLogger("kvrail.router.workers")

@@ -17,11 +17,13 @@ from fastapi import FastAPI
 from kvrail import logs
 from kvrail.config import RouterSettings
 from kvrail.errors import ConfigError
-from kvrail.services.router.app import build_app
+from kvrail.rpc.http_side import SideServer, side_config
+from kvrail.services.router.app import build_admin, build_app
 from kvrail.services.router.connection import ClientConnection, ConnectionLimits
 from kvrail.services.router.middleware import NO_HANDLER, NO_METHOD
 from kvrail.services.router.service import RouterService
 from kvrail.text import load_tokenizer
+from kvrail.tls import DoorCertificate, Tls
 
 log = logging.getLogger("kvrail.router")
 
@@ -52,10 +54,40 @@ class RouterServer(uvicorn.Server):
             server_header=False,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
+        door = DoorCertificate.of(settings.ssl_cert, settings.ssl_key)
+        config.load()
+        if door is not None:
+            config.ssl = door.listening_context()
         super().__init__(config)
         self._app = app
         self._grace_period_s = settings.grace_period_s
         self._drain_ends: float | None = None
+        self._admin: tuple[SideServer, socket.socket] | None = None
+        self._admin_runs: asyncio.Task[None] | None = None
+
+    def add_admin(self, listener: socket.socket, tls: Tls | None) -> None:
+        """Serve operators at a port of their own. tls: its certificate."""
+        config = side_config(build_admin(self._app, self.drain, tls), tls)
+        self._admin = SideServer(config), listener
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        await super().startup(sockets=sockets)
+        if self._admin is not None:
+            server, listener = self._admin
+            self._admin_runs = asyncio.create_task(server.serve(sockets=[listener]), name="admin port")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End; operators can look on to the last."""
+        await super().shutdown(sockets=sockets)
+        if self._admin is not None and self._admin_runs is not None:
+            self._admin[0].should_exit = True
+            await self._admin_runs
+
+    def drain(self) -> None:
+        """Begin the drain, unless it has begun."""
+        if self._drain_ends is None:
+            self.stop()
 
     def _note_refused(self, status: int) -> None:
         """Count what a connection has refused by itself."""
@@ -129,14 +161,29 @@ def allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def open_admin(server: RouterServer, settings: RouterSettings, tls: Tls | None) -> None:
+    """Open the admin port, if the settings name one. Raises ConfigError where it cannot be had."""
+    if settings.metrics_tls and (settings.admin_port < 0 or tls is None):
+        raise ConfigError("--metrics-tls is for --admin-port, with --tls-ca, --tls-cert and --tls-key; give those too")
+    if settings.admin_port < 0:
+        return
+    host = settings.admin_host or settings.host
+    listener = listen(host, settings.admin_port)
+    server.add_admin(listener, tls if settings.metrics_tls else None)
+    log.info("admin port on %s:%d", host, listener.getsockname()[1])
+
+
 def run(settings: RouterSettings) -> int:
     """Serve until asked to stop; returns the exit status. Raises ConfigError where a setting does not work."""
     logs.setup(settings.log_level, settings.log_format, "router")
     tokenizer = load_tokenizer(settings.model)
-    server = RouterServer(build_app(settings, tokenizer), settings)
+    app = build_app(settings, tokenizer)
+    server = RouterServer(app, settings)
     allow_files(settings.max_connections + OTHER_FILES)
     listener = listen(settings.host, settings.port)
-    log.info("listening on http://%s:%d", settings.host, listener.getsockname()[1])
+    scheme = "https" if settings.ssl_cert else "http"
+    log.info("listening on %s://%s:%d", scheme, settings.host, listener.getsockname()[1])
+    open_admin(server, settings, app.state.tls)
     gc.collect()
     gc.freeze()  # what is here stays: without it each full collection would look at all of it while requests wait
     server.run(sockets=[listener])

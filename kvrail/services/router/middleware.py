@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrail.errors import AuthenticationError
+from kvrail.keyfile import KeyFile
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.logs import bound_request_id
 from kvrail.services.router.clients import client_of
@@ -99,29 +100,54 @@ class ApiKeys:
     A key is a bearer token (OpenAI's clients) or the header X-Api-Key (Anthropic's).
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], file: KeyFile | None = None) -> None:
         self._app = app
+        self._file = file
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http":
-            key = self._find(Headers(scope=scope))
-            if self._keys and key is None and scope["path"] not in OPEN_PATHS:
-                message = "no valid API key; send the header 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
-                await error_response(AuthenticationError(message))(scope, receive, send)
-                return
+            scope["state"]["key"] = None
+            given = _given(Headers(scope=scope))
+            key: int | str | None = self._find(given)
+            if key is None and scope["path"] not in OPEN_PATHS:
+                try:
+                    key = self._in_file(given, scope)
+                except AuthenticationError as error:
+                    await error_response(error)(scope, receive, send)
+                    return
             scope["state"]["api_key"] = key
             scope["state"]["client"] = client_of(scope, key)
         await self._app(scope, receive, send)
 
-    def _find(self, headers: Headers) -> int | None:
+    def _find(self, given: Sequence[str]) -> int | None:
         """Which of the keys a request has, by its place; takes the same time for each wrong key of one length."""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        bearer = token.strip() if scheme.lower() == "bearer" else ""
         found = None
-        for given in (bearer, headers.get("x-api-key", "")):
+        for secret in given:
             for place, key in enumerate(self._keys):
-                if hmac.compare_digest(given.encode("latin-1"), key):
+                if hmac.compare_digest(secret.encode("latin-1"), key):
                     found = place
         return found
+
+    def _in_file(self, given: Sequence[str], scope: Scope) -> str | None:
+        """The name of the key of the file that a request has, which also goes into its state.
+
+        Raises AuthenticationError where it has none and needs one, or one that has expired.
+        """
+        if self._file is not None:
+            for secret in filter(None, given):
+                if (key := self._file.find(secret)) is not None:
+                    scope["state"]["key"] = key
+                    return key.name
+        if self._keys or self._file is not None:
+            raise AuthenticationError(
+                "no valid API key; send the header 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+            )
+        return None
+
+
+def _given(headers: Headers) -> tuple[str, str]:
+    """What a request offers as keys."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")

@@ -81,8 +81,8 @@ class RequestRecord:
             if before < k <= count:
                 self._metrics.time_to_token(k, kind).observe(self._timeline.elapsed())
 
-    def close(self, outcome: str, generation: Generation | None) -> None:
-        """Take note of the end; the last byte has left, or nobody waits for it."""
+    def close(self, outcome: str, generation: Generation | None) -> tuple[int, int]:
+        """Take note of the end: the last byte has left, or nobody waits for it. Returns prompt and generated tokens."""
         metrics = self._metrics
         (metrics.waiting if self._first_token is None else metrics.running).dec()
         metrics.outcomes[outcome].inc()
@@ -103,6 +103,7 @@ class RequestRecord:
             first,
             total,
         )
+        return prompt_tokens, self.completion_tokens
 
     def _observe_tokens(self, generation: Generation) -> None:
         """Count an answered request's tokens, and what it asked for."""

@@ -1,5 +1,6 @@
 """The paths of the HTTP API."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -177,8 +178,8 @@ def messages_routes() -> APIRouter:
     return router
 
 
-def operator_routes() -> APIRouter:
-    """What probes and scrapers use."""
+def operator_routes(*, whole: bool) -> APIRouter:
+    """What probes and scrapers use. whole: with what only operators are to know."""
     router = APIRouter()
 
     @router.get("/live", response_model=Status)
@@ -194,11 +195,14 @@ def operator_routes() -> APIRouter:
         status, body = _service(request).health()
         return _probed(status, {"status": body["status"]})
 
-    @router.get("/health", responses={200: {"model": Health}, 503: {"model": Health}})
+    health_model = Health if whole else Status
+
+    @router.get("/health", responses={200: {"model": health_model}, 503: {"model": health_model}})
     @router.head("/health", include_in_schema=False)
     async def health(request: Request) -> Response:
-        """Say whether requests can be served, and each worker's state."""
-        return _probed(*_service(request).health())
+        """Say whether requests can be served; to operators also each worker's state."""
+        status, body = _service(request).health()
+        return _probed(status, body if whole else {"status": "ok" if status == 200 else "unavailable"})
 
     page = DOCS.read_text(encoding="utf-8")
 
@@ -212,6 +216,25 @@ def operator_routes() -> APIRouter:
         """The server's version."""
         return {"version": __version__}
 
+    if whole:
+        _add_metrics(router)
+    return router
+
+
+def admin_routes(drain: Callable[[], object]) -> APIRouter:
+    """What operators use where they have a port of their own. drain: begins to."""
+    router = operator_routes(whole=True)
+
+    @router.post("/drain", status_code=202, response_model=Status)
+    async def draining(request: Request) -> dict[str, str]:
+        """Take no new requests; once those that run have ended, so does the process."""
+        drain()
+        return {"status": "draining"}
+
+    return router
+
+
+def _add_metrics(router: APIRouter) -> None:
     @router.get("/metrics", responses=EXPOSITION, response_class=Response)
     async def own_metrics(request: Request) -> Response:
         """Prometheus metrics, under the names that the operator has chosen: our own by default."""
@@ -226,8 +249,6 @@ def operator_routes() -> APIRouter:
     async def targets(request: Request, names: Literal["kvrail", "vllm"] = "kvrail") -> list[dict[str, Any]]:
         """List the addresses of all metrics, for Prometheus's HTTP service discovery."""
         return scrape_targets(_service(request).pool, request.url.netloc, vllm=names == "vllm")
-
-    return router
 
 
 def _probed(status: int, body: dict[str, Any]) -> Response:

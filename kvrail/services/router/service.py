@@ -31,6 +31,7 @@ from kvrail.services.router.workers import WorkerPool
 from kvrail.services.router.writers import Writer, chunk_writer, error_event
 from kvrail.tally import Registry
 from kvrail.text import Tokenizer
+from kvrail.tls import Tls
 from kvrail.tracing import Tracing
 from kvrail.wire import PROTOCOL_VERSION
 
@@ -41,14 +42,14 @@ MAX_NAME_CHARS = 200
 class RouterService:
     """Everything that outlives a request. Make it inside the event loop: channels belong to one."""
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer) -> None:
+    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, tls: Tls | None = None) -> None:
         self.settings = settings
         self.model = settings.model_name
         self.registry = Registry()
         self.metrics = RouterMetrics(self.registry, self.model)
         show_process(self.registry, __version__, PROTOCOL_VERSION)
         self._exposition = Exposition(self.registry, settings.metrics_names)
-        self.pool = WorkerPool(settings, self.metrics)
+        self.pool = WorkerPool(settings, self.metrics, tls)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
         self.tokenizer = tokenizer
@@ -118,6 +119,10 @@ class RouterService:
 
         async def prepare() -> Prepared:
             name = self.check_model(request.model)
+            if state.key is not None and not state.key.may_ask_for(name):
+                raise ModelNotFoundError(
+                    f"the API key {state.key.name!r} is not for the model {name!r}; ask for another"
+                )
             with trace.part("admit") if trace else nullcontext():
                 await self.pool.settle()
             with trace.part("tokenise") if trace else nullcontext():

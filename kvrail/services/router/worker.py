@@ -12,6 +12,7 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.services.router.policy import Candidate, Load, WorkerState
 from kvrail.services.router.prefixes import WorkerPages
+from kvrail.tls import Tls
 from kvrail.wire.v1 import common_pb2
 
 NOT_ASKED = "has not answered yet"
@@ -150,8 +151,8 @@ class Worker:
 class DecodeWorker(Worker):
     """A worker that generates."""
 
-    def __init__(self, target: str) -> None:
-        channel = open_channel(target)
+    def __init__(self, target: str, tls: Tls | None = None) -> None:
+        channel = open_channel(target, tls=tls, role="decode")
         self.client = DecodeClient(channel, peer=f"decode worker {target}")
         super().__init__("decode", target, channel, self.client)
 
@@ -164,6 +165,6 @@ class DecodeWorker(Worker):
 class PrefillWorker(Worker):
     """A worker that decode workers call; the router only looks at its load."""
 
-    def __init__(self, target: str) -> None:
-        channel = open_channel(target)
+    def __init__(self, target: str, tls: Tls | None = None) -> None:
+        channel = open_channel(target, tls=tls, role="prefill")
         super().__init__("prefill", target, channel, PrefillStatusClient(channel, peer=f"prefill worker {target}"))

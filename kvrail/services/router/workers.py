@@ -20,6 +20,7 @@ from kvrail.services.router.discovery import Discovery
 from kvrail.services.router.policy import POLICIES, Ask, Candidate, WorkerState, able
 from kvrail.services.router.translate import Limits
 from kvrail.services.router.worker import NOT_ASKED, DecodeWorker, PrefillWorker, Worker
+from kvrail.tls import Tls
 from kvrail.wire import PROTOCOL_VERSION
 
 log = logging.getLogger("kvrail.router.workers")
@@ -45,10 +46,11 @@ class WorkerPool:
     decode, prefill: the present ones, by host:port. leaving: those that finish what they have, by role and host:port.
     """
 
-    def __init__(self, settings: RouterSettings, metrics: RouterMetrics) -> None:
+    def __init__(self, settings: RouterSettings, metrics: RouterMetrics, tls: Tls | None = None) -> None:
         self._model = settings.model_name
         self._interval = settings.status_interval_s
         self._metrics = metrics
+        self._tls = tls
         self.decode: dict[str, DecodeWorker] = {}
         self.prefill: dict[str, PrefillWorker] = {}
         self.leaving: dict[tuple[str, str], Worker] = {}
@@ -97,16 +99,16 @@ class WorkerPool:
             self.leaving[worker.role, worker.target] = worker
         self.reconsider()
 
-    def _present(self, names: Discovery, known: Mapping[str, W], make: Callable[[str], W]) -> dict[str, W]:
+    def _present(self, names: Discovery, known: Mapping[str, W], make: Callable[[str, Tls | None], W]) -> dict[str, W]:
         """Workers of one role that there are now, of which some were known."""
         names.forget([target for target, worker in known.items() if worker.silent_s > KEPT_S])
         return {target: known.get(target) or self._join(names.role, target, make) for target in names.targets}
 
-    def _join(self, role: str, target: str, make: Callable[[str], W]) -> W:
+    def _join(self, role: str, target: str, make: Callable[[str, Tls | None], W]) -> W:
         if (back := self.leaving.pop((role, target), None)) is not None:
             back.leaving = False
             return cast(W, back)
-        worker = make(target)
+        worker = make(target, self._tls)
         self._metrics.worker_up(role, target, False)
         self._watches[worker] = asyncio.create_task(self._watch(worker), name=f"watch {target}")
         return worker

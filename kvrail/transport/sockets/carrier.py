@@ -13,8 +13,17 @@ from kvrail.transport.base import Peer
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.sockets.ends import SocketInlet, SocketOutlet
 from kvrail.transport.sockets.lane import Lane
-from kvrail.transport.sockets.messages import HELLO_BYTES, SECRET_BYTES, Address, hello, read_hello
-from kvrail.transport.sockets.stream import Wrap, plain
+from kvrail.transport.sockets.messages import (
+    HELLO_BYTES,
+    SECRET_BYTES,
+    Address,
+    hello,
+    read_hello,
+    read_sealed_hello,
+    sealed_hello,
+)
+from kvrail.transport.sockets.sealed import Keys, SealedStream, name_of, new_salt
+from kvrail.transport.sockets.stream import Stream, Wrap, plain
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +47,8 @@ class SocketCarrier:
     Each attempt has one connection and one thread; a worker bounds its attempts, and thereby both.
     """
 
-    def __init__(self, pool: RegionPool | None, timeouts: Timeouts, wrap: Wrap) -> None:
-        self._pool, self._timeouts, self._wrap = pool, timeouts, wrap
+    def __init__(self, pool: RegionPool | None, timeouts: Timeouts, wrap: Wrap, *, sealed: bool) -> None:
+        self._pool, self._timeouts, self._wrap, self._sealed = pool, timeouts, wrap, sealed
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._address = b""
         self._listener: socket.socket | None = None
@@ -58,14 +67,15 @@ class SocketCarrier:
         told_host: str = "",
         timeouts: Timeouts | None = None,
         wrap: Wrap = plain,
+        sealed: bool = False,
     ) -> "SocketCarrier":
         """Start a worker's end.
 
         It receives into `pool`, uint8 in host memory, if it has one. It sends if it has a `host` to listen on, at
         `port` or any free one. Peers are told `told_host`; without it they take the host by which they reach the gRPC
-        port. Raises ConfigError where it cannot listen.
+        port. sealed: payloads are encrypted, and both ends must want it so. Raises ConfigError where it cannot listen.
         """
-        carrier = cls(pool, timeouts or Timeouts(), wrap)
+        carrier = cls(pool, timeouts or Timeouts(), wrap, sealed=sealed)
         if host:
             carrier._listener = await _listen(host, port)
             carrier._address = Address(carrier._listener.getsockname()[1], carrier._secret, told_host).pack()
@@ -118,7 +128,7 @@ class SocketCarrier:
             async with asyncio.timeout(self._timeouts.connect_s):
                 sock = await _connect(address.host, address.port)
                 stream = await self._wrap(sock, address.host)
-                stream.post(hello(address.secret, key))
+                stream = self._greeted_by(stream, address.secret, key)
             return SocketInlet(Lane(stream), self._pool)
         except BaseException as error:
             if sock is not None:
@@ -141,6 +151,15 @@ class SocketCarrier:
         for outlet in list(self._outlets.values()):
             await outlet.aclose()
         await asyncio.gather(*self._lingering, return_exceptions=True)
+
+    def _greeted_by(self, stream: Stream, secret: bytes, key: int) -> Stream:
+        """Say which attempt a new connection belongs to; returns what goes on with it."""
+        if not self._sealed:
+            stream.post(hello(secret, key))
+            return stream
+        salt = new_salt()
+        stream.post(sealed_hello(name_of(secret, key), salt))
+        return SealedStream(stream, Keys.derive(secret, key, salt), receiver=True)
 
     def _forget(self, key: int, outlet: SocketOutlet) -> None:
         if self._outlets.get(key) is outlet:
@@ -184,7 +203,7 @@ class SocketCarrier:
             async with asyncio.timeout(self._timeouts.hello_s):
                 lane = Lane(await self._wrap(sock, None))
                 await lane.wait(lane.run(lambda stream: stream.receive(memoryview(said))))
-            if (outlet := self._admitted(said)) is not None:
+            if (outlet := self._admitted(said, lane)) is not None:
                 outlet.connect(lane)
                 lane = None
                 return True
@@ -195,13 +214,26 @@ class SocketCarrier:
                 await lane.aclose()
         return False
 
-    def _admitted(self, said: bytearray) -> SocketOutlet | None:
+    def _admitted(self, said: bytearray, lane: Lane) -> SocketOutlet | None:
         """The outlet that waits for who said this."""
-        read = read_hello(said)
-        if read is None or not hmac.compare_digest(read[0], self._secret):
-            return None
-        outlet = self._outlets.get(read[1])
+        key = self._sealed_key(said, lane) if self._sealed else self._plain_key(said)
+        outlet = None if key is None else self._outlets.get(key)
         return outlet if outlet is not None and not outlet.connected else None
+
+    def _plain_key(self, said: bytearray) -> int | None:
+        read = read_hello(said)
+        return read[1] if read is not None and hmac.compare_digest(read[0], self._secret) else None
+
+    def _sealed_key(self, said: bytearray, lane: Lane) -> int | None:
+        """The key of the attempt that is named; what follows on its connection is encrypted."""
+        if (read := read_sealed_hello(said)) is None:
+            return None
+        name, salt = read
+        for key in self._outlets:
+            if hmac.compare_digest(name_of(self._secret, key), name):
+                lane.stream = SealedStream(lane.stream, Keys.derive(self._secret, key, salt), receiver=False)
+                return key
+        return None
 
 
 async def _listen(host: str, port: int) -> socket.socket:

@@ -9,12 +9,18 @@ from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
 VERSION = 1
 SECRET_BYTES = 32
 MAGIC = b"kvrail\x00\x01"
+SEALED_MAGIC = b"kvrail\x00\x02"
+NAME_BYTES = 16
+SALT_BYTES = 24
+KEY = struct.Struct("!Q")
 SIZE = struct.Struct("!Q")
 """A payload's size in bytes: a grant of the receiver, and what leads a payload."""
 
 _ADDRESS = struct.Struct(f"!BH{SECRET_BYTES}s")
 _HELLO = struct.Struct(f"!{len(MAGIC)}s{SECRET_BYTES}sQ")
+_SEALED_HELLO = struct.Struct(f"!{len(SEALED_MAGIC)}s{NAME_BYTES}s{SALT_BYTES}s")
 HELLO_BYTES = _HELLO.size
+assert _SEALED_HELLO.size == HELLO_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +63,14 @@ def read_hello(data: bytes | bytearray) -> tuple[bytes, int] | None:
     """The secret and the key of a hello, or None where it is none."""
     magic, secret, key = _HELLO.unpack(data)
     return (secret, key) if magic == MAGIC else None
+
+
+def sealed_hello(name: bytes, salt: bytes) -> bytes:
+    """What a receiver says first where what follows is encrypted."""
+    return _SEALED_HELLO.pack(SEALED_MAGIC, name, salt)
+
+
+def read_sealed_hello(data: bytes | bytearray) -> tuple[bytes, bytes] | None:
+    """The name and the salt of such a hello, or None where it is none."""
+    magic, name, salt = _SEALED_HELLO.unpack(data)
+    return (name, salt) if magic == SEALED_MAGIC else None

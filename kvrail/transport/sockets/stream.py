@@ -105,12 +105,12 @@ def _without(parts: list[memoryview], count: int) -> list[memoryview]:
 
 
 Wrap = Callable[[socket.socket, str | None], Awaitable[Stream]]
-"""Makes a stream of a socket that was connected to a host, or accepted from one (None): where encryption begins.
+"""Makes a stream of a socket that was connected to a host, or accepted from one (None).
 
 It has as long as opening a connection may take; past that it is cancelled and the socket closed.
 """
 
 
 async def plain(sock: socket.socket, host: str | None) -> Stream:
-    """A stream without encryption."""
+    """A stream with the usual bounds."""
     return Stream(sock)

@@ -19,11 +19,11 @@ class Kind:
     """One carrier under test, on host memory or on a CUDA device.
 
     start: makes an end that can send and receive, with so many bytes of pool. pool: the one of an end, for host
-    payloads; without it regions are not the carrier's. one_object: the same carrier serves both ends. processes: the
-    ends may be in two processes. notices_death: a killed peer ends what waits for it; else `aclose` must. needs_peer: a
-    payload comes only from a process that lives and runs; else what was sent may be read from one that does not. keeps:
-    what connects two ends is kept after the first attempt. on_device: payloads lie on the CUDA device. unavailable: why
-    it cannot run here.
+    payloads; without it regions are not the carrier's. one_object: the same carrier serves both ends. processes: they
+    are tried in two processes too. notices_death: a killed peer ends what waits for it; else `aclose` must.
+    needs_peer: a payload comes only from a process that lives and runs; else what was sent may be read from one that
+    does not. keeps: what connects two ends is kept after the first attempt. on_device: payloads lie on the CUDA
+    device. unavailable: why it cannot run here.
     """
 
     name: str
@@ -71,6 +71,12 @@ async def start_sockets(pool_bytes):
     return await SocketCarrier.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host="127.0.0.1")
 
 
+async def start_sealed(pool_bytes):
+    return await SocketCarrier.start(
+        RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host="127.0.0.1", sealed=True
+    )
+
+
 async def start_device(pool_bytes):
     return await UcxCarrier.start(
         host_bytes=1 << 20, device=torch.device("cuda", 0), device_bytes=pool_bytes, settings=CMA
@@ -84,6 +90,7 @@ def device_unavailable():
 CARRIERS = [
     Kind("inproc", start_inproc, one_object=True, processes=False),
     Kind("grpc", start_sockets, lambda carrier: carrier.pool),
+    Kind("grpc-sealed", start_sealed, lambda carrier: carrier.pool, processes=False),  # as grpc there, which is tried
     Kind("ucx-tcp", start_tcp, lambda carrier: carrier.pools.host, keeps=True, unavailable=available),
     Kind("ucx-cma", start_cma, lambda carrier: carrier.pools.host, keeps=True, needs_peer=False, unavailable=available),
     Kind(

@@ -1,0 +1,48 @@
+"""Types of settings' values, and what is accepted for each."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+DNS = "dns+"
+"""Before host:port: workers have whatever addresses that name has at the time."""
+
+
+def _split(value: object) -> object:
+    """'a, b' as ('a', 'b'): lists are written with commas in flags and environment variables."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _check_address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ValueError("write each address as host:port, for example 127.0.0.1:7001")
+    return value
+
+
+def _check_workers(value: str) -> str:
+    _check_address(value.removeprefix(DNS))
+    return value
+
+
+def _check_device(value: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError("write cpu, cuda or cuda:N")
+    return value
+
+
+def _check_origin(value: str) -> str:
+    if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+", value):
+        raise ValueError("write each origin as scheme://host or scheme://host:port, without a path, or *")
+    return value
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Workers = Annotated[tuple[Annotated[str, AfterValidator(_check_workers)], ...], NoDecode, BeforeValidator(_split)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_split)]
+Device = Annotated[str, AfterValidator(_check_device)]
+KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]
+ComputeDtype = Literal["auto", "float32", "bfloat16"]

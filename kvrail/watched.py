@@ -1,0 +1,68 @@
+"""Files that are read again when they change, while the process runs."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Generic, TypeVar
+
+from kvrail.errors import ConfigError
+
+log = logging.getLogger("kvrail.watched")
+
+T = TypeVar("T")
+
+LOOK_EVERY_S = 1.0
+"""How often files are looked at, at most, when somebody asks for what they hold."""
+
+
+class Watched(Generic[T]):
+    """What some files hold, by `read`; where a change is no good, what they held before it. Any thread may ask."""
+
+    def __init__(
+        self, paths: Sequence[Path], read: Callable[[], T], on_failure: Callable[[], object] = lambda: None
+    ) -> None:
+        """Read them. Raises what `read` raises; later its ConfigErrors are logged, and `on_failure` is called."""
+        self._paths, self._read_all, self.on_failure = tuple(paths), read, on_failure
+        self._looked = monotonic()
+        self._seen = self._stat()
+        self._value = read()
+
+    def get(self) -> T:
+        """What they hold."""
+        now = monotonic()
+        if now - self._looked < LOOK_EVERY_S:
+            return self._value
+        self._looked = now
+        seen = self._stat()
+        if seen != self._seen:
+            self._seen = seen
+            names = ", ".join(path.name for path in self._paths)
+            try:
+                self._value = self._read_all()
+                log.info("%s read anew", names)
+            except ConfigError as error:  # perhaps half written: its next change is looked at again
+                log.error("%s not read anew, what was there before stays in force: %s", names, error)
+                self.on_failure()
+        return self._value
+
+    def _stat(self) -> list[tuple[int, int, int]]:
+        """By which a change is seen. Links are followed: a mount of Kubernetes swaps one."""
+        found = []
+        for path in self._paths:
+            try:
+                about = path.stat()
+            except OSError:
+                found.append((0, 0, 0))
+            else:
+                found.append((about.st_mtime_ns, about.st_size, about.st_ino))
+        return found
+
+
+def content_of(flag: str, path: Path) -> bytes:
+    """A file that a setting names. Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        remedy = "let this process's user read it" if isinstance(error, PermissionError) else "name a file"
+        raise ConfigError(f"{flag} {path}: {error.strerror}; {remedy}") from None
