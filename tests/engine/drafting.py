@@ -50,7 +50,14 @@ def loaded(family: str) -> tuple[LoadedModel, Tokenizer]:
 class DecodeSite:
     """An engine stepped by hand, and what it said."""
 
-    def __init__(self, family: str = "llama", num_pages: int = 64, max_batch_tokens: int = 512, **options: int) -> None:
+    def __init__(
+        self,
+        family: str = "llama",
+        num_pages: int = 64,
+        max_batch_tokens: int = 512,
+        prompt_rows: int = 256,
+        **options: int,
+    ) -> None:
         self.model, self.tokenizer = loaded(family)
         size = {"max_running": 16, "max_batch_tokens": max_batch_tokens}
         self.runner = ModelRunner(self.model, num_pages, **size)
@@ -60,7 +67,7 @@ class DecodeSite:
         self.engine = Engine(
             self.runner,
             self.sampler,
-            Scheduler(self.pool, Limits(**size, max_waiting=99)),
+            Scheduler(self.pool, Limits(**size, max_waiting=99, prompt_rows=prompt_rows)),
             ModelLimits(self.model.vocab_size, self.model.max_model_len, self.model.eos_token_ids),
             self.tokenizer,
             EngineMetrics(CollectorRegistry(), "tiny"),

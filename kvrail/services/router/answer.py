@@ -15,17 +15,19 @@ from kvrail.metrics import RouterMetrics
 from kvrail.sampling import FinishReason
 from kvrail.services.router.admission import Admission
 from kvrail.services.router.errors import error_response, outcome_of
-from kvrail.services.router.events import encode_json
+from kvrail.services.router.events import encode_json, encode_long
 from kvrail.services.router.eventstream import EventStream
 from kvrail.services.router.formats import Json
 from kvrail.services.router.generation import Generation
 from kvrail.services.router.observe import RequestRecord
 from kvrail.services.router.usage import final_usage
-from kvrail.services.router.values import Delta
+from kvrail.services.router.values import Delta, Scored
 from kvrail.services.router.writers import Writer
 
 log = logging.getLogger("kvrail.router.answer")
 
+MANY_SCORES = 4096
+"""Log probabilities of prompts in one answer that are written within 20 ms."""
 LEAST_HEAD_S = 0.01
 """What a request whose body took long still gets, so that a refusal which takes no time has a status."""
 
@@ -68,8 +70,12 @@ class Speech:
 class Answer(Response):
     """Runs a job while it is sent. Errors before the headers left get a proper status, later ones an event."""
 
-    def __init__(self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech) -> None:
+    def __init__(
+        self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech, writing: asyncio.Semaphore
+    ) -> None:
+        """writing: whose long answer is written."""
         super().__init__()
+        self._writing = writing
         self._job = job
         self._admission = admission
         self._metrics = metrics
@@ -171,15 +177,24 @@ class Answer(Response):
             async for updates in batches:
                 record.take(updates)
                 for update in updates:
-                    if isinstance(update, Delta):  # drafts are for streams alone
+                    if isinstance(update, Delta | Scored):  # drafts are for streams alone
                         prepared.writer.add(update)
+                    if isinstance(update, Delta):
                         outcome = _outcome(outcome, update)
-        payload = encode_json(prepared.writer.whole(self._usage(prepared, record)))
+        payload = await self._encoded(prepared, self._usage(prepared, record))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
         self._job.timeline.mark(Stage.RESPONDED)
         return outcome
+
+    async def _encoded(self, prepared: Prepared, usage: Json) -> bytes:
+        """The body; one with many log probabilities of prompts is made beside the event loop, one at a time."""
+        writer = prepared.writer
+        if prepared.generation.plan.scores <= MANY_SCORES:
+            return encode_json(writer.whole(usage))
+        async with self._writing:
+            return await asyncio.to_thread(lambda: encode_long(writer.whole(usage)))
 
     async def _stream(self, prepared: Prepared, record: RequestRecord, out: EventStream) -> str:
         """Send what came at one moment in one write."""

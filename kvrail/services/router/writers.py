@@ -10,7 +10,7 @@ from kvrail.services.router.formats import Format, Json
 from kvrail.services.router.schema import Request
 from kvrail.services.router.translate import Plan
 from kvrail.services.router.usage import usage_so_far
-from kvrail.services.router.values import Delta, Update, Updates
+from kvrail.services.router.values import Delta, Scored, Update, Updates
 
 
 class Writer(Protocol):
@@ -28,8 +28,8 @@ class Writer(Protocol):
     def failure(self, error: KvrailError) -> bytes:
         """The last events of a stream that breaks off."""
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output for `whole`."""
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of a prompt where the API has them, for `whole`."""
 
     def whole(self, usage: Json) -> Json:
         """The response with all output that was added."""
@@ -83,7 +83,12 @@ class ChunkWriter:
 
     def _chunk(self, update: Update) -> Json | None:
         """The chunk for an update; None where it has nothing to show."""
-        shown = self._form.chunk(update) if isinstance(update, Delta) else self._form.draft_chunk(update)
+        if isinstance(update, Delta):
+            shown = self._form.chunk(update)
+        elif isinstance(update, Scored):
+            shown = self._form.scored_chunk(update)
+        else:
+            shown = self._form.draft_chunk(update)
         return None if shown is None else self._with_usage(shown)
 
     def _with_usage(self, chunk: Json) -> Json:
@@ -102,9 +107,9 @@ class ChunkWriter:
         """The error object; clients know by the missing [DONE] too."""
         return error_event(error)
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output."""
-        self._form.add(delta)
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of a prompt."""
+        self._form.add(update)
 
     def whole(self, usage: Json) -> Json:
         """The whole response."""

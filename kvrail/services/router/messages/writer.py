@@ -14,7 +14,7 @@ from kvrail.services.router.errors import anthropic_error, to_http
 from kvrail.services.router.events import encode_named
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.tools.forms import CallDelta, Said
-from kvrail.services.router.values import Delta, Updates
+from kvrail.services.router.values import Delta, Scored, Updates
 
 Json = dict[str, Any]
 
@@ -77,9 +77,10 @@ class MessageWriter:
         """An error; nothing follows it."""
         return failure_event(error)
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output."""
-        self._take(delta)
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output; of prompts' log probabilities this API knows nothing."""
+        if isinstance(update, Delta):
+            self._take(update)
 
     def whole(self, usage: Json) -> Json:
         """The whole message."""

@@ -40,6 +40,7 @@ REFUSED = {
     "messages": "is called input here",
     "max_tokens": "is called max_output_tokens here",
     "max_completion_tokens": "is called max_output_tokens here",
+    "prompt_logprobs": "only for /v1/chat/completions and /v1/completions",
 }
 REFUSED_VALUES = {
     "background": "this server answers while the client waits; leave it out, or set stream to true",

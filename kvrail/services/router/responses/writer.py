@@ -21,7 +21,7 @@ from kvrail.services.router.events import encode_named
 from kvrail.services.router.logprobs import TokenTexts, chat_logprobs
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.tools.forms import CallDelta, Said
-from kvrail.services.router.values import Delta, Updates
+from kvrail.services.router.values import Delta, Scored, Updates
 
 Json = dict[str, Any]
 
@@ -103,9 +103,10 @@ class ResponseWriter:
         self._keep(self._response)
         return event + self._event("response.failed", response=self._response)
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output."""
-        self._take(delta)
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output; of prompts' log probabilities this API knows nothing."""
+        if isinstance(update, Delta):
+            self._take(update)
 
     def whole(self, usage: Json) -> Json:
         """The whole response."""
