@@ -66,8 +66,9 @@ def check_sampling(params: SamplingParams) -> None:
     if params.prompt_logprobs is not None:
         _check("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
     for token_id, bias in params.logit_bias.items():
-        _check("logit_bias", token_id, 0, UINT32_MAX)
-        _check("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if not (0 <= token_id <= UINT32_MAX and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS):  # for many in little time
+            _check("logit_bias", token_id, 0, UINT32_MAX)
+            _check("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     for token_id in params.stop_token_ids:
         _check("stop_token_ids", token_id, 0, UINT32_MAX)
     if len(params.grammar.encode()) > MAX_GRAMMAR_BYTES:

@@ -27,7 +27,6 @@ from kvrail.wire.convert import (
     logprobs_from_proto,
     marks_from_proto,
     prompt_logprobs_from_proto,
-    sampling_to_proto,
     spans_from_proto,
 )
 from kvrail.wire.v1 import decode_pb2
@@ -289,12 +288,12 @@ class Generation:
         self._timeline = timeline
         self.plan = plan
         self._streams = []
-        for i, (prompt, sampling) in enumerate(zip(plan.prompts, plan.sampling, strict=True)):
+        for i, (prompt, sampling, wire) in enumerate(zip(plan.prompts, plan.sampling, plan.wire, strict=True)):
             request = decode_pb2.GenerateRequest(
                 request_id=wire_id if len(plan.prompts) == 1 else f"{wire_id}-{i}",
                 model=model,
                 prompt_token_ids=prompt,
-                sampling=sampling_to_proto(sampling),
+                sampling=wire,
                 codec=plan.codec,
                 provisional=plan.provisional,
                 trace=plan.traced,

@@ -21,23 +21,27 @@ from kvrail.services.router.schema import (
 )
 from kvrail.services.router.shaping import Shape, Shaper
 from kvrail.services.router.tools.offered import offer_of
-from kvrail.wire.convert import UINT64_MAX
+from kvrail.wire.convert import UINT64_MAX, sampling_to_proto
+from kvrail.wire.v1 import common_pb2
 
 MANY_BIASES = 4096
+MAX_SENT_BIASES = 1 << 20
+"""Over all prompts of a request: seven times a vocabulary of 150,000, some 16 MB on their way to workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to generate: one stream for each prompt.
 
-    prompts: token ids. sampling: one for each prompt. prefixes: text that goes before each prompt's output (echo).
-    provisional: whether drafts are shown. traced: whether the usage tells what each process did when. priority:
-    among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown as it is.
-    silent: what is generated is not shown.
+    prompts: token ids. sampling: one for each prompt; wire: the same for workers. prefixes: text that goes before each
+    prompt's output (echo). provisional: whether drafts are shown. traced: whether the usage tells what each process did
+    when. priority: among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown
+    as it is. silent: what is generated is not shown.
     """
 
     prompts: Sequence[Sequence[int]]
     sampling: Sequence[SamplingParams]
+    wire: Sequence[common_pb2.SamplingParams]
     prefixes: Sequence[str]
     codec: str
     provisional: bool
@@ -186,17 +190,20 @@ class Planner:
             if codec in limits.withheld_codecs:
                 why = "is lossy, and this server's operator has not allowed such codecs (--allow-lossy)"
             refuse("kvrail.codec", f"{codec!r} {why}; choose one of {', '.join(sorted(limits.codecs))}")
+        _check_bias_of(prompts, request.logit_bias or {})
+        bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
         sampling = []
         for prompt in prompts:
             budget = _budget(field, len(prompt), max_tokens, limits.context)
             _check_ids(field, prompt, limits.vocabulary)
             if (request.min_tokens or 0) > budget:
                 refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
-            sampling.append(_sampling(request, budget, logprobs, shape))
+            sampling.append(_sampling(request, budget, logprobs, shape, bias))
         ours = request.kvrail or KvrailOptions()
         plan = Plan(
             prompts,
             sampling,
+            [sampling_to_proto(each) for each in sampling],
             prefixes,
             codec,
             ours.provisional,
@@ -214,6 +221,16 @@ def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:
     outside = [key for key in biases if int(key) >= vocabulary]
     if outside:
         refuse("logit_bias", f"{named(outside)} not in the model's vocabulary of {vocabulary}")
+
+
+def _check_bias_of(prompts: Sequence[Sequence[int]], biases: Mapping[str, float]) -> None:
+    """Refuse more biases than may travel for one request: workers get them with each prompt."""
+    if len(prompts) * len(biases) > MAX_SENT_BIASES:
+        refuse(
+            "logit_bias",
+            f"{len(biases)} biases for each of {len(prompts)} prompts are more than the {MAX_SENT_BIASES} that one "
+            "request may have; send the prompts in several requests",
+        )
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:
@@ -256,7 +273,9 @@ def _scored_tokens(request: Request) -> int | None:
     return max(asked, default=None)
 
 
-def _sampling(request: Request, max_tokens: int, logprobs: int | None, shape: Shape) -> SamplingParams:
+def _sampling(
+    request: Request, max_tokens: int, logprobs: int | None, shape: Shape, bias: dict[int, float]
+) -> SamplingParams:
     """Sampling parameters; without a seed of the client's each prompt draws its own."""
     seed = secrets.randbits(64) if request.seed is None else request.seed & UINT64_MAX
 
@@ -273,7 +292,7 @@ def _sampling(request: Request, max_tokens: int, logprobs: int | None, shape: Sh
         repetition_penalty=given(request.repetition_penalty, 1.0),
         presence_penalty=given(request.presence_penalty, 0.0),
         frequency_penalty=given(request.frequency_penalty, 0.0),
-        logit_bias={int(key): bias for key, bias in (request.logit_bias or {}).items()},
+        logit_bias=bias,
         seed=seed,
         logprobs=logprobs,
         stop=tuple(request.stop or ()),
