@@ -200,6 +200,9 @@ class Answer(Response):
         """Send what came at one moment in one write."""
         outcome = "stop"
         opening = prepared.writer.opening()
+        if prepared.writer.greets:
+            await out.greet(opening)
+            opening = b""
         async with aclosing(prepared.generation.updates()) as batches:
             async for updates in batches:
                 record.take(updates)

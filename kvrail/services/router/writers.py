@@ -16,6 +16,10 @@ from kvrail.services.router.values import Delta, Scored, Update, Updates
 class Writer(Protocol):
     """One API. A stream is opening, events of each moment's updates, and closing or failure; else all are added."""
 
+    @property
+    def greets(self) -> bool:
+        """Whether the opening leaves as soon as headers do, rather than with the first output."""
+
     def opening(self) -> bytes:
         """Events that go before the first output."""
 
@@ -55,6 +59,8 @@ class ChunkWriter:
     include_usage: whether a last chunk brings the usage. usage_so_far: the usage after so many tokens, where each chunk
     is to bring it.
     """
+
+    greets = False  # clients take the first chunk's time for that of the first token
 
     def __init__(
         self, form: Format, *, include_usage: bool = False, usage_so_far: Callable[[int], Json] | None = None

@@ -39,6 +39,8 @@ def failure_event(error: KvrailError) -> bytes:
 class MessageWriter:
     """Writes one message; reader: takes its output apart. prompt_tokens: of the whole prompt."""
 
+    greets = False  # as with OpenAI's older APIs, the first event goes with the first token
+
     def __init__(self, message_id: str, model: str, prompt_tokens: int, reader: OutputReader) -> None:
         self._message: Json = {
             "id": message_id,

@@ -61,6 +61,8 @@ class ResponseWriter:
     probabilities, where they are wanted. keep: called with the response whenever its status is another one.
     """
 
+    greets = True  # so that a response that waits can be cancelled by its id
+
     def __init__(
         self, response: Json, reader: OutputReader, texts: TokenTexts | None, keep: Callable[[Json], object]
     ) -> None:
