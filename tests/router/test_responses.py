@@ -6,9 +6,10 @@ import json
 import openai
 import pytest
 
+from kvrail.errors import KvrailError
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
-from tests.router.scripts import error_of, hanging
+from tests.router.scripts import error_of, failing, hanging
 from tests.router.test_refusals import check_error
 from tests.router.test_tools import roomy
 from tests.router.writing import matching, saying
@@ -187,6 +188,16 @@ async def test_cancel_before_there_is_any_output(tokenizer: Tokenizer):
         kinds = [event.type async for event in again]
         assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
         assert kinds.count("response.created") == 1
+
+
+async def test_a_whole_response_that_fails_is_kept_as_failed(client: openai.AsyncOpenAI, cluster: Cluster):
+    cluster.decode[0].script = failing(KvrailError("out of order"))
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.responses.create(model=MODEL, input="hi")
+    kept = await client.responses.retrieve(f"resp_{caught.value.response.headers['x-request-id']}")
+    assert (kept.status, kept.error.message) == ("failed", "out of order")
+    with pytest.raises(openai.BadRequestError, match="failed"):
+        await client.responses.cancel(kept.id)
 
 
 async def test_a_client_that_leaves(client: openai.AsyncOpenAI, cluster: Cluster):

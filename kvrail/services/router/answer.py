@@ -17,11 +17,10 @@ from kvrail.services.router.admission import Admission
 from kvrail.services.router.errors import error_response, outcome_of
 from kvrail.services.router.events import encode_json, encode_long
 from kvrail.services.router.eventstream import EventStream
-from kvrail.services.router.formats import Json
 from kvrail.services.router.generation import Generation
 from kvrail.services.router.observe import RequestRecord
 from kvrail.services.router.usage import final_usage
-from kvrail.services.router.values import Delta, Scored
+from kvrail.services.router.values import Delta, Json, Scored
 from kvrail.services.router.writers import Writer
 
 log = logging.getLogger("kvrail.router.answer")
@@ -145,12 +144,13 @@ class Answer(Response):
     async def _fail(self, error: KvrailError, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell the client: by a status, or where the headers have left by the stream's last event."""
         events = self._events
+        tell = self._job.failure if self._prepared is None else self._prepared.writer.failure
+        last = tell(error)  # also where it is not sent: what is kept of the answer is failed with it
         if events is None or not events.started:
             await error_response(error)(scope, receive, send)
             return
         log.warning("failed after the stream began: %s", error)
-        tell = self._job.failure if self._prepared is None else self._prepared.writer.failure
-        await events.write(tell(error))
+        await events.write(last)
         await events.end()
 
     def cancel(self, why: KvrailError | None = None) -> None:

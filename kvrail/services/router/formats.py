@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvrail.services.router.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.scored import ScoredPrompt
 from kvrail.services.router.tools.shown import join_calls, shown_delta, whole_message
-from kvrail.services.router.values import Delta, Drafted, Scored, Settled
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Delta, Drafted, Json, Scored, Settled
 
 
 @dataclass(frozen=True, slots=True)

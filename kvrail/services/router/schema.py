@@ -70,6 +70,11 @@ def _text_as_part(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+def kind_of(value: Any) -> Any:
+    """The `type` of an object of a body, parsed or validated: what unions are told apart by."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def not_longer(most: int) -> BeforeValidator:
     """Refuses a longer list or object before it looks at what is in it."""
 

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 from kvrail.sampling import PromptLogprobs
 from kvrail.services.router.logprobs import TokenTexts, bounded, likely_texts
+from kvrail.services.router.values import Json
 from kvrail.text import IncrementalDetokenizer
-
-Json = dict[str, Any]
 
 
 class ScoredPrompt:

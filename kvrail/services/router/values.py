@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrail.sampling import FinishReason, PromptLogprobs, TokenLogprobs
 from kvrail.wire.v1 import decode_pb2
+
+Json = dict[str, Any]
+"""An object of an API, as it is read or written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from typing import Protocol
 from kvrail.errors import KvrailError
 from kvrail.services.router.errors import to_http
 from kvrail.services.router.events import DONE, TextEvents, encode_event, is_plain
-from kvrail.services.router.formats import Format, Json
+from kvrail.services.router.formats import Format
 from kvrail.services.router.schema import Request
 from kvrail.services.router.translate import Plan
 from kvrail.services.router.usage import usage_so_far
-from kvrail.services.router.values import Delta, Scored, Update, Updates
+from kvrail.services.router.values import Delta, Json, Scored, Update, Updates
 
 
 class Writer(Protocol):

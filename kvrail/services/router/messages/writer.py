@@ -6,7 +6,6 @@ message_delta, message_stop, or error
 """
 
 import json
-from typing import Any
 
 from kvrail.errors import KvrailError
 from kvrail.sampling import FinishReason
@@ -14,9 +13,7 @@ from kvrail.services.router.errors import anthropic_error, to_http
 from kvrail.services.router.events import encode_named
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.tools.forms import CallDelta, Said
-from kvrail.services.router.values import Delta, Scored, Updates
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Delta, Json, Scored, Updates
 
 EVENTS = (
     "message_start",

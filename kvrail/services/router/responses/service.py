@@ -16,8 +16,7 @@ from kvrail.services.router.responses.translate import chat_request, input_items
 from kvrail.services.router.responses.writer import ResponseWriter, failure_event
 from kvrail.services.router.service import RouterService
 from kvrail.services.router.translate import Plan
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Json
 
 MAX_PAGE = 100
 REPEATED = {"frequency_penalty", "presence_penalty", "reasoning", "temperature", "text", "top_p"}

@@ -17,8 +17,7 @@ from kvrail.services.router.responses.schema import (
     TextOptions,
 )
 from kvrail.services.router.schema import ChatRequest, Sampled
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Json
 
 LOGPROBS = "message.output_text.logprobs"
 TAKEN_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")

@@ -21,9 +21,7 @@ from kvrail.services.router.events import encode_named
 from kvrail.services.router.logprobs import TokenTexts, chat_logprobs
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.tools.forms import CallDelta, Said
-from kvrail.services.router.values import Delta, Scored, Updates
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Delta, Json, Scored, Updates
 
 EVENTS = (
     "response.created",
@@ -58,7 +56,7 @@ class ResponseWriter:
     """Writes one response.
 
     response: the object as it begins. reader: takes its output apart. texts: what stands for tokens in log
-    probabilities, where they are wanted. keep: called with the response whenever its status is another one.
+    probabilities, where they are wanted. keep: called with the response when it has ended.
     """
 
     greets = True  # so that a response that waits can be cancelled by its id
@@ -75,7 +73,6 @@ class ResponseWriter:
         self._open: Json | None = None  # the last of the items, where more of it may come
         self._cut = False
         self._reasoning_tokens = 0
-        keep(response)
 
     def opening(self) -> bytes:
         """The response, before there is any output."""
