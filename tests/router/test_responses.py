@@ -1,12 +1,14 @@
 """/v1/responses as the official client sees it."""
 
 import asyncio
+import gc
 import json
 
 import openai
 import pytest
 
 from kvrail.errors import KvrailError
+from kvrail.services.router.answer import Answer
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
 from tests.router.scripts import error_of, failing, hanging
@@ -198,6 +200,17 @@ async def test_a_whole_response_that_fails_is_kept_as_failed(client: openai.Asyn
     assert (kept.status, kept.error.message) == ("failed", "out of order")
     with pytest.raises(openai.BadRequestError, match="failed"):
         await client.responses.cancel(kept.id)
+
+
+async def test_nothing_but_its_json_is_kept_of_a_response_that_has_ended(client: openai.AsyncOpenAI, cluster: Cluster):
+    kept = [await client.responses.create(model=MODEL, input="hi") for _ in range(3)]
+
+    def answers() -> int:
+        gc.collect()
+        return sum(type(each) is Answer for each in gc.get_objects())
+
+    await until(lambda: answers() == 0)
+    assert (await client.responses.retrieve(kept[0].id)).output_text == OUTPUT
 
 
 async def test_a_client_that_leaves(client: openai.AsyncOpenAI, cluster: Cluster):

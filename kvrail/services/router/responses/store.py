@@ -21,14 +21,14 @@ class Entry:
     """A kept response.
 
     items: the input, with that of the responses before it; input_bytes: of its JSON. told: JSON of the response as it
-    was told last, and status what that says. cancel: ends it while it is in progress.
+    was told last, and status what that says. cancel: ends it; None where it has ended, since this holds all of it.
     """
 
     items: Sequence[InputItem]
     input_bytes: int
     told: str
     status: str
-    cancel: Callable[[], None]
+    cancel: Callable[[], None] | None
 
     @property
     def response(self) -> Json:
@@ -63,7 +63,7 @@ class ResponseStore:
         self._make_room()
 
     def update(self, owner: Owner, response: Json) -> None:
-        """Take note of what has become of a response, where it is still kept and was not cancelled."""
+        """Take note of how a response ended, where it is still kept and was not cancelled."""
         entry = self._entries.get((owner, response["id"]))
         if entry is not None and entry.status != "cancelled":
             self._tell(entry, response)
@@ -76,8 +76,10 @@ class ResponseStore:
             self._tell(entry, entry.response | {"status": "cancelled"})
 
     def _tell(self, entry: Entry, response: Json) -> None:
+        """Take down how a response ended."""
         before = entry.size
         entry.told, entry.status = json.dumps(response), response["status"]
+        entry.cancel = None
         self.size += entry.size - before
 
     def _make_room(self) -> None:
@@ -96,17 +98,20 @@ class ResponseStore:
 
     def delete(self, owner: Owner, response_id: str) -> None:
         """Forget a response; one in progress ends. Raises ResponseNotFoundError."""
-        self.find(owner, response_id).cancel()
+        cancel = self.find(owner, response_id).cancel
         self._drop((owner, response_id))
+        if cancel is not None:
+            cancel()
 
     def cancel(self, owner: Owner, response_id: str) -> Json:
         """End a response in progress. Raises ResponseNotFoundError, or InvalidRequestError where it has ended."""
         entry = self.find(owner, response_id)
-        if entry.status != "in_progress":
+        cancel = entry.cancel
+        if cancel is None:
             raise InvalidRequestError(f"response_id: this response is {entry.status}", param="response_id")
         response = entry.response | {"status": "cancelled"}
         self._tell(entry, response)
-        entry.cancel()
+        cancel()
         return response
 
     def history(self, owner: Owner, response_id: str) -> list[InputItem]:
