@@ -72,9 +72,11 @@ def python_with(client: str) -> str:
         uv = _with_pip("uv", "uv") / "uv"
         override = PLACE / "without-torch.txt"
         override.write_text(WITHOUT_TORCH)
+        index = os.environ.get("PIP_INDEX_URL")  # uv reads none of pip's settings
+        env = {**os.environ, **({"UV_DEFAULT_INDEX": index} if index else {})}
         subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
         command = [uv, "pip", "install", "--quiet", "--only-binary", ":all:", "--override", override]
-        subprocess.run([*command, "--python", python, *PYTHON[name]], check=True)
+        subprocess.run([*command, "--python", python, *PYTHON[name]], check=True, env=env)
         torch = importlib.util.find_spec("torch")
         if torch is not None and torch.origin is not None:
             (packages,) = folder.glob("lib/python*/site-packages")

@@ -62,9 +62,9 @@ class CompletionLogprobs:
         """The lists for these tokens."""
         tokens = [self._texts.text(token_id) for token_id in delta.token_ids]
         offsets = []
-        for token in tokens:
+        for token_id in delta.token_ids:
             offsets.append(self._offset)
-            self._offset += len(token)
+            self._offset += len(self._texts.tokenizer.token_text(token_id))  # however the token is shown
         pairs = zip(tokens, delta.logprobs, strict=True)
         return {
             "tokens": tokens,

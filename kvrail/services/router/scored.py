@@ -32,16 +32,14 @@ class ScoredPrompt:
         entries: list[Json | None] = [None]
         for found in self._found:
             for place, (logprob, rank) in enumerate(zip(found.logprobs, found.ranks, strict=True)):
-                told = {str(self._token_ids[found.first + place]): self._entry(found.first + place, logprob, rank)}
+                own = self._token_ids[found.first + place]
+                told = {str(own): self._entry(own, logprob, rank)}
                 for number, (token_id, value) in enumerate(islice(found.most_likely(place), top), start=1):
-                    told.setdefault(str(token_id), self._likely(token_id, value, number))
+                    told.setdefault(str(token_id), self._entry(token_id, value, number))
                 entries.append(told)
         return entries
 
-    def _entry(self, place: int, logprob: float, rank: int) -> Json:
-        return self._likely(self._token_ids[place], logprob, rank)
-
-    def _likely(self, token_id: int, logprob: float, rank: int) -> Json:
+    def _entry(self, token_id: int, logprob: float, rank: int) -> Json:
         return {"logprob": bounded(logprob), "rank": rank, "decoded_token": self._texts.text(token_id)}
 
     def lists(self, top: int) -> list[Json]:
