@@ -37,14 +37,10 @@ $(VENV)/.dev: $(SOURCES) | $(BIN)/python
 		$(BIN)/python -m pip install $(CONSTRAINTS) -e '.[dev]'
 	@touch $(VENV)/.worker $@
 
-$(VENV)/clients/.made: $(SOURCES) | $(BIN)/python
-	$(BIN)/python -m venv $(VENV)/clients
-	$(VENV)/clients/bin/python -m pip install --quiet -e '.[clients]'
-	@touch $@
-
 $(VENV)/.page: $(SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -e '.[dev,page]'
 	@touch $(VENV)/.worker $(VENV)/.dev $@
+
 $(VENV)/audit/.made: | $(BIN)/python
 	$(BIN)/python -m venv $(VENV)/audit
 	$(VENV)/audit/bin/python -m pip install --quiet 'pip-audit>=2.9'
@@ -80,10 +76,9 @@ test-progressive: $(VENV)/.dev  ## with every exact codec prompts get raw's outp
 	KVRAIL_EQUALITY_DTYPE=bfloat16 KVRAIL_EQUALITY_PROMPTS=40 $(BIN)/python -m pytest \
 		tests/progressive/test_same_output.py --timeout=7200 -o log_cli=true --log-cli-level=INFO $(ARGS)
 
-test-clients: $(VENV)/.dev $(VENV)/clients/.made  ## clients, agent frameworks and compliance suites against a cluster; needs node
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "clients or not clients" --timeout=1800 tests/clients/test_clients.py $(ARGS)
-	KVRAIL_PYTHON=$(abspath $(BIN))/python $(VENV)/clients/bin/python -m pytest --noconftest -m clients \
-		tests/clients/test_frameworks.py $(ARGS)
+test-clients: $(VENV)/.dev  ## clients, agent frameworks and compliance suites in Python and Node against a cluster; installs them
+	$(BIN)/python -m tests.clients.environments
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients --timeout=900 --durations=0 tests/clients $(ARGS)
 
 test-schemas: $(VENV)/.dev  ## 1,000 outputs under 100 schemas, of which `make test` has a few; half an hour
 	KVRAIL_SCHEMA_OUTPUTS=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=3600 tests/e2e/test_openai_client.py -k valid_or_cut $(ARGS)

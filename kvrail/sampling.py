@@ -1,5 +1,6 @@
 """What a request asks of the sampler, and what it gets back. Free of torch: the router uses it too."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -25,9 +26,10 @@ class SamplingParams:
     """Sampling parameters of one request, with the meaning that the OpenAI API and vLLM give them.
 
     `temperature` below GREEDY_BELOW is greedy. `top_k` 0 is off. `logprobs` None asks for none; k asks for the chosen
-    token's and the k most likely ones'. `seed` is always set: the random draw for a token is keyed by (seed, sequence
-    index, position, token id), so a run repeats. `grammar` is what the output must match (kvrail.grammar.texts): draws
-    are made among the tokens that it allows, and it says when the output may end, whatever `ignore_eos` says.
+    token's and the k most likely ones'; `prompt_logprobs` asks the same of the prompt's tokens. `seed` is always set:
+    the random draw for a token is keyed by (seed, sequence index, position, token id), so a run repeats. `grammar` is
+    what the output must match (kvrail.grammar.texts): draws are made among the tokens that it allows, and it says when
+    the output may end, whatever `ignore_eos` says.
     """
 
     max_tokens: int
@@ -49,6 +51,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     n: int = 1
     grammar: str = ""
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -62,6 +65,28 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of some of a prompt's tokens, one behind the other; columns, since there can be many.
+
+    first: which token of the prompt is the first of them, from 1 on: token 0 follows nothing. ranks: 1 for the most
+    likely token at its place. top: how many of the most likely tokens are told for each; top_ids and top_logprobs have
+    theirs one behind the other, the most likely first.
+    """
+
+    first: int
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
+    top: int = 0
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+    def most_likely(self, place: int) -> Iterable[tuple[int, float]]:
+        """Token ids and log probabilities of the most likely tokens at the place of the token `first` + `place`."""
+        begin, end = place * self.top, (place + 1) * self.top
+        return zip(self.top_ids[begin:end], self.top_logprobs[begin:end], strict=True)
 
 
 class FinishReason(StrEnum):

@@ -52,6 +52,10 @@ MIXED_TOKENS_CPU = 256
 """The same on a CPU. With 2,048, who was in the middle of an answer of the demo model waited 7 s for a token while a
 prompt of 3,600 tokens was computed on two busy cores."""
 
+PROMPT_LOGITS_BYTES, LEAST_PROMPT_ROWS = 128 << 20, 32
+"""Of float32 logits from which a step makes log probabilities of prompts: 220 tokens with a vocabulary of 152,000. They
+delay those who decode no more than any chunk of a prompt does."""
+
 MAX_DIGESTS = 8192
 """Of pages in one status answer: 64 KiB."""
 
@@ -204,6 +208,7 @@ def build_worker(
         settings.max_running,
         settings.max_waiting,
         mixed_tokens(settings),
+        max(LEAST_PROMPT_ROWS, PROMPT_LOGITS_BYTES // (4 * loaded.vocab_size)),
     )
     tokenizer = load_tokenizer(settings.model) if detokenize else None
     events = EventRouter(asyncio.get_running_loop())

@@ -4,7 +4,6 @@ Nothing here locks, computes or waits; the engine calls it with its lock held.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from kvrail.engine.batch import NOT_DRAWN, SampledToken
 from kvrail.engine.computing import Computing
@@ -19,35 +18,23 @@ from kvrail.engine.events import (
     PrefillStarted,
     Verified,
 )
+from kvrail.engine.live import LiveRequest
 from kvrail.engine.output import Booked, SequenceText, ending_of, ends_by_length
 from kvrail.engine.planning import Step, draws_ahead, plan_step
 from kvrail.engine.requests import EngineRequest, ModelLimits
 from kvrail.engine.scheduler import Scheduler, Work
+from kvrail.engine.scoring import told
 from kvrail.engine.sequence import Sequence as Seq
 from kvrail.engine.sequence import Status
 from kvrail.engine.speculation import Draft, Drafting, DraftText
 from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.metrics import EngineMetrics
 from kvrail.pagehash import PageHash
+from kvrail.sampling import PromptLogprobs
 from kvrail.text import Tokenizer
 
 Events = list[tuple[str, Event]]
 _NO_LOGITS = KvrailError("the model gave no finite logits, so that no token can be drawn; check its weights")
-
-
-@dataclass(slots=True)
-class _Request:
-    spec: EngineRequest
-    hashes: Sequence[PageHash]
-    unfinished: int
-    sequences: list[Seq] = field(default_factory=list)
-    texts: list[SequenceText | None] = field(default_factory=list)
-    deferred: list[Seq] = field(default_factory=list)  # begun, but not queued before the prompt's KV is here
-    coarse: bool = False  # the prompt's pages hold a coarse form of its KV
-    draft_text: DraftText | None = None
-    announced: bool = False
-    prefill_started: bool = False
-    completion_tokens: int = 0
 
 
 class RequestBook:
@@ -66,7 +53,7 @@ class RequestBook:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._drafting = Drafting(scheduler, limits, metrics, max_drafts)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, LiveRequest] = {}
         self._arrivals = 0
         self._unclaimed: dict[str, PageLease] = {}
         self._claimed = 0
@@ -93,7 +80,7 @@ class RequestBook:
         """Take in a request and queue its first sequence. hashes: of the prompt's full pages."""
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        state = self._requests[request.request_id] = _Request(request, hashes, unfinished=request.params.n)
+        state = self._requests[request.request_id] = LiveRequest(request, hashes, unfinished=request.params.n)
         sequence = self._new_sequence(state)
         for token_id in request.resumed_ids:
             sequence.append(token_id)
@@ -235,10 +222,11 @@ class RequestBook:
                 events.append((item.sequence.request_id, PrefillStarted()))
         return plan_step(work, self._scheduler.pool.page_size, self._limits.eos_token_ids), events
 
-    def settle(self, step: Step, tokens: Sequence[SampledToken]) -> Events:
-        """Book a computed step: new tokens, KV, ends; finish what was dropped meanwhile."""
+    def settle(self, step: Step, tokens: Sequence[SampledToken], scores: Sequence[PromptLogprobs] = ()) -> Events:
+        """Book a computed step: new tokens, prompts' log probabilities, KV, ends; finish what was dropped meanwhile."""
         drawn = step.draws(tokens)
-        events = self._fail_undrawn(step, drawn)
+        scored, broken = told(step.scoring, scores)
+        events: Events = [*scored, *self.fail(broken, _NO_LOGITS), *self._fail_undrawn(step, drawn)]
         booked = sum(self._book(item, drawn[item.sequence]) for item in step.work if item.sequence in drawn)
         self._metrics.generation_tokens.inc(booked)
         self._scheduler.computed(step.work)
@@ -274,7 +262,7 @@ class RequestBook:
 
     # -- details -------------------------------------------------------------------------------------------------
 
-    def _new_sequence(self, state: _Request) -> Seq:
+    def _new_sequence(self, state: LiveRequest) -> Seq:
         spec, index = state.spec, len(state.sequences)
         self._arrivals += 1
         sequence = Seq(
@@ -289,6 +277,7 @@ class RequestBook:
             spec.cache_space,
             known_hashes=list(state.hashes),
             matcher=None if spec.grammar is None else spec.grammar.matcher(),
+            scored=len(spec.prompt_ids) if index else spec.scored,
         )
         state.sequences.append(sequence)
         text = None if self._tokenizer is None or spec.prefill_only else SequenceText(self._tokenizer, sequence)
@@ -305,7 +294,7 @@ class RequestBook:
         awaiting = (Status.RECEIVING, Status.DRAFTING)
         return next((s for s in state.sequences if s.status in awaiting), None) if state else None
 
-    def _finish_ended(self, state: _Request) -> None:
+    def _finish_ended(self, state: LiveRequest) -> None:
         for sequence in state.sequences:
             if sequence.finish_reason is not None:
                 self._computing.finish(sequence)
@@ -316,7 +305,7 @@ class RequestBook:
             self._scheduler.add(sequence)
         state.deferred = []
 
-    def _append_first(self, state: _Request, tokens: Sequence[SampledToken]) -> None:
+    def _append_first(self, state: LiveRequest, tokens: Sequence[SampledToken]) -> None:
         """Give each of the n sequences its first token, making those that do not exist yet."""
         for index, token in enumerate(tokens):
             sequence = state.sequences[index] if index < len(state.sequences) else self._new_sequence(state)
@@ -376,7 +365,7 @@ class RequestBook:
             state.draft_text = DraftText(self._tokenizer, sequence)
         return [(sequence.request_id, state.draft_text.push(drawn))]
 
-    def _emit_token(self, state: _Request, sequence: Seq, booked: Booked) -> Events:
+    def _emit_token(self, state: LiveRequest, sequence: Seq, booked: Booked) -> Events:
         """Output of one token, with its text; a stop string that it completes ends the sequence."""
         token = booked.token
         logprobs = () if token.logprobs is None else (token.logprobs,)

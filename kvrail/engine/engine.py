@@ -269,13 +269,13 @@ class Engine:
     def _land(self, flight: Flight) -> None:
         """Wait for a step's draws and book them."""
         try:
-            tokens = flight.land()
+            tokens, scores = flight.land(), flight.scores()
         except Exception as error:  # noqa: BLE001 see _launch
             behind, self._flight = self._flight, None
             self._step_failed([each.step for each in (flight, behind) if each is not None], error)
             return
         with self._changed:
-            self._outbox.append(self._book.settle(flight.step, tokens))
+            self._outbox.append(self._book.settle(flight.step, tokens, scores))
             if self._flight is not None:
                 self._flight.find_masks(self._masks)  # while the device computes it
         self._deliver()

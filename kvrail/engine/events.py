@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvrail.engine.batch import SampledToken
 from kvrail.errors import KvrailError
-from kvrail.sampling import FinishReason, TokenLogprobs
+from kvrail.sampling import FinishReason, PromptLogprobs, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,13 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
     """The first chunk of the prompt is being computed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of the next of the prompt's tokens; they come before the first Output."""
+
+    logprobs: PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +106,6 @@ class Failed:
     error: KvrailError
 
 
-Event = Admitted | PrefillStarted | Prefilled | Output | Drafted | Verified | Finished | Failed
+Event = Admitted | PrefillStarted | PromptScored | Prefilled | Output | Drafted | Verified | Finished | Failed
 Delivery = Sequence[tuple[str, Event]]
 """Events of several requests, in order, each with its request id."""

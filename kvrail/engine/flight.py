@@ -14,6 +14,8 @@ import torch
 from kvrail.engine.batch import Drawing, Feed, SampledToken, SampleRow, SequenceSlice
 from kvrail.engine.masks import MaskFinder, Masks
 from kvrail.engine.planning import Step
+from kvrail.engine.scoring import Scores
+from kvrail.sampling import PromptLogprobs
 
 
 class Runner(Protocol):
@@ -51,6 +53,7 @@ class Flight:
         self.drawing: Drawing | None = None
         self._masks = masks
         self._logits: torch.Tensor | None = None
+        self._scores: Scores | None = None
 
     @property
     def undrawn(self) -> bool:
@@ -59,6 +62,8 @@ class Flight:
 
     def computed(self, logits: torch.Tensor) -> None:
         """Take in the logits that the device computes; they are valid until it is given the next step."""
+        if self.step.scoring:
+            self._scores = Scores(logits, self.step.scoring)
         rows = self.step.logit_rows
         if rows:
             self._logits = logits if len(rows) == logits.shape[0] else logits[rows]
@@ -81,3 +86,7 @@ class Flight:
     def land(self) -> Sequence[SampledToken]:
         """The tokens, once they are here."""
         return () if self.drawing is None else self.drawing.wait()
+
+    def scores(self) -> Sequence[PromptLogprobs]:
+        """Log probabilities of prompts, once they are here: one for each of the step's `scoring`."""
+        return () if self._scores is None else self._scores.wait()

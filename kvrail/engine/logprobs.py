@@ -31,12 +31,12 @@ def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return ids and values of the `count` largest of each row, [R, count] each; of equal ones the lower ids."""
     top = torch.topk(values, count, dim=1)
     if count and bool(((values >= top.values[:, -1:]).sum(dim=1) > count).any()):
-        ids = _top_ids(values, count)  # some row's last place is disputed
+        ids = likeliest(values, count)  # some row's last place is disputed
         return ids, values.gather(1, ids)
     return top.indices, top.values
 
 
-def _top_ids(values: Tensor, count: int) -> Tensor:
+def likeliest(values: Tensor, count: int) -> Tensor:
     """Return the ids of the `count` largest values of each row, int64 [R, count], ties by lower id.
 
     Value and id share one integer key, so no two keys are equal and topk has no choice to make.

@@ -7,6 +7,7 @@ from kvrail.engine.batch import SampledToken, SampleRow, SequenceSlice
 from kvrail.engine.output import banned_tokens
 from kvrail.engine.requests import WrittenPages
 from kvrail.engine.scheduler import Work
+from kvrail.engine.scoring import Scoring
 from kvrail.engine.sequence import Sequence as Seq
 from kvrail.errors import KvrailError
 
@@ -19,8 +20,9 @@ class Step:
     """One step: the scheduler's work as slices for the runner and rows for the sampler.
 
     drawn_for: the sequence of each row. logit_rows: for each row, which row of the runner's logits it draws from; a
-    prompt's logits serve n rows. sources: the first slices' tokens are these draws of the step before. stuck: sequences
-    whose grammar leads nowhere, which is why nothing is drawn for them.
+    prompt's logits serve n rows. scoring: prompts whose log probabilities are made of rows of these logits. sources:
+    the first slices' tokens are these draws of the step before. stuck: sequences whose grammar leads nowhere, which is
+    why nothing is drawn for them.
     """
 
     work: list[Work]
@@ -29,6 +31,7 @@ class Step:
     rows: list[SampleRow] = field(default_factory=list)
     drawn_for: list[Seq] = field(default_factory=list)
     logit_rows: list[int] = field(default_factory=list)
+    scoring: list[Scoring] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     stuck: dict[Seq, KvrailError] = field(default_factory=dict)
 
@@ -62,11 +65,15 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
             continue
         # The newest token and each draft behind it have a draw to make or to repeat; a step that drafts makes one.
         draws = 1 if item.drafts is not None else max(0, end - len(sequence.token_ids) + 1)
+        logits = draws
+        if sequence.scoring and end > sequence.scored:
+            logits = end - max(item.start, sequence.scored)
+            _add_scoring(step, sequence, end - logits, end, num_logits)
+        num_logits += logits
         for position in range(end - draws + 1, end + 1):
-            _add_rows(step, sequence, position, num_logits, eos_token_ids)
-            num_logits += 1
+            _add_rows(step, sequence, position, num_logits - (end + 1 - position), eos_token_ids)
         tokens = sequence.slice(item.start, end)
-        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, draws, sequence.copied_page))
+        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, logits, sequence.copied_page))
         if sequence.prefill_only:
             _add_written(step, sequence, item.start, end, page_size)
     return step
@@ -102,6 +109,13 @@ def _add_rows(step: Step, sequence: Seq, position: int, logit_row: int, eos_toke
                 banned=banned_tokens(sequence.params, position - prompt, eos_token_ids),
             )
         )
+
+
+def _add_scoring(step: Step, sequence: Seq, start: int, end: int, row: int) -> None:
+    """Have the tokens behind those from `start` to `end` - 1 scored, as far as they are the prompt's."""
+    targets = sequence.prompt_ids[start + 1 : end + 1]
+    if targets:
+        step.scoring.append(Scoring(sequence, start + 1, targets, row))
 
 
 def _add_written(step: Step, sequence: Seq, start: int, end: int, page_size: int) -> None:

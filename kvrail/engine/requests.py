@@ -17,6 +17,7 @@ class EngineRequest:
     compute nothing further. resumed_ids: output that another engine generated before; it is continued. provisional:
     report drafts as they are made, before they are verified. cache_space: pages are shared with requests of the same
     space only; those of a codec that loses bits are kept apart by its name. grammar: params.grammar, compiled.
+    scored: see Sequence; more than 0 where another engine has told so many log probabilities.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class EngineRequest:
     cache_space: str = ""
     caller_id: str = ""
     grammar: Grammar | None = None
+    scored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,10 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
     if outside:
         raise InvalidRequestError(
             f"token id {outside[0]} is outside the vocabulary of {limits.vocab_size}", param="prompt"
+        )
+    if not 0 <= request.scored < len(prompt):
+        raise InvalidRequestError(
+            f"{request.scored} tokens of a prompt of {len(prompt)} cannot be scored", param="scored_tokens"
         )
     for name in ("logit_bias", "stop_token_ids"):
         unknown = [token for token in getattr(request.params, name) if not 0 <= token < limits.vocab_size]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
+from kvrail.engine.chunks import share
 from kvrail.engine.pages import PagePool
 from kvrail.engine.sequence import Sequence, Status
 
@@ -23,13 +24,15 @@ from kvrail.engine.sequence import Sequence, Status
 class Limits:
     """Bounds of one step and of the queue.
 
-    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens.
+    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens. prompt_rows:
+    tokens of a step from whose logits log probabilities of prompts are made.
     """
 
     max_batch_tokens: int
     max_running: int
     max_waiting: int
     mixed_batch_tokens: int = 0
+    prompt_rows: int = 256
 
     def chunk_tokens(self, others: int) -> int:
         """Tokens of prompts in a step that computes so many others. However many these are, prompts get on."""
@@ -244,10 +247,12 @@ class Scheduler:
         """Cached leading pages; and, where these hold all but the last page, that one too if it is cached.
 
         The last token is computed even so, since its logits are needed. Its KV goes to a page of the sequence's own,
-        into which the cached one is copied.
+        into which the cached one is copied. Cached tokens have no logits: where these are wanted, they are computed.
         """
         whole = (len(sequence.token_ids) - 1) // self.pool.page_size
         found = self.pool.match(sequence.hashes(self.pool.page_size))
+        if sequence.scoring:
+            found = found[: sequence.scored // self.pool.page_size]
         return found[:whole], found[whole] if len(found) > whole and not self._awaits_kv(sequence, 1) else None
 
     def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
@@ -299,29 +304,10 @@ class Scheduler:
         # A later one may have preempted an earlier one.
         return [Work(s, s.computed, 1) for s in chosen if s.status is Status.RUNNING]
 
-    def _chunks(self, prompts: list[tuple[Sequence, int]], budget: int) -> list[Work]:
-        """Chunks of prompts in the order of the module's docstring.
-
-        prompts: oldest first, each with the number of its tokens that are computed.
-        """
-        if not prompts:
-            return []
-        counts = [self._chunk(*prompts[0], -(-budget // 2)), *[0] * (len(prompts) - 1)]
-        budget -= counts[0]
-        missing = [len(sequence.token_ids) - start for sequence, start in prompts]
-        for number in sorted(range(len(prompts)), key=missing.__getitem__):  # of equals the oldest
-            more = self._chunk(*prompts[number], counts[number] + budget) - counts[number]
-            counts[number] += more
-            budget -= more
+    def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
+        """Chunks of prompts in the order of the module's docstring; see chunks.share."""
+        counts = share(prompts, tokens, self.limits.prompt_rows, self.pool.page_size)
         return [Work(*prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
-
-    def _chunk(self, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens of the next chunk of a prompt from `start` on.
-
-        A first token that came from elsewhere may lie behind the prompt's pages: it decodes after them.
-        """
-        in_pages = len(sequence.page_table) * self.pool.page_size - start
-        return min(budget, len(sequence.token_ids) - start, in_pages)
 
     def _missing_pages(self, sequence: Sequence) -> int:
         return max(0, self._pages_for(sequence.length()) - len(sequence.page_table))

@@ -29,7 +29,8 @@ class Sequence:
     remote: whether another worker computes the KV where more than local_tokens of the prompt lack it. copied_page:
     held too, until a step has copied what it holds, KV up to `computed`, into the sequence's own last page. drafts:
     guesses of the tokens that follow; nothing that was computed from them counts as KV before they are verified.
-    matcher: where the output must match a grammar.
+    matcher: where the output must match a grammar. scored: leading tokens of the prompt for which the log
+    probability of the token behind has been told.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     known_hashes: list[PageHash] = field(default_factory=list)
     matcher: Matcher | None = None
+    scored: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.output_ids]
@@ -78,6 +80,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Whether only the newest token remains to be computed."""
         return self.to_compute() == 1 and bool(self.output_ids) and not self.drafts
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log probabilities of the prompt's tokens are still to be told."""
+        return self.params.prompt_logprobs is not None and self.scored < len(self.prompt_ids) - 1
 
     def hashes(self, page_size: int) -> list[PageHash]:
         """Hashes of all full pages of the tokens so far."""

@@ -1,12 +1,13 @@
 """The project's types to protobuf messages and back. What comes from the network is checked here."""
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 
 from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES, KVLayout
 from kvrail.lifecycle import Stage
-from kvrail.sampling import MAX_GRAMMAR_BYTES, FinishReason, LogitBias, SamplingParams, TokenLogprobs
+from kvrail.sampling import MAX_GRAMMAR_BYTES, FinishReason, LogitBias, PromptLogprobs, SamplingParams, TokenLogprobs
 from kvrail.spans import MAX_SPANS, Span
 from kvrail.wire.v1 import common_pb2, decode_pb2
 
@@ -62,9 +63,12 @@ def check_sampling(params: SamplingParams) -> None:
     _check("n", params.n, 1, MAX_N)
     if params.logprobs is not None:
         _check("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if params.prompt_logprobs is not None:
+        _check("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
     for token_id, bias in params.logit_bias.items():
-        _check("logit_bias", token_id, 0, UINT32_MAX)
-        _check("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        if not (0 <= token_id <= UINT32_MAX and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS):  # for many in little time
+            _check("logit_bias", token_id, 0, UINT32_MAX)
+            _check("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     for token_id in params.stop_token_ids:
         _check("stop_token_ids", token_id, 0, UINT32_MAX)
     if len(params.grammar.encode()) > MAX_GRAMMAR_BYTES:
@@ -103,6 +107,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         skip_special_tokens=params.skip_special_tokens,
         n=params.n,
         grammar=params.grammar,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -128,6 +133,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         skip_special_tokens=message.skip_special_tokens,
         n=message.n,
         grammar=message.grammar,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
     check_sampling(params)
     return params
@@ -142,6 +148,37 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
 def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
     """One token's log probabilities."""
     return TokenLogprobs(message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+
+
+def prompt_logprobs_to_proto(found: PromptLogprobs) -> decode_pb2.PromptLogprobs:
+    """Log probabilities of some of a prompt's tokens, rounded to float32."""
+    return decode_pb2.PromptLogprobs(
+        first=found.first,
+        logprobs=found.logprobs,
+        ranks=found.ranks,
+        top=found.top,
+        top_ids=found.top_ids,
+        top_logprobs=found.top_logprobs,
+    )
+
+
+def prompt_logprobs_from_proto(message: decode_pb2.PromptLogprobs) -> PromptLogprobs:
+    """Read them, into arrays; raises IncompatibleError where the columns' lengths do not fit each other."""
+    count = len(message.logprobs)
+    lengths = (len(message.ranks), len(message.top_ids), len(message.top_logprobs))
+    if not count or lengths != (count, count * message.top, count * message.top):
+        raise IncompatibleError(
+            f"the peer sent {count} log probabilities of a prompt with {lengths[0]} ranks, {lengths[1]} ids and"
+            f" {lengths[2]} log probabilities of the {message.top} most likely tokens"
+        )
+    return PromptLogprobs(
+        message.first,
+        array("f", message.logprobs),
+        array("I", message.ranks),
+        message.top,
+        array("I", message.top_ids),
+        array("f", message.top_logprobs),
+    )
 
 
 def layout_to_proto(layout: KVLayout) -> common_pb2.KVLayout:

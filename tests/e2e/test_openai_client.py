@@ -97,6 +97,49 @@ def test_chat_logprobs_are_of_the_tokens_said(cluster):
     assert b"".join(bytes(item.bytes) for item in content).decode() == answer.choices[0].message.content
 
 
+def test_logprobs_of_prompts_are_those_of_transformers(cluster):
+    """Also where the prefix is cached, of a prompt of several chunks, beside others, and in a stream."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = ROOT / "models" / MODEL
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = [LONG + "What is a file?", "def read_lines(path):\n", LONG + "What is a socket?"]
+    asked = {"model": MODEL, "prompt": prompts, "echo": True, "logprobs": 3, "max_tokens": 0}
+    cluster.client.completions.create(**asked | {"logprobs": None, "echo": False, "max_tokens": 1})  # fills the cache
+    answer = cluster.client.completions.create(**asked, extra_body={"prompt_logprobs": 0})
+    for choice, prompt in zip(answer.choices, prompts, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        with torch.inference_mode():
+            truth = torch.log_softmax(model(ids).logits[0, :-1], dim=-1)
+        targets = ids[0, 1:]
+        told = choice.logprobs
+        assert choice.text == prompt and told.token_logprobs[0] is None
+        assert [
+            prompt[at : at + len(token)] for at, token in zip(told.text_offset, told.tokens, strict=True)
+        ] == told.tokens
+        # Float32 sums over 4 layers in another order; a wrong row differs by several units.
+        chosen = truth.gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(told.token_logprobs[1:]), chosen, rtol=0, atol=2e-3)
+        best = truth.topk(3, dim=1).values
+        found = torch.tensor([sorted(top.values(), reverse=True)[:3] for top in told.top_logprobs[1:]])
+        torch.testing.assert_close(found, best, rtol=0, atol=2e-3)
+        entries = choice.model_extra["prompt_logprobs"]
+        assert entries[0] is None
+        assert [list(entry) for entry in entries[1:]] == [[str(token)] for token in targets.tolist()]
+        ranks = torch.tensor(
+            [entry[str(token)]["rank"] for entry, token in zip(entries[1:], targets.tolist(), strict=True)]
+        )
+        assert ((ranks - 1 - (truth > chosen[:, None]).sum(dim=1)).abs() <= 1).all()  # near ties
+    assert answer.usage.model_extra["kvrail"]["prefill_worker"] is None and answer.usage.completion_tokens == 0
+    streamed = {}
+    for chunk in cluster.client.completions.create(**asked, stream=True):
+        (part,) = chunk.choices
+        if part.logprobs is not None:
+            streamed.setdefault(part.index, []).extend(part.logprobs.token_logprobs)
+    assert streamed == {choice.index: choice.logprobs.token_logprobs for choice in answer.choices}
+
+
 def refused(call):
     with pytest.raises(openai.APIStatusError) as caught:
         call()

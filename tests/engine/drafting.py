@@ -41,26 +41,36 @@ def noise(values: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def loaded(family: str) -> tuple[LoadedModel, Tokenizer]:
+def loaded(family: str, device: str = "cpu") -> tuple[LoadedModel, Tokenizer]:
     folder = str(tiny_model(family))
-    options = {"device": "cpu", "dtype": "float32", "kv_dtype": "float32", "load_format": "safetensors"}
+    options = {"device": device, "dtype": "float32", "kv_dtype": "float32", "load_format": "safetensors"}
     return load_model(folder, page_size=PAGE_SIZE, **options), load_tokenizer(folder)
 
 
 class DecodeSite:
     """An engine stepped by hand, and what it said."""
 
-    def __init__(self, family: str = "llama", num_pages: int = 64, max_batch_tokens: int = 512, **options: int) -> None:
-        self.model, self.tokenizer = loaded(family)
+    def __init__(
+        self,
+        family: str = "llama",
+        num_pages: int = 64,
+        max_batch_tokens: int = 512,
+        prompt_rows: int = 256,
+        device: str = "cpu",
+        **options: int,
+    ) -> None:
+        self.model, self.tokenizer = loaded(family, device)
         size = {"max_running": 16, "max_batch_tokens": max_batch_tokens}
-        self.runner = ModelRunner(self.model, num_pages, **size)
+        self.runner = ModelRunner(self.model, num_pages, compile=False, **size)
+        if device != "cpu":
+            self.runner.warm_up()  # captures
         self.sampler = Sampler(self.model.vocab_size, self.model.device)
         self.pool = PagePool(num_pages, PAGE_SIZE)
         self.events: dict[str, list[Event]] = {}
         self.engine = Engine(
             self.runner,
             self.sampler,
-            Scheduler(self.pool, Limits(**size, max_waiting=99)),
+            Scheduler(self.pool, Limits(**size, max_waiting=99, prompt_rows=prompt_rows)),
             ModelLimits(self.model.vocab_size, self.model.max_model_len, self.model.eos_token_ids),
             self.tokenizer,
             EngineMetrics(CollectorRegistry(), "tiny"),

@@ -89,6 +89,29 @@ def logprobs_for(token_id: int, top: int) -> common_pb2.TokenLogprobs:
     return common_pb2.TokenLogprobs(logprob=-0.5, top=found[:top])
 
 
+def prompt_score(place: int, token_id: int, top: int) -> tuple[float, int, list[int], list[float]]:
+    """Of a prompt's token: log probability, rank, and the most likely tokens with theirs."""
+    ids = [(token_id + i) % 280 for i in range(1, top + 1)]
+    return -0.5 - place, 30, ids, [0.25 - place - i / 8 for i in range(top)]
+
+
+def prompt_scores(request: decode_pb2.GenerateRequest, piece: int = 3) -> list[decode_pb2.GenerateReply]:
+    """What a worker says of a prompt's log probabilities, a few tokens at a time."""
+    sampling, ids = request.sampling, request.prompt_token_ids
+    replies = []
+    if sampling.HasField("prompt_logprobs"):
+        for first in range(request.scored_tokens + 1, len(ids), piece):
+            found = decode_pb2.PromptLogprobs(first=first, top=sampling.prompt_logprobs)
+            for place in range(first, min(first + piece, len(ids))):
+                logprob, rank, tops, values = prompt_score(place, ids[place], sampling.prompt_logprobs)
+                found.logprobs.append(logprob)
+                found.ranks.append(rank)
+                found.top_ids.extend(tops)
+                found.top_logprobs.extend(values)
+            replies.append(decode_pb2.GenerateReply(prompt_logprobs=found))
+    return replies
+
+
 async def write_output(
     worker: "FakeDecode", request: decode_pb2.GenerateRequest
 ) -> AsyncIterator[decode_pb2.GenerateReply]:
@@ -98,6 +121,8 @@ async def write_output(
     cut = ids[: sampling.max_tokens]
     resumed = list(request.resumed_token_ids)
     assert cut[: len(resumed)] == resumed
+    for reply in prompt_scores(request):
+        yield reply
     last = decode_pb2.FINISH_REASON_LENGTH if len(cut) < len(ids) else decode_pb2.FINISH_REASON_STOP
     for position, token_id in list(enumerate(cut))[len(resumed) :]:
         for index in range(sampling.n):

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.services.router import bodies
+from kvrail.services.router import biases, bodies
 from kvrail.services.router.bodies import MAX_NAMES, SHORT_BODY, JsonRequest, most_names
-from tests.router.cluster import MODEL, Cluster
+from kvrail.services.router.schema import MAX_BIASES
+from tests.router.cluster import MODEL, Cluster, until
 
 TEXTS = st.text(alphabet='a"\\:[{,é', max_size=12)
 VALUES = st.recursive(
@@ -67,3 +68,49 @@ async def test_long_bodies_are_parsed_in_turn_and_others_come_between(monkeypatc
         await asyncio.sleep(0)
     assert await reading == ["x" * SHORT_BODY] * 4
     assert len(seen) == len(set(seen)) == 8
+
+
+async def test_a_bias_as_wide_as_a_vocabulary(cluster: Cluster):
+    """It comes to the worker as it was sent, whatever is around it, and what is wrong in it is said."""
+    cluster.decode[0].status.model.vocab_size = 200_000
+    pool = cluster.service.pool
+    await until(lambda: pool.limits().vocabulary == 200_000)
+    wide = {str(number): (number % 400 - 200) / 2 for number in range(150_000)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"logit_bias": {"1": 2}}}}}
+    tools = {"tools": [tool], "tool_choice": "none"}
+    for fields in ({"logit_bias": wide}, {"logit_bias": wide, **tools}, {**tools, "logit_bias": wide}):
+        answer = await cluster.chat(**fields)
+        assert answer.status_code == 200, answer.text
+        asked = cluster.decode[0].requests[-1].sampling.logit_bias
+        assert dict(asked) == {int(key): value for key, value in wide.items()}
+    for wrong, why in (({"200000": 1.0}, "vocabulary"), ({"7": 101.0}, "100"), ({"8,9": 1.0}, "logit_bias")):
+        answer = await cluster.chat(logit_bias=wide | wrong)
+        assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
+    assert (await cluster.complete(prompt=["x"] * 8, logit_bias=wide)).json()["error"]["param"] == "logit_bias"
+    nested = await cluster.chat(kvrail={"logit_bias": wide})
+    assert nested.status_code == 400 and "members" in nested.json()["error"]["message"]
+    too_many = await cluster.chat(logit_bias=dict.fromkeys(map(str, range(MAX_BIASES + 1)), 1))
+    assert too_many.status_code == 413
+
+
+@given(
+    bias=st.dictionaries(st.text("0123456789", min_size=1, max_size=4), st.floats(-100, 100)),
+    after=st.booleans(),
+    indent=st.sampled_from([None, 1]),
+    piece=st.integers(1, 40),
+)
+def test_a_bias_read_apart_is_what_the_parser_gives(bias, after, indent, piece):
+    body = {"logit_bias": bias, "model": "m"} if after else {"model": "m", "logit_bias": bias}
+    text = json.dumps(body, indent=indent).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(biases, "WIDE", 0)
+        patch.setattr(biases, "PIECE", piece)
+        place = biases.span(text)
+        rest = json.loads(biases.without(text, *place))
+        assert biases.is_marked(rest)
+        if not bias:
+            return
+        rest["logit_bias"] = biases.parsed(text[slice(*place)])
+        assert rest == body
+        with pytest.raises(ValueError, match="comma"):
+            biases.parsed(text[slice(*place)] + b" , ")

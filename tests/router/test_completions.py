@@ -75,6 +75,10 @@ async def test_logprobs(client: openai.AsyncOpenAI, tokenizer: Tokenizer):
     assert found.text_offset == [0, len(tokens[0]), len(tokens[0]) + len(tokens[1])]
     assert [top[token] for top, token in zip(found.top_logprobs, tokens, strict=True)] == [-0.5] * 3
     assert {len(top) for top in found.top_logprobs} == {2}
+    as_ids = {"return_tokens_as_token_ids": True}
+    shown = await client.completions.create(model=MODEL, prompt="x", logprobs=2, max_tokens=3, extra_body=as_ids)
+    assert shown.choices[0].logprobs.tokens[0].startswith("token_id:")
+    assert shown.choices[0].logprobs.text_offset == found.text_offset
     stream = await client.completions.create(model=MODEL, prompt="x", logprobs=0, max_tokens=3, stream=True)
     parts = [chunk.choices[0].logprobs async for chunk in stream]
     assert [part.text_offset[0] for part in parts] == found.text_offset

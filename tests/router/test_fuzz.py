@@ -11,7 +11,7 @@ import psutil
 
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
-from tests.router.cluster import MODEL, logprobs_for, summary
+from tests.router.cluster import MODEL, logprobs_for, prompt_scores, summary
 from tests.router.process import Running, run_router
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,8 @@ class Beside:
             self.count += 1
             await asyncio.sleep(0.005)
         sampling = request.sampling
+        for reply in prompt_scores(request):
+            yield reply
         for index in range(sampling.n):
             last = decode_pb2.FINISH_REASON_LENGTH
             logprobs = [logprobs_for(10, sampling.logprobs)] if sampling.HasField("logprobs") else []

@@ -1,14 +1,17 @@
 """/v1/responses as the official client sees it."""
 
 import asyncio
+import gc
 import json
 
 import openai
 import pytest
 
+from kvrail.errors import KvrailError
+from kvrail.services.router.answer import Answer
 from kvrail.text import Tokenizer
-from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until
-from tests.router.scripts import error_of, hanging
+from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
+from tests.router.scripts import error_of, failing, hanging
 from tests.router.test_refusals import check_error
 from tests.router.test_tools import roomy
 from tests.router.writing import matching, saying
@@ -153,6 +156,61 @@ async def test_cancel_while_in_progress(client: openai.AsyncOpenAI, cluster: Clu
     assert (await client.responses.retrieve(response_id)).status == "cancelled"
     with pytest.raises(openai.BadRequestError):
         await client.responses.cancel(response_id)
+
+
+async def test_cancel_before_there_is_any_output(tokenizer: Tokenizer):
+    """While it waits for its turn, and while its worker computes the prompt; whoever else asks goes on."""
+    async with (
+        run_cluster(tokenizer, stream_head_s=0.02, keep_alive_s=0.05) as cluster,
+        openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        worker = cluster.decode[0]
+        worker.script, worker.status.max_running = hanging(), 1
+        await until(lambda: cluster.service.pool.decode[worker.target].load().max_running == 1)
+
+        async def begun() -> tuple[openai.AsyncStream, str]:
+            stream = await client.responses.create(model=MODEL, input="hi", stream=True)
+            created, in_progress = await anext(stream), await anext(stream)
+            assert (created.type, in_progress.type) == ("response.created", "response.in_progress")
+            assert (created.response.output, created.response.status) == ([], "in_progress")
+            return stream, created.response.id
+
+        (computing, first), (waiting, second) = await begun(), await begun()
+        assert len(worker.requests) == 1 and not worker.cancelled.is_set()
+        for stream, response_id in ((waiting, second), (computing, first)):
+            assert not worker.cancelled.is_set()
+            assert (await client.responses.cancel(response_id)).status == "cancelled"
+            error, failed = [event async for event in stream]
+            assert (error.type, error.sequence_number) == ("error", 2) and "cancelled" in error.message
+            assert (failed.type, failed.sequence_number) == ("response.failed", 3)
+            assert (await client.responses.retrieve(response_id)).status == "cancelled"
+        await asyncio.wait_for(worker.cancelled.wait(), 10)
+        worker.script = write_output
+        again = await client.responses.create(model=MODEL, input="hi", stream=True)
+        kinds = [event.type async for event in again]
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert kinds.count("response.created") == 1
+
+
+async def test_a_whole_response_that_fails_is_kept_as_failed(client: openai.AsyncOpenAI, cluster: Cluster):
+    cluster.decode[0].script = failing(KvrailError("out of order"))
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.responses.create(model=MODEL, input="hi")
+    kept = await client.responses.retrieve(f"resp_{caught.value.response.headers['x-request-id']}")
+    assert (kept.status, kept.error.message) == ("failed", "out of order")
+    with pytest.raises(openai.BadRequestError, match="failed"):
+        await client.responses.cancel(kept.id)
+
+
+async def test_nothing_but_its_json_is_kept_of_a_response_that_has_ended(client: openai.AsyncOpenAI, cluster: Cluster):
+    kept = [await client.responses.create(model=MODEL, input="hi") for _ in range(3)]
+
+    def answers() -> int:
+        gc.collect()
+        return sum(type(each) is Answer for each in gc.get_objects())
+
+    await until(lambda: answers() == 0)
+    assert (await client.responses.retrieve(kept[0].id)).output_text == OUTPUT
 
 
 async def test_a_client_that_leaves(client: openai.AsyncOpenAI, cluster: Cluster):

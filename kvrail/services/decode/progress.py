@@ -2,14 +2,20 @@
 
 from dataclasses import dataclass, field
 
-from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PrefillStarted, Verified
+from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PrefillStarted, PromptScored, Verified
 from kvrail.engine.requests import EngineRequest
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.services.decode.drafts import DraftLog
 from kvrail.services.decode.promise import Promise
 from kvrail.services.decode.trace import PROCESS, DecodeTrace
 from kvrail.spans import SpanLog
-from kvrail.wire.convert import finish_reason_to_proto, logprobs_to_proto, marks_to_proto, spans_to_proto
+from kvrail.wire.convert import (
+    finish_reason_to_proto,
+    logprobs_to_proto,
+    marks_to_proto,
+    prompt_logprobs_to_proto,
+    spans_to_proto,
+)
 from kvrail.wire.v1 import decode_pb2
 
 
@@ -72,6 +78,8 @@ class Progress:
             case Drafted() | Verified():
                 reply = self._take_drafts(event)
                 return reply if self.provisional else None
+            case PromptScored():
+                return decode_pb2.GenerateReply(prompt_logprobs=prompt_logprobs_to_proto(event.logprobs))
             case Finished():
                 self.timeline.mark(Stage.FINISHED)
                 self.completion_tokens = event.completion_tokens

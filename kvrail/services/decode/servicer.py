@@ -61,13 +61,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 request_id=f"{request.request_id}/{next(self._calls)}",
                 prompt_ids=tuple(request.prompt_token_ids),
                 params=params,
-                remote=bool(workers),
+                # A prefill worker sends KV and no logits; where these are wanted, they are computed where they are.
+                remote=bool(workers) and params.prompt_logprobs is None,
                 local_tokens=self._fetcher.local_tokens(),
                 resumed_ids=tuple(request.resumed_token_ids),
                 provisional=True,  # whoever asks: when drafts are made is measured
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
                 grammar=await self._worker.grammars.get(params.grammar),
+                scored=request.scored_tokens,
             )
             timeline = Timeline()
             trace = DecodeTrace.begin(self._worker, request, timeline)

@@ -15,19 +15,20 @@ from kvrail.metrics import RouterMetrics
 from kvrail.sampling import FinishReason
 from kvrail.services.router.admission import Admission
 from kvrail.services.router.errors import error_response, outcome_of
-from kvrail.services.router.events import encode_json
+from kvrail.services.router.events import encode_json, encode_long
 from kvrail.services.router.eventstream import EventStream
-from kvrail.services.router.formats import Json
 from kvrail.services.router.generation import Generation
 from kvrail.services.router.observe import RequestRecord
 from kvrail.services.router.quotas import SPENT
 from kvrail.services.router.trace import RequestTrace
 from kvrail.services.router.usage import final_usage
-from kvrail.services.router.values import Delta
+from kvrail.services.router.values import Delta, Json, Scored
 from kvrail.services.router.writers import Writer
 
 log = logging.getLogger("kvrail.router.answer")
 
+MANY_SCORES = 4096
+"""Log probabilities of prompts in one answer that are written within 20 ms."""
 LEAST_HEAD_S = 0.01
 """What a request whose body took long still gets, so that a refusal which takes no time has a status."""
 
@@ -71,8 +72,12 @@ class Speech:
 class Answer(Response):
     """Runs a job while it is sent. Errors before the headers left get a proper status, later ones an event."""
 
-    def __init__(self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech) -> None:
+    def __init__(
+        self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech, writing: asyncio.Semaphore
+    ) -> None:
+        """writing: whose long answer is written."""
         super().__init__()
+        self._writing = writing
         self._job = job
         self._admission = admission
         self._metrics = metrics
@@ -147,12 +152,13 @@ class Answer(Response):
     async def _fail(self, error: KvrailError, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell the client: by a status, or where the headers have left by the stream's last event."""
         events = self._events
+        tell = self._job.failure if self._prepared is None else self._prepared.writer.failure
+        last = tell(error)  # also where it is not sent: what is kept of the answer is failed with it
         if events is None or not events.started:
             await error_response(error)(scope, receive, send)
             return
         log.warning("failed after the stream began: %s", error)
-        tell = self._job.failure if self._prepared is None else self._prepared.writer.failure
-        await events.write(tell(error))
+        await events.write(last)
         await events.end()
 
     def cancel(self, why: KvrailError | None = None) -> None:
@@ -179,20 +185,32 @@ class Answer(Response):
             async for updates in batches:
                 record.take(updates)
                 for update in updates:
-                    if isinstance(update, Delta):  # drafts are for streams alone
+                    if isinstance(update, Delta | Scored):  # drafts are for streams alone
                         prepared.writer.add(update)
+                    if isinstance(update, Delta):
                         outcome = _outcome(outcome, update)
-        payload = encode_json(prepared.writer.whole(self._usage(prepared, record)))
+        payload = await self._encoded(prepared, self._usage(prepared, record))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
         self._job.timeline.mark(Stage.RESPONDED)
         return outcome
 
+    async def _encoded(self, prepared: Prepared, usage: Json) -> bytes:
+        """The body; one with many log probabilities of prompts is made beside the event loop, one at a time."""
+        writer = prepared.writer
+        if prepared.generation.plan.scores <= MANY_SCORES:
+            return encode_json(writer.whole(usage))
+        async with self._writing:
+            return await asyncio.to_thread(lambda: encode_long(writer.whole(usage)))
+
     async def _stream(self, prepared: Prepared, record: RequestRecord, out: EventStream) -> str:
         """Send what came at one moment in one write."""
         outcome = "stop"
         opening = prepared.writer.opening()
+        if prepared.writer.greets:
+            await out.greet(opening)
+            opening = b""
         async with aclosing(prepared.generation.updates()) as batches:
             async for updates in batches:
                 record.take(updates)

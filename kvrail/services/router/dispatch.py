@@ -117,8 +117,9 @@ class Dispatcher:
 
     def turn(self, client: str, prompt: Sequence[int], sampling: SamplingParams, priority: int) -> Turn:
         """What waits for a prompt of a client; `place` lets it wait."""
-        size = self._pool.page_size
-        hashed = page_hashes(prompt[: size * HASHED_PAGES], size) if size else []
+        size, local = self._pool.page_size, sampling.prompt_logprobs is not None
+        # Where log probabilities of the prompt are wanted, all of it is computed, whatever is cached.
+        hashed = page_hashes(prompt[: size * HASHED_PAGES], size) if size and not local else []
         ask = Ask(
             len(prompt),
             [page_digest(each) for each in hashed],
@@ -127,6 +128,7 @@ class Dispatcher:
             min(sampling.max_tokens, round(self._output)),
             self._number,
             secrets.randbits(64),
+            local,
         )
         self._number += 1
         return Turn(Ticket(client, sampling.n, len(prompt), priority), ask)

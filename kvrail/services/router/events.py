@@ -2,20 +2,50 @@
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from json.encoder import encode_basestring
 from typing import Any
 
 from kvrail.services.router.values import Delta
 
 DONE = b"data: [DONE]\n\n"
+PIECE = 64
+"""Elements of a list that are encoded at once; with twenty likely tokens each that takes some 2 ms."""
 _MARK = uuid.uuid4().hex
 """Stands for the text in a template; what nobody outside can have put into an answer."""
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
     """Compact UTF-8 JSON."""
+    return _encoded(value)
+
+
+def _encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode_long(value: dict[str, Any]) -> bytes:
+    """The same as `encode_json`, for a thread: others run meanwhile, since long lists are encoded piece by piece."""
+    return b"".join(_pieces(value))
+
+
+def _pieces(value: Any) -> Iterator[bytes]:
+    if isinstance(value, dict):
+        for place, (key, each) in enumerate(value.items()):
+            yield (b"," if place else b"{") + _encoded(key) + b":"
+            yield from _pieces(each)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and len(value) > PIECE:
+        for begin in range(0, len(value), PIECE):
+            yield (b"," if begin else b"[") + _encoded(value[begin : begin + PIECE])[1:-1]
+        yield b"]"
+    elif isinstance(value, list):
+        for place, each in enumerate(value):
+            yield b"," if place else b"["
+            yield from _pieces(each)
+        yield b"]" if value else b"[]"
+    else:
+        yield _encoded(value)
 
 
 def encode_event(value: dict[str, Any]) -> bytes:

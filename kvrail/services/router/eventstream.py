@@ -28,6 +28,7 @@ class EventStream:
         self._keep_alive_s = keep_alive_s
         self._last = 0.0
         self._speaking: asyncio.Task[None] | None = None
+        self._greeting = b""
         self.started = False
 
     async def __aenter__(self) -> Self:
@@ -40,8 +41,15 @@ class EventStream:
             self._speaking.cancel()
             await asyncio.gather(self._speaking, return_exceptions=True)
 
+    async def greet(self, events: bytes) -> None:
+        """Send events before all others: with the headers, or at once where these have left."""
+        self._greeting = events
+        if self.started:
+            await self.write(b"")
+
     async def write(self, events: bytes) -> None:
         """Send whole events, or a comment; the headers before the first ones."""
+        events, self._greeting = self._greeting + events, b""
         self._last = self._loop.time()
         if not self.started:
             self.started = True
@@ -57,7 +65,7 @@ class EventStream:
     async def _speak(self) -> None:
         await asyncio.sleep(self._head_after_s)
         if not self.started:
-            await self.write(COMMENT)
+            await self.write(b"" if self._greeting else COMMENT)
         while self._keep_alive_s:
             silent_s = self._loop.time() - self._last
             if silent_s < self._keep_alive_s:

@@ -23,7 +23,6 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": _WITHOUT,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _WITHOUT,
-    "prompt_logprobs": _WITHOUT,
     "repetition_detection": _WITHOUT,
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": _WITHOUT,

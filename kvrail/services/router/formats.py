@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvrail.services.router.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 from kvrail.services.router.reading import OutputReader
+from kvrail.services.router.scored import ScoredPrompt
 from kvrail.services.router.tools.shown import join_calls, shown_delta, whole_message
-from kvrail.services.router.values import Delta, Drafted, Settled
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Delta, Drafted, Json, Scored, Settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,14 @@ class Format(Protocol):
     def draft_chunk(self, news: Drafted | Settled) -> Json:
         """The chunk that tells of drafts: one without output, and the member `kvrail`."""
 
+    def scored_chunk(self, scored: Scored) -> Json | None:
+        """The chunk that tells of log probabilities of a prompt, where a stream shows them."""
+
     def last(self) -> Json:
         """The chunk without choices that carries the usage."""
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output for `whole`."""
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of a prompt, for `whole`."""
 
     def whole(self) -> Json:
         """The response with all output that was added."""
@@ -129,15 +131,20 @@ class ChatFormat:
         logprobs: bool,
         reader: Callable[[], OutputReader] | None = None,
         prompt_ids: Sequence[int] | None = None,
+        prompt: ScoredPrompt | None = None,
+        prompt_top: int = 0,
     ) -> None:
         """reader: what takes a choice's output apart; None: all of it is content.
 
-        prompt_ids: the prompt's token ids, where those of the output are to be told too.
+        prompt_ids: the prompt's token ids, where those of the output are to be told too. prompt: where the whole answer
+        has its log probabilities, with those of the `prompt_top` most likely tokens.
         """
         self._head = head
         self._texts = texts
         self._logprobs = logprobs
         self._prompt_ids = prompt_ids
+        self._prompt = prompt
+        self._prompt_top = prompt_top
         self._choices = [Choice() for _ in range(choices)]
         self._readers = [OutputReader(None, None) if reader is None else reader() for _ in range(choices)]
         self._verbatim = reader is None
@@ -180,12 +187,22 @@ class ChatFormat:
         choice = {"index": news.index, "delta": {}, "logprobs": None, "finish_reason": None}
         return {**self._chunk([choice]), "kvrail": _draft_member(news)}
 
+    def scored_chunk(self, scored: Scored) -> Json | None:
+        """None: requests that ask for a chat's stream cannot ask for these."""
+        return None
+
     def last(self) -> Json:
         """A chunk without choices."""
         return self._chunk([])
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output."""
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of the prompt, which all choices share."""
+        if isinstance(update, Delta):
+            self._add_output(update)
+        elif self._prompt is not None and update.index == 0:
+            self._prompt.add(update.logprobs)
+
+    def _add_output(self, delta: Delta) -> None:
         choice, reader = self._choices[delta.index], self._readers[delta.index]
         said = reader.push(delta.text, last=delta.finish_reason is not None)
         choice.add(replace(delta, text=said.content), self._find_logprobs(delta))
@@ -207,7 +224,9 @@ class ChatFormat:
             }
             for i, choice in enumerate(self._choices)
         ]
-        told = {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
+        told: Json = {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
+        if self._prompt is not None:
+            told["prompt_logprobs"] = self._prompt.entries(self._prompt_top)
         return {**self._head.envelope("chat.completion", choices), **told}
 
 
@@ -222,13 +241,24 @@ class CompletionFormat:
         prefixes: Sequence[str],
         logprobs: bool,
         prompt_ids: Sequence[Sequence[int]] | None = None,
+        prompts: Sequence[ScoredPrompt] = (),
+        echo_top: int | None = None,
+        prompt_top: int | None = None,
     ) -> None:
-        """prompt_ids: token ids of each choice's prompt, where those of the output are to be told too."""
+        """prompt_ids: token ids of each choice's prompt, where those of the output are to be told too.
+
+        prompts: each choice's, where log probabilities are made of them. echo_top: of how many likely tokens the lists
+        of `logprobs` then tell, prompt_top: of how many `prompt_logprobs` does; None: not at all.
+        """
         self._head = head
         self._prefixes = prefixes
         self._choices = [Choice() for _ in prefixes]
         self._prompt_ids = prompt_ids
-        self._logprobs = [CompletionLogprobs(texts) for _ in prefixes] if logprobs else []
+        self._prompts = prompts
+        self._echo_top = echo_top
+        self._prompt_top = prompt_top
+        offsets = [0 if echo_top is None else len(prefix) for prefix in prefixes]
+        self._logprobs = [CompletionLogprobs(texts, offset) for offset in offsets] if logprobs else []
 
     @property
     def simple(self) -> bool:
@@ -242,10 +272,14 @@ class CompletionFormat:
         return self._head.envelope("text_completion", choices)
 
     def opening(self) -> list[Json]:
-        """Each choice's prompt, where it is to be echoed or its tokens are to be told."""
+        """Each choice's prompt, where it is to be echoed or its tokens are to be told.
+
+        With its log probabilities it is echoed as they come.
+        """
+        prefixes = self._prefixes if self._echo_top is None else [""] * len(self._prefixes)
         return [
             self._chunk([{"index": i, "text": prefix, "logprobs": None, "finish_reason": None, **self._prompt(i)}])
-            for i, prefix in enumerate(self._prefixes)
+            for i, prefix in enumerate(prefixes)
             if prefix or self._prompt_ids is not None
         ]
 
@@ -266,13 +300,35 @@ class CompletionFormat:
         choice = {"index": news.index, "text": "", "logprobs": None, "finish_reason": None}
         return {**self._chunk([choice]), "kvrail": _draft_member(news)}
 
+    def scored_chunk(self, scored: Scored) -> Json | None:
+        """The next part of an echoed prompt."""
+        if self._echo_top is None:
+            return None
+        text, logprobs = self._prompts[scored.index].echo(scored.logprobs, self._echo_top)
+        return self._chunk([{"index": scored.index, "text": text, "logprobs": logprobs, "finish_reason": None}])
+
     def last(self) -> Json:
         """A chunk without choices."""
         return self._chunk([])
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output."""
-        self._choices[delta.index].add(delta, self._find_logprobs(delta))
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of a prompt."""
+        if isinstance(update, Delta):
+            self._choices[update.index].add(update, self._find_logprobs(update))
+        else:
+            self._prompts[update.index].add(update.logprobs)
+
+    def _told_logprobs(self, index: int) -> Json | None:
+        """All of a choice's, of the echoed prompt and of the output."""
+        echoed = [] if self._echo_top is None else self._prompts[index].lists(self._echo_top)
+        parts = [*echoed, *self._choices[index].logprobs]
+        return _join_lists(parts) if parts else None
+
+    def _scores(self, index: int) -> Json:
+        """The member `prompt_logprobs` of a choice, where it is wanted."""
+        if self._prompt_top is None:
+            return {}
+        return {"prompt_logprobs": self._prompts[index].entries(self._prompt_top)}
 
     def whole(self) -> Json:
         """The whole response."""
@@ -281,11 +337,12 @@ class CompletionFormat:
                 {
                     "index": i,
                     "text": prefix + "".join(choice.text),
-                    "logprobs": _join_lists(choice.logprobs) if choice.logprobs else None,
+                    "logprobs": self._told_logprobs(i),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                     **({} if self._prompt_ids is None else {"token_ids": choice.token_ids}),
                     **self._prompt(i),
+                    **self._scores(i),
                 }
                 for i, (prefix, choice) in enumerate(zip(self._prefixes, self._choices, strict=True))
             ]

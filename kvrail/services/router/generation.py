@@ -16,9 +16,10 @@ from kvrail.errors import (
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.metrics import RouterMetrics
 from kvrail.rpc.trunk import ReplyStream
+from kvrail.sampling import PromptLogprobs
 from kvrail.services.router.dispatch import Dispatcher, Place, Turn
 from kvrail.services.router.translate import Plan
-from kvrail.services.router.values import Delta, Drafted, Ended, Settled, Update, Updates
+from kvrail.services.router.values import Delta, Drafted, Ended, Scored, Settled, Update, Updates
 from kvrail.services.router.worker import DecodeWorker
 from kvrail.services.router.workers import WorkerPool
 from kvrail.spans import Span
@@ -26,7 +27,7 @@ from kvrail.wire.convert import (
     finish_reason_from_proto,
     logprobs_from_proto,
     marks_from_proto,
-    sampling_to_proto,
+    prompt_logprobs_from_proto,
     spans_from_proto,
 )
 from kvrail.wire.v1 import decode_pb2
@@ -97,13 +98,18 @@ class _Call:
 class _PromptStream:
     """One prompt's output, from the first decode worker that gives any."""
 
-    def __init__(self, call: _Call, request: decode_pb2.GenerateRequest, turn: Turn, first_index: int) -> None:
+    def __init__(
+        self, call: _Call, request: decode_pb2.GenerateRequest, turn: Turn, first_index: int, *, silent: bool
+    ) -> None:
+        """silent: what is generated is not told, only that it has ended."""
+        self._silent = silent
         self._call = call
         self._request = request
         self._turn = turn
         self._first_index = first_index
         self._n = request.sampling.n
         self._has_logprobs = request.sampling.HasField("logprobs")
+        self._unscored = len(request.prompt_token_ids) - 1 if request.sampling.HasField("prompt_logprobs") else 0
         self._drafts: dict[int, Settled] = {}  # of each choice that has any, as if all were wrong
         self._unfinished: set[int] = set()  # choices whose end the present worker has not told
         self._began = self._finished = False
@@ -124,6 +130,8 @@ class _PromptStream:
         output.
         """
         losses = refusals = 0
+        if self._request.sampling.HasField("prompt_logprobs") and not self._unscored:
+            yield self._scored(PromptLogprobs(1, (), ()))  # of a single token, which no worker has anything to say of
         while True:
             self._keep_to_the_weights()
             async with self._call.place(self._turn, again=bool(losses or refusals)) as place:
@@ -172,6 +180,10 @@ class _PromptStream:
                     if news == "summary":
                         self.ended = Ended(reply.summary, offset)
                         place.ended(reply.summary.completion_tokens, reply.summary.cached_tokens)
+                    elif news == "prompt_logprobs":
+                        for scored in self._scored(self._scores(reply.prompt_logprobs)):
+                            yield [scored]
+                            await asyncio.sleep(0)  # each is some work, and others wait
                     elif news:
                         updates.append(self._draft_news(reply))
                     if reply.token_ids or reply.text or reply.finish_reason:
@@ -186,7 +198,8 @@ class _PromptStream:
     def _keep_to_the_weights(self) -> None:
         """Have the request refused where other weights are served; raises where nobody has those that it began on."""
         now = self._call.pool.fingerprint
-        if self._request.resumed_token_ids and self._request.model_fingerprint != now:
+        begun = self._request.resumed_token_ids or self._request.scored_tokens
+        if begun and self._request.model_fingerprint != now:
             raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
         self._request.model_fingerprint = now
 
@@ -194,6 +207,22 @@ class _PromptStream:
         if reply.index >= self._n:
             raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {self._n}")
         return self._first_index + reply.index
+
+    def _scores(self, message: decode_pb2.PromptLogprobs) -> PromptLogprobs:
+        """Log probabilities of the prompt, of which note is taken for a failover."""
+        found, told = prompt_logprobs_from_proto(message), self._request.scored_tokens
+        top, count = self._request.sampling.prompt_logprobs, len(found.logprobs)
+        if found.first != told + 1 or count > self._unscored or found.top != top:
+            raise IncompatibleError(
+                f"the decode worker sent log probabilities of {count} tokens from {found.first} on, with {found.top} "
+                f"likely ones each; awaited are {self._unscored} from {told + 1} on, with {top}"
+            )
+        self._request.scored_tokens = told + count
+        self._unscored -= count
+        return found
+
+    def _scored(self, found: PromptLogprobs) -> list[Scored]:
+        return [Scored(self._first_index + i, found) for i in range(self._n)]
 
     def _draft_news(self, reply: decode_pb2.GenerateReply) -> Drafted | Settled:
         index, drafted, verified = self._index(reply), reply.drafted, reply.verified
@@ -212,6 +241,10 @@ class _PromptStream:
         # A protobuf list is slow to walk: what is mostly empty or read by nobody is not walked here.
         token_ids, logprobs = reply.token_ids, reply.logprobs
         finish_reason = finish_reason_from_proto(reply.finish_reason) if reply.finish_reason else None
+        if self._unscored:
+            raise IncompatibleError(
+                f"the decode worker sent output before the log probabilities of {self._unscored} of the prompt's tokens"
+            )
         if self._has_logprobs and len(logprobs) != len(token_ids):
             raise IncompatibleError(
                 f"the decode worker sent {len(logprobs)} log probabilities with {len(token_ids)} tokens"
@@ -221,6 +254,8 @@ class _PromptStream:
             self._request.resumed_token_ids.extend(token_ids)
         if finish_reason is not None:
             self._unfinished.discard(index)
+        if self._silent:
+            return Delta(index, "", (), (), finish_reason, None)
         return Delta(
             index,
             reply.text,
@@ -258,19 +293,19 @@ class Generation:
         self._timeline = timeline
         self.plan = plan
         self._streams = []
-        for i, (prompt, sampling) in enumerate(zip(plan.prompts, plan.sampling, strict=True)):
+        for i, (prompt, sampling, wire) in enumerate(zip(plan.prompts, plan.sampling, plan.wire, strict=True)):
             request = decode_pb2.GenerateRequest(
                 request_id=wire_id if len(plan.prompts) == 1 else f"{wire_id}-{i}",
                 model=model,
                 prompt_token_ids=prompt,
-                sampling=sampling_to_proto(sampling),
+                sampling=wire,
                 codec=plan.codec,
                 provisional=plan.provisional,
                 trace=plan.traced,
                 trace_context=trace_context,
             )
             turn = dispatcher.turn(client, prompt, sampling, plan.priority)
-            self._streams.append(_PromptStream(self._call, request, turn, i * plan.n))
+            self._streams.append(_PromptStream(self._call, request, turn, i * plan.n, silent=plan.silent))
         timeline.mark(Stage.PLANNED)
 
     def cancel(self) -> None:

@@ -1,8 +1,8 @@
 """Log probabilities in the two shapes of the OpenAI API."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from kvrail.sampling import TokenLogprobs
 from kvrail.services.router.values import Delta
 from kvrail.text import Tokenizer
 
@@ -10,7 +10,8 @@ LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say; OpenAI's value."""
 
 
-def _bounded(logprob: float) -> float:
+def bounded(logprob: float) -> float:
+    """A log probability as JSON can say it."""
     return max(logprob, LOWEST)
 
 
@@ -18,16 +19,16 @@ class TokenTexts:
     """What stands for a token in log probabilities: its text, or where a request wants that, `token_id:` and its id."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
         """One token's."""
-        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
+        return f"token_id:{token_id}" if self._as_ids else self.tokenizer.token_text(token_id)
 
     def data(self, token_id: int) -> list[int]:
         """The bytes that the token stands for."""
-        return list(self._tokenizer.token_bytes(token_id))
+        return list(self.tokenizer.token_bytes(token_id))
 
 
 def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": texts.text(token_id),
-            "logprob": _bounded(logprob),
+            "logprob": bounded(logprob),
             "bytes": texts.data(token_id),
         }
 
@@ -48,31 +49,37 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """Builds parallel lists over the tokens of one choice; offsets are in characters from the output's start."""
+    """Builds parallel lists over the tokens of one choice's output.
 
-    def __init__(self, texts: TokenTexts) -> None:
+    Offsets are in characters from the start of the choice's text, of which `offset` go before the output.
+    """
+
+    def __init__(self, texts: TokenTexts, offset: int = 0) -> None:
         self._texts = texts
-        self._offset = 0
+        self._offset = offset
 
     def take(self, delta: Delta) -> dict[str, Any]:
         """The lists for these tokens."""
         tokens = [self._texts.text(token_id) for token_id in delta.token_ids]
         offsets = []
-        for token in tokens:
+        for token_id in delta.token_ids:
             offsets.append(self._offset)
-            self._offset += len(token)
+            self._offset += len(self._texts.tokenizer.token_text(token_id))  # however the token is shown
         pairs = zip(tokens, delta.logprobs, strict=True)
         return {
             "tokens": tokens,
-            "token_logprobs": [_bounded(found.logprob) for found in delta.logprobs],
-            "top_logprobs": [self._top(token, found) for token, found in pairs],
+            "token_logprobs": [bounded(found.logprob) for found in delta.logprobs],
+            "top_logprobs": [likely_texts(self._texts, token, found.logprob, found.top) for token, found in pairs],
             "text_offset": offsets,
         }
 
-    def _top(self, token: str, found: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens and the chosen one; of several with one text the most likely stays."""
-        top: dict[str, float] = {}
-        for token_id, logprob in found.top:
-            top.setdefault(self._texts.text(token_id), _bounded(logprob))
-        top.setdefault(token, _bounded(found.logprob))
-        return top
+
+def likely_texts(
+    texts: TokenTexts, token: str, logprob: float, likely: Iterable[tuple[int, float]]
+) -> dict[str, float]:
+    """The most likely tokens at a place and `token`, which is there; of several with one text the most likely stays."""
+    top: dict[str, float] = {}
+    for token_id, value in likely:
+        top.setdefault(texts.text(token_id), bounded(value))
+    top.setdefault(token, bounded(logprob))
+    return top

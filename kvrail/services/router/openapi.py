@@ -1,15 +1,13 @@
 """The OpenAPI document: what FastAPI finds out, without what never happens and with what it cannot know."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from kvrail import __version__
 from kvrail.services.router.shapes.base import AnthropicError, Error, Shape
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Json
 
 _MEANINGS = {
     400: "The request is wrong, or asks for what this server does not support; the message names the parameter.",

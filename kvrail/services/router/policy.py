@@ -36,7 +36,7 @@ class Ask:
 
     pages: digests of the prompt's full pages, as workers report theirs (kvrail/pagehash.py). page_size: tokens. n:
     sequences. output_tokens: that each of them will probably have. number: of this request among all, from 0. draw: 64
-    random bits.
+    random bits. local: whether the decode worker computes the prompt itself, since it needs more of it than KV.
     """
 
     prompt_tokens: int
@@ -46,6 +46,7 @@ class Ask:
     output_tokens: int = 0
     number: int = 0
     draw: int = 0
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,8 @@ def choose(
     chosen = next((each for each in policy.order(request, decode) if loads[each.target].has_room(request.n)), None)
     if chosen is None:
         return None
-    others = policy.order(replace(request, n=1, output_tokens=0), prefill)  # it draws one token
+    # It draws one token.
+    others = [] if request.local else policy.order(replace(request, n=1, output_tokens=0), prefill)
     computing = others or [chosen]
     in_time = [each for each in computing if loads[each.target].has_time(request.prompt_tokens - each.cached_tokens)]
     if not in_time and not urgent:

@@ -67,15 +67,15 @@ def _service(request: Request) -> RouterService:
 
 
 def _responses(request: Request) -> Responses:
-    responses = request.app.state.responses
-    assert isinstance(responses, Responses)
-    return responses
+    api = request.app.state.responses
+    assert isinstance(api, Responses)
+    return api
 
 
 def _messages(request: Request) -> Messages:
-    messages = request.app.state.messages
-    assert isinstance(messages, Messages)
-    return messages
+    api = request.app.state.messages
+    assert isinstance(api, Messages)
+    return api
 
 
 def api_routes() -> APIRouter:

@@ -50,6 +50,8 @@ MAX_TOKEN_IDS = 1 << 20
 MAX_NAME_CHARS = 1024
 MAX_ROLE_CHARS = 64
 MAX_TEMPERATURE = 2.0
+MAX_PROMPT_LOGPROBS = 1 << 17
+"""Log probabilities of prompts that one answer may have: some 10 MB of JSON."""
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
 
@@ -66,6 +68,11 @@ def named(keys: Sequence[str]) -> str:
 
 def _text_as_part(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+def kind_of(value: Any) -> Any:
+    """The `type` of an object of a body, parsed or validated: what unions are told apart by."""
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 def not_longer(most: int) -> BeforeValidator:
@@ -252,6 +259,7 @@ class Request(Sampled):
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     response_format: Options | None = None
     # vLLM's
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -299,7 +307,7 @@ class CompletionRequest(Request):
     """Body of /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], SkipValidation]  # `_as_list` has checked each element
-    max_tokens: Count | None = DEFAULT_COMPLETION_TOKENS
+    max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = DEFAULT_COMPLETION_TOKENS
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -1,10 +1,12 @@
 """The router's parts put together, and the story of one request told with them."""
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from starlette.datastructures import State
@@ -24,6 +26,7 @@ from kvrail.services.router.formats import ChatFormat, CompletionFormat, Head
 from kvrail.services.router.generation import Generation
 from kvrail.services.router.logprobs import TokenTexts
 from kvrail.services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from kvrail.services.router.scored import ScoredPrompt
 from kvrail.services.router.shaping import Shaper
 from kvrail.services.router.trace import Operation, RequestTrace
 from kvrail.services.router.translate import Plan, Planner
@@ -58,6 +61,7 @@ class RouterService:
         self.planner = Planner(self._encoder, shaper, self.pool.limits, priorities=settings.priorities)
         self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
         self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
+        self._writing = asyncio.Semaphore(1)
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> str:
@@ -73,13 +77,16 @@ class RouterService:
         """Answer /v1/chat/completions."""
 
         def write(plan: Plan, name: str) -> Writer:
+            texts = TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
             form = ChatFormat(
                 self._head("chatcmpl", state.request_id, name),
-                TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
+                texts,
                 choices=plan.n,
                 logprobs=bool(request.logprobs),
                 reader=plan.reader,
                 prompt_ids=plan.prompts[0] if request.return_token_ids else None,
+                prompt=ScoredPrompt(texts, plan.prompts[0]) if plan.scores else None,
+                prompt_top=request.prompt_logprobs or 0,
             )
             return chunk_writer(form, request, plan)
 
@@ -89,12 +96,18 @@ class RouterService:
         """Answer /v1/completions."""
 
         def write(plan: Plan, name: str) -> Writer:
+            texts = TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+            prompts = [ids for ids in plan.prompts for _ in range(plan.n)]
+            prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
             form = CompletionFormat(
                 self._head("cmpl", state.request_id, name),
-                TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids)),
-                prefixes=[prefix for prefix in plan.prefixes for _ in range(plan.n)],
+                texts,
+                prefixes=prefixes,
                 logprobs=request.logprobs is not None,
-                prompt_ids=[ids for ids in plan.prompts for _ in range(plan.n)] if request.return_token_ids else None,
+                prompt_ids=prompts if request.return_token_ids else None,
+                prompts=list(map(ScoredPrompt, repeat(texts), prompts, prefixes)) if plan.scores else (),
+                echo_top=request.logprobs if request.echo else None,
+                prompt_top=request.prompt_logprobs,
             )
             return chunk_writer(form, request, plan)
 
@@ -161,7 +174,7 @@ class RouterService:
             abandon=abandon,
             trace=trace,
         )
-        return Answer(job, self.admission, self.metrics, self._speech)
+        return Answer(job, self.admission, self.metrics, self._speech, self._writing)
 
     def _trace(self, operation: Operation, request: Request, state: State) -> RequestTrace | None:
         if self.tracing is None:

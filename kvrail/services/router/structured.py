@@ -35,7 +35,7 @@ class Asked:
         try:
             return self._make()
         except InvalidRequestError as error:
-            raise named(error, self) from None
+            raise placed(error, self) from None
 
 
 async def check(grammars: Grammars, text: str, asked: Asked) -> None:
@@ -43,10 +43,10 @@ async def check(grammars: Grammars, text: str, asked: Asked) -> None:
     try:
         await grammars.check(text)
     except InvalidRequestError as error:
-        raise named(error, asked) from None
+        raise placed(error, asked) from None
 
 
-def named(error: InvalidRequestError, asked: Asked) -> InvalidRequestError:
+def placed(error: InvalidRequestError, asked: Asked) -> InvalidRequestError:
     """The same error with the parameter's name and, where it quotes a word of a schema, that word's place."""
     param = asked.param
     words = {word for quoted in _QUOTED for word in quoted.findall(str(error))}

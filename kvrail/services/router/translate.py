@@ -11,31 +11,44 @@ from kvrail.sampling import SamplingParams
 from kvrail.services.router import fields
 from kvrail.services.router.encoding import Encoder, refuse
 from kvrail.services.router.reading import OutputReader
-from kvrail.services.router.schema import ChatRequest, CompletionRequest, KvrailOptions, Request, named
+from kvrail.services.router.schema import (
+    MAX_PROMPT_LOGPROBS,
+    ChatRequest,
+    CompletionRequest,
+    KvrailOptions,
+    Request,
+    named,
+)
 from kvrail.services.router.shaping import Shape, Shaper
 from kvrail.services.router.tools.offered import offer_of
-from kvrail.wire.convert import UINT64_MAX
+from kvrail.wire.convert import UINT64_MAX, sampling_to_proto
+from kvrail.wire.v1 import common_pb2
 
 MANY_BIASES = 4096
+MAX_SENT_BIASES = 1 << 20
+"""Over all prompts of a request: seven times a vocabulary of 150,000, some 16 MB on their way to workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to generate: one stream for each prompt.
 
-    prompts: token ids. sampling: one for each prompt. prefixes: text that goes before each prompt's output (echo).
-    provisional: whether drafts are shown. traced: whether the usage tells what each process did when. priority:
-    among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown as it is.
+    prompts: token ids. sampling: one for each prompt; wire: the same for workers. prefixes: text that goes before each
+    prompt's output (echo). provisional: whether drafts are shown. traced: whether the usage tells what each process did
+    when. priority: among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown
+    as it is. silent: what is generated is not shown.
     """
 
     prompts: Sequence[Sequence[int]]
     sampling: Sequence[SamplingParams]
+    wire: Sequence[common_pb2.SamplingParams]
     prefixes: Sequence[str]
     codec: str
     provisional: bool
     traced: bool = False
     priority: int = 0
     reader: Callable[[], OutputReader] | None = None
+    silent: bool = False
 
     @property
     def n(self) -> int:
@@ -45,6 +58,15 @@ class Plan:
     def new_reader(self) -> OutputReader:
         """What takes one output apart."""
         return OutputReader(None, None) if self.reader is None else self.reader()
+
+    @property
+    def scores(self) -> int:
+        """Log probabilities of prompts that the answer has, over all choices."""
+        return sum(
+            self.n * len(prompt) * (1 + sampling.prompt_logprobs)
+            for prompt, sampling in zip(self.prompts, self.sampling, strict=True)
+            if sampling.prompt_logprobs is not None
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -58,6 +80,10 @@ def refuse_unsupported(request: Request) -> None:
         refuse("stream_options", "only for streams; set stream to true or leave it out")
     if request.kvrail is not None and request.kvrail.provisional and not request.stream:
         refuse("kvrail.provisional", "only for streams; set stream to true or leave it out")
+    if request.prompt_logprobs is not None and request.stream:
+        refuse(
+            "prompt_logprobs", "only for whole answers; set stream to false, or send logprobs and echo to completions"
+        )
     own = fields.CHAT if isinstance(request, ChatRequest) else fields.COMPLETION
     fields.refuse_extras(request.model_extra or {}, {**fields.BOTH, **own})
     if isinstance(request, ChatRequest):
@@ -84,8 +110,8 @@ def _refuse_in_completion(request: CompletionRequest) -> None:
         refuse("suffix", "not supported by this server; leave it out")
     if request.best_of is not None and request.best_of != (request.n or 1):
         refuse("best_of", f"is {request.best_of}, but n is {request.n or 1}; only best_of = n is supported")
-    if request.echo and request.logprobs is not None:
-        refuse("echo", "cannot be combined with logprobs, because prompts have none here; leave one of them out")
+    if request.max_tokens == 0 and not request.echo:
+        refuse("max_tokens", "0 only with echo, which then shows the prompt alone; ask for at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +190,30 @@ class Planner:
             if codec in limits.withheld_codecs:
                 why = "is lossy, and this server's operator has not allowed such codecs (--allow-lossy)"
             refuse("kvrail.codec", f"{codec!r} {why}; choose one of {', '.join(sorted(limits.codecs))}")
+        _check_bias_of(prompts, request.logit_bias or {})
+        bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
         sampling = []
         for prompt in prompts:
             budget = _budget(field, len(prompt), max_tokens, limits.context)
             _check_ids(field, prompt, limits.vocabulary)
             if (request.min_tokens or 0) > budget:
                 refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
-            sampling.append(_sampling(request, budget, logprobs, shape))
+            sampling.append(_sampling(request, budget, logprobs, shape, bias))
         ours = request.kvrail or KvrailOptions()
-        return Plan(
+        plan = Plan(
             prompts,
             sampling,
+            [sampling_to_proto(each) for each in sampling],
             prefixes,
             codec,
             ours.provisional,
             ours.trace,
             priority=request.priority or 0,
             reader=shape.reader,
+            silent=max_tokens == 0,
         )
+        _check_scores(request, plan)
+        return plan
 
 
 def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:
@@ -189,6 +221,16 @@ def _check_bias(biases: Mapping[str, float], vocabulary: int) -> None:
     outside = [key for key in biases if int(key) >= vocabulary]
     if outside:
         refuse("logit_bias", f"{named(outside)} not in the model's vocabulary of {vocabulary}")
+
+
+def _check_bias_of(prompts: Sequence[Sequence[int]], biases: Mapping[str, float]) -> None:
+    """Refuse more biases than may travel for one request: workers get them with each prompt."""
+    if len(prompts) * len(biases) > MAX_SENT_BIASES:
+        refuse(
+            "logit_bias",
+            f"{len(biases)} biases for each of {len(prompts)} prompts are more than the {MAX_SENT_BIASES} that one "
+            "request may have; send the prompts in several requests",
+        )
 
 
 def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:
@@ -201,17 +243,39 @@ def _budget(field: str, prompt: int, max_tokens: int | None, context: int) -> in
     """Tokens that may be generated after a prompt of `prompt` tokens."""
     if prompt == 0:
         refuse(field, "has no tokens; send some text")
-    wanted = 1 if max_tokens is None else max_tokens
+    wanted = max_tokens or 1  # where none is to be shown, one is drawn all the same
     if prompt + wanted > context:
         raise ContextLengthError(
             f"this model's context holds {context} tokens; {field} has {prompt} and {wanted} are to be generated; "
             "shorten one of them",
             param=field,
         )
-    return context - prompt if max_tokens is None else max_tokens
+    return context - prompt if max_tokens is None else wanted
 
 
-def _sampling(request: Request, max_tokens: int, logprobs: int | None, shape: Shape) -> SamplingParams:
+def _check_scores(request: Request, plan: Plan) -> None:
+    """Refuse more log probabilities of prompts than one answer may have."""
+    if plan.scores > MAX_PROMPT_LOGPROBS:
+        top = plan.sampling[0].prompt_logprobs
+        refuse(
+            "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+            f"{plan.prompt_tokens} tokens of prompts, each with {top} likely ones and for {plan.n} choices, have "
+            f"{plan.scores} log probabilities, more than the {MAX_PROMPT_LOGPROBS} that one answer may have; ask for "
+            "fewer likely tokens, or send the prompts in several requests",
+        )
+
+
+def _scored_tokens(request: Request) -> int | None:
+    """How many likely tokens are told for each of a prompt's: as many as `prompt_logprobs` or `echo` asks for."""
+    asked = [] if request.prompt_logprobs is None else [request.prompt_logprobs]
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        asked.append(request.logprobs)
+    return max(asked, default=None)
+
+
+def _sampling(
+    request: Request, max_tokens: int, logprobs: int | None, shape: Shape, bias: dict[int, float]
+) -> SamplingParams:
     """Sampling parameters; without a seed of the client's each prompt draws its own."""
     seed = secrets.randbits(64) if request.seed is None else request.seed & UINT64_MAX
 
@@ -228,7 +292,7 @@ def _sampling(request: Request, max_tokens: int, logprobs: int | None, shape: Sh
         repetition_penalty=given(request.repetition_penalty, 1.0),
         presence_penalty=given(request.presence_penalty, 0.0),
         frequency_penalty=given(request.frequency_penalty, 0.0),
-        logit_bias={int(key): bias for key, bias in (request.logit_bias or {}).items()},
+        logit_bias=bias,
         seed=seed,
         logprobs=logprobs,
         stop=tuple(request.stop or ()),
@@ -238,4 +302,5 @@ def _sampling(request: Request, max_tokens: int, logprobs: int | None, shape: Sh
         skip_special_tokens=request.skip_special_tokens is not False and not shape.special,
         n=request.n or 1,
         grammar=shape.grammar,
+        prompt_logprobs=_scored_tokens(request),
     )

@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvrail.sampling import FinishReason, TokenLogprobs
+from kvrail.sampling import FinishReason, PromptLogprobs, TokenLogprobs
 from kvrail.wire.v1 import decode_pb2
+
+Json = dict[str, Any]
+"""An object of an API, as it is read or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,15 @@ class Settled:
     accepted: int
 
 
-Update = Delta | Drafted | Settled
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log probabilities of the next tokens of a choice's prompt, where the plan asks for them; before any Delta."""
+
+    index: int
+    logprobs: PromptLogprobs
+
+
+Update = Delta | Drafted | Settled | Scored
 """What a generation tells; a Settled comes before the deltas that repeat what it accepted."""
 
 Updates = Sequence[Update]

@@ -6,15 +6,19 @@ from typing import Protocol
 from kvrail.errors import KvrailError
 from kvrail.services.router.errors import to_http
 from kvrail.services.router.events import DONE, TextEvents, encode_event, is_plain
-from kvrail.services.router.formats import Format, Json
+from kvrail.services.router.formats import Format
 from kvrail.services.router.schema import Request
 from kvrail.services.router.translate import Plan
 from kvrail.services.router.usage import usage_so_far
-from kvrail.services.router.values import Delta, Update, Updates
+from kvrail.services.router.values import Delta, Json, Scored, Update, Updates
 
 
 class Writer(Protocol):
     """One API. A stream is opening, events of each moment's updates, and closing or failure; else all are added."""
+
+    @property
+    def greets(self) -> bool:
+        """Whether the opening leaves as soon as headers do, rather than with the first output."""
 
     def opening(self) -> bytes:
         """Events that go before the first output."""
@@ -28,8 +32,8 @@ class Writer(Protocol):
     def failure(self, error: KvrailError) -> bytes:
         """The last events of a stream that breaks off."""
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output for `whole`."""
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of a prompt where the API has them, for `whole`."""
 
     def whole(self, usage: Json) -> Json:
         """The response with all output that was added."""
@@ -55,6 +59,8 @@ class ChunkWriter:
     include_usage: whether a last chunk brings the usage. usage_so_far: the usage after so many tokens, where each chunk
     is to bring it.
     """
+
+    greets = False  # clients take the first chunk's time for that of the first token
 
     def __init__(
         self, form: Format, *, include_usage: bool = False, usage_so_far: Callable[[int], Json] | None = None
@@ -83,7 +89,12 @@ class ChunkWriter:
 
     def _chunk(self, update: Update) -> Json | None:
         """The chunk for an update; None where it has nothing to show."""
-        shown = self._form.chunk(update) if isinstance(update, Delta) else self._form.draft_chunk(update)
+        if isinstance(update, Delta):
+            shown = self._form.chunk(update)
+        elif isinstance(update, Scored):
+            shown = self._form.scored_chunk(update)
+        else:
+            shown = self._form.draft_chunk(update)
         return None if shown is None else self._with_usage(shown)
 
     def _with_usage(self, chunk: Json) -> Json:
@@ -102,9 +113,9 @@ class ChunkWriter:
         """The error object; clients know by the missing [DONE] too."""
         return error_event(error)
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output."""
-        self._form.add(delta)
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of a prompt."""
+        self._form.add(update)
 
     def whole(self, usage: Json) -> Json:
         """The whole response."""

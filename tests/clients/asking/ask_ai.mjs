@@ -1,6 +1,7 @@
 // Vercel's SDK, through OpenAI's two APIs and Anthropic's.
 import assert from "node:assert";
-import { generateText, streamText } from "ai";
+import { readFileSync } from "node:fs";
+import { generateObject, generateText, jsonSchema, streamText } from "ai";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -23,3 +24,8 @@ for (const model of models) {
 }
 assert(texts[0]);
 assert(texts.every(text => text === texts[0]), JSON.stringify(texts));
+
+const schema = jsonSchema(JSON.parse(readFileSync(process.env.WANTED)));
+const typed = { prompt: "What is grep?", schema, seed: 5, temperature: 1, maxOutputTokens: 300, maxRetries: 0 };
+for (const model of [createOpenAICompatible({ name: "kvrail", baseURL, supportsStructuredOutputs: true })(name), openai.chat(name), openai.responses(name)])
+  console.log("object:", JSON.stringify((await generateObject({ ...typed, model })).object));

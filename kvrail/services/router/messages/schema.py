@@ -1,6 +1,6 @@
 """Requests of /v1/messages, as strict and bounded as the other APIs' (kvrail/services/router/schema.py)."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -16,6 +16,7 @@ from kvrail.services.router.schema import (
     Options,
     StopString,
     Wire,
+    kind_of,
     not_longer,
 )
 from kvrail.wire.convert import UINT32_MAX
@@ -53,17 +54,12 @@ class Thinking(Wire):
     thinking: str
 
 
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return str(kind)
-
-
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ToolUse, Tag("tool_use")]
     | Annotated[ToolResult, Tag("tool_result")]
     | Annotated[Thinking, Tag("thinking")],
-    Discriminator(_kind),
+    Discriminator(lambda value: str(kind_of(value))),
 ]
 
 

@@ -17,8 +17,7 @@ from kvrail.services.router.messages.schema import (
 )
 from kvrail.services.router.renaming import Rename, as_chat
 from kvrail.services.router.schema import ChatRequest
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Json
 
 REFUSED = (
     "container",

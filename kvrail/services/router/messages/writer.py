@@ -6,7 +6,6 @@ message_delta, message_stop, or error
 """
 
 import json
-from typing import Any
 
 from kvrail.errors import KvrailError
 from kvrail.sampling import FinishReason
@@ -14,9 +13,7 @@ from kvrail.services.router.errors import anthropic_error, to_http
 from kvrail.services.router.events import encode_named
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.tools.forms import CallDelta, Said
-from kvrail.services.router.values import Delta, Updates
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Delta, Json, Scored, Updates
 
 EVENTS = (
     "message_start",
@@ -38,6 +35,8 @@ def failure_event(error: KvrailError) -> bytes:
 
 class MessageWriter:
     """Writes one message; reader: takes its output apart. prompt_tokens: of the whole prompt."""
+
+    greets = False  # as with OpenAI's older APIs, the first event goes with the first token
 
     def __init__(self, message_id: str, model: str, prompt_tokens: int, reader: OutputReader) -> None:
         self._message: Json = {
@@ -77,9 +76,10 @@ class MessageWriter:
         """An error; nothing follows it."""
         return failure_event(error)
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output."""
-        self._take(delta)
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output; of prompts' log probabilities this API knows nothing."""
+        if isinstance(update, Delta):
+            self._take(update)
 
     def whole(self, usage: Json) -> Json:
         """The whole message."""

@@ -14,6 +14,7 @@ from kvrail.services.router.schema import (
     Options,
     Sampled,
     Wire,
+    kind_of,
     not_longer,
 )
 from kvrail.wire.convert import MAX_LOGPROBS
@@ -37,8 +38,7 @@ class Refusal(Wire):
 
 
 def _part_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "refusal" if kind == "refusal" else "text"
+    return "refusal" if kind_of(value) == "refusal" else "text"
 
 
 Part = Annotated[Annotated[InputText, Tag("text")] | Annotated[Refusal, Tag("refusal")], Discriminator(_part_kind)]
@@ -86,7 +86,7 @@ class Reasoning(Wire):
 
 def _item_kind(value: Any) -> str:
     """The tag of an item; a message may go without its type."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = kind_of(value)
     return str(kind) if kind is not None else "message"
 
 

@@ -16,10 +16,11 @@ from kvrail.services.router.responses.translate import chat_request, input_items
 from kvrail.services.router.responses.writer import ResponseWriter, failure_event
 from kvrail.services.router.service import RouterService
 from kvrail.services.router.translate import Plan
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Json
 
 MAX_PAGE = 100
+REPEATED = {"frequency_penalty", "presence_penalty", "reasoning", "temperature", "text", "top_p"}
+"""Fields of a request that its response repeats where they were given, and else by a default."""
 
 
 class Responses:
@@ -111,7 +112,7 @@ def _tool(tool: Json) -> Json:
 
 def _described(request: ResponsesRequest, response_id: str, name: str) -> Json:
     """The response as it begins: what was asked for, and no output."""
-    given = request.model_dump(exclude_none=True, by_alias=True)
+    given = request.model_dump(include=REPEATED, exclude_none=True, by_alias=True)
     return {
         "id": response_id,
         "object": "response",

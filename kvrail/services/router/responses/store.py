@@ -4,14 +4,13 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from kvrail.errors import InvalidRequestError, ResponseNotFoundError
 from kvrail.services.router.responses.schema import InputItem
+from kvrail.services.router.values import Json
 
-Json = dict[str, Any]
 _ITEMS = TypeAdapter(list[InputItem])
 Owner = int | None
 """Which API key a response belongs to, by its place; None where there are no keys."""
@@ -21,14 +20,26 @@ Owner = int | None
 class Entry:
     """A kept response.
 
-    items: the input, with that of the responses before it. response: as it was told last. cancel: ends it while it is
-    in progress. size: bytes of its JSON, about what it takes in memory.
+    items: the input, with that of the responses before it; input_bytes: of its JSON. told: JSON of the response as it
+    was told last, and status what that says. cancel: ends it; None where it has ended, since this holds all of it.
     """
 
     items: Sequence[InputItem]
-    response: Json
-    cancel: Callable[[], None]
-    size: int
+    input_bytes: int
+    told: str
+    status: str
+    cancel: Callable[[], None] | None
+
+    @property
+    def response(self) -> Json:
+        """The response as it was told last."""
+        response: Json = json.loads(self.told)
+        return response
+
+    @property
+    def size(self) -> int:
+        """About what it takes in memory, in bytes."""
+        return self.input_bytes + len(self.told)
 
 
 class ResponseStore:
@@ -45,30 +56,31 @@ class ResponseStore:
 
     def begin(self, owner: Owner, items: Sequence[InputItem], response: Json, cancel: Callable[[], None]) -> None:
         """Keep a response that begins."""
-        key = (owner, response["id"])
-        told = json.dumps(response)
-        size = len(told) + sum(len(item.model_dump_json()) for item in items)
-        self._entries[key] = Entry(items, json.loads(told), cancel, size)
-        self.size += size
+        size = sum(len(item.model_dump_json()) for item in items)
+        entry = Entry(items, size, json.dumps(response), response["status"], cancel)
+        self._entries[owner, response["id"]] = entry
+        self.size += entry.size
         self._make_room()
 
     def update(self, owner: Owner, response: Json) -> None:
-        """Take note of what has become of a response, where it is still kept and was not cancelled."""
+        """Take note of how a response ended, where it is still kept and was not cancelled."""
         entry = self._entries.get((owner, response["id"]))
-        if entry is None or entry.response["status"] == "cancelled":
-            return
-        told = json.dumps(response)
-        grown = len(told) - len(json.dumps(entry.response))
-        entry.response = json.loads(told)
-        entry.size += grown
-        self.size += grown
-        self._make_room()
+        if entry is not None and entry.status != "cancelled":
+            self._tell(entry, response)
+            self._make_room()
 
     def abandon(self, owner: Owner, response_id: str) -> None:
         """Take note that the client of a response in progress has left."""
         entry = self._entries.get((owner, response_id))
-        if entry is not None and entry.response["status"] == "in_progress":
-            entry.response["status"] = "cancelled"
+        if entry is not None and entry.status == "in_progress":
+            self._tell(entry, entry.response | {"status": "cancelled"})
+
+    def _tell(self, entry: Entry, response: Json) -> None:
+        """Take down how a response ended."""
+        before = entry.size
+        entry.told, entry.status = json.dumps(response), response["status"]
+        entry.cancel = None
+        self.size += entry.size - before
 
     def _make_room(self) -> None:
         while len(self._entries) > self._most or self.size > self._most_bytes:
@@ -86,17 +98,21 @@ class ResponseStore:
 
     def delete(self, owner: Owner, response_id: str) -> None:
         """Forget a response; one in progress ends. Raises ResponseNotFoundError."""
-        self.find(owner, response_id).cancel()
+        cancel = self.find(owner, response_id).cancel
         self._drop((owner, response_id))
+        if cancel is not None:
+            cancel()
 
     def cancel(self, owner: Owner, response_id: str) -> Json:
         """End a response in progress. Raises ResponseNotFoundError, or InvalidRequestError where it has ended."""
         entry = self.find(owner, response_id)
-        if entry.response["status"] != "in_progress":
-            raise InvalidRequestError(f"response_id: this response is {entry.response['status']}", param="response_id")
-        entry.response["status"] = "cancelled"
-        entry.cancel()
-        return entry.response
+        cancel = entry.cancel
+        if cancel is None:
+            raise InvalidRequestError(f"response_id: this response is {entry.status}", param="response_id")
+        response = entry.response | {"status": "cancelled"}
+        self._tell(entry, response)
+        cancel()
+        return response
 
     def history(self, owner: Owner, response_id: str) -> list[InputItem]:
         """Input and output of a response and of those before it. Raises InvalidRequestError."""
@@ -104,7 +120,7 @@ class ResponseStore:
             entry = self.find(owner, response_id)
         except ResponseNotFoundError as error:
             raise InvalidRequestError(f"previous_response_id: {error}", param="previous_response_id") from None
-        if entry.response["status"] == "in_progress":
+        if entry.status == "in_progress":
             why = "this response is still in progress; wait for its end"
             raise InvalidRequestError(f"previous_response_id: {why}", param="previous_response_id")
         return [*entry.items, *_ITEMS.validate_python(entry.response["output"])]

@@ -17,8 +17,7 @@ from kvrail.services.router.responses.schema import (
     TextOptions,
 )
 from kvrail.services.router.schema import ChatRequest, Sampled
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Json
 
 LOGPROBS = "message.output_text.logprobs"
 TAKEN_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
@@ -40,6 +39,7 @@ REFUSED = {
     "messages": "is called input here",
     "max_tokens": "is called max_output_tokens here",
     "max_completion_tokens": "is called max_output_tokens here",
+    "prompt_logprobs": "only for /v1/chat/completions and /v1/completions",
 }
 REFUSED_VALUES = {
     "background": "this server answers while the client waits; leave it out, or set stream to true",

@@ -21,9 +21,7 @@ from kvrail.services.router.events import encode_named
 from kvrail.services.router.logprobs import TokenTexts, chat_logprobs
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.tools.forms import CallDelta, Said
-from kvrail.services.router.values import Delta, Updates
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Delta, Json, Scored, Updates
 
 EVENTS = (
     "response.created",
@@ -58,8 +56,10 @@ class ResponseWriter:
     """Writes one response.
 
     response: the object as it begins. reader: takes its output apart. texts: what stands for tokens in log
-    probabilities, where they are wanted. keep: called with the response whenever its status is another one.
+    probabilities, where they are wanted. keep: called with the response when it has ended.
     """
+
+    greets = True  # so that a response that waits can be cancelled by its id
 
     def __init__(
         self, response: Json, reader: OutputReader, texts: TokenTexts | None, keep: Callable[[Json], object]
@@ -73,7 +73,6 @@ class ResponseWriter:
         self._open: Json | None = None  # the last of the items, where more of it may come
         self._cut = False
         self._reasoning_tokens = 0
-        keep(response)
 
     def opening(self) -> bytes:
         """The response, before there is any output."""
@@ -103,9 +102,10 @@ class ResponseWriter:
         self._keep(self._response)
         return event + self._event("response.failed", response=self._response)
 
-    def add(self, delta: Delta) -> None:
-        """Collect new output."""
-        self._take(delta)
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output; of prompts' log probabilities this API knows nothing."""
+        if isinstance(update, Delta):
+            self._take(update)
 
     def whole(self, usage: Json) -> Json:
         """The whole response."""

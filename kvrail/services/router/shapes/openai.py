@@ -54,6 +54,14 @@ class Logprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+class PromptLogprob(Shape):
+    """A token at a place of the prompt; rank: 1 for the most likely one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class ChatLogprobs(Shape):
     """Log probabilities of a choice."""
 
@@ -119,10 +127,11 @@ class ChatCompletion(Enveloped):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class CompletionLogprobLists(Shape):
-    """Parallel lists over tokens; text_offset: in characters from the output's start."""
+    """Parallel lists over tokens; text_offset: in characters from the text's start."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -136,6 +145,7 @@ class CompletionChoice(Ending):
     text: str
     logprobs: CompletionLogprobLists | None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class Completion(Enveloped):

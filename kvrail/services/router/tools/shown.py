@@ -1,11 +1,9 @@
 """What an output says, in the shapes of OpenAI's chat messages and their deltas."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from kvrail.services.router.tools.forms import CallDelta, Said
-
-Json = dict[str, Any]
+from kvrail.services.router.values import Json
 
 
 def shown_delta(said: Said) -> Json:
