@@ -26,6 +26,7 @@ from kvrail.engine.runner import ModelRunner
 from kvrail.engine.sampler import Sampler
 from kvrail.engine.scheduler import Limits, Scheduler
 from kvrail.engine.streams import SideStream
+from kvrail.engine.weights import WeightReader
 from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
 from kvrail.exposition import render, render_vllm
 from kvrail.grammar import Grammars
@@ -165,13 +166,15 @@ def build_worker(
     on_layer: LayerObserver | None = None,
     max_drafts: int = 0,
     detokenize: bool,
+    packed: WeightReader | None = None,
 ) -> Worker:
     """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters.
+    codecs: those that can be asked for, with the number of their parameters. packed: reads weights that are stored in
+    another form than safetensors.
     """
     on_cpu = settings.device.startswith("cpu")
-    loaded, runner = in_passing_thread(lambda: _load(settings)) if on_cpu else _load(settings)
+    loaded, runner = in_passing_thread(lambda: _load(settings, packed)) if on_cpu else _load(settings, packed)
     registry = CollectorRegistry()
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
     limits = Limits(
@@ -210,7 +213,7 @@ def build_worker(
     )
 
 
-def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
+def _load(settings: WorkerSettings, packed: WeightReader | None) -> tuple[LoadedModel, ModelRunner]:
     """The model and its page pool, compiled and captured where that is asked for."""
     loaded = load_model(
         settings.model,
@@ -220,6 +223,7 @@ def _load(settings: WorkerSettings) -> tuple[LoadedModel, ModelRunner]:
         page_size=settings.page_size,
         load_format=settings.load_format,
         max_model_len=settings.max_model_len,
+        packed=packed,
     )
     page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
     if page_bytes > settings.max_frame_bytes:

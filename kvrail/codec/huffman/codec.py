@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 
 from kvrail.codec.base import CodecError, Payload
@@ -31,21 +32,43 @@ class HuffmanCodec:
         format = self._format(tensor)
         if base is not None and (base.shape != tensor.shape or base.dtype != tensor.dtype):
             raise CodecError(f"the base is {_describe(base)}, the tensor {_describe(tensor)}; give a base of the same")
-        raw = _raw(tensor)
         taken_off = None if base is None else _raw(base)
-        layout, chunks = cpu.encode(
-            format, tuple(tensor.shape), raw, taken_off, static=static, threads=threads or cpu.default_threads()
-        )
-        return join(layout, chunks)
+        return _encode(format, tuple(tensor.shape), _raw(tensor), taken_off, static, threads)
+
+    def encode_bytes(self, raw: Bytes, dtype: str, *, base: Bytes | None = None, threads: int = 0) -> bytes:
+        """A container of a flat tensor of `dtype` that has these bytes, uint8; the rest as in `encode`.
+
+        Raises CodecError where there is no such type, the bytes are not whole elements, or the base has more or fewer.
+        """
+        format = FORMATS.get(dtype)
+        if format is None or raw.size % format.item_bytes:
+            raise CodecError(f"{raw.size} bytes are no elements of {dtype!r}; name one of {', '.join(FORMATS)}")
+        if base is not None and base.size != raw.size:
+            raise CodecError(f"the base has {base.size} bytes, the tensor {raw.size}; give a base of the same size")
+        return _encode(format, (raw.size // format.item_bytes,), raw, base, False, threads)
 
     def decode(self, payload: Payload, *, base: torch.Tensor | None = None, threads: int = 0) -> torch.Tensor:
         """The tensor of a container, in host memory. Raises CodecError that says what is wrong with it."""
         source = host_bytes(self.name, payload)
         layout = parse(source)
         out = torch.empty(layout.raw_bytes, dtype=torch.uint8)
-        taken_off = self._base(layout, base)
+        taken_off = _base(layout, None if base is None else _raw(base))
         cpu.decode(layout, source, taken_off, out.numpy(), threads=threads or cpu.default_threads())
         return out.view(getattr(torch, layout.format.name)).reshape(layout.shape)
+
+    def decode_into(self, payload: Payload, out: Bytes, *, base: Bytes | None = None, threads: int = 0) -> None:
+        """Write a tensor's bytes into `out`, uint8, which must have as many and may begin anywhere.
+
+        Raises CodecError as `decode`, and where the tensor has another size; what `out` has then means nothing.
+        """
+        source = host_bytes(self.name, payload)
+        layout = parse(source)
+        if layout.raw_bytes != out.size:
+            raise CodecError(f"the tensor has {layout.raw_bytes} bytes, not the {out.size} that were expected")
+        aligned = out if out.ctypes.data % layout.format.word_bytes == 0 else np.empty(out.size, np.uint8)
+        cpu.decode(layout, source, _base(layout, base), aligned, threads=threads or cpu.default_threads())
+        if aligned is not out:
+            out[:] = aligned
 
     def decode_range(
         self, payload: Payload, start: int, stop: int, *, base: torch.Tensor | None = None, threads: int = 0
@@ -62,7 +85,7 @@ class HuffmanCodec:
         chunks = range(start * item // size, -(-stop * item // size) if start < stop else start * item // size)
         first = chunks.start * size
         out = torch.empty(max(0, min(chunks.stop * size, layout.raw_bytes) - first), dtype=torch.uint8)
-        taken_off = self._base(layout, base)
+        taken_off = _base(layout, None if base is None else _raw(base))
         cpu.decode(layout, source, taken_off, out.numpy(), chunks=chunks, threads=threads or cpu.default_threads())
         return out[start * item - first : stop * item - first].view(getattr(torch, layout.format.name))
 
@@ -74,19 +97,27 @@ class HuffmanCodec:
             raise CodecError(f"{self.name} takes up to {MAX_DIMENSIONS} dimensions, not {tensor.dim()}; flatten some")
         return FORMATS[name]
 
-    def _base(self, layout: Layout, base: torch.Tensor | None) -> Bytes | None:
-        if layout.base_digest is None:
-            if base is not None:
-                raise CodecError("the container is no delta, but a base was given; decode it without")
-            return None
-        if base is None:
-            raise CodecError("the container is a delta; decode it with the base that it was encoded with")
-        raw = _raw(base)
-        if raw.size != layout.raw_bytes or digest(raw) != layout.base_digest:
-            raise CodecError(
-                f"the base, {_describe(base)}, is not the one that this delta was encoded with; give that one"
-            )
-        return raw
+
+def _encode(
+    format: Format, shape: tuple[int, ...], raw: Bytes, base: Bytes | None, static: bool, threads: int
+) -> bytes:
+    layout, chunks = cpu.encode(format, shape, raw, base, static=static, threads=threads or cpu.default_threads())
+    return join(layout, chunks)
+
+
+def _base(layout: Layout, base: Bytes | None) -> Bytes | None:
+    """The bytes of a base, checked to be the one that a container needs."""
+    if layout.base_digest is None:
+        if base is not None:
+            raise CodecError("the container is no delta, but a base was given; decode it without")
+        return None
+    if base is None:
+        raise CodecError("the container is a delta; decode it with the base that it was encoded with")
+    if base.size != layout.raw_bytes or digest(base) != layout.base_digest:
+        raise CodecError(
+            f"the base of {base.size} bytes is not the one that this delta was encoded with; give that one"
+        )
+    return base
 
 
 def _describe(tensor: torch.Tensor) -> str:

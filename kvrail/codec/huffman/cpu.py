@@ -85,9 +85,9 @@ def _on_threads(threads: int, chunks: range, word_bytes: int, words: int, work: 
             done.result()
 
 
-def _frozen(data: Bytes) -> Bytes:
-    """The same bytes, aligned for any word and read-only, as the kernels are compiled for."""
-    view = data.view() if data.ctypes.data % 8 == 0 else data.copy()
+def _frozen(data: Bytes, word_bytes: int = 1) -> Bytes:
+    """The same bytes, aligned for words and read-only, as the kernels are compiled for."""
+    view = data.view() if data.ctypes.data % word_bytes == 0 else data.copy()
     view.flags.writeable = False
     return view
 
@@ -99,7 +99,7 @@ def encode(
 
     raw, base: uint8, as many. static: one code a plane for all chunks that it suits, at the cost of a pass more.
     """
-    raw, taken_off = _frozen(raw), _frozen(raw[:0] if base is None else base)
+    raw, taken_off = (_frozen(data, format.word_bytes) for data in (raw, raw[:0] if base is None else base))
     size, chunk_bytes = raw.size, format.word_bytes << format.chunk_bits
     chunks, words = chunks_of(size, chunk_bytes), min(chunk_bytes, max(size, 1)) // format.word_bytes + 1
     item = format.word_bytes
@@ -144,14 +144,15 @@ def decode(
 ) -> None:
     """Decode `chunks`, all of them by default, into `out`, uint8, the bytes of these chunks.
 
-    source: the whole container, that `layout` was read from. base: the bytes of the whole base, or None. Writes nothing
-    outside `out`; raises CodecError that names the chunk that is damaged, and then what `out` has means nothing.
+    source: the whole container, that `layout` was read from. base: the bytes of the whole base, or None. `out` begins
+    where words may. Writes nothing outside it; raises CodecError that names the chunk that is damaged, and then what
+    `out` has means nothing.
     """
     chunks = range(len(layout.digests)) if chunks is None else chunks
     singles, runs = _shared_tables(layout)
     ends, item = layout.ends(), layout.format.word_bytes
     source = _frozen(source)
-    taken_off = _frozen(source[:0] if base is None else base)
+    taken_off = _frozen(source[:0] if base is None else base, layout.format.word_bytes)
     size = layout.chunk_bytes
 
     def work(chunk: int, room: Room) -> None:

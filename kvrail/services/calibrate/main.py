@@ -11,6 +11,7 @@ from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.errors import ConfigError
 from kvrail.services.calibrate.measure import Measurement, measure
 from kvrail.services.calibrate.report import report
+from kvrail.services.packed.weights import PackedWeights
 from kvrail.text import load_tokenizer
 
 MIN_TOKENS = 1024
@@ -117,6 +118,7 @@ def _load(options: Options) -> LoadedModel:
         kv_dtype=options.dtype,
         page_size=PAGE_SIZE,
         load_format="safetensors",
+        packed=PackedWeights(),
     )
 
 

@@ -1,10 +1,10 @@
-"""The command `kvrail`: a cluster on one machine, one service of it, a chat or a trace of a running one, a codebook."""
+"""The command `kvrail`: a cluster on one machine, a service of it, a chat or a trace of one, codebooks, packing."""
 
 import sys
 
 from kvrail import __version__
 from kvrail.errors import ConfigError, KvrailError
-from kvrail.services.cli import calibrate, chat, role, trace, up
+from kvrail.services.cli import calibrate, chat, pack, role, trace, up
 from kvrail.services.cli.flags import HelpFormatter, OneLineErrors
 
 USAGE_ERROR = 2
@@ -21,7 +21,7 @@ def build_parser() -> OneLineErrors:
     )
     parser.add_argument("--version", action="version", version=f"kvrail {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for module in (up, role, chat, trace, calibrate):
+    for module in (up, role, chat, trace, calibrate, pack):
         module.add_commands(commands)
     return parser
 

@@ -8,6 +8,7 @@ from kvrail.services.codecs import AUTO, Codecs
 from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
+from kvrail.services.packed.weights import PackedWeights
 from kvrail.worker import build_worker, run_worker, serve
 
 
@@ -24,6 +25,7 @@ async def _main(settings: DecodeSettings) -> None:
         codecs=codecs.parameters,
         max_drafts=settings.max_drafts,
         detokenize=True,
+        packed=PackedWeights(),
     )
     codecs.check_codebook(worker.loaded)
     prefill_workers = GrpcPrefillWorkers()

@@ -5,6 +5,7 @@ import asyncio
 from kvrail.config import PrefillSettings
 from kvrail.services.carriers import Carriers
 from kvrail.services.codecs import Codecs
+from kvrail.services.packed.weights import PackedWeights
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
 from kvrail.worker import build_worker, run_worker, serve
@@ -18,7 +19,13 @@ def run(settings: PrefillSettings) -> int:
 async def _main(settings: PrefillSettings) -> None:
     observer = PageObserver(asyncio.get_running_loop())
     codecs = Codecs(settings, allow_lossy=True)
-    worker = build_worker(settings, codecs=codecs.parameters, on_layer=observer.layers_written, detokenize=False)
+    worker = build_worker(
+        settings,
+        codecs=codecs.parameters,
+        on_layer=observer.layers_written,
+        detokenize=False,
+        packed=PackedWeights(),
+    )
     codecs.check_codebook(worker.loaded)
     observer.attach(worker)
     carriers = await Carriers.to_send(settings, worker.loaded.device)
