@@ -19,7 +19,7 @@ MEMCHECKED := tests/gpu/test_splitzip.py tests/codec/test_progressive_gpu.py tes
 .PHONY: help up test test-heavy chaos fuzz test-openapi test-clients test-schemas test-progressive lint format protos gpu-test \
 	gpu-memcheck compose-test clean \
 	bench-engine bench-engine-host bench-codec-host-path bench-transport bench-serving bench-codec bench-codec-kernels bench-link bench-anchors \
-	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured \
+	bench-attention-error bench-progressive bench-cpu-step bench-token-path bench-overload bench-local-prefill bench-structured bench-weights \
 	simulate replay
 .DEFAULT_GOAL := help
 
@@ -128,6 +128,9 @@ bench-codec: $(VENV)/.bench  ## ratio and speed of the KV codecs, beside their p
 
 bench-codec-kernels: $(VENV)/.bench  ## the codecs' GPU kernels beside the memory's limit
 	$(BIN)/python -m benchmarks.codec_kernels $(ARGS)
+
+bench-weights: $(VENV)/.bench  ## ratio and speed of packed weights and checkpoints, beside ZipNN where it is installed, and zstd
+	$(BIN)/python -m benchmarks.weights $(ARGS)
 
 bench-link: $(VENV)/.bench  ## the KV codecs over a slow link between two network namespaces; needs root
 	$(BIN)/python -m benchmarks.link $(ARGS)

@@ -186,7 +186,7 @@ def test_killed_at_ten_random_moments_it_goes_on(model, packed, tmp_path, kvrail
     duration = time.monotonic() - begun
     out, kills = tmp_path / "out", 0
     for _ in range(200):
-        if killed_run(rng.uniform(0, 0.7 * duration), command, source, out):
+        if killed_run(rng.uniform(0, 0.5 * duration), command, source, out):
             if kills >= 10:
                 break
             (out).rename(tmp_path / f"done{kills}{rng.integers(1 << 30)}")

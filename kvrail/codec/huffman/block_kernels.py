@@ -16,10 +16,10 @@ from kvrail.codec.huffman.code_kernels import MAX_RUN, WINDOW
 from kvrail.codec.huffman.words import load_word, store_word
 
 STREAMS = 4
-TURN = 5
+TURN = 4
 """Symbols whose codes fit into a word beside the seven bits that are left of those before."""
-LOOKUPS = 5
-"""Windows in the 57 bits and more that a loaded word has."""
+LOOKUPS = 4
+"""Windows that the 57 bits or more of a loaded word have."""
 MARGIN = (LOOKUPS - 1) * MAX_RUN + 8
 """Bytes that a turn of the loop writes at most; of the last eight some are rubbish, which is overwritten."""
 _WINDOW = WINDOW - 1

@@ -1,4 +1,7 @@
-"""A chunk of words cut into planes of bytes, each coded, and back. Only these are called from Python."""
+"""A chunk of words cut into planes of bytes, each coded, and back. Only these are called from Python.
+
+Numba keeps what it compiled by this file's time of change: touch it when the kernels that it takes in are changed.
+"""
 
 # Numba gives arguments their types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, arg-type, operator"

@@ -13,8 +13,8 @@ from numba import uint16 as u16
 from numba import uint32 as u32
 from numba import uint64 as u64
 
-MAX_BITS = 11
-"""Longest code: a table of 2^11 entries of eight bytes stays in half of a first-level cache."""
+MAX_BITS = 12
+"""Longest code. With 11, weights in float8_e4m3fn take 0.4 % more; a table of 2^12 runs fills 32 KiB of a cache."""
 WINDOW = 1 << MAX_BITS
 SYMBOLS = 256
 MAX_RUN = 6

@@ -25,8 +25,8 @@ class Format:
 
     @property
     def chunk_bits(self) -> int:
-        """Binary logarithm of the words of a chunk: about 512 KiB, with its planes in a core's second-level cache."""
-        return {1: 18, 2: 18, 4: 17, 8: 16}[self.word_bytes]
+        """Binary logarithm of the words of a chunk, which with its planes stays in a core's second-level cache."""
+        return {1: 17, 2: 18, 4: 17, 8: 16}[self.word_bytes]
 
 
 _ALL = (

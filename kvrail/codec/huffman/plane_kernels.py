@@ -7,8 +7,9 @@ All lengths come from outside: what does not fit is refused.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, arg-type, operator"
 
 import numpy as np
-from numba import float64, int64, njit
+from numba import float64, int64, njit, uint64
 from numba import uint8 as u8
+from numba import uint64 as u64
 
 from kvrail.codec.huffman.block_kernels import STREAMS, count_bytes, read_streams, write_streams
 from kvrail.codec.huffman.code_kernels import code_lengths, write_codes, write_tables
@@ -20,7 +21,7 @@ SPARSE_SHARE = 0.6
 SPARSE_HEADER = 12
 SPARSE_LEAST = 256
 """Bytes of the smallest block with marks: header and marks of a smaller one may not fit into its place."""
-LEAST_SAVING = 64
+LEAST_SAVING = 32
 """A block is coded where that saves at least one of so many bytes: less is not worth the time of decoding."""
 _ENDS = 4 * (STREAMS - 1)
 
@@ -187,15 +188,24 @@ def _encode_sparse(source, counts, commonest, room, target):
     """Marks of the bytes that are not the commonest, then those bytes; the size, or -1 where that is not smaller."""
     none, size = np.zeros(256, np.uint8), source.size
     marks, rest = room.spare[0, : (size + 7) // 8], room.spare[1]
-    found = 0
-    for mark in range(marks.size):
-        bits = 0
-        for place in range(8 * mark, min(8 * mark + 8, size)):
-            other = source[place] != commonest
-            bits |= int64(other) << (place & 7)
-            rest[found] = source[place]
-            found += other
-        marks[mark] = u8(bits)
+    marked = uint64(0)
+    for group in range(size // 8):
+        bits = u64(0)
+        for bit in range(8):
+            symbol = source[8 * group + bit]
+            other = u64(symbol != commonest)
+            bits |= other << u64(bit)
+            rest[marked] = symbol
+            marked += other
+        marks[group] = u8(bits)
+    if size & 7:
+        marks[size // 8] = 0
+    for place in range(size // 8 * 8, size):
+        other = u64(source[place] != commonest)
+        marks[place >> 3] |= u8(other << u64(place & 7))
+        rest[marked] = source[place]
+        marked += other
+    found = int64(marked)
     mark_counts = np.empty(256, np.int64)
     count_bytes(marks, mark_counts)
     mark_mode, mark_size = _encode_block(marks, mark_counts, none, room, target[SPARSE_HEADER:])
@@ -213,22 +223,30 @@ def _encode_sparse(source, counts, commonest, room, target):
 
 @njit(nogil=True)
 def _scatter(marks, rest, commonest, target):
-    """Fill `target` with the commonest byte and, at marks, the next of the rest; whether these come out even."""
-    taken = 0
+    """Fill `target` with the commonest byte and, at marks, the next of the rest; whether these come out even.
+
+    rest: one byte more than there are, which is not looked at.
+    """
+    set_marks = np.empty(256, np.int64)
+    for mark in range(256):
+        set_marks[mark] = sum([mark >> bit & 1 for bit in range(8)])
+    total, size = 0, target.size
     for mark in range(marks.size):
-        bits, first, last = marks[mark], 8 * mark, min(8 * mark + 8, target.size)
-        target[first:last] = commonest
-        if bits == 0:
-            continue
-        for place in range(first, last):
-            if bits >> (place & 7) & 1:
-                if taken == rest.size:
-                    return False
-                target[place] = rest[taken]
-                taken += 1
-        if bits >> (last - first) != 0:
-            return False
-    return taken == rest.size
+        total += set_marks[marks[mark]]
+    if total != rest.size - 1 or (size & 7 and marks[marks.size - 1] >> (size & 7) != 0):
+        return False
+    taken = uint64(0)  # never above the number of marks, so that no check is needed below
+    for group in range(size // 8):
+        bits = u64(marks[group])
+        for bit in range(8):
+            one = bits >> u64(bit) & u64(1)
+            target[8 * group + bit] = rest[taken] if one else commonest
+            taken += one
+    for place in range(size // 8 * 8, size):
+        one = u64(marks[place >> 3]) >> u64(place & 7) & u64(1)
+        target[place] = rest[taken] if one else commonest
+        taken += one
+    return True
 
 
 @njit(nogil=True)
@@ -237,7 +255,7 @@ def _decode_sparse(source, none_singles, none_runs, room, target):
     if source.size < SPARSE_HEADER:
         return False
     found, mark_size = _read_number(source, 4), _read_number(source, 8)
-    if found > target.size or SPARSE_HEADER + mark_size > source.size or source[3] != 0:
+    if found >= target.size or SPARSE_HEADER + mark_size > source.size or source[3] != 0:
         return False
     marks, rest = room.spare[0, : (target.size + 7) // 8], room.spare[1, :found]
     body = source[SPARSE_HEADER:]
@@ -245,7 +263,7 @@ def _decode_sparse(source, none_singles, none_runs, room, target):
         return False
     if not _decode_block(body[mark_size:], int64(source[2]), none_singles, none_runs, room, rest):
         return False
-    return _scatter(marks, rest, source[0], target)
+    return _scatter(marks, room.spare[1, : found + 1], source[0], target)
 
 
 @njit(nogil=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from kvrail.codec.huffman.formats import Format
 
-MAX_BITS, STREAMS = 11, 4
+MAX_BITS, STREAMS = 12, 4
 RAW, CONSTANT, HUFFMAN, STATIC, SPARSE = range(5)
-LEAST_SAVING = 64
+LEAST_SAVING = 32
 
 
 def planes_of(raw: bytes, base: bytes, format: Format) -> list[bytes]:
