@@ -232,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     notes = f"Medians of {options.runs} runs in turn; uncompressed bytes a second, from memory to memory."
     fields_header = ("tensors", "exponents", "signs, mantissas", "bound", "huffman", "bound over huffman", "paper")
     fields_notes = (
-        "Order-0 entropy of each field over its size, chunk by chunk, and of both over the size of the tensor. It is passed"
-        " where fields are coded together, and not reached where a plane is left as it is."
+        "Order-0 entropy of each field over its size, chunk by chunk, and of both over the tensor's size. The codec is"
+        " below that where it codes fields together, and above where it leaves a plane as it is."
     )
     tables = [
         Table("Sizes and rates", header, rows, notes),

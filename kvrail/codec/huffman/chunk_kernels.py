@@ -12,7 +12,7 @@ from numba import uint8 as u8
 from numba import uint32 as u32
 from numba import uint64 as u64
 
-from kvrail.codec.huffman.block_kernels import count_bytes
+from kvrail.codec.huffman.block_kernels import copy_bytes, count_bytes
 from kvrail.codec.huffman.code_kernels import code_lengths, write_tables
 from kvrail.codec.huffman.plane_kernels import decode_plane, encode_plane
 
@@ -74,7 +74,7 @@ def _join(planes, base, rotated, words):
 @njit(nogil=True)
 def _split_chunk(raw, base, item, rotated, planes):
     if item == 1 and base.size == 0:
-        planes[0, :] = raw
+        copy_bytes(raw, planes[0])
     elif item == 1:
         _split(raw, base, False, planes)
     elif item == 2:

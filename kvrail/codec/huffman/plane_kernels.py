@@ -11,7 +11,7 @@ from numba import float64, int64, njit, uint64
 from numba import uint8 as u8
 from numba import uint64 as u64
 
-from kvrail.codec.huffman.block_kernels import STREAMS, count_bytes, read_streams, write_streams
+from kvrail.codec.huffman.block_kernels import STREAMS, copy_bytes, count_bytes, read_streams, write_streams
 from kvrail.codec.huffman.code_kernels import code_lengths, write_codes, write_tables
 
 RAW, CONSTANT, HUFFMAN, STATIC, SPARSE = range(5)
@@ -106,7 +106,7 @@ def _encode_block(source, counts, static, room, target):
     size = source.size
     lengths = np.empty(256, np.uint8)
     if _entropy_bits(counts, size) > 8 * (size - size // LEAST_SAVING):
-        target[:size] = source
+        copy_bytes(source, target)
         return RAW, size
     if code_lengths(counts, lengths) == 1:
         target[0] = source[0]
@@ -119,7 +119,7 @@ def _encode_block(source, counts, static, room, target):
         mode, bits, table = STATIC, static_bits, 0
         lengths[:] = static
     if table + _ENDS + bits // 8 + STREAMS > size - size // LEAST_SAVING:
-        target[:size] = source
+        copy_bytes(source, target)
         return RAW, size
     if mode == HUFFMAN:
         _write_lengths(lengths, target)
@@ -152,7 +152,7 @@ def _decode_block(source, mode, static_singles, static_runs, room, target):
     if mode == RAW:
         if source.size != size:
             return False
-        target[:] = source
+        copy_bytes(source, target)
         return True
     if mode == CONSTANT:
         if source.size != 1:
