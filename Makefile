@@ -139,6 +139,9 @@ bench-codec-kernels: $(VENV)/.bench  ## the codecs' GPU kernels beside the memor
 bench-packed-weights: $(VENV)/.dev  ## products with packed weights beside cuBLAS, and a model's steps, on a GPU
 	$(BIN)/python -m benchmarks.packed_weights $(ARGS)
 
+bench-weights: $(VENV)/.bench  ## ratio and speed of packed models and checkpoints, beside ZipNN where it is installed, and zstd
+	$(BIN)/python -m benchmarks.weights $(ARGS)
+
 bench-link: $(VENV)/.bench  ## the KV codecs over a slow link between two network namespaces; needs root
 	$(BIN)/python -m benchmarks.link $(ARGS)
 

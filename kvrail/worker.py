@@ -17,7 +17,7 @@ from kvrail.engine.cache import PagedCache, pages_that_fit
 from kvrail.engine.engine import Engine, LayerObserver
 from kvrail.engine.invariance import Finding
 from kvrail.engine.ledger import Cursor
-from kvrail.engine.loader import LoadedModel, load_model
+from kvrail.engine.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import ModelLimits
 from kvrail.engine.runner import ModelRunner
@@ -181,6 +181,16 @@ def mixed_tokens(settings: WorkerSettings) -> int:
     return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else MIXED_TOKENS)
 
 
+def _limits(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
+    return Limits(
+        settings.max_batch_tokens,
+        settings.max_running,
+        settings.max_waiting,
+        mixed_tokens(settings),
+        max(LEAST_PROMPT_ROWS, PROMPT_LOGITS_BYTES // (4 * loaded.vocab_size)),
+    )
+
+
 def build_worker(
     settings: WorkerSettings,
     *,
@@ -188,28 +198,21 @@ def build_worker(
     on_layer: LayerObserver | None = None,
     max_drafts: int = 0,
     detokenize: bool,
-    hold_weights: Callable[[LoadedModel], LoadedModel] | None = None,
+    weights: WeightForms | None = None,
 ) -> Worker:
     """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters. hold_weights: replaces the model's linear
-    layers by others that hold the same weights in another form.
+    codecs: those that can be asked for, with the number of their parameters. weights: the forms in which they may be
+    stored, and in which they are held; None: as safetensors have them.
     """
 
     def load() -> tuple[LoadedModel, ModelRunner]:
-        return _load(settings, hold_weights)
+        return _load(settings, weights or WeightForms())
 
     tracing = Tracing.start(settings.otlp_endpoint, settings.table)
     loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
     registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
-    limits = Limits(
-        settings.max_batch_tokens,
-        settings.max_running,
-        settings.max_waiting,
-        mixed_tokens(settings),
-        max(LEAST_PROMPT_ROWS, PROMPT_LOGITS_BYTES // (4 * loaded.vocab_size)),
-    )
     tokenizer = load_tokenizer(settings.model) if detokenize else None
     events = EventRouter(asyncio.get_running_loop())
     measured = EngineMetrics(registry, name, receives=decodes, drafts=max_drafts > 0)
@@ -223,7 +226,7 @@ def build_worker(
     engine = Engine(
         runner,
         Sampler(loaded.vocab_size, loaded.device),
-        Scheduler(pool, limits),
+        Scheduler(pool, _limits(settings, loaded)),
         ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
         tokenizer,
         measured,
@@ -250,9 +253,7 @@ def build_worker(
     )
 
 
-def _load(
-    settings: WorkerSettings, hold_weights: Callable[[LoadedModel], LoadedModel] | None
-) -> tuple[LoadedModel, ModelRunner]:
+def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, ModelRunner]:
     """The model and its page pool, compiled and captured where that is asked for."""
     if settings.device != "cpu":
         check_toolchain()
@@ -264,9 +265,10 @@ def _load(
         page_size=settings.page_size,
         load_format=settings.load_format,
         max_model_len=settings.max_model_len,
+        packed=weights.reader,
     )
-    if hold_weights is not None:
-        loaded = hold_weights(loaded)
+    if weights.hold is not None:
+        loaded = weights.hold(loaded)
     page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
     if page_bytes > settings.max_frame_bytes:
         raise ConfigError(

@@ -3,8 +3,11 @@
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from kvrail.engine.weights import WeightFile
 
 WHOLE_FILE_BYTES = 64 << 20
 """Weight files up to this size are hashed whole."""
@@ -13,8 +16,8 @@ _SAMPLE_BYTES = 4096
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation"})
 
 
-def fingerprint_folder(folder: Path) -> str:
-    """sha256 over config.json and the safetensors files of `folder`.
+def fingerprint_model(folder: Path, files: Sequence[WeightFile]) -> str:
+    """sha256 over config.json of `folder` and the model's safetensors files, however they are stored.
 
     config.json: parsed, without keys that say nothing of the model's function, keys sorted. Each weight file, in order
     of name: its size, its header (names, types and shapes of all tensors), and its contents: whole up to 64 MiB, else
@@ -24,9 +27,9 @@ def fingerprint_folder(folder: Path) -> str:
     digest = hashlib.sha256()
     with (folder / "config.json").open(encoding="utf-8") as file:
         _add(digest, _canonical(json.load(file)))
-    for path in sorted(folder.glob("*.safetensors")):
-        _add(digest, path.name.encode())
-        _add_weights(digest, path)
+    for weights in files:
+        _add(digest, weights.name.encode())
+        _add_weights(digest, weights)
     return digest.hexdigest()
 
 
@@ -48,17 +51,14 @@ def _add(digest: "hashlib._Hash", part: bytes) -> None:
     digest.update(part)
 
 
-def _add_weights(digest: "hashlib._Hash", path: Path) -> None:
-    size = path.stat().st_size
-    digest.update(struct.pack("<Q", size))
-    with path.open("rb") as file:
-        if size <= WHOLE_FILE_BYTES:
-            digest.update(file.read())
-            return
-        header_bytes = struct.unpack("<Q", file.read(8))[0]
-        _add(digest, file.read(header_bytes))
-        begin = 8 + header_bytes
-        stride = (size - begin - _SAMPLE_BYTES) / (_SAMPLES - 1)
-        for sample in range(_SAMPLES):
-            file.seek(begin + int(sample * stride))
-            digest.update(file.read(_SAMPLE_BYTES))
+def _add_weights(digest: "hashlib._Hash", file: WeightFile) -> None:
+    digest.update(struct.pack("<Q", file.size))
+    if file.size <= WHOLE_FILE_BYTES:
+        digest.update(file.read(0, file.size))
+        return
+    header_bytes = struct.unpack("<Q", file.read(0, 8))[0]
+    _add(digest, file.read(8, header_bytes))
+    begin = 8 + header_bytes
+    stride = (file.size - begin - _SAMPLE_BYTES) / (_SAMPLES - 1)
+    for sample in range(_SAMPLES):
+        digest.update(file.read(begin + int(sample * stride), _SAMPLE_BYTES))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from kvrail.engine.attention.registry import NAME, register
-from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_folder
+from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_model
 from kvrail.engine.inputs import CUDA_ROWS, StepInputs
 from kvrail.engine.loading import told_loading
 from kvrail.engine.packed_linear import can_pack, pack_linears
 from kvrail.engine.probe import forward, inspect, verify
 from kvrail.engine.support import context_limit, refuse_unsupported
+from kvrail.engine.weights import LoadedWeights, WeightReader, plain_files
 from kvrail.errors import ConfigError, UnsupportedModelError
 from kvrail.layout import DTYPE_BYTES, KVLayout
 
@@ -60,6 +62,18 @@ class LoadedModel:
         return forward(self.model, inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightForms:
+    """What a service brings for weights that are no plain safetensors.
+
+    reader: reads those that are stored in another form. hold: replaces a loaded model's linear layers by others that
+    hold the same weights in another form.
+    """
+
+    reader: WeightReader | None = None
+    hold: Callable[[LoadedModel], LoadedModel] | None = None
+
+
 def load_model(
     model: str,
     *,
@@ -69,12 +83,14 @@ def load_model(
     page_size: int,
     load_format: LoadFormat,
     max_model_len: int = 0,
+    packed: WeightReader | None = None,
 ) -> LoadedModel:
     """Load `model`, a local folder or a Hub name, and probe it.
 
     dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32" or "bfloat16". kv_dtype: a key of
     kvrail.layout.DTYPE_BYTES. load_format "dummy" reads the configuration alone and draws random weights from a fixed
-    seed on the device. max_model_len 0: the model's own limit.
+    seed on the device. max_model_len 0: the model's own limit. packed: reads folders whose weights are stored in
+    its form and not as safetensors files; the fingerprint is the same for both.
 
     Raises ConfigError for settings that do not fit the model or the machine, UnsupportedModelError for models that
     paged attention would not run exactly.
@@ -85,7 +101,7 @@ def load_model(
         raise ConfigError(f"page_size is {page_size}; choose a power of two such as 64")
     if kv_dtype not in DTYPE_BYTES:
         raise ConfigError(f"kv_dtype is {kv_dtype!r}; choose one of {', '.join(DTYPE_BYTES)}")
-    folder = _resolve(model, load_format)
+    folder, stored = _resolve(model, load_format, packed)
     config = _load_config(model, folder)
     limit = context_limit(config)
     if max_model_len > limit:
@@ -93,14 +109,18 @@ def load_model(
     refuse_unsupported(config)
     register()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are for lines
-    lm = _build(folder, config, compute, place, load_format)
+    weights = None if stored is None else stored.load(folder)
+    lm = _build(folder, config, compute, place, load_format, weights)
     found = inspect(lm, config)
     vocab_size = lm.get_output_embeddings().weight.shape[0]
     if can_pack(lm):
         pack_linears(lm)
     layout = KVLayout(found.num_layers, found.num_kv_heads, found.key_dim, found.value_dim, page_size, kv_dtype)
     verify(lm, layout)
-    digest = fingerprint_dummy(config, _DUMMY_SEED) if load_format == "dummy" else fingerprint_folder(folder)
+    if load_format == "dummy":
+        digest = fingerprint_dummy(config, _DUMMY_SEED)
+    else:
+        digest = fingerprint_model(folder, plain_files(folder) if weights is None else weights.files)
     return LoadedModel(
         model=lm,
         config=config,
@@ -144,11 +164,11 @@ def _compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return named[dtype]
 
 
-def _resolve(model: str, load_format: LoadFormat) -> Path:
-    """The model's local folder, fetched from the Hub where `model` is no folder."""
+def _resolve(model: str, load_format: LoadFormat, packed: WeightReader | None) -> tuple[Path, WeightReader | None]:
+    """The model's local folder, fetched from the Hub where `model` is none, and who reads its weights if not we."""
     folder = Path(model)
     if not folder.is_dir():
-        patterns = ["*.json"] if load_format == "dummy" else _FILES
+        patterns = ["*.json"] if load_format == "dummy" else [*_FILES, *([packed.pattern] if packed else [])]
         logger.info("fetching %s from the Hugging Face Hub, unless it is here already", model)
         try:
             folder = Path(snapshot_download(model, allow_patterns=patterns))
@@ -156,9 +176,11 @@ def _resolve(model: str, load_format: LoadFormat) -> Path:
             raise ConfigError(f"model {model!r} is no local folder, and the Hub did not give it: {error}") from error
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model {model!r} has no config.json")
-    if load_format == "safetensors" and not any(folder.glob("*.safetensors")):
-        raise UnsupportedModelError(f"model {model!r} has no safetensors files; convert them, pickles are not read")
-    return folder
+    if load_format == "dummy" or any(folder.glob("*.safetensors")):
+        return folder, None
+    if packed is not None and any(folder.glob(packed.pattern)):
+        return folder, packed
+    raise UnsupportedModelError(f"model {model!r} has no safetensors files; convert them, pickles are not read")
 
 
 def _load_config(model: str, folder: Path) -> Any:
@@ -168,11 +190,20 @@ def _load_config(model: str, folder: Path) -> Any:
         raise UnsupportedModelError(f"transformers does not know the configuration of {model!r}: {error}") from error
 
 
-def _build(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, load_format: LoadFormat) -> Any:
+def _build(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: LoadFormat,
+    weights: LoadedWeights | None,
+) -> Any:
     """The model in evaluation mode on `device`, with our attention."""
     try:
         if load_format == "dummy":
             lm = _random_model(config, dtype, device)
+        elif weights is not None:
+            lm = _model_of(weights, config, dtype).to(device)
         else:
             auto: Any = AutoModelForCausalLM
             with told_loading(folder):
@@ -195,6 +226,14 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
         torch.manual_seed(_DUMMY_SEED)
         auto: Any = AutoModelForCausalLM
         return auto.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _model_of(weights: LoadedWeights, config: Any, dtype: torch.dtype) -> Any:
+    """The model that these weights make, with the same conversions as weights of a folder get."""
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        cls: Any = type(auto.from_config(config, trust_remote_code=False))
+    return cls.from_pretrained(None, config=config, state_dict=dict(weights.tensors), dtype=dtype)
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """How a worker holds its model's weights."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -12,8 +12,9 @@ from kvrail.codec.packed.op import packed_product
 from kvrail.codec.packed.packing import pack
 from kvrail.config import WorkerSettings
 from kvrail.engine.fusion import JointLinear, join_projections
-from kvrail.engine.loader import LoadedModel
+from kvrail.engine.loader import LoadedModel, WeightForms
 from kvrail.errors import ConfigError
+from kvrail.services.packed.weights import PackedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -21,20 +22,20 @@ _LEAST_ROWS = 8
 """Of a step whose linear layers are all packed: their products have eight tokens' columns at least."""
 
 
-def holding(settings: WorkerSettings) -> Callable[[LoadedModel], LoadedModel] | None:
-    """What brings a loaded model's weights into the form that the settings ask for; None: they are as loaded.
+def forms_of(settings: WorkerSettings) -> WeightForms:
+    """In which forms a worker reads its weights, and in which it holds them.
 
-    Raises ConfigError where the settings do not allow that form.
+    Raises ConfigError where the settings do not allow the form that they ask for.
     """
     if settings.weights == "plain":
-        return None
+        return WeightForms(PackedWeights())
     device = torch.device(settings.device)
     why = "" if device.type == "cuda" and not torch.cuda.is_available() else unsupported(device)
     if why:
         raise ConfigError(f"weights is 'packed', but {why}; set it to plain")
     if settings.dtype == "float32":
         raise ConfigError("weights is 'packed', but dtype is 'float32'; only bfloat16 can be packed")
-    return lambda loaded: hold_packed(loaded, join=settings.compile)
+    return WeightForms(PackedWeights(), lambda loaded: hold_packed(loaded, join=settings.compile))
 
 
 class PackedLinear(torch.nn.Module):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvrail.config import DecodeSettings, PrefillSettings
+from kvrail.engine.loader import WeightForms
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.prefill import InprocPrefillClient
@@ -20,6 +21,7 @@ from kvrail.services.codecs import AUTO, Codecs
 from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
+from kvrail.services.packed.weights import PackedWeights
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
 from kvrail.transport import ucx
@@ -159,7 +161,13 @@ async def cluster(
         options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
         observer = PageObserver(loop)
         codecs = Codecs(options, allow_lossy=True)
-        worker = build_worker(options, codecs=codecs.parameters, on_layer=observer.layers_written, detokenize=False)
+        worker = build_worker(
+            options,
+            codecs=codecs.parameters,
+            on_layer=observer.layers_written,
+            detokenize=False,
+            weights=WeightForms(PackedWeights()),
+        )
         codecs.check_codebook(worker.loaded)
         observer.attach(worker)
         carriers = await carriers_for(transport, options, worker.loaded.device)
@@ -181,6 +189,7 @@ async def cluster(
         codecs=codecs.parameters,
         max_drafts=options.max_drafts,
         detokenize=True,
+        weights=WeightForms(PackedWeights()),
     )
     codecs.check_codebook(worker.loaded)
     channels = GrpcPrefillWorkers(tls("decode"))

@@ -10,11 +10,16 @@ from safetensors.torch import load_file, save_file
 
 from kvrail.engine import fingerprint
 from kvrail.engine.loader import load_model
+from kvrail.engine.weights import plain_files
 from kvrail.errors import ConfigError, UnsupportedModelError
 from kvrail.layout import KVLayout
 from tests.engine import tiny_models
 
 OPTIONS = {"device": "cpu", "dtype": "auto", "kv_dtype": "bfloat16", "page_size": 16, "load_format": "safetensors"}
+
+
+def fingerprint_of(folder: Path) -> str:
+    return fingerprint.fingerprint_model(folder, plain_files(folder))
 
 
 @pytest.mark.parametrize("name", tiny_models.REFUSED)
@@ -125,27 +130,27 @@ def test_dummy_needs_only_a_configuration(tmp_path: Path) -> None:
 def test_fingerprint_is_of_contents(tmp_path: Path) -> None:
     here = tiny_models.folder_of("llama")
     there = copy(tmp_path, "llama")
-    same = fingerprint.fingerprint_folder(here)
+    same = fingerprint_of(here)
     edit_config(there, transformers_version="9.9", _name_or_path="elsewhere")
-    assert fingerprint.fingerprint_folder(there) == same
+    assert fingerprint_of(there) == same
     edit_config(there, rms_norm_eps=1e-3)
-    assert fingerprint.fingerprint_folder(there) != same
+    assert fingerprint_of(there) != same
 
 
 def test_fingerprint_sees_one_changed_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copy(tmp_path, "llama")
-    before = fingerprint.fingerprint_folder(folder)
+    before = fingerprint_of(folder)
     weights = load_file(folder / "model.safetensors")
     changed = {key: value.clone() for key, value in weights.items()}
     next(iter(changed.values())).view(-1)[0] += 1
     save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-    assert fingerprint.fingerprint_folder(folder) != before
+    assert fingerprint_of(folder) != before
     monkeypatch.setattr(fingerprint, "WHOLE_FILE_BYTES", 0)
-    sampled = fingerprint.fingerprint_folder(folder)
+    sampled = fingerprint_of(folder)
     save_file(
         {key: value * 1.001 for key, value in changed.items()}, folder / "model.safetensors", metadata={"format": "pt"}
     )
-    assert fingerprint.fingerprint_folder(folder) != sampled
+    assert fingerprint_of(folder) != sampled
 
 
 def copy(tmp_path: Path, name: str) -> Path:

@@ -11,6 +11,7 @@ from kvrail.errors import ConfigError
 from kvrail.services.calibrate.measure import Measurement, measure
 from kvrail.services.calibrate.options import MIN_TOKENS, Options
 from kvrail.services.calibrate.report import report
+from kvrail.services.packed.weights import PackedWeights
 from kvrail.text import load_tokenizer
 
 PAGE_SIZE = 64
@@ -87,6 +88,7 @@ def _load(options: Options) -> LoadedModel:
         kv_dtype=options.dtype,
         page_size=PAGE_SIZE,
         load_format="safetensors",
+        packed=PackedWeights(),
     )
 
 

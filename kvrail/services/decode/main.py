@@ -8,7 +8,7 @@ from kvrail.services.codecs import AUTO, Codecs
 from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
-from kvrail.services.weights import holding
+from kvrail.services.weights import forms_of
 from kvrail.worker import build_worker, certificate, run_worker, serve
 
 
@@ -26,7 +26,7 @@ async def _main(settings: DecodeSettings) -> None:
         codecs=codecs.parameters,
         max_drafts=settings.max_drafts,
         detokenize=True,
-        hold_weights=holding(settings),
+        weights=forms_of(settings),
     )
     codecs.check_codebook(worker.loaded)
     prefill_workers = GrpcPrefillWorkers(tls)

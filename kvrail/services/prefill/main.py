@@ -7,7 +7,7 @@ from kvrail.services.carriers import Carriers
 from kvrail.services.codecs import Codecs
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
-from kvrail.services.weights import holding
+from kvrail.services.weights import forms_of
 from kvrail.worker import build_worker, certificate, run_worker, serve
 
 
@@ -25,7 +25,7 @@ async def _main(settings: PrefillSettings) -> None:
         codecs=codecs.parameters,
         on_layer=observer.layers_written,
         detokenize=False,
-        hold_weights=holding(settings),
+        weights=forms_of(settings),
     )
     codecs.check_codebook(worker.loaded)
     observer.attach(worker)

@@ -1,0 +1,183 @@
+"""Chunks of a tensor on several threads of a CPU: numba's kernels run without the interpreter's lock."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.codec.base import CodecError
+from kvrail.codec.huffman.block_kernels import STREAMS
+from kvrail.codec.huffman.chunk_kernels import (
+    count_chunk,
+    decode_chunk,
+    encode_chunk,
+    static_lengths,
+    static_tables,
+)
+from kvrail.codec.huffman.code_kernels import WINDOW
+from kvrail.codec.huffman.formats import Format
+from kvrail.codec.huffman.payload import Bytes, Layout, chunks_of, digest
+
+_MAX_THREADS = 8
+_KEPT_ROOMS: list["Room"] = []
+"""Working memory of the last chunks, for the next: taking it anew from the system costs as much as coding a chunk."""
+
+
+class Room(NamedTuple):
+    """Working memory of one thread."""
+
+    planes: Bytes
+    streams: Bytes
+    spare: Bytes
+    singles: npt.NDArray[np.uint16]
+    runs: npt.NDArray[np.uint64]
+    codes: npt.NDArray[np.uint32]
+
+
+def _new_room(word_bytes: int, words: int) -> Room:
+    return Room(
+        np.empty((word_bytes, words), np.uint8),
+        np.empty((STREAMS, words // 2 + 64), np.uint8),
+        np.empty((2, words), np.uint8),
+        np.empty(WINDOW, np.uint16),
+        np.empty(WINDOW, np.uint64),
+        np.empty(256, np.uint32),
+    )
+
+
+@contextmanager
+def _room(word_bytes: int, words: int) -> Iterator[Room]:
+    """Working memory for chunks of up to `words` words of `word_bytes` bytes."""
+    try:
+        room = _KEPT_ROOMS.pop()
+    except IndexError:
+        room = _new_room(word_bytes, words)
+    if room.planes.shape[0] != word_bytes or room.planes.shape[1] < words:
+        room = _new_room(word_bytes, words)
+    yield room
+    if len(_KEPT_ROOMS) < _MAX_THREADS:
+        _KEPT_ROOMS.append(room)
+
+
+def default_threads() -> int:
+    """Threads where nobody says how many: the cores this process may use, eight at most."""
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+def _on_threads(threads: int, chunks: range, word_bytes: int, words: int, work: Callable[[int, Room], None]) -> None:
+    """Call `work` with the number of each chunk and some thread's room; the first error ends all."""
+    waiting = iter(chunks)
+
+    def run() -> None:
+        with _room(word_bytes, words) as room:
+            for chunk in waiting:
+                work(chunk, room)
+
+    if threads == 1 or len(chunks) < 2:
+        run()
+        return
+    with ThreadPoolExecutor(min(threads, len(chunks))) as pool:
+        for done in [pool.submit(run) for _ in range(min(threads, len(chunks)))]:
+            done.result()
+
+
+def _frozen(data: Bytes, word_bytes: int = 1) -> Bytes:
+    """The same bytes, aligned for words and read-only, as the kernels are compiled for."""
+    view = data.view() if data.ctypes.data % word_bytes == 0 else data.copy()
+    view.flags.writeable = False
+    return view
+
+
+def encode(
+    format: Format, shape: tuple[int, ...], raw: Bytes, base: Bytes | None, *, static: bool, threads: int
+) -> tuple[Layout, list[Bytes]]:
+    """Code a tensor's bytes; the layout and the coded chunks.
+
+    raw, base: uint8, as many. static: one code a plane for all chunks that it suits, at the cost of a pass more.
+    """
+    raw, taken_off = (_frozen(data, format.word_bytes) for data in (raw, raw[:0] if base is None else base))
+    size, chunk_bytes = raw.size, format.word_bytes << format.chunk_bits
+    chunks, words = chunks_of(size, chunk_bytes), min(chunk_bytes, max(size, 1)) // format.word_bytes + 1
+    item = format.word_bytes
+    lengths = np.zeros((item, 256), np.uint8)
+    static &= size > 0
+    if static:
+        _measure(raw, taken_off, format, threads, lengths)
+    rows, digests = np.zeros((chunks, item), np.uint32), np.zeros(chunks, np.uint64)
+    slots = np.empty(size, np.uint8)
+    coded = [slots[:0]] * chunks
+
+    def work(chunk: int, room: Room) -> None:
+        place = slice(chunk * chunk_bytes, (chunk + 1) * chunk_bytes)
+        target = slots[place]
+        written = encode_chunk(raw[place], taken_off[place], item, format.rotated, lengths, room, target, rows[chunk])
+        coded[chunk] = target[:written]
+        digests[chunk] = digest(target[:written])
+
+    _on_threads(threads, range(chunks), item, words, work)
+    base_digest = None if base is None else digest(base)
+    layout = Layout(format, shape, format.chunk_bits, base_digest, lengths if static else None, rows, digests)
+    return layout, coded
+
+
+def _measure(raw: Bytes, base: Bytes, format: Format, threads: int, lengths: Bytes) -> None:
+    """Find the codes that chunks share."""
+    chunk_bytes = format.word_bytes << format.chunk_bits
+    counts = np.zeros((chunks_of(raw.size, chunk_bytes), format.word_bytes, 256), np.int64)
+
+    def work(chunk: int, room: Room) -> None:
+        place = slice(chunk * chunk_bytes, (chunk + 1) * chunk_bytes)
+        count_chunk(raw[place], base[place], format.word_bytes, format.rotated, room, counts[chunk])
+
+    words = min(chunk_bytes, max(raw.size, 1)) // format.word_bytes + 1
+    _on_threads(threads, range(len(counts)), format.word_bytes, words, work)
+    for plane, total in enumerate(counts.sum(axis=0)):
+        static_lengths(total, lengths[plane])
+
+
+def decode(
+    layout: Layout, source: Bytes, base: Bytes | None, out: Bytes, *, chunks: range | None = None, threads: int
+) -> None:
+    """Decode `chunks`, all of them by default, into `out`, uint8, the bytes of these chunks.
+
+    source: the whole container, that `layout` was read from. base: the bytes of the whole base, or None. `out` begins
+    where words may. Writes nothing outside it; raises CodecError that names the chunk that is damaged, and then what
+    `out` has means nothing.
+    """
+    chunks = range(len(layout.digests)) if chunks is None else chunks
+    singles, runs = _shared_tables(layout)
+    ends, item = layout.ends(), layout.format.word_bytes
+    source = _frozen(source)
+    taken_off = _frozen(source[:0] if base is None else base, layout.format.word_bytes)
+    size = layout.chunk_bytes
+
+    def work(chunk: int, room: Room) -> None:
+        row = layout.rows[chunk]
+        start = layout.head_bytes + (int(ends[chunk - 1]) if chunk else 0)
+        coded = source[start : layout.head_bytes + int(ends[chunk])]
+        if digest(coded) != int(layout.digests[chunk]):
+            raise CodecError(f"chunk {chunk} of {len(ends)} does not match its checksum: the container is damaged")
+        place = slice((chunk - chunks.start) * size, (chunk - chunks.start + 1) * size)
+        part = taken_off[chunk * size : (chunk + 1) * size]
+        wrong = decode_chunk(coded, row, singles, runs, part, item, layout.format.rotated, room, out[place])
+        if wrong >= 0:
+            raise CodecError(
+                f"chunk {chunk} of {len(ends)}: byte plane {wrong} does not decode; the encoder is at fault"
+            )
+
+    _on_threads(threads, chunks, item, min(size, max(out.size, 1)) // item + 1, work)
+
+
+def _shared_tables(layout: Layout) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint64]]:
+    """Tables of the codes that chunks share, [planes, WINDOW], or without columns. Raises CodecError."""
+    planes = layout.format.word_bytes
+    columns = 0 if layout.static is None else WINDOW
+    singles, runs = np.empty((planes, columns), np.uint16), np.empty((planes, columns), np.uint64)
+    for plane, lengths in enumerate(() if layout.static is None else layout.static):
+        if not static_tables(lengths, singles[plane], runs[plane]):
+            raise CodecError(f"the shared code of byte plane {plane} is no prefix code: the container is damaged")
+    return singles, runs

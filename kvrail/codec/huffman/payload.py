@@ -1,0 +1,148 @@
+"""The container: header, shape, tables that chunks share, index of chunks. README.md has the bytes."""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.codec.base import CodecError
+from kvrail.codec.digest import DigestKind, digest_of
+from kvrail.codec.huffman.formats import BY_NUMBER, Format
+
+Bytes = npt.NDArray[np.uint8]
+
+MAGIC = b"KVHF"
+VERSION = 1
+_HEADER = struct.Struct("<4s6B6xQQQ")
+HEADER_BYTES = _HEADER.size
+_DELTA, _STATIC = 1, 2
+_TABLE_BYTES = 128
+MAX_CHUNK_BITS = 20
+MAX_DIMENSIONS = 32
+MAX_MODE = 4
+SIZE_BITS = 28
+
+
+def digest(data: Bytes) -> int:
+    """XXH3-64 of bytes."""
+    return digest_of(data.data, DigestKind.XXH3).value
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Layout:
+    """What a container says before its chunks.
+
+    shape: of the tensor. chunk_bits: binary logarithm of a chunk's words. base_digest: of the bytes that were taken
+    off by exclusive or, or None. static: uint8 [planes, 256], lengths of the codes that chunks share, or None.
+    rows: uint32 [chunks, planes], each plane's bytes and, from bit 28 on, its mode; digests: uint64 [chunks].
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    chunk_bits: int
+    base_digest: int | None
+    static: Bytes | None
+    rows: npt.NDArray[np.uint32]
+    digests: npt.NDArray[np.uint64]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.format.item_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a whole chunk of the tensor; the last one may have fewer."""
+        return self.format.word_bytes << self.chunk_bits
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes before the first chunk."""
+        tables = 0 if self.static is None else _TABLE_BYTES * self.format.word_bytes
+        return HEADER_BYTES + 8 * len(self.shape) + tables + self.digests.nbytes + self.rows.nbytes
+
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Where each chunk ends, counted from the first one's start, int64 [chunks]."""
+        return np.cumsum((self.rows & ((1 << SIZE_BITS) - 1)).sum(axis=1, dtype=np.int64))
+
+    def head(self) -> bytes:
+        """All bytes before the first chunk."""
+        tables = b"" if self.static is None else (self.static[:, 0::2] | self.static[:, 1::2] << 4).tobytes()
+        rest = struct.pack(f"<{len(self.shape)}Q", *self.shape) + tables
+        rest += self.digests.astype("<u8").tobytes() + self.rows.astype("<u4").tobytes()
+        flags = (0 if self.base_digest is None else _DELTA) | (0 if self.static is None else _STATIC)
+        fields = (flags, self.chunk_bits, len(self.shape), self.format.word_bytes)
+
+        def header(check: int) -> bytes:
+            return _HEADER.pack(
+                MAGIC, VERSION, self.format.number, *fields, self.base_digest or 0, len(self.digests), check
+            )
+
+        return header(digest(np.frombuffer(header(0) + rest, dtype=np.uint8))) + rest
+
+
+def chunks_of(raw_bytes: int, chunk_bytes: int) -> int:
+    """How many chunks a tensor is cut into."""
+    return -(-raw_bytes // chunk_bytes)
+
+
+def parse(source: Bytes) -> Layout:
+    """Read what stands before the chunks, and check all of it.
+
+    source: the whole container. Raises CodecError that says what is wrong with it.
+    """
+    if source.size < HEADER_BYTES:
+        raise CodecError(
+            f"a huffman container has at least {HEADER_BYTES} bytes, this one {source.size}: it is cut off"
+        )
+    magic, version, number, flags, chunk_bits, ndim, planes, base, chunks, check = _HEADER.unpack(
+        source[:HEADER_BYTES].tobytes()
+    )
+    if magic != MAGIC:
+        raise CodecError(f"this is no huffman container: it begins with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise CodecError(f"the huffman container has version {version}; this code reads {VERSION}, so update it")
+    known = BY_NUMBER.get(number)
+    if known is None or planes != known.word_bytes or flags > (_DELTA | _STATIC):
+        raise CodecError(f"the header is damaged: element type {number} with {planes} planes and flags {flags}")
+    if chunk_bits > MAX_CHUNK_BITS or ndim > MAX_DIMENSIONS:
+        raise CodecError(f"the header is damaged: chunks of 2^{chunk_bits} words, {ndim} dimensions")
+    tables = _TABLE_BYTES * planes if flags & _STATIC else 0
+    start = HEADER_BYTES + 8 * ndim + tables
+    head = start + chunks * (8 + 4 * planes)
+    if head > source.size:
+        raise CodecError(f"the index of {chunks} chunks ends at byte {head} of {source.size}: the container is cut off")
+    cleared = source[:head].copy()
+    cleared[HEADER_BYTES - 8 : HEADER_BYTES] = 0
+    if digest(cleared) != check:
+        raise CodecError("header and index do not match their checksum: the container is damaged")
+    shape = struct.unpack(f"<{ndim}Q", source[HEADER_BYTES : HEADER_BYTES + 8 * ndim].tobytes())
+    static = None
+    if tables:
+        packed = source[start - tables : start].reshape(planes, _TABLE_BYTES)
+        static = np.stack((packed & 15, packed >> 4), axis=2).reshape(planes, 256)
+    digests = np.frombuffer(source[start : start + 8 * chunks].tobytes(), dtype="<u8")
+    rows = np.frombuffer(source[start + 8 * chunks : head].tobytes(), dtype="<u4").reshape(chunks, planes)
+    layout = Layout(known, shape, chunk_bits, base if flags & _DELTA else None, static, rows, digests)
+    _check(layout, source.size)
+    return layout
+
+
+def _check(layout: Layout, container_bytes: int) -> None:
+    """Raise CodecError where shape, index and length do not agree."""
+    chunks = len(layout.digests)
+    if chunks != chunks_of(layout.raw_bytes, layout.chunk_bytes):
+        raise CodecError(f"a tensor of {layout.raw_bytes} bytes does not have {chunks} chunks: the header is damaged")
+    if chunks and int((layout.rows >> SIZE_BITS).max()) > MAX_MODE:
+        raise CodecError(f"the index has a mode above {MAX_MODE}: it is damaged, or of a later version")
+    found = layout.head_bytes + (int(layout.ends()[-1]) if chunks else 0)
+    if found != container_bytes:
+        raise CodecError(f"the chunks end at byte {found} of {container_bytes}: the container is cut off or too long")
+
+
+def join(layout: Layout, chunks: Sequence[Bytes]) -> bytes:
+    """The whole container."""
+    return b"".join([layout.head(), *(chunk.data for chunk in chunks)])

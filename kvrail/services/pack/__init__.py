@@ -1,0 +1,1 @@
+"""`kvrail pack` and `kvrail unpack`: a model's folder in fewer bytes, and back to the very same files."""

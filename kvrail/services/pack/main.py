@@ -1,0 +1,87 @@
+"""Runs `kvrail pack` and `kvrail unpack`: progress on a terminal, one line at the end."""
+
+import errno
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from kvrail.errors import ConfigError, KvrailError
+from kvrail.services.pack.packing import Sizes, pack
+from kvrail.services.pack.unpacking import unpack
+from kvrail.services.packed.file import SUFFIX, PackedFile
+from kvrail.services.packed.source import WEIGHTS
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asks for: folders, and whether what is written is read again and compared."""
+
+    source: Path
+    out: Path
+    base: Path | None
+    verify: bool
+
+
+def run_pack(options: Options) -> int:
+    """Pack; returns the exit status. Raises KvrailError."""
+    total = sum(path.stat().st_size for path in options.source.glob(WEIGHTS))
+    sizes, seconds = _with_progress("packing", options, pack, total)
+    share = sizes.packed / sizes.plain
+    sys.stdout.write(
+        f"packed {sizes.plain:,} bytes of weights into {sizes.packed:,} ({share:.1%}) in {seconds:.1f} s:"
+        f" {options.out}\n"
+    )
+    return 0
+
+
+def run_unpack(options: Options) -> int:
+    """Unpack; returns the exit status. Raises KvrailError."""
+    total = 0
+    for path in options.source.glob(WEIGHTS + SUFFIX):
+        with PackedFile(path) as packed:
+            total += packed.header.file_bytes
+    sizes, seconds = _with_progress("unpacking", options, unpack, total)
+    sys.stdout.write(f"unpacked {sizes.plain:,} bytes of weights in {seconds:.1f} s: {options.out}\n")
+    return 0
+
+
+def _with_progress(word: str, options: Options, work: Callable[..., Sizes], total: int) -> tuple[Sizes, float]:
+    """What `work` came to, and the seconds it took; a bar on stderr where that is a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    begun = time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(word, total=total)
+        try:
+            sizes = work(
+                options.source,
+                options.out,
+                options.base,
+                verify=options.verify,
+                advance=lambda size: progress.advance(task, size),
+            )
+        except OSError as error:
+            raise _explained(error, options.out) from error
+    return sizes, time.monotonic() - begun
+
+
+def _explained(error: OSError, out: Path) -> KvrailError:
+    if error.errno in NO_ROOM:
+        return KvrailError(
+            f"no space is left for {out}: {error.strerror}; free some, and the same command goes on where it stopped"
+        )
+    what = error.filename or out
+    return ConfigError(f"{what}: {error.strerror}; name folders that can be read, and one that can be written as OUT")

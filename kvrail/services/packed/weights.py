@@ -1,0 +1,82 @@
+"""How a worker loads a packed model: every file decoded into memory as it was, its tensors views of that."""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from kvrail.engine.weights import LoadedWeights, WeightFile
+from kvrail.errors import ConfigError
+from kvrail.services.packed.file import SUFFIX, PackedFile
+from kvrail.services.packed.header import CODED_AS, Tensor
+from kvrail.services.packed.source import WEIGHTS
+
+logger = logging.getLogger("kvrail.packed")
+
+
+class Image:
+    """A safetensors file in memory. memory: uint8 [bytes of the file]."""
+
+    def __init__(self, name: str, memory: torch.Tensor) -> None:
+        self.name = name
+        self.size = memory.numel()
+        self._memory = memory
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset` on."""
+        return self._memory[offset : offset + size].numpy().tobytes()
+
+    def tensor(self, tensor: Tensor) -> torch.Tensor:
+        """A tensor of the file: a view where it lies as its type must, else a copy. Raises ConfigError."""
+        name = CODED_AS.get(tensor.dtype)
+        if name is None:
+            raise ConfigError(f"tensor {tensor.name!r} of {self.name} has type {tensor.dtype}; convert it to another")
+        dtype = getattr(torch, name)
+        raw = self._memory[tensor.begin : tensor.end]
+        aligned = raw if tensor.begin % dtype.itemsize == 0 else raw.clone()
+        return aligned.view(dtype).reshape(tensor.shape if tensor.dtype != "F4" else (*tensor.shape[:-1], -1))
+
+
+class PackedWeights:
+    """Reads packed models for the loader (kvrail.engine.weights.WeightReader)."""
+
+    pattern = WEIGHTS + SUFFIX
+
+    def load(self, folder: Path) -> LoadedWeights:
+        """Decode all packed files of a folder, each tensor on all threads.
+
+        Raises ConfigError that names file and tensor where something is damaged, and for deltas.
+        """
+        begun, stored = time.monotonic(), 0
+        files: list[WeightFile] = []
+        tensors: dict[str, torch.Tensor] = {}
+        for path in sorted(folder.glob(self.pattern)):
+            image, found = _decoded(path)
+            files.append(image)
+            tensors.update(found)
+            stored += path.stat().st_size
+        plain = sum(file.size for file in files)
+        logger.info(
+            "unpacked %.1f MB of weights from %.1f MB on disk, %.1f %% less, in %.2f s",
+            plain / 1e6,
+            stored / 1e6,
+            100 * (1 - stored / plain),
+            time.monotonic() - begun,
+        )
+        return LoadedWeights(tensors, files)
+
+
+def _decoded(path: Path) -> tuple[Image, dict[str, torch.Tensor]]:
+    with PackedFile(path) as packed:
+        if packed.base is not None:
+            raise ConfigError(
+                f"{path} has differences from {packed.base.folder}, no whole model; kvrail unpack it with --base first"
+            )
+        memory = torch.empty(packed.header.file_bytes, dtype=torch.uint8)
+        whole = memory.numpy()
+        whole[: len(packed.header.raw)] = memoryview(packed.header.raw)
+        for place, tensor in enumerate(packed.header.tensors):
+            packed.decode(place, whole[tensor.begin : tensor.end])
+        image = Image(packed.name, memory)
+        return image, {tensor.name: image.tensor(tensor) for tensor in packed.header.tensors}

@@ -1,0 +1,248 @@
+"""The tensor codec huffman: every bit comes back, the kernels equal the reference, chunks can be had alone."""
+
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvrail import codec
+from kvrail.codec import tensors
+from kvrail.codec.base import CodecError
+from kvrail.codec.huffman import payload, reference
+from kvrail.codec.huffman.codec import HuffmanCodec
+from kvrail.codec.huffman.formats import FORMATS
+from kvrail.codec.registry import UnknownCodecError
+
+HUFFMAN = HuffmanCodec()
+README = Path(codec.__file__).with_name("README.md")
+
+
+def bits_of(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(first, second):
+    return first.dtype == second.dtype and first.shape == second.shape and torch.equal(bits_of(first), bits_of(second))
+
+
+def bytes_like(dtype, raw):
+    """A flat tensor of `dtype` with these bytes, as many as make whole elements."""
+    item = torch.empty((), dtype=dtype).element_size()
+    raw = raw[: raw.numel() // item * item].clone()
+    return (raw & 1 if dtype is torch.bool else raw).view(dtype)
+
+
+def gaussian(count, seed=0, scale=0.02):
+    return scale * torch.randn(count, generator=torch.Generator().manual_seed(seed))
+
+
+def planes(container):
+    """Mode, coded bytes and size of each plane of the one chunk of a container."""
+    data = np.frombuffer(container, np.uint8)
+    layout, found = payload.parse(data), []
+    at, size = layout.head_bytes, layout.raw_bytes // layout.format.word_bytes
+    for word in layout.rows[0].tolist():
+        length = word & ((1 << 28) - 1)
+        found.append((word >> 28, data[at : at + length].tobytes(), size))
+        at += length
+    return layout, found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_type_and_shape_comes_back(name):
+    dtype = getattr(torch, name)
+    generator = torch.Generator().manual_seed(1)
+    for count in (0, 8, 24, 1000 * 16, 300_000 * 16 // 8):
+        raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        raw[: count // 2] //= 64
+        tensor = bytes_like(dtype, raw)
+        for static in (False, True):
+            assert same(HUFFMAN.decode(HUFFMAN.encode(tensor, static=static)), tensor)
+        base = bytes_like(dtype, raw.flip(0))
+        assert same(codec.decode(codec.encode(tensor, base=base), base=base), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_pattern_of_sixteen_bits(dtype):
+    patterns = torch.arange(65536).to(torch.uint16).view(dtype)
+    assert same(codec.decode(codec.encode(patterns)), patterns)
+    commoner = torch.cat([patterns, gaussian(200_000).to(dtype)])  # so that the planes are coded
+    assert same(codec.decode(codec.encode(commoner)), commoner)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_every_pattern_of_eight_bits(dtype):
+    patterns = torch.arange(256).to(torch.uint8).repeat_interleave(torch.arange(256) ** 2 // 64 + 1).view(dtype)
+    packed = codec.encode(patterns)
+    assert len(packed) < 0.98 * patterns.nbytes
+    assert same(codec.decode(packed), patterns)
+
+
+def test_special_values():
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38])
+    special = torch.cat([special, torch.tensor([0x7FC00001, -4194303], dtype=torch.int32).view(torch.float32)])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        many = special.to(dtype).repeat(97)
+        assert same(codec.decode(codec.encode(many)), many)
+    assert same(codec.decode(codec.encode(special.repeat(33))), special.repeat(33))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 5), (7, 11, 13), (1, 1, 1, 1, 2), (262_143,), (262_145,)])
+def test_awkward_shapes(shape):
+    tensor = gaussian(math.prod(shape)).bfloat16().reshape(shape)
+    assert same(codec.decode(codec.encode(tensor)), tensor)
+
+
+def test_what_is_not_contiguous_is_coded_by_its_values():
+    tensor = gaussian(60_000).bfloat16().reshape(200, 300)
+    for view in (tensor.T, tensor[::3, ::7], tensor[:, :1].expand(200, 40)):
+        assert same(codec.decode(codec.encode(view)), view.contiguous())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    symbols=st.lists(st.tuples(st.integers(0, 255), st.integers(1, 4000)), min_size=0, max_size=12),
+    seed=st.integers(0, 1 << 16),
+    static=st.booleans(),
+    delta=st.booleans(),
+)
+def test_any_mixture_of_bytes_comes_back(name, symbols, seed, static, delta):
+    raw = torch.tensor([symbol for symbol, count in symbols for _ in range(count)], dtype=torch.uint8)
+    raw = raw[torch.randperm(raw.numel(), generator=torch.Generator().manual_seed(seed))]
+    tensor = bytes_like(getattr(torch, name), raw)
+    base = bytes_like(getattr(torch, name), raw.roll(1)) if delta else None
+    packed = HUFFMAN.encode(tensor, base=base, static=static)
+    assert same(HUFFMAN.decode(packed, base=base), tensor)
+    assert len(packed) <= tensor.nbytes + 40 + 8 + 8 * 128 + 40 * (1 + tensor.nbytes // (1 << 18))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        gaussian(20_001).bfloat16(),
+        gaussian(5_000),
+        (30 * gaussian(20_001, scale=1)).to(torch.float8_e4m3fn),
+        torch.zeros(300, dtype=torch.int16),
+        (gaussian(20_003) > 0.038).to(torch.int32) * 77,
+        gaussian(1).half(),
+    ],
+    ids=["bfloat16", "float32", "float8", "zeros", "sparse", "one"],
+)
+def test_kernels_equal_the_reference(tensor):
+    raw = bits_of(tensor).numpy().tobytes()
+    layout, coded = planes(codec.encode(tensor))
+    plain = reference.planes_of(raw, b"", layout.format)
+    assert reference.chunk_of(plain, b"", layout.format) == raw
+    for (mode, data, size), plane in zip(coded, plain, strict=True):
+        assert reference.encode_plane(plane) == (mode, data)
+        assert reference.decode_plane(mode, data, size, {}) == plane
+
+
+def test_the_reference_reads_shared_codes_and_deltas():
+    tensor, base = gaussian(30_000).bfloat16(), gaussian(30_000, seed=2).bfloat16()
+    raw, taken_off = bits_of(tensor).numpy().tobytes(), bits_of(base).numpy().tobytes()
+    layout, coded = planes(HUFFMAN.encode(tensor, base=base, static=True))
+    assert layout.head_bytes == payload.HEADER_BYTES + 8 + 256 + 16
+    assert [mode for mode, _, _ in coded] == [reference.RAW, reference.STATIC]
+    found = [
+        reference.decode_plane(mode, data, size, {symbol: bits for symbol, bits in enumerate(static) if bits})
+        for (mode, data, size), static in zip(coded, layout.static.tolist(), strict=True)
+    ]
+    assert reference.chunk_of(found, taken_off, layout.format) == raw
+
+
+def test_any_range_is_decoded_from_its_chunks_alone():
+    tensor = gaussian(3 * (1 << 18) + 77).bfloat16()
+    packed = bytearray(HUFFMAN.encode(tensor))
+    for start, stop in ((0, 0), (0, 1), (262_143, 262_145), (600_000, 786_509), (786_509, 786_509)):
+        assert same(HUFFMAN.decode_range(memoryview(packed), start, stop), tensor[start:stop])
+    packed[-1] ^= 1  # the last chunk is damaged, those before it can still be had
+    assert same(HUFFMAN.decode_range(memoryview(packed), 5, 786_432), tensor[5:786_432])
+    with pytest.raises(CodecError, match="chunk 3 of 4"):
+        HUFFMAN.decode_range(memoryview(packed), 786_432, 786_433)
+    with pytest.raises(CodecError, match="elements 5 to 786510 are not in a tensor of 786509"):
+        HUFFMAN.decode_range(memoryview(packed), 5, 786_510)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_change_nothing(threads):
+    tensor = gaussian(5 * (1 << 18) + 3).bfloat16()
+    packed = HUFFMAN.encode(tensor, threads=threads)
+    assert packed == codec.encode(tensor)
+    assert same(HUFFMAN.decode(packed, threads=threads), tensor)
+
+
+def entropy_bytes(plane):
+    counts = np.bincount(plane, minlength=256)
+    share = counts[counts > 0] / plane.size
+    return -(share * np.log2(share)).sum() * plane.size / 8
+
+
+def test_exponents_are_near_their_entropy():
+    layers = [gaussian(1 << 18, seed, scale) for seed, scale in enumerate((0.02, 0.05, 0.008, 0.03))]
+    tensor = torch.cat(layers).bfloat16()
+    packed = codec.encode(tensor)
+    assert len(packed) <= 0.67 * tensor.nbytes
+    exponents = (tensor.view(torch.uint16).numpy() >> 7 & 255).astype(np.uint8)
+    bound = sum(entropy_bytes(part) for part in np.split(exponents, 4))
+    assert bound / (len(packed) - tensor.numel()) >= 0.98
+    scaled = torch.cat([layer / layer.abs().max() * 448 for layer in layers]).to(torch.float8_e4m3fn)
+    assert len(codec.encode(scaled)) <= 0.83 * scaled.nbytes
+
+
+def test_near_checkpoints_and_scales():
+    before = gaussian(1 << 19)
+    after = before + gaussian(1 << 19, seed=1, scale=0.02 * 0.01)
+    delta = codec.encode(after.bfloat16(), base=before.bfloat16())
+    assert len(delta) <= 0.40 * after.numel() * 2
+    groups = torch.cat([gaussian(1 << 19, seed, 0.02) for seed in range(4)]).reshape(-1, 16).abs().amax(1) / 6
+    scales = (groups / groups.max() * 448).to(torch.float8_e4m3fn)
+    assert len(codec.encode(scales)) <= 0.60 * scales.nbytes
+
+
+def test_the_front_door():
+    assert tensors.names() == ("huffman",)
+    assert tensors.get("huffman").dtypes == set(FORMATS)
+    assert codec.names()[0] == codec.get("raw").name == "raw"
+    with pytest.raises(UnknownCodecError, match="'lzma' is unknown; choose one of huffman"):
+        codec.encode(torch.zeros(3), "lzma")
+    with pytest.raises(CodecError, match=r"begin with b'else'"):
+        codec.decode(memoryview(b"else"))
+
+
+def test_importing_the_package_costs_nothing():
+    script = "import sys, kvrail.codec; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_readme_is_true():
+    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    exec(compile(example, str(README), "exec"), {})
+
+
+def test_what_it_does_not_take_is_named():
+    with pytest.raises(CodecError, match=r"not torch.float32 \[2, 2\] on cpu, torch.sparse_coo"):
+        codec.encode(torch.eye(2).to_sparse())
+    with pytest.raises(CodecError, match=r"not torch.float32 \[2\] on meta"):
+        codec.encode(torch.empty(2, device="meta"))
+    with pytest.raises(CodecError, match=r"the base is torch.float32 \[3\] on cpu, the tensor torch.float32 \[2\]"):
+        codec.encode(torch.zeros(2), base=torch.zeros(3))
+
+
+@pytest.mark.heavy
+def test_more_than_2_to_the_31_elements():
+    count = (1 << 31) + 12_345
+    tensor = torch.zeros(count, dtype=torch.float8_e4m3fn)
+    tensor.view(torch.uint8)[-20_000_000:] = torch.randint(0, 9, (20_000_000,), dtype=torch.uint8)
+    packed = codec.encode(tensor)
+    assert len(packed) < 10_000_000
+    assert same(codec.decode(packed), tensor)
+    assert same(HUFFMAN.decode_range(packed, count - 5, count), tensor[-5:])
