@@ -135,8 +135,7 @@ def settings_of(objects, role):
     given = {each["name"]: each.get("value", "from-a-secret") for each in container["env"]}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in given.items():
-            if not re.search(r"_TLS_|_METRICS_TLS$", name):
-                patch.setenv(name, value)
+            patch.setenv(name, value)
         return ROLES[role].load(), given, container
 
 
