@@ -184,7 +184,7 @@ class RouterSettings(ServiceSettings):
     stored_responses: int = Field(1024, ge=0, description="responses that /v1/responses keeps, at most; 0: none")
     stored_responses_mib: PositiveInt = Field(64, description="memory for them, in MiB; the oldest ones make room")
     status_page: Literal["auto", "open", "off"] = Field(
-        "auto", description="the page at /; auto: with API keys, whoever sends none sees what /health tells; open: all"
+        "auto", description="the page at /; auto: with API keys, strangers see what /health tells; open: all"
     )
     status_interval_s: PositiveFloat = Field(0.5, description="seconds between two looks at each worker's load")
 
