@@ -14,6 +14,7 @@ MOST_TOKENS = 64
 _AT_ONCE = 32
 _SHAPES = ((24, 4, 2), (18, 3, 3), (16, 2, 3), (15, 5, 3))
 """Producers, strips and stages to choose from; the first of equals, as measured on an H200."""
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _UNPACKING_BLOCKS = 8
 """Of `unpack`, for each multiprocessor."""
 
@@ -42,9 +43,6 @@ def unpack(weight: PackedWeight) -> torch.Tensor:
     arguments = [*(part.data_ptr() for part in pointers), weight.rows, weight.columns]
     _start(unpack_kernel(device), blocks, 256, 0, device, arguments, [_POINTER] * 5 + [_INT] * 2)
     return out
-
-
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
 def _launch(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
