@@ -8,6 +8,7 @@ import torch
 
 from kvrail.codec.packed.builds import unsupported
 from kvrail.codec.packed.form import FIXED_BYTES, PackedWeight, refusal
+from kvrail.codec.packed.gpu import prepare
 from kvrail.codec.packed.op import packed_product
 from kvrail.codec.packed.packing import pack
 from kvrail.config import WorkerSettings
@@ -77,6 +78,7 @@ def hold_packed(loaded: LoadedModel, *, join: bool) -> LoadedModel:
             plain[reason] = plain.get(reason, 0) + 1
             after += dense
         else:
+            prepare(packed)
             for parent, name, module in places:
                 begin, end = (module.begin, module.end) if isinstance(module, JointLinear) else (0, packed.rows)
                 setattr(parent, name, PackedLinear(packed, module.bias, begin, end))

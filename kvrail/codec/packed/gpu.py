@@ -34,6 +34,14 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = 
     return out
 
 
+def prepare(weight: PackedWeight) -> None:
+    """Compile and load what products with a weight of this shape need; nothing of it can be done during a capture."""
+    device = weight.blocks.device
+    for tokens in (8, 16, _AT_ONCE):
+        product_kernel(device, _plan(device, weight.rows, tokens)[0])
+    unpack_kernel(device)
+
+
 def unpack(weight: PackedWeight) -> torch.Tensor:
     """The weight, bfloat16 [rows, columns], bit for bit as it was packed."""
     device = weight.blocks.device
