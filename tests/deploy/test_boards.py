@@ -21,7 +21,9 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.grafana.source import live
 from deploy.grafana.source.__main__ import FOLDER, rendered
+from deploy.grafana.source.parts import STATES
 from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
+from kvrail.services.router.policy import WorkerState
 from kvrail.tally import Family, Registry
 
 ROOT = Path(__file__).parents[2]
@@ -210,3 +212,7 @@ def test_what_may_be_empty_says_why():
     for entry in yaml.safe_load(live.MAY_BE_EMPTY.read_text()):
         assert set(entry) == {"board", "panel", "why"}
         assert entry["why"].strip(string.punctuation + " ")
+
+
+def test_the_boards_know_every_state_of_a_worker():
+    assert set(STATES) == set(WorkerState)

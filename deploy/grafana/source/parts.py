@@ -44,7 +44,8 @@ STATES: Mapping[str, str] = {
     "failing": "orange",
     "incompatible": "purple",
     "down": "red",
-    "unknown": "text",
+    "starting": "yellow",
+    "duplicate": "text",
 }
 """A worker's states, numbered from 1 in this order, with their colours."""
 

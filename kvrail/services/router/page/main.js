@@ -28,7 +28,7 @@ let timer = 0;
 function setState(word) {
   if (state.dataset.word === word) return; // read aloud only when it changes
   state.dataset.word = word;
-  const as = { ok: "healthy", degraded: "failing", starting: "unknown", draining: "draining" }[word] ?? "down";
+  const as = { ok: "healthy", degraded: "failing", starting: "starting", draining: "draining" }[word] ?? "down";
   state.className = `state ${as}`;
   state.replaceChildren(mark(as), word);
 }
