@@ -182,6 +182,7 @@ async def serve_servicer() -> None:
         check_model=lambda name: None,
         grammars=SimpleNamespace(get=no_grammar),
         numerics="",
+        tracing=None,
         loaded=SimpleNamespace(fingerprint="", layout=SimpleNamespace(page_bytes=1, page_size=1)),
     )
     codecs = Codecs(settings, allow_lossy=False)
