@@ -20,7 +20,7 @@ from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.fusion import JointLinear
 from kvrail.engine.loader import LoadedModel
-from kvrail.engine.packed_linear import PackedLinear
+from kvrail.engine.onednn_linear import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _differing_products(loaded: LoadedModel, max_tokens: int) -> Iterator[str]:
     tried = set()
     few = 32
     for module in loaded.model.modules():
-        if not isinstance(module, torch.nn.Linear | JointLinear | PackedLinear):
+        if not isinstance(module, torch.nn.Linear | JointLinear | OneDnnLinear):
             continue
         columns, rows = module.weight.shape
         if (rows, columns) in tried:

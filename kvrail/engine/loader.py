@@ -18,7 +18,7 @@ from kvrail.engine.attention.registry import NAME, register
 from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_model
 from kvrail.engine.inputs import CUDA_ROWS, StepInputs
 from kvrail.engine.loading import told_loading
-from kvrail.engine.packed_linear import can_pack, pack_linears
+from kvrail.engine.onednn_linear import can_use_onednn, use_onednn
 from kvrail.engine.probe import forward, inspect, verify
 from kvrail.engine.support import context_limit, refuse_unsupported
 from kvrail.engine.weights import LoadedWeights, WeightReader, plain_files
@@ -113,8 +113,8 @@ def load_model(
     lm = _build(folder, config, compute, place, load_format, weights)
     found = inspect(lm, config)
     vocab_size = lm.get_output_embeddings().weight.shape[0]
-    if can_pack(lm):
-        pack_linears(lm)
+    if can_use_onednn(lm):
+        use_onednn(lm)
     layout = KVLayout(found.num_layers, found.num_kv_heads, found.key_dim, found.value_dim, page_size, kv_dtype)
     verify(lm, layout)
     if load_format == "dummy":

@@ -13,7 +13,7 @@ from kvrail.engine.graphs import StepGraphs, batch_sizes
 from kvrail.engine.inputs import step_inputs
 from kvrail.engine.invariance import Finding, check, choose_products
 from kvrail.engine.loader import LoadedModel
-from kvrail.engine.packed_linear import mean_weights
+from kvrail.engine.onednn_linear import mean_weights
 from kvrail.engine.packing import pack
 from kvrail.tuning import compute_with
 

@@ -5,7 +5,7 @@ import torch
 
 from kvrail.config import DecodeSettings
 from kvrail.engine.invariance import Finding
-from kvrail.engine.packed_linear import PackedLinear
+from kvrail.engine.onednn_linear import OneDnnLinear
 from kvrail.engine.runner import ModelRunner
 from kvrail.errors import ConfigError
 from kvrail.worker import _tell_of
@@ -36,13 +36,13 @@ def test_mixtures_of_experts_are_named() -> None:
 
 
 def test_products_that_depend_on_their_rows_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = PackedLinear.forward
+    original = OneDnnLinear.forward
 
-    def by_rows(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
+    def by_rows(self: OneDnnLinear, x: torch.Tensor) -> torch.Tensor:
         """As of a library that takes another kernel for many rows."""
         return original(self, x) * (1 + 2**-22 * (self.in_features == 96 and x.shape[-2] > 40))
 
-    monkeypatch.setattr(PackedLinear, "forward", by_rows)
+    monkeypatch.setattr(OneDnnLinear, "forward", by_rows)
     finding = found("llama")
     assert not finding.holds
     assert finding.reason.endswith(

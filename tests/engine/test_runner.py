@@ -9,7 +9,7 @@ import kvrail.engine.runner
 from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.graphs import batch_sizes
 from kvrail.engine.loader import LoadedModel
-from kvrail.engine.packed_linear import mean_weights
+from kvrail.engine.onednn_linear import mean_weights
 from kvrail.engine.runner import ModelRunner
 from tests.engine import tiny_models
 from tests.engine.attention_cases import poison

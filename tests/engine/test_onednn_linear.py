@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvrail.engine.packed_linear import PackedLinear, can_pack, mean_weights, pack_linears
+from kvrail.engine.onednn_linear import OneDnnLinear, can_use_onednn, mean_weights, use_onednn
 from tests.engine import tiny_models
 
 
@@ -13,7 +13,7 @@ from tests.engine import tiny_models
 def test_equals_torchs_own(shape: tuple[int, ...], bias: bool) -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(shape[-1], 40, bias=bias), torch.randn(shape)
-    found = PackedLinear(layer)
+    found = OneDnnLinear(layer)
     assert torch.equal(found.weight, layer.weight)
     wanted = nn.functional.linear(
         x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()
@@ -23,7 +23,7 @@ def test_equals_torchs_own(shape: tuple[int, ...], bias: bool) -> None:
 
 def test_rows_have_the_same_bits_in_any_company() -> None:
     torch.manual_seed(1)
-    layer, x = PackedLinear(nn.Linear(512, 960, bias=False)), torch.randn(264, 512)
+    layer, x = OneDnnLinear(nn.Linear(512, 960, bias=False)), torch.randn(264, 512)
     together = layer(x)
     for count in (4, 8, 20, 64, 128):
         for begin in (0, 100, 264 - count):
@@ -33,7 +33,7 @@ def test_rows_have_the_same_bits_in_any_company() -> None:
 def test_a_model_in_float32_on_a_cpu_is_packed() -> None:
     lm = tiny_models.load("llama").model
     kinds = {type(module) for module in lm.modules()}
-    assert PackedLinear in kinds and nn.Linear not in kinds
+    assert OneDnnLinear in kinds and nn.Linear not in kinds
     assert nn.Linear in {type(module) for module in tiny_models.load("llama", dtype="bfloat16").model.modules()}
 
 
@@ -42,14 +42,14 @@ def test_other_types_are_left_alone() -> None:
         pass
 
     model = nn.Sequential(Other(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
-    assert can_pack(model) and not can_pack(model.bfloat16())
-    pack_linears(model.float())
-    assert [type(module) for module in model] == [Other, PackedLinear, nn.LayerNorm]
+    assert can_use_onednn(model) and not can_use_onednn(model.bfloat16())
+    use_onednn(model.float())
+    assert [type(module) for module in model] == [Other, OneDnnLinear, nn.LayerNorm]
 
 
 def test_weights_of_a_layer_on_average_whether_packed_or_not() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
     assert mean_weights(model) == (8 * 4 + 4 * 2) / 2
-    pack_linears(model)
+    use_onednn(model)
     assert mean_weights(model) == (8 * 4 + 4 * 2) / 2
     assert mean_weights(nn.ReLU()) == 0

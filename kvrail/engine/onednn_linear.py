@@ -8,7 +8,7 @@ also gives a row the same bits in any company of rows, which decision 0008 build
 import torch
 
 
-class PackedLinear(torch.nn.Module):
+class OneDnnLinear(torch.nn.Module):
     """A linear layer in float32 that keeps its weight in oneDNN's layout and no other."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -31,21 +31,21 @@ class PackedLinear(torch.nn.Module):
         return out
 
 
-def can_pack(model: torch.nn.Module) -> bool:
+def can_use_onednn(model: torch.nn.Module) -> bool:
     """Whether a model computes in float32 on a CPU for which this build of torch has oneDNN."""
     first = next(model.parameters())
     return first.device.type == "cpu" and first.dtype == torch.float32 and torch._C._has_mkldnn
 
 
-def pack_linears(model: torch.nn.Module) -> None:
+def use_onednn(model: torch.nn.Module) -> None:
     """Replace all linear layers of `model`; subclasses stay, they may compute something else."""
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is torch.nn.Linear:
-                setattr(parent, name, PackedLinear(layer))
+                setattr(parent, name, OneDnnLinear(layer))
 
 
 def mean_weights(model: torch.nn.Module) -> float:
     """Weights of a linear layer of `model`, on average; 0 where it has none."""
-    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear | PackedLinear)]
+    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear | OneDnnLinear)]
     return sum(layer.in_features * layer.out_features for layer in linears) / max(1, len(linears))
