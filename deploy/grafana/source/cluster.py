@@ -2,7 +2,7 @@
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from deploy.grafana.source.parts import bars, board, heat, lines, number, states
+from deploy.grafana.source.parts import Panel, bars, board, heat, lines, number, states
 from deploy.grafana.source.queries import Query, increase, mean, quantile, quantiles, rate, share, total
 from deploy.grafana.source.workers import STATE
 
@@ -10,19 +10,14 @@ FAILED = 'outcome=~"error|unavailable|deadline|overloaded"'
 RATIO_STEPS = ((None, "green"), (0.01, "orange"), (0.05, "red"))
 
 
-def overview() -> Dashboard:
-    """How the cluster is, on one screen."""
+def _now() -> list[Panel]:
     errors = share(f"({rate('kvrail_requests_total', FAILED)} or vector(0))", rate("kvrail_requests_total"))
     received = 'direction="received"'
     saved = share(
         f"({rate('kvrail_kv_raw_bytes_total', received)} - {rate('kvrail_kv_payload_bytes_total', received)})",
         rate("kvrail_kv_raw_bytes_total", received),
     )
-    used, pages = (
-        total("kvrail_engine_pages", 'state="used"', by="instance"),
-        total("kvrail_engine_pages", by="instance"),
-    )
-    now = [
+    return [
         number(
             "Requests/s", "Requests that ended, however they did.", "reqps", Query(rate("kvrail_requests_total"), "")
         ),
@@ -55,7 +50,10 @@ def overview() -> Dashboard:
             Query(total("kvrail_worker_up"), ""),
         ),
     ]
-    latency = [
+
+
+def _latency() -> list[Panel]:
+    return [
         lines(
             "Time to first token",
             "From request to first token.",
@@ -78,7 +76,10 @@ def overview() -> Dashboard:
             width=8,
         ),
     ]
-    traffic = [
+
+
+def _traffic() -> list[Panel]:
+    return [
         lines(
             "Requests by how they ended",
             "stop and length are answers in full.",
@@ -104,7 +105,14 @@ def overview() -> Dashboard:
             width=8,
         ),
     ]
-    workers = [
+
+
+def _workers() -> list[Panel]:
+    used, pages = (
+        total("kvrail_engine_pages", 'state="used"', by="instance"),
+        total("kvrail_engine_pages", by="instance"),
+    )
+    return [
         states("Workers", "Each worker's state, as the router sees it.", Query(STATE, "{{role}} {{worker}}"), width=12),
         lines(
             "KV pages in use",
@@ -114,15 +122,18 @@ def overview() -> Dashboard:
             top=1,
         ),
     ]
-    sections = {"Now": now, "Latency": latency, "Traffic": traffic, "Workers": workers}
+
+
+def overview() -> Dashboard:
+    """How the cluster is, on one screen."""
+    sections = {"Now": _now(), "Latency": _latency(), "Traffic": _traffic(), "Workers": _workers()}
     return board("kvrail-overview", "overview", "How the cluster is, on one screen.", sections)
 
 
-def request_path() -> Dashboard:
-    """Where the time of a request goes."""
+def _whole() -> list[Panel]:
     parts = "kvrail_request_stage_seconds"
     answered = rate("kvrail_request_seconds_count")
-    whole = [
+    return [
         lines(
             "A request's time by part",
             "Mean time of each part of a request; the parts add up to the request.",
@@ -152,7 +163,10 @@ def request_path() -> Dashboard:
             Query(quantile(0.99, parts, by="stage"), "{{stage}}"),
         ),
     ]
-    first = [
+
+
+def _first() -> list[Panel]:
+    return [
         heat(
             "Time to first token",
             "How requests are spread over the time to their first token.",
@@ -180,7 +194,10 @@ def request_path() -> Dashboard:
             Query(rate("kvrail_inter_token_seconds_bucket", by="le"), "{{le}}"),
         ),
     ]
-    sizes = [
+
+
+def _sizes() -> list[Panel]:
+    return [
         lines(
             "Prompt tokens of a request",
             "Quantiles over answered requests.",
@@ -204,6 +221,10 @@ def request_path() -> Dashboard:
             width=8,
         ),
     ]
-    sections = {"The whole": whole, "First token and gaps": first, "Sizes": sizes}
+
+
+def request_path() -> Dashboard:
+    """Where the time of a request goes."""
+    sections = {"The whole": _whole(), "First token and gaps": _first(), "Sizes": _sizes()}
     description = "Where the time of a request goes: its parts add up to it."
     return board("kvrail-request", "one request's path", description, sections)

@@ -2,18 +2,17 @@
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from deploy.grafana.source.parts import bars, board, heat, lines, number
+from deploy.grafana.source.parts import Panel, bars, board, heat, lines, number
 from deploy.grafana.source.queries import Query, increase, mean, quantile, quantiles, rate, series, share, total
 
 RECEIVED = 'direction="received"'
 SENT = 'direction="sent"'
 
 
-def transfer() -> Dashboard:
-    """KV on the wire, and what codecs do."""
+def _wire() -> list[Panel]:
     raw, payload = "kvrail_kv_raw_bytes_total", "kvrail_kv_payload_bytes_total"
     kept_off = f"({increase(raw, RECEIVED)} - {increase(payload, RECEIVED)})"
-    wire = [
+    return [
         number(
             "Saved in the range",
             "KV bytes that compression kept off the wire, in the board's time range.",
@@ -70,7 +69,10 @@ def transfer() -> Dashboard:
             Query(series("kvrail_kv_link_bytes_per_second"), "{{prefill_worker}} to {{instance}}"),
         ),
     ]
-    transfers = [
+
+
+def _transfers() -> list[Panel]:
+    return [
         lines(
             "Transfers by how they ended",
             "As decode workers see them: committed, aborted on purpose, or failed.",
@@ -116,10 +118,13 @@ def transfer() -> Dashboard:
             width=8,
         ),
     ]
+
+
+def _codecs() -> list[Panel]:
     escapes = share(
         rate("kvrail_kv_escaped_values_total", by="codec"), rate("kvrail_kv_encoded_values_total", by="codec")
     )
-    codecs = [
+    return [
         lines(
             "Encoding a frame, p99",
             "Until its bytes are on the host; on a GPU, waits for it included.",
@@ -163,7 +168,11 @@ def transfer() -> Dashboard:
             width=8,
         ),
     ]
-    sections = {"On the wire": wire, "Transfers": transfers, "Codecs": codecs}
+
+
+def transfer() -> Dashboard:
+    """KV on the wire, and what codecs do."""
+    sections = {"On the wire": _wire(), "Transfers": _transfers(), "Codecs": _codecs()}
     description = "What crosses between workers, how fast, and what codecs make of it."
     return board("kvrail-transfer", "KV transfer and codecs", description, sections)
 

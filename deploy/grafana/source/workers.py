@@ -2,7 +2,7 @@
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from deploy.grafana.source.parts import STATES, bars, board, heat, lines, number, rows, states
+from deploy.grafana.source.parts import STATES, Panel, bars, board, heat, lines, number, rows, states
 from deploy.grafana.source.queries import (
     MODEL,
     WORKER,
@@ -30,14 +30,8 @@ def _of_processes(name: str, ours: str, *, rises: bool = False) -> str:
     return f"{value}\n  and on (instance, job) {ours}"
 
 
-def workers() -> Dashboard:
-    """What each worker does and holds."""
-    pages = series("kvrail_engine_pages", WORKER)
-    hits = share(
-        rate("kvrail_engine_prefix_cache_hit_tokens_total", WORKER, by=INSTANCE),
-        rate("kvrail_engine_prefix_cache_queried_tokens_total", WORKER, by=INSTANCE),
-    )
-    load = [
+def _load() -> list[Panel]:
+    return [
         states("State", "As the router sees it.", Query(STATE, "{{role}} {{worker}}")),
         lines(
             "Sequences that run",
@@ -82,7 +76,10 @@ def workers() -> Dashboard:
             width=8,
         ),
     ]
-    steps = [
+
+
+def _steps() -> list[Panel]:
+    return [
         lines(
             "Time of a step",
             "Median and 99th percentile by worker.",
@@ -106,7 +103,15 @@ def workers() -> Dashboard:
             width=8,
         ),
     ]
-    memory = [
+
+
+def _memory() -> list[Panel]:
+    pages = series("kvrail_engine_pages", WORKER)
+    hits = share(
+        rate("kvrail_engine_prefix_cache_hit_tokens_total", WORKER, by=INSTANCE),
+        rate("kvrail_engine_prefix_cache_queried_tokens_total", WORKER, by=INSTANCE),
+    )
+    return [
         lines(
             "KV pages",
             "By state, over the chosen workers.",
@@ -138,39 +143,46 @@ def workers() -> Dashboard:
             width=8,
         ),
     ]
-    process = [
+
+
+def _processes(ours: str, cores: str, memory: str, files: str) -> list[Panel]:
+    """What processes take; ours: a series that only these have. The others: what a panel says of itself."""
+    return [
         lines(
             "Processor",
-            "Cores in use.",
+            cores,
             "none",
-            Query(_of_processes("process_cpu_seconds_total", pages, rises=True), "{{instance}}"),
+            Query(_of_processes("process_cpu_seconds_total", ours, rises=True), "{{instance}}"),
             width=8,
         ),
         lines(
             "Memory",
-            "Resident memory of the host.",
+            memory,
             "decbytes",
-            Query(_of_processes("process_resident_memory_bytes", pages), "{{instance}}"),
+            Query(_of_processes("process_resident_memory_bytes", ours), "{{instance}}"),
             width=8,
         ),
-        lines(
-            "Open files",
-            "Descriptors.",
-            "none",
-            Query(_of_processes("process_open_fds", pages), "{{instance}}"),
-            width=8,
-        ),
-        rows("Builds", "Version and protocol of each process.", Query("kvrail_build_info", "{{instance}}"), width=24),
+        lines("Open files", files, "none", Query(_of_processes("process_open_fds", ours), "{{instance}}"), width=8),
     ]
-    sections = {"Load": load, "Steps": steps, "KV pages": memory, "Processes": process}
+
+
+def _worker_processes() -> list[Panel]:
+    pages = series("kvrail_engine_pages", WORKER)
+    builds = rows(
+        "Builds", "Version and protocol of each process.", Query("kvrail_build_info", "{{instance}}"), width=24
+    )
+    return [*_processes(pages, "Cores in use.", "Resident memory of the host.", "Descriptors."), builds]
+
+
+def workers() -> Dashboard:
+    """What each worker does and holds."""
+    sections = {"Load": _load(), "Steps": _steps(), "KV pages": _memory(), "Processes": _worker_processes()}
     description = "What each worker does and holds."
     return board("kvrail-workers", "workers", description, sections, workers="kvrail_engine_pages")
 
 
-def router() -> Dashboard:
-    """The door, the queue, and how requests are placed."""
-    requests = series("kvrail_queue_prompts")
-    door = [
+def _door() -> list[Panel]:
+    return [
         lines(
             "HTTP by path",
             "Answers of each path.",
@@ -195,7 +207,10 @@ def router() -> Dashboard:
             width=8,
         ),
     ]
-    queue = [
+
+
+def _queue() -> list[Panel]:
+    return [
         number(
             "Prompts that wait",
             "In the router, for their turn.",
@@ -241,7 +256,10 @@ def router() -> Dashboard:
             width=8,
         ),
     ]
-    placing = [
+
+
+def _placing() -> list[Panel]:
+    return [
         lines(
             "Placements by reason",
             "What decided between workers.",
@@ -264,28 +282,18 @@ def router() -> Dashboard:
             width=8,
         ),
     ]
-    process = [
-        lines(
-            "Processor",
-            "Cores in use. The router has one loop: near 1 it is what limits.",
-            "none",
-            Query(_of_processes("process_cpu_seconds_total", requests, rises=True), "{{instance}}"),
-            width=8,
-        ),
-        lines(
-            "Memory",
-            "Resident memory.",
-            "decbytes",
-            Query(_of_processes("process_resident_memory_bytes", requests), "{{instance}}"),
-            width=8,
-        ),
-        lines(
-            "Open files",
-            "Descriptors; each client's connection is one.",
-            "none",
-            Query(_of_processes("process_open_fds", requests), "{{instance}}"),
-            width=8,
-        ),
-    ]
-    sections = {"Door": door, "Queue": queue, "Placing": placing, "Process": process}
+
+
+def _router_process() -> list[Panel]:
+    return _processes(
+        series("kvrail_queue_prompts"),
+        "Cores in use. The router has one loop: near 1 it is what limits.",
+        "Resident memory.",
+        "Descriptors; each client's connection is one.",
+    )
+
+
+def router() -> Dashboard:
+    """The door, the queue, and how requests are placed."""
+    sections = {"Door": _door(), "Queue": _queue(), "Placing": _placing(), "Process": _router_process()}
     return board("kvrail-router", "router", "The door, the queue, and how requests are placed.", sections)
