@@ -66,6 +66,13 @@ async def test_who_is_let_in(cluster):
     assert "expired 2020-01-31" in error_of(await post(cluster, "old"), 401, "invalid_api_key")
 
 
+async def test_the_status_page_knows_keys_of_the_file(cluster):
+    """A stranger, or who has a key that has ended, learns what /health tells; a holder sees all."""
+    for secret, shown in ((None, "health"), ("wrong", "health"), ("old", "health"), ("free", "all")):
+        answer = await cluster.http.get("/status.json", headers=bearer(secret) if secret else {})
+        assert (answer.status_code, answer.json()["shown"]) == (200, shown)
+
+
 async def test_requests_of_a_minute(cluster):
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="few", max_retries=0) as client:
         raw = client.completions.with_raw_response

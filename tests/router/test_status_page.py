@@ -195,6 +195,15 @@ async def test_the_operator_opens_it_or_switches_it_off(tokenizer: Tokenizer):
         assert [answer.status_code for answer in answers] == [404, 404, 404]
 
 
+async def test_with_an_admin_port_it_is_there_alone_and_shows_all(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, api_keys=["secret"], admin_port=0) as cluster:
+        for path in ("/", "/status.json", "/page/main.js"):
+            assert (await cluster.http.get(path, headers={"x-api-key": "secret"})).status_code == 404
+        async with httpx.AsyncClient(base_url=cluster.admin_url) as operators:
+            assert (await operators.get("/")).status_code == 200
+            assert (await operators.get("/status.json")).json()["shown"] == "all"
+
+
 def test_a_worker_reports_what_its_metrics_say():
     registry = CollectorRegistry()
     assert report_of(registry) == common_pb2.WorkerReport()

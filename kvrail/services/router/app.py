@@ -36,13 +36,14 @@ OPEN_TO_ALL = frozenset({"/live", "/ready"})
 """Paths of the admin port for who has no certificate: probes, which learn one word."""
 
 
-def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None) -> ASGIApp:
-    """The application of the admin port, on the same service as `public`."""
+def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *, page: bool) -> ASGIApp:
+    """The application of the admin port, on the same service as `public`. page: with the status page."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.state = public.state
-    router = admin_routes(drain)
-    app.include_router(router)
-    errors.install(app, lambda request, error: None, router.routes)
+    routers = [admin_routes(drain), *([page_routes(operators=True)] if page else [])]
+    for router in routers:
+        app.include_router(router)
+    errors.install(app, lambda request, error: None, [route for router in routers for route in router.routes])
     return app if tls is None else MembersOnly(app, OPEN_TO_ALL)
 
 

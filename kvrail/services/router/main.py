@@ -65,9 +65,9 @@ class RouterServer(uvicorn.Server):
         self._admin: tuple[SideServer, socket.socket] | None = None
         self._admin_runs: asyncio.Task[None] | None = None
 
-    def add_admin(self, listener: socket.socket, tls: Tls | None) -> None:
-        """Serve operators at a port of their own. tls: its certificate."""
-        config = side_config(build_admin(self._app, self.drain, tls), tls)
+    def add_admin(self, listener: socket.socket, tls: Tls | None, *, page: bool) -> None:
+        """Serve operators at a port of their own. tls: its certificate. page: with the status page."""
+        config = side_config(build_admin(self._app, self.drain, tls, page=page), tls)
         self._admin = SideServer(config), listener
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -169,7 +169,7 @@ def open_admin(server: RouterServer, settings: RouterSettings, tls: Tls | None) 
         return
     host = settings.admin_host or settings.host
     listener = listen(host, settings.admin_port)
-    server.add_admin(listener, tls if settings.metrics_tls else None)
+    server.add_admin(listener, tls if settings.metrics_tls else None, page=settings.status_page != "off")
     log.info("admin port on %s:%d", host, listener.getsockname()[1])
 
 

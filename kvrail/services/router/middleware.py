@@ -111,12 +111,13 @@ class ApiKeys:
             scope["state"]["key"] = None
             given = _given(Headers(scope=scope))
             key: int | str | None = self._find(given)
-            if key is None and scope["path"] not in OPEN_PATHS:
+            if key is None:
                 try:
                     key = self._in_file(given, scope)
                 except AuthenticationError as error:
-                    await error_response(error)(scope, receive, send)
-                    return
+                    if scope["path"] not in OPEN_PATHS:
+                        await error_response(error)(scope, receive, send)
+                        return
             scope["state"]["api_key"] = key
             scope["state"]["client"] = client_of(scope, key)
         await self._app(scope, receive, send)

@@ -52,10 +52,11 @@ class StatusPage:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sampling
 
-    def shows_all(self, api_key: int | None) -> bool:
-        """Whether somebody with this key, by its place, sees more than /health tells everybody."""
+    def shows_all(self, api_key: int | str | None) -> bool:
+        """Whether somebody with this key, by its place or its name, sees more than /health tells everybody."""
         settings = self._service.settings
-        return settings.status_page == "open" or not settings.api_keys or api_key is not None
+        closed = settings.api_keys or settings.api_keys_file
+        return settings.status_page == "open" or not closed or api_key is not None
 
     def body(self, *, everything: bool) -> bytes:
         """JSON. everything: beside what /health tells."""
