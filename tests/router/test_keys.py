@@ -73,6 +73,12 @@ async def test_the_status_page_knows_keys_of_the_file(cluster):
         assert (answer.status_code, answer.json()["shown"]) == (200, shown)
 
 
+async def test_a_file_of_keys_alone_closes_the_status_page(tokenizer, file):
+    async with run_cluster(tokenizer, api_keys_file=str(file)) as cluster:
+        assert (await cluster.http.get("/status.json")).json()["shown"] == "health"
+        assert (await cluster.http.get("/status.json", headers=bearer("free"))).json()["shown"] == "all"
+
+
 async def test_requests_of_a_minute(cluster):
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="few", max_retries=0) as client:
         raw = client.completions.with_raw_response
