@@ -80,6 +80,14 @@ async def test_what_an_operator_learns(cluster, authority):
         assert "vllm:" in (await operator.get("/metrics/vllm")).text
 
 
+async def test_prometheus_is_told_to_come_by_https(cluster, authority):
+    with httpx.Client(verify=trusting(authority, "router")) as http:
+        found = await asyncio.to_thread(http.get, f"{cluster.admin_url}/metrics/targets")
+    assert {target["labels"]["service"]: target["labels"]["__scheme__"] for target in found.json()} == {
+        "router": "https"
+    }
+
+
 async def test_drain_is_asked_for_at_the_admin_port(tokenizer):
     async with run_cluster(tokenizer, admin_port=0) as cluster, httpx.AsyncClient(base_url=cluster.admin_url) as http:
         held = asyncio.Event()

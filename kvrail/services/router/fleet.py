@@ -29,21 +29,25 @@ def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
     metrics.show_cache(pool.page_size, pages)
 
 
-def scrape_targets(pool: WorkerPool, router: str, *, vllm: bool) -> list[dict[str, Any]]:
+def scrape_targets(
+    pool: WorkerPool, router: str, *, vllm: bool, router_tls: bool, workers_tls: bool
+) -> list[dict[str, Any]]:
     """Who has metrics, in the form of Prometheus's HTTP service discovery.
 
     router: this router's host:port as whoever asks has it. vllm: for vLLM's names, which prefill workers do not have;
-    all targets are then one instance, since vLLM's dashboards look for requests where engines are.
+    all targets are then one instance, since vLLM's dashboards look for requests where engines are. router_tls,
+    workers_tls: whose metrics are behind TLS.
     """
 
-    def group(address: str, labels: dict[str, str]) -> dict[str, Any]:
+    def group(address: str, tls: bool, labels: dict[str, str]) -> dict[str, Any]:
         common = {"__metrics_path__": "/metrics/vllm", "instance": router} if vllm else {}
-        return {"targets": [address], "labels": common | labels}
+        scheme = {"__scheme__": "https"} if tls else {}
+        return {"targets": [address], "labels": common | scheme | labels}
 
-    found = [group(router, {"service": "router"})]
+    found = [group(router, router_tls, {"service": "router"})]
     for worker, address in _addresses(pool):
         if not (vllm and worker.role == "prefill"):
-            found.append(group(address, {"service": worker.role, "worker": worker.target}))
+            found.append(group(address, workers_tls, {"service": worker.role, "worker": worker.target}))
     return found
 
 

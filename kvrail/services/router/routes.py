@@ -248,7 +248,14 @@ def _add_metrics(router: APIRouter) -> None:
     @router.get("/metrics/targets", responses=ASKED, response_model=list[ScrapeTarget])
     async def targets(request: Request, names: Literal["kvrail", "vllm"] = "kvrail") -> list[dict[str, Any]]:
         """List the addresses of all metrics, for Prometheus's HTTP service discovery."""
-        return scrape_targets(_service(request).pool, request.url.netloc, vllm=names == "vllm")
+        service = _service(request)
+        return scrape_targets(
+            service.pool,
+            request.url.netloc,
+            vllm=names == "vllm",
+            router_tls=request.url.scheme == "https",
+            workers_tls=service.settings.metrics_tls,
+        )
 
 
 def _probed(status: int, body: dict[str, Any]) -> Response:
