@@ -25,8 +25,8 @@ def test_the_configuration_is_valid(promtool):
 
 def test_a_mistake_in_it_would_be_seen(promtool, tmp_path):
     broken = tmp_path / "prometheus.yml"
-    assert "metrics_path" in CONFIG.read_text()
-    broken.write_text(CONFIG.read_text().replace("metrics_path", "metric_path"))
+    assert "refresh_interval" in CONFIG.read_text()
+    broken.write_text(CONFIG.read_text().replace("refresh_interval", "refreshing_interval"))
     assert promtool("check", "config", str(broken)).returncode != 0
 
 
