@@ -203,13 +203,13 @@ async def test_a_whole_response_that_fails_is_kept_as_failed(client: openai.Asyn
 
 
 async def test_nothing_but_its_json_is_kept_of_a_response_that_has_ended(client: openai.AsyncOpenAI, cluster: Cluster):
-    kept = [await client.responses.create(model=MODEL, input="hi") for _ in range(3)]
-
-    def answers() -> int:
+    def answers() -> list[Answer]:
         gc.collect()
-        return sum(type(each) is Answer for each in gc.get_objects())
+        return [each for each in gc.get_objects() if type(each) is Answer]
 
-    await until(lambda: answers() == 0)
+    before = answers()  # what other tests' tracebacks hold; kept, so that no new answer gets an old one's id
+    kept = [await client.responses.create(model=MODEL, input="hi") for _ in range(3)]
+    await until(lambda: {id(each) for each in answers()} <= {id(each) for each in before})
     assert (await client.responses.retrieve(kept[0].id)).output_text == OUTPUT
 
 
