@@ -73,7 +73,8 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
         for position in range(end - draws + 1, end + 1):
             _add_rows(step, sequence, position, num_logits - (end + 1 - position), eos_token_ids)
         tokens = sequence.slice(item.start, end)
-        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, logits, sequence.copied_page))
+        copied = sequence.copied_page if item.start == sequence.computed else None  # a step before this one copies it
+        step.slices.append(SequenceSlice(tokens, item.start, sequence.page_table, logits, copied))
         if sequence.prefill_only:
             _add_written(step, sequence, item.start, end, page_size)
     return step

@@ -276,17 +276,26 @@ class Scheduler:
 
     def _take_pages(self, sequence: Sequence) -> None:
         hits, last = self._usable_prefix(sequence)
+        computed = len(hits) * self.pool.page_size
         if last is not None and self._fits(sequence, [*hits, last]):
-            self.pool.acquire([last])
-            sequence.copied_page = last
-        self.pool.acquire(hits)
+            sequence.copied_page, computed = last, computed + self.pool.page_size
+        elif (page := self._sibling_page(sequence, len(hits))) is not None:
+            sequence.copied_page, computed = page, len(sequence.prompt_ids)
+        self.pool.acquire([*hits, *([] if sequence.copied_page is None else [sequence.copied_page])])
         fresh = self.pool.allocate(self._pages_for(len(sequence.token_ids)) - len(hits))
         sequence.page_table = [*hits, *fresh]
-        cached_pages = len(hits) + (sequence.copied_page is not None)
-        sequence.computed = min(cached_pages * self.pool.page_size, len(sequence.token_ids) - 1)
+        sequence.computed = min(computed, len(sequence.token_ids) - 1)
         sequence.published = len(hits)
         if not sequence.output_ids:
             sequence.cached_tokens = sequence.computed
+
+    def _sibling_page(self, sequence: Sequence, number: int) -> int | None:
+        """Page `number`, of another sequence of the request, where it holds the end of their prompt and is not full."""
+        begun, rest = divmod(len(sequence.prompt_ids), self.pool.page_size)
+        if number != begun or not rest:
+            return None
+        others = (s for s in self._running if s.request_id == sequence.request_id)
+        return next((s.page_table[number] for s in others if s.computed >= len(s.prompt_ids)), None)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING

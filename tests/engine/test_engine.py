@@ -116,6 +116,30 @@ def test_n_sequences_share_the_prompt():
     assert bench.events["three"][-1] == Finished(24)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_n_sequences_compute_the_prompt_once(ahead):
+    bench = Bench(num_pages=64, max_batch_tokens=64, ahead=ahead)
+    bench.submit("three", list(range(23)), n=3, max_tokens=8)
+    bench.run()
+    for index in range(3):
+        assert bench.tokens("three", index) == expected(range(23), 8, index)
+    assert sum(map(sum, bench.machine.steps)) == 23 + 3 * 7
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("prompt", "prefix_cache"), [(range(3), True), (range(3), False), (range(23), False)])
+def test_n_sequences_that_come_back_copy_the_end_of_the_prompt_once(ahead, prompt, prefix_cache):
+    """They lose their pages to an older request, and its pages are theirs when it ends."""
+    bench = Bench(num_pages=20, max_batch_tokens=8, ahead=ahead, prefix_cache=prefix_cache)
+    bench.submit("older", [50] * 8, max_tokens=22)
+    bench.step(1)
+    bench.submit("three", prompt, n=3, max_tokens=30)
+    bench.run()
+    assert bench.scheduler.preemptions
+    for index in range(3):
+        assert bench.tokens("three", index) == expected(prompt, 30, index)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_remote_kv(n):
     bench = Bench(num_pages=64)
