@@ -21,7 +21,7 @@ from kvrail.engine.events import (
 from kvrail.engine.live import LiveRequest
 from kvrail.engine.output import Booked, SequenceText, ending_of, ends_by_length
 from kvrail.engine.planning import Step, draws_ahead, plan_step
-from kvrail.engine.requests import EngineRequest, ModelLimits
+from kvrail.engine.requests import EngineRequest, ModelLimits, Resumed
 from kvrail.engine.scheduler import Scheduler, Work
 from kvrail.engine.scoring import told
 from kvrail.engine.sequence import Sequence as Seq
@@ -30,7 +30,7 @@ from kvrail.engine.speculation import Draft, Drafting, DraftText
 from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.metrics import EngineMetrics
 from kvrail.pagehash import PageHash
-from kvrail.sampling import PromptLogprobs
+from kvrail.sampling import FinishReason, PromptLogprobs
 from kvrail.text import Tokenizer
 
 Events = list[tuple[str, Event]]
@@ -77,17 +77,19 @@ class RequestBook:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def open(self, request: EngineRequest, hashes: Sequence[PageHash]) -> None:
-        """Take in a request and queue its first sequence. hashes: of the prompt's full pages."""
+        """Take in a request and queue the sequence that computes the prompt. hashes: of the prompt's full pages."""
         if request.request_id in self._requests:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
         state = self._requests[request.request_id] = LiveRequest(request, hashes, unfinished=request.params.n)
-        sequence = self._new_sequence(state)
-        for token_id in request.resumed_ids:
-            sequence.append(token_id)
-        text = state.texts[0]
-        if text is not None and request.resumed_ids:
-            text.resume(request.resumed_ids)
-        self._scheduler.add(sequence)
+        for resumed in request.resumed or [None]:
+            self._new_sequence(state, resumed)
+        alive = [sequence for sequence in state.sequences if sequence.finish_reason is None]
+        # Who has no token yet: all that have none get their first one with the prompt's logits.
+        first = min(alive, key=lambda sequence: bool(sequence.output_ids))
+        first.leads = True
+        state.deferred = [sequence for sequence in alive if sequence is not first]
+        state.unfinished -= len(state.sequences) - len(alive)
+        self._scheduler.add(first)
 
     def drop(self, request_id: str) -> bool:
         """Forget a request and release its pages; False where it is not live."""
@@ -262,7 +264,7 @@ class RequestBook:
 
     # -- details -------------------------------------------------------------------------------------------------
 
-    def _new_sequence(self, state: LiveRequest) -> Seq:
+    def _new_sequence(self, state: LiveRequest, resumed: Resumed | None = None) -> Seq:
         spec, index = state.spec, len(state.sequences)
         self._arrivals += 1
         sequence = Seq(
@@ -271,10 +273,12 @@ class RequestBook:
             spec.params,
             list(spec.prompt_ids),
             self._arrivals,
+            False,
             spec.remote,
             spec.local_tokens,
             spec.prefill_only,
             spec.cache_space,
+            list(resumed.token_ids) if resumed else [],
             known_hashes=list(state.hashes),
             matcher=None if spec.grammar is None else spec.grammar.matcher(),
             scored=len(spec.prompt_ids) if index else spec.scored,
@@ -282,6 +286,10 @@ class RequestBook:
         state.sequences.append(sequence)
         text = None if self._tokenizer is None or spec.prefill_only else SequenceText(self._tokenizer, sequence)
         state.texts.append(text)
+        if resumed and resumed.ended:
+            sequence.finish_reason, sequence.status = FinishReason.STOP, Status.FINISHED
+        elif resumed and resumed.token_ids and text is not None:
+            text.resume(resumed.token_ids)
         return sequence
 
     def _lease(self, sequence: Seq) -> None:
@@ -309,7 +317,8 @@ class RequestBook:
         """Give each of the n sequences its first token, making those that do not exist yet."""
         for index, token in enumerate(tokens):
             sequence = state.sequences[index] if index < len(state.sequences) else self._new_sequence(state)
-            self._append(sequence, token)
+            if not sequence.output_ids and sequence.finish_reason is None:
+                self._append(sequence, token)
 
     def _book(self, work: Work, new: Sequence[SampledToken]) -> int:
         """Take in what a step drew for one sequence; returns how many tokens of it stand."""
@@ -318,19 +327,17 @@ class RequestBook:
             return 0
         state = self._requests[sequence.request_id]
         if work.drafts is not None:
-            if new[0].token_id == NOT_DRAWN:
-                return 0
-            draft = self._drafting.add(work, new[0].token_id)
-            if draft is not None and state.spec.provisional:
-                self._drawn.append((sequence, draft))
+            self._book_draft(work, new[0].token_id, told=state.spec.provisional)
             return 0
         if sequence.prefill_only:
             return len(new)
         if not sequence.output_ids:
             self._append_first(state, new)
-            state.deferred = [s for s in state.sequences[1:] if s.finish_reason is None]
+            state.deferred = [s for s in state.sequences if s is not sequence and s.finish_reason is None]
             self._queue_deferred(sequence.request_id)
             return len(new)
+        if state.deferred:
+            self._queue_deferred(sequence.request_id)
         if sequence.drafts:
             verdict, new = self._drafting.verify(sequence, new)
             self._drawn.append((sequence, verdict))
@@ -339,6 +346,11 @@ class RequestBook:
             if sequence.finish_reason is None:
                 self._append(sequence, token)
         return len(sequence.output_ids) - before
+
+    def _book_draft(self, work: Work, token_id: int, *, told: bool) -> None:
+        draft = None if token_id == NOT_DRAWN else self._drafting.add(work, token_id)
+        if draft is not None and told:
+            self._drawn.append((work.sequence, draft))
 
     def _append(self, sequence: Seq, token: SampledToken) -> None:
         sequence.append(token.token_id)

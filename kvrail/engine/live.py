@@ -19,7 +19,7 @@ class LiveRequest:
     unfinished: int
     sequences: list[Seq] = field(default_factory=list)
     texts: list[SequenceText | None] = field(default_factory=list)
-    deferred: list[Seq] = field(default_factory=list)  # begun, but not queued before the prompt's KV is here
+    deferred: list[Seq] = field(default_factory=list)  # not queued before the prompt's KV is here
     coarse: bool = False  # the prompt's pages hold a coarse form of its KV
     draft_text: DraftText | None = None
     announced: bool = False

@@ -1,5 +1,7 @@
 """What the engine is asked for, and whether it can ever serve it."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrail.engine.pages import PagePool
@@ -9,15 +11,24 @@ from kvrail.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """What one of a request's sequences has come to in another engine. ended: nothing follows."""
+
+    token_ids: tuple[int, ...]
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One prompt to continue.
 
     request_id: of this call alone. caller_id: by which its caller and other workers know it. remote: another worker
     computes the prompt's KV, unless no more than local_tokens of it are missing. prefill_only: draw the first tokens,
-    compute nothing further. resumed_ids: output that another engine generated before; it is continued. provisional:
-    report drafts as they are made, before they are verified. cache_space: pages are shared with requests of the same
-    space only; those of a codec that loses bits are kept apart by its name. grammar: params.grammar, compiled.
-    scored: see Sequence; more than 0 where another engine has told so many log probabilities.
+    compute nothing further. resumed: of each of the n sequences, what another engine generated before; it is continued,
+    and the prompt computed here. provisional: report drafts as they are made, before they are verified. cache_space:
+    pages are shared with requests of the same space only; those of a codec that loses bits are kept apart by its name.
+    grammar: params.grammar, compiled. scored: see Sequence; more than 0 where another engine has told so many log
+    probabilities.
     """
 
     request_id: str
@@ -26,7 +37,7 @@ class EngineRequest:
     remote: bool = False
     local_tokens: int = 0
     prefill_only: bool = False
-    resumed_ids: tuple[int, ...] = ()
+    resumed: tuple[Resumed, ...] = ()
     provisional: bool = False
     cache_space: str = ""
     caller_id: str = ""
@@ -59,13 +70,9 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
         raise InvalidRequestError("the grammar was not compiled; compile it before the request is submitted")
     if not prompt:
         raise InvalidRequestError("the prompt is empty; give at least one token", param="prompt")
-    if request.resumed_ids and (request.params.n > 1 or len(request.resumed_ids) >= request.params.max_tokens):
-        raise InvalidRequestError(
-            f"{len(request.resumed_ids)} tokens cannot be resumed with n {request.params.n} and max_tokens"
-            f" {request.params.max_tokens}",
-            param="resumed_token_ids",
-        )
-    outside = [token for token in (*prompt, *request.resumed_ids) if not 0 <= token < limits.vocab_size]
+    _check_resumed(request.resumed, request.params)
+    tokens = itertools.chain(prompt, *(each.token_ids for each in request.resumed))
+    outside = [token for token in tokens if not 0 <= token < limits.vocab_size]
     if outside:
         raise InvalidRequestError(
             f"token id {outside[0]} is outside the vocabulary of {limits.vocab_size}", param="prompt"
@@ -92,4 +99,21 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
             f"prompt and max_tokens make up to {longest} tokens; this worker's KV cache holds"
             f" {pool.num_pages * pool.page_size}; shorten the prompt or lower max_tokens",
             param="max_tokens",
+        )
+
+
+def _check_resumed(resumed: Sequence[Resumed], params: SamplingParams) -> None:
+    if not resumed:
+        return
+    if len(resumed) != params.n or all(each.ended for each in resumed):
+        ended = sum(each.ended for each in resumed)
+        raise InvalidRequestError(
+            f"{len(resumed)} sequences, of which {ended} have ended, cannot be resumed with n {params.n}; give all n,"
+            " of which one goes on",
+            param="resumed",
+        )
+    longest = max(len(each.token_ids) for each in resumed if not each.ended)
+    if longest >= params.max_tokens:
+        raise InvalidRequestError(
+            f"{longest} tokens cannot be resumed with max_tokens {params.max_tokens}", param="resumed"
         )

@@ -256,7 +256,7 @@ class Scheduler:
         return found[:whole], found[whole] if len(found) > whole and not self._awaits_kv(sequence, 1) else None
 
     def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
-        return self._siblings if sequence.index else self._waiting
+        return self._waiting if sequence.leads else self._siblings
 
     def _next(self) -> Sequence | None:
         """The waiting sequence that comes first, where it can have its pages now."""
@@ -294,7 +294,7 @@ class Scheduler:
         begun, rest = divmod(len(sequence.prompt_ids), self.pool.page_size)
         if number != begun or not rest:
             return None
-        others = (s for s in self._running if s.request_id == sequence.request_id)
+        others = (s for s in self._running if s.request_id == sequence.request_id and s.copied_page is None)
         return next((s.page_table[number] for s in others if s.computed >= len(s.prompt_ids)), None)
 
     def _run(self, sequence: Sequence) -> None:

@@ -26,11 +26,12 @@ class Sequence:
         |---- KV in pages ----|--- to compute ---|-- drafts --|
                                                  └ a decoding sequence has exactly one token to compute, and no drafts
 
-    remote: whether another worker computes the KV where more than local_tokens of the prompt lack it. copied_page:
-    held too, until a step has copied what it holds, KV up to `computed`, into the sequence's own last page. drafts:
-    guesses of the tokens that follow; nothing that was computed from them counts as KV before they are verified.
-    matcher: where the output must match a grammar. scored: leading tokens of the prompt for which the log
-    probability of the token behind has been told.
+    leads: whether it gets pages before the others of its request, for it has the prompt computed. remote: whether
+    another worker computes the KV where more than local_tokens of the prompt lack it. copied_page: held too, until a
+    step has copied what it holds, KV up to `computed`, into the sequence's own last page. drafts: guesses of the
+    tokens that follow; nothing that was computed from them counts as KV before they are verified. matcher: where the
+    output must match a grammar. scored: leading tokens of the prompt for which the log probability of the token
+    behind has been told.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Sequence:
     params: SamplingParams
     prompt_ids: list[int]
     arrival: int
+    leads: bool = True
     remote: bool = False
     local_tokens: int = 0
     prefill_only: bool = False

@@ -13,6 +13,8 @@ PATIENCE_S = 150.0
 """An answer that is not over by then hangs: a cut-off worker is found in seconds, and may be met twice."""
 PROPER = {"rate_limit_error", "service_unavailable_error", "timeout_error"}
 """Types of errors that say that the cluster, not the request, is at fault, and that asking again may help."""
+BETWEEN = "\n---\n"
+"""Between the texts of several sequences."""
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "from", "its", "bark")
 
 
@@ -25,7 +27,7 @@ class Outcome:
 
 
 def bodies(count: int, seed: int) -> list[dict[str, Any]]:
-    """Requests of which no two are alike: short and long, greedy and drawn, streamed and not, of several codecs."""
+    """Requests of which no two are alike: short and long, of one sequence or three, streamed or not, of several codecs."""
     rng = random.Random(seed)
     made = []
     for number in range(count):
@@ -37,6 +39,7 @@ def bodies(count: int, seed: int) -> list[dict[str, Any]]:
                 "max_tokens": rng.choice([1, 8, 40, 120]),
                 "temperature": rng.choice([0.0, 0.8]),
                 "seed": number,
+                "n": rng.choice([1, 1, 1, 3]),
                 "ignore_eos": True,
                 "stream": rng.random() < 0.7,
                 "kvrail": {"codec": rng.choice(["raw", "splitzip", "splitzip-progressive", "auto"])},
@@ -54,24 +57,25 @@ class Refusal(Exception):
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> str:
-    """The text of an answer. Raises Refusal, also where a stream fails in the middle."""
+    """The texts of an answer, one below the other. Raises Refusal, also where a stream fails in the middle."""
     if not body["stream"]:
         answer = await client.post("/v1/completions", json=body)
         if answer.status_code != 200:
             raise _refusal(answer.text)
-        return answer.json()["choices"][0]["text"]
-    text = ""
+        return BETWEEN.join(choice["text"] for choice in answer.json()["choices"])
+    texts = [""] * body["n"]
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             raise _refusal((await response.aread()).decode())
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
-                return text
+                return BETWEEN.join(texts)
             if line.startswith("data: "):
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise _refusal(line[6:])
-                text += event["choices"][0]["text"]
+                for choice in event["choices"]:
+                    texts[choice["index"]] += choice["text"]
     raise Refusal("none", "the stream ended without [DONE]")
 
 

@@ -86,7 +86,7 @@ class Cluster:
             sampling=sampling_to_proto(SamplingParams(**params)),
             prefill_workers=[] if local else list(workers or self.prefills),
             codec=codec,
-            resumed_token_ids=resumed,
+            resumed=[decode_pb2.Resumed(token_ids=ids, ended=ended) for ids, ended in resumed],
             provisional=provisional,
             model_fingerprint=fingerprint,
         )

@@ -94,13 +94,37 @@ async def test_what_another_worker_began_is_continued(done):
     prompt = tokenizer.encode("the quick brown fox " * 12, add_special_tokens=False)
     async with cluster(folder) as c:
         whole = await c.ask(prompt, **asked)
-        rest = await c.ask(prompt, **asked, resumed=whole.tokens[0][:done])
+        rest = await c.ask(prompt, **asked, resumed=[(whole.tokens[0][:done], False)])
         assert rest.tokens[0] == whole.tokens[0][done:] and len(rest.logprobs[0]) == 20 - done
         said = Text()
         await c.ask(prompt, **asked, on_reply=said)
         assert said.up_to(done) + rest.text[0] == whole.text[0]
         with pytest.raises(InvalidRequestError, match="cannot be resumed"):
-            await c.ask(prompt, **{**asked, "n": 2}, resumed=whole.tokens[0][:done])
+            await c.ask(prompt, **{**asked, "n": 2}, resumed=[(whole.tokens[0][:done], False)])
+        await c.settled()
+
+
+@pytest.mark.parametrize(
+    "done", [(5, 0, 9, 0), (0, 0, 3, 0), (1, 1, 1, 1), (2, 7, 0, 20), (20, 19, 20, 4), (20, 20, 20, 1)]
+)
+async def test_what_another_worker_began_of_several_sequences_is_continued(done):
+    """Some may have no token yet, and some may have ended."""
+    folder = tiny_model("llama")
+    tokenizer = load_tokenizer(str(folder))
+    asked = {"max_tokens": 20, "temperature": 0.8, "seed": 9, "repetition_penalty": 1.2, "logprobs": 1, "n": 4}
+    prompt = tokenizer.encode("the quick brown fox " * 12, add_special_tokens=False)
+    async with cluster(folder) as c:
+        whole = await c.ask(prompt, **asked)
+        assert len({tuple(tokens) for tokens in whole.tokens.values()}) == 4
+        resumed = [(whole.tokens[index][:count], count == 20) for index, count in enumerate(done)]
+        rest = await c.ask(prompt, **asked, resumed=resumed)
+        going = [index for index, count in enumerate(done) if count < 20]
+        assert {index: rest.tokens[index] for index in going} == {i: whole.tokens[i][done[i] :] for i in going}
+        assert set(rest.finish) == set(going) == set(rest.tokens)
+        assert rest.logprobs == {index: whole.logprobs[index][done[index] :] for index in going}
+        said = Text()
+        await c.ask(prompt, **asked, on_reply=said)
+        assert all(said.up_to(done[i], i) + rest.text[i] == whole.text[i] for i in going)
         await c.settled()
 
 
@@ -119,7 +143,7 @@ async def test_min_tokens_and_stop_strings_leave_no_seam(done):
         said = Text()
         whole = await c.ask(prompt, **asked, on_reply=said)
         assert stop in whole.text[0] and len(whole.tokens[0]) > done
-        rest = await c.ask(prompt, **asked, resumed=whole.tokens[0][:done])
+        rest = await c.ask(prompt, **asked, resumed=[(whole.tokens[0][:done], False)])
         assert rest.tokens[0] == whole.tokens[0][done:]
         assert said.up_to(done) + rest.text[0] == whole.text[0]
         await c.settled()
@@ -129,13 +153,13 @@ class Text:
     """What had been said after so many tokens."""
 
     def __init__(self):
-        self.pieces = []
+        self.pieces = {}
 
     def __call__(self, reply):
-        self.pieces += [reply.text] * bool(reply.token_ids)
+        self.pieces.setdefault(reply.index, []).extend([reply.text] * bool(reply.token_ids))
 
-    def up_to(self, count):
-        return "".join(self.pieces[:count])
+    def up_to(self, count, index=0):
+        return "".join(self.pieces[index][:count])
 
 
 async def test_end_of_sequence_and_min_tokens():

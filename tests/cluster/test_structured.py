@@ -92,10 +92,10 @@ async def test_another_worker_continues_where_the_grammar_was():
     async with cluster(tiny_model("llama")) as c:
         whole = await c.ask(prompt_of(100), **ASKED, seed=1)
         for done in range(1, len(whole.tokens[0]), 17):
-            rest = await c.ask(prompt_of(100), **ASKED, seed=1, resumed=whole.tokens[0][:done])
+            rest = await c.ask(prompt_of(100), **ASKED, seed=1, resumed=[(whole.tokens[0][:done], False)])
             assert rest.tokens[0] == whole.tokens[0][done:]
         with pytest.raises(InvalidRequestError, match="do not match the grammar"):
-            await c.ask(prompt_of(100), **ASKED, seed=1, resumed=[ord("x")])
+            await c.ask(prompt_of(100), **ASKED, seed=1, resumed=[([ord("x")], False)])
         await c.settled()
 
 

@@ -119,13 +119,13 @@ async def write_output(
     ids = worker.tokenizer.encode(OUTPUT, add_special_tokens=False)
     sampling = request.sampling
     cut = ids[: sampling.max_tokens]
-    resumed = list(request.resumed_token_ids)
-    assert cut[: len(resumed)] == resumed
+    resumed = [len(each.token_ids) for each in request.resumed] or [0] * sampling.n
+    assert all(list(each.token_ids) == cut[:done] for each, done in zip(request.resumed, resumed, strict=False))
     for reply in prompt_scores(request):
         yield reply
     last = decode_pb2.FINISH_REASON_LENGTH if len(cut) < len(ids) else decode_pb2.FINISH_REASON_STOP
-    for position, token_id in list(enumerate(cut))[len(resumed) :]:
-        for index in range(sampling.n):
+    for position, token_id in enumerate(cut):
+        for index in (number for number, done in enumerate(resumed) if position >= done):
             wanted = sampling.HasField("logprobs")
             yield decode_pb2.GenerateReply(
                 index=index,

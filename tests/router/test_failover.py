@@ -50,8 +50,6 @@ async def test_failover_to_another_worker(tokenizer: Tokenizer):
             assert len(broken.requests) == 1
         assert await cluster.metric("kvrail_failovers_total{}") == 2
         await until(lambda: not cluster.service.pool.decode[broken.target].refused)
-        broken.script = failing(WorkerUnavailableError("gone"), after=1)
-        error_of(await cluster.chat(n=2), 503, "worker_unavailable")  # of several sequences only the whole can move
 
 
 @pytest.mark.parametrize("after", [1, 2])
@@ -65,8 +63,26 @@ async def test_a_worker_lost_in_mid_stream_leaves_no_seam(tokenizer: Tokenizer, 
         chunks = [json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:-2]]
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]) == OUTPUT
         ids = tokenizer.encode(OUTPUT, add_special_tokens=False)
-        assert list(sound.requests[0].resumed_token_ids) == ids[:after]
+        assert [list(each.token_ids) for each in sound.requests[0].resumed] == [ids[:after]]
         assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
+        assert await cluster.metric("kvrail_failovers_total{}") == 1
+
+
+@pytest.mark.parametrize("after", [1, 2, 5, -1])
+async def test_several_sequences_of_a_lost_worker_go_on_where_each_was(tokenizer: Tokenizer, after: int):
+    ids = tokenizer.encode(OUTPUT, add_special_tokens=False)
+    replies = after % (3 * len(ids))  # of one token each, of the three in turns; -1: all but the last one
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        broken, sound = cluster.decode
+        await prefer(cluster, broken)
+        broken.script = dying(replies)
+        answer = (await cluster.chat(n=3)).json()
+        assert [choice["message"]["content"] for choice in answer["choices"]] == [OUTPUT] * 3
+        assert answer["usage"]["completion_tokens"] == 3 * len(ids)
+        told = [len(range(index, replies, 3)) for index in range(3)]
+        (request,) = sound.requests
+        assert [list(each.token_ids) for each in request.resumed] == [ids[:count] for count in told]
+        assert [each.ended for each in request.resumed] == [count == len(ids) for count in told]
         assert await cluster.metric("kvrail_failovers_total{}") == 1
 
 
@@ -189,7 +205,7 @@ async def test_what_runs_on_a_worker_that_hangs_goes_on_elsewhere(
         first.script = hangs
         answer = await cluster.chat()
         assert answer.json()["choices"][0]["message"]["content"] == OUTPUT
-        assert len(second.requests[0].resumed_token_ids) == 2
+        assert len(second.requests[0].resumed[0].token_ids) == 2
 
 
 async def test_a_worker_that_fails_all_it_is_asked_is_left_alone_and_tried_again(

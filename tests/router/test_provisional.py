@@ -20,7 +20,7 @@ def drafting(*, dies=False):
     async def script(worker, request):
         ids = worker.tokenizer.encode(OUTPUT, add_special_tokens=False)
         text = worker.tokenizer.token_text
-        begin = len(request.resumed_token_ids)
+        begin = len(request.resumed[0].token_ids) if request.resumed else 0
         for index in range(request.sampling.n):
             if not begin:
                 yield decode_pb2.GenerateReply(index=index, token_ids=ids[:1], text=text(ids[0]))

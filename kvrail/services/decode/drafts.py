@@ -7,12 +7,12 @@ from kvrail.wire.v1 import decode_pb2
 class DraftLog:
     """Follows one request's events in order; positions count the tokens of a sequence's output, from 0.
 
-    resumed: tokens of the output that another worker made.
+    resumed: of each sequence, tokens of the output that another worker made.
     """
 
-    def __init__(self, n: int, resumed: int) -> None:
-        self._verified = [resumed] * n
-        self._drafted = [0] * n
+    def __init__(self, resumed: list[int]) -> None:
+        self._verified = resumed
+        self._drafted = [0] * len(resumed)
         self.proposed = 0
         self.accepted = 0
 

@@ -59,7 +59,7 @@ class Progress:
     def __post_init__(self) -> None:
         if self.traced or self.trace is not None:
             self.spans = SpanLog(PROCESS, self.timeline, told=self.traced)
-        self.drafts = DraftLog(self.request.params.n, len(self.request.resumed_ids))
+        self.drafts = DraftLog([len(each.token_ids) for each in self.request.resumed] or [0] * self.request.params.n)
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
         """Take note of an event; returns what the caller is told, if anything."""

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 
 from kvrail.engine.events import Admitted, Output
-from kvrail.engine.requests import EngineRequest
+from kvrail.engine.requests import EngineRequest, Resumed
 from kvrail.errors import WorkerUnavailableError
 from kvrail.lifecycle import Timeline
 from kvrail.logs import bound_request_id
@@ -61,10 +61,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 request_id=f"{request.request_id}/{next(self._calls)}",
                 prompt_ids=tuple(request.prompt_token_ids),
                 params=params,
-                # A prefill worker sends KV and no logits; where these are wanted, they are computed where they are.
-                remote=bool(workers) and params.prompt_logprobs is None,
+                # A prefill worker sends KV and no logits; where these are wanted, they are computed where they are. So
+                # is the prompt of output that is resumed.
+                remote=bool(workers) and params.prompt_logprobs is None and not request.resumed,
                 local_tokens=self._fetcher.local_tokens(),
-                resumed_ids=tuple(request.resumed_token_ids),
+                resumed=tuple(Resumed(tuple(each.token_ids), each.ended) for each in request.resumed),
                 provisional=True,  # whoever asks: when drafts are made is measured
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),

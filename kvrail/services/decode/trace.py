@@ -42,7 +42,7 @@ class DecodeTrace:
             "gen_ai.request.max_tokens": request.sampling.max_tokens,
             "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
             "kvrail.request_id": request.request_id,
-            "kvrail.resumed_tokens": len(request.resumed_token_ids),
+            "kvrail.resumed_tokens": sum(len(each.token_ids) for each in request.resumed),
         }
         hop = worker.tracing.hop("decode", request.trace_context, timeline, attributes)
         return cls(hop) if hop.recorded else None

@@ -111,8 +111,7 @@ class _PromptStream:
         self._has_logprobs = request.sampling.HasField("logprobs")
         self._unscored = len(request.prompt_token_ids) - 1 if request.sampling.HasField("prompt_logprobs") else 0
         self._drafts: dict[int, Settled] = {}  # of each choice that has any, as if all were wrong
-        self._unfinished: set[int] = set()  # choices whose end the present worker has not told
-        self._began = self._finished = False
+        self._unfinished = set(range(first_index, first_index + self._n))  # choices that have not ended
         self._tokens = 0  # of all choices, since the last batch
         self._numerics: set[str] = set()  # of all workers that it was given to
         self.ended: Ended | None = None
@@ -126,8 +125,7 @@ class _PromptStream:
         """What the replies tell, in order; raises from the error tree.
 
         Where a worker is lost, another one continues what was said; where it has no room after all, the prompt waits
-        again, before the others of its client. Of n > 1 sequences only the whole can move, and only before the first
-        output.
+        again, before the others of its client.
         """
         losses = refusals = 0
         if self._request.sampling.HasField("prompt_logprobs") and not self._unscored:
@@ -135,7 +133,6 @@ class _PromptStream:
         while True:
             self._keep_to_the_weights()
             async with self._call.place(self._turn, again=bool(losses or refusals)) as place:
-                self._began = self._finished = False
                 try:
                     async with aclosing(self._from(place)) as batches:
                         async for updates in batches:
@@ -147,13 +144,13 @@ class _PromptStream:
                     self._call.pool.lost(place.worker, str(error))
                     pool = self._call.pool
                     stays = losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode())
-                    if self._finished:
+                    if not self._unfinished:
                         return  # only the summary is missing
-                    if stays or (self._began and self._n > 1):
+                    if stays:
                         raise
                 except OverloadedError:
                     refusals += 1
-                    if refusals > MAX_REFUSALS or (self._began and self._n > 1):
+                    if refusals > MAX_REFUSALS:
                         raise
                     place.leave(refused=True)
             self._call.metrics.failovers.inc()
@@ -171,7 +168,6 @@ class _PromptStream:
         self._request.prefill_instances.extend(each.instance for each in place.prefill)
         dispatched = self._call.timeline.mark(Stage.DISPATCHED)
         offset = self._call.timeline.elapsed() - dispatched
-        self._unfinished = set(range(self._first_index, self._first_index + self._n))
         async with self._call.stream(worker, self._request) as stream:
             while replies := await stream.read_waiting():
                 updates: list[Update] = []
@@ -198,7 +194,7 @@ class _PromptStream:
     def _keep_to_the_weights(self) -> None:
         """Have the request refused where other weights are served; raises where nobody has those that it began on."""
         now = self._call.pool.fingerprint
-        begun = self._request.resumed_token_ids or self._request.scored_tokens
+        begun = self._request.resumed or self._request.scored_tokens
         if begun and self._request.model_fingerprint != now:
             raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
         self._request.model_fingerprint = now
@@ -236,7 +232,6 @@ class _PromptStream:
     def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
         """The reply's output, of which note is taken for a failover."""
         index = self._index(reply)
-        self._began = True
         self._tokens += len(reply.token_ids)
         # A protobuf list is slow to walk: what is mostly empty or read by nobody is not walked here.
         token_ids, logprobs = reply.token_ids, reply.logprobs
@@ -249,10 +244,12 @@ class _PromptStream:
             raise IncompatibleError(
                 f"the decode worker sent {len(logprobs)} log probabilities with {len(token_ids)} tokens"
             )
-        if self._n == 1:
-            self._finished = finish_reason is not None
-            self._request.resumed_token_ids.extend(token_ids)
+        if not self._request.resumed:
+            self._request.resumed.extend(decode_pb2.Resumed() for _ in range(self._n))
+        resumed = self._request.resumed[reply.index]
+        resumed.token_ids.extend(token_ids)
         if finish_reason is not None:
+            resumed.ended = True
             self._unfinished.discard(index)
         if self._silent:
             return Delta(index, "", (), (), finish_reason, None)
