@@ -9,6 +9,8 @@ import signal
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.scratch import remove_all
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language as tl
@@ -36,3 +38,8 @@ settings.register_profile(
     derandomize=os.environ.get("CI") == "true",
 )
 settings.load_profile("untimed")
+
+
+def pytest_sessionfinish() -> None:
+    """Tiny models do not stay behind."""
+    remove_all()

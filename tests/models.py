@@ -1,12 +1,13 @@
 """Tiny random models of several families, saved as folders that the real loading path reads."""
 
 import functools
-import tempfile
 from pathlib import Path
 
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.scratch import new_folder
 
 VOCAB = 320
 COMMON = {
@@ -56,7 +57,7 @@ def save_tokenizer(folder: Path) -> None:
 @functools.cache
 def tiny_model(family: str, seed: int = 0) -> Path:
     """A folder with a random model of `family` in float32, its tokenizer and its generation configuration."""
-    folder = Path(tempfile.mkdtemp(prefix=f"kvrail-{family}-"))
+    folder = new_folder(family)
     config_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
     config = config_class(**{**COMMON, **extra})

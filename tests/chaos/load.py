@@ -27,7 +27,7 @@ class Outcome:
 
 
 def bodies(count: int, seed: int) -> list[dict[str, Any]]:
-    """Requests of which no two are alike: short and long, of one sequence or three, streamed or not, of several codecs."""
+    """Requests of which no two are alike: short and long, of one sequence or three, streamed or not, by many codecs."""
     rng = random.Random(seed)
     made = []
     for number in range(count):

@@ -1,13 +1,13 @@
 """Tiny random models of many architectures, saved as safetensors."""
 
 import functools
-import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvrail.engine.loader import LoadedModel, load_model
+from tests.scratch import new_folder
 
 VOCAB = 101
 _COMMON = {
@@ -58,7 +58,7 @@ REFUSED = {
     "mamba": ({}, "linear_attention|max_position_embeddings"),
     "llama4_text": ({"head_dim": 16, "num_local_experts": 2}, "chunk"),
     "recurrent_gemma": ({}, "linear_attention|recurrent"),
-    "gemma4_text": ({}, "different KV shapes"),
+    "gemma4_text": ({"vocab_size_per_layer_input": VOCAB}, "different KV shapes"),
     "bart": ({}, "encoder-decoder|bypasses"),
     "bert": ({}, "other logits|does not run"),
     "stablelm": ({}, "keyword arguments"),
@@ -69,7 +69,7 @@ REFUSED = {
 def folder_of(name: str, **extra: object) -> Path:
     """A folder with a random model: weights of deviation 0.15, so that tokens matter to each other."""
     options = {**_COMMON, **SERVED.get(name, {}), **REFUSED.get(name, ({}, ""))[0], **extra}
-    folder = Path(tempfile.mkdtemp(prefix=f"tiny-{name}-"))
+    folder = new_folder(name)
     generator = torch.Generator().manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **options)).float()
     with torch.no_grad():
