@@ -133,7 +133,7 @@ static inline void __syncthreads() {
 }
 
 static inline int __popc(u32 v) { return __builtin_popcount(v); }
-static inline int __ffs(u32 v) { return __builtin_ffs(v); }
+static inline int __clz(u32 v) { return v ? __builtin_clz(v) : 32; }
 static inline u32 __funnelshift_r(u32 low, u32 high, u32 by) { return ((u64)high << 32 | low) >> (by & 31); }
 static inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
@@ -168,6 +168,8 @@ static inline void store16(u32 at, u32 x, u32 y, u32 z, u32 w) { const uint4 v =
 static inline void store2(u32 at, u32 v) { const u16 low = v; memcpy(place(at, 2), &low, 2); }
 static inline void store1(u32 at, u32 v) { *place(at, 1) = v; }
 static inline u32 bytes_of(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+static inline u32 kept(u32 v) { return v; }
+static inline u32 bits_of(u32 set, u32 unset, u32 mask) { return (set & mask) | (unset & ~mask); }
 static inline u32 first_pair(u32 low, u32 high) { return __byte_perm(low, high, 0x5140); }
 static inline u32 second_pair(u32 low, u32 high) { return __byte_perm(low, high, 0x7362); }
 static inline float from_bfloat16(u16 v) { return __uint_as_float((u32)v << 16); }

@@ -96,7 +96,7 @@ def changed(part, index, by):
 
 
 DAMAGES = {
-    "a bit of a bitmap": lambda h: {"bitmaps": changed(h.bitmaps, (slice(None), 64), -1)},
+    "a bit of a bitmap": lambda h: {"bitmaps": changed(h.bitmaps, (1, 0, slice(None), 3), -1)},
     "where a block's values begin": lambda h: {"offsets": changed(h.offsets, (2, 0), 1)},
     "where a block's full values begin": lambda h: {"offsets": changed(h.offsets, (2, 1), 1 << 30)},
     "what a strip has": lambda h: {"offsets": changed(h.offsets, (2, 2), 1 << 16)},
@@ -104,7 +104,7 @@ DAMAGES = {
     "a buffer too long": lambda h: {"full_values": torch.cat([h.full_values, h.full_values])},
     "a base too high": lambda h: {"base": torch.tensor([249], dtype=torch.int32)},
     "a negative base": lambda h: {"base": torch.tensor([-1], dtype=torch.int32)},
-    "a bitmap missing": lambda h: {"bitmaps": h.bitmaps[:2]},
+    "a bitmap missing": lambda h: {"bitmaps": h.bitmaps[:, :, :2].contiguous()},
     "another type": lambda h: {"sign_mantissas": h.sign_mantissas.view(torch.int8)},
     "offsets missing": lambda h: {"offsets": h.offsets[:-1]},
 }
@@ -117,7 +117,7 @@ NAMED = {
     "a buffer too long": "full_values has .* values, but the bitmaps say",
     "a base too high": "base is 249; it can be 0 to 248",
     "a negative base": "base is -1",
-    "a bitmap missing": r"bitmaps is int64 \[2, 256\]; a weight of \[100, 128\] has int64 \[3, 256\]",
+    "a bitmap missing": r"bitmaps is int64 \[4, 4, 2, 16\]; a weight of \[100, 128\] has int64 \[4, 4, 3, 16\]",
     "another type": r"sign_mantissas is int8 .* has uint8 \[n\]",
     "offsets missing": r"offsets is int32 \[3, 4\]",
 }

@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__((PRODUCERS + STRIPS + 1) * 32, 1) p
       }
       Tile held = tile;
       if constexpr (Tile::SCRATCH > 0) {
-        if (step + 1 < steps) fetch(step + 1);  // what it overwrites lies in the scratch by now
+        fetch(step + 1);  // what it overwrites lies in the scratch by now
       }
       wait(empty + 8 * s, parity);
       const u32 to = shared(room + s * WEIGHTS_OF_STAGE + warp * 2048);

@@ -73,6 +73,13 @@ __device__ __forceinline__ void multiply(float* sums, const u32* weights, const 
                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(tokens[0]), "r"(tokens[1]));
 }
 
+// The same value, which the compiler keeps: what it knows how to compute it computes again and again, to save registers.
+__device__ __forceinline__ u32 kept(u32 v) {
+  u32 r;
+  asm volatile("shfl.sync.idx.b32 %0,%1,%2,0x1f,0xffffffff;" : "=r"(r) : "r"(v), "r"(threadIdx.x % 32));
+  return r;
+}
+
 __device__ __forceinline__ u16 to_bfloat16(float f) {
   u16 r;
   asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(r) : "f"(f));
@@ -101,6 +108,13 @@ __device__ __forceinline__ void store2(u32 at, u32 v) {
 __device__ __forceinline__ u32 bytes_of(u32 low, u32 high, u32 selector) {
   u32 v;
   asm("prmt.b32 %0,%1,%2,%3;" : "=r"(v) : "r"(low), "r"(high), "r"(selector));
+  return v;
+}
+
+// The bits of `set` where the mask has ones, of `unset` where it has zeros.
+__device__ __forceinline__ u32 bits_of(u32 set, u32 unset, u32 mask) {
+  u32 v;
+  asm("lop3.b32 %0,%1,%2,%3,0xe4;" : "=r"(v) : "r"(set), "r"(unset), "r"(mask));
   return v;
 }
 

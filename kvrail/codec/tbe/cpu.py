@@ -11,6 +11,7 @@ import torch
 from kvrail.codec.base import CodecError
 from kvrail.codec.tbe.cpu_kernels import count_bits, count_exponents, fill_blocks, map_blocks, read_blocks
 from kvrail.codec.tbe.form import (
+    BLOCK,
     FRAGMENTS,
     MOST_BASE,
     MOST_BYTES,
@@ -43,7 +44,7 @@ def compress(weight: torch.Tensor) -> TbeWeight:
     down, across = blocks_of(rows, columns)
     blocks = down * across
     base = _base_exponent(bits)
-    bitmaps = np.empty((PLANES, blocks * FRAGMENTS), np.uint64)
+    bitmaps = np.empty((blocks, STRIPS, PLANES, FRAGMENTS), np.uint64)
     counts = np.zeros((blocks, STRIPS), np.int64)
     _in_shares(blocks, lambda begin, end: map_blocks(bits, base, begin, end, bitmaps, counts))
     offsets, starts, (coded, other) = _laid_out(counts)
@@ -100,7 +101,7 @@ def _check_shapes(weight: TbeWeight) -> None:
     blocks = down * across
     wanted: dict[str, tuple[torch.dtype, list[int] | None]] = {
         "base": (torch.int32, [1]),
-        "bitmaps": (torch.int64, [PLANES, blocks * FRAGMENTS]),
+        "bitmaps": (torch.int64, [blocks, STRIPS, PLANES, FRAGMENTS]),
         "sign_mantissas": (torch.uint8, None),
         "full_values": (torch.int16, None),
         "offsets": (torch.int32, [blocks, 4]),
@@ -136,7 +137,7 @@ def _base_exponent(bits: npt.NDArray[np.uint16]) -> int:
 def _laid_out(counts: Counts) -> tuple[npt.NDArray[np.int32], Counts, tuple[int, int]]:
     """Of the strips' coded weights: offsets, where the values of each block begin, and the lengths of both buffers."""
     within = counts.cumsum(1)
-    values = np.stack([within[:, -1], FRAGMENTS * 64 - within[:, -1]], 1)
+    values = np.stack([within[:, -1], BLOCK * BLOCK - within[:, -1]], 1)
     per_unit = np.array([UNIT, UNIT // 2])
     units = -(-values // per_unit)
     begins = units.cumsum(0) - units

@@ -6,7 +6,7 @@
 import numpy as np
 from numba import njit, uint8, uint16, uint64
 
-_BLOCK, _FRAGMENT, _FRAGMENTS = 64, 8, 64
+_BLOCK, _FRAGMENT, _FRAGMENTS = 64, 8, 16
 
 
 @njit(nogil=True)
@@ -26,10 +26,9 @@ def count_exponents(bits, counts):
 
 
 @njit(inline="always")
-def _corner(fragment):
-    """Row and column in a BlockTile of a FragTile: TensorCoreTiles row by row, FragTiles in them column by column."""
-    tile, part = fragment // 4, fragment % 4
-    return 16 * (tile // 4) + 8 * (part % 2), 16 * (tile % 4) + 8 * (part // 2)
+def _corner(strip, fragment):
+    """Row and column in a BlockTile of a strip's FragTile: those of a TensorCoreTile lie column by column."""
+    return 16 * strip + 8 * (fragment % 2), 8 * (fragment // 2)
 
 
 @njit(inline="always")
@@ -45,7 +44,7 @@ def _take_block(bits, block, across, filler, held):
 
 @njit(nogil=True)
 def map_blocks(bits, base, begin, end, bitmaps, counts):
-    """Of BlockTiles `begin` to `end` write the bitmaps, uint64 [3, FragTiles], and the coded weights of each strip.
+    """Of BlockTiles `begin` to `end` write bitmaps, uint64 [BlockTiles, 4, 3, 16], and how many of each strip have a code.
 
     bits: uint16 [rows, columns]. counts: int64 [BlockTiles, 4].
     """
@@ -61,8 +60,9 @@ def map_blocks(bits, base, begin, end, bitmaps, counts):
                 codes[row, column] = uint8(above + 1) if above < 7 else uint8(0)
         for strip in range(4):
             counts[block, strip] = np.count_nonzero(codes[16 * strip : 16 * strip + 16])
-        for fragment in range(_FRAGMENTS):
-            row, column = _corner(fragment)
+        for number in range(4 * _FRAGMENTS):
+            strip, fragment = number // _FRAGMENTS, number % _FRAGMENTS
+            row, column = _corner(strip, fragment)
             first_bits, second_bits, third_bits = uint64(0), uint64(0), uint64(0)
             for r in range(_FRAGMENT):
                 # Eight bytes, one bit of each: multiplied they come together in the upper byte.
@@ -74,8 +74,9 @@ def map_blocks(bits, base, begin, end, bitmaps, counts):
                 first_bits |= (((word & ones) * gather) >> uint64(56)) << shift
                 second_bits |= ((((word >> uint64(1)) & ones) * gather) >> uint64(56)) << shift
                 third_bits |= ((((word >> uint64(2)) & ones) * gather) >> uint64(56)) << shift
-            at = _FRAGMENTS * block + fragment
-            bitmaps[0, at], bitmaps[1, at], bitmaps[2, at] = first_bits, second_bits, third_bits
+            bitmaps[block, strip, 0, fragment] = first_bits
+            bitmaps[block, strip, 1, fragment] = second_bits
+            bitmaps[block, strip, 2, fragment] = third_bits
 
 
 @njit(nogil=True)
@@ -92,8 +93,8 @@ def fill_blocks(bits, base, begin, end, starts, sign_mantissas, full_values):
     for block in range(begin, end):
         _take_block(bits, block, across, uint16((base + 1) << 7), held)
         coded = other = 0
-        for fragment in range(_FRAGMENTS):
-            row, column = _corner(fragment)
+        for number in range(4 * _FRAGMENTS):
+            row, column = _corner(number // _FRAGMENTS, number % _FRAGMENTS)
             for r in range(_FRAGMENT):
                 for c in range(_FRAGMENT):
                     value = held[row + r, column + c]
@@ -109,17 +110,16 @@ def fill_blocks(bits, base, begin, end, starts, sign_mantissas, full_values):
 
 @njit(nogil=True)
 def count_bits(bitmaps, begin, end, counts):
-    """Of BlockTiles `begin` to `end`, how many weights of each strip have a code, by the bitmaps."""
+    """Of BlockTiles `begin` to `end`, add to `counts` how many weights of each strip have a code, by the bitmaps."""
     for block in range(begin, end):
-        for strip in range(4):
-            counts[block, strip] = 0
-        for fragment in range(_FRAGMENTS):
-            at = _FRAGMENTS * block + fragment
-            word = bitmaps[0, at] | bitmaps[1, at] | bitmaps[2, at]
+        for number in range(4 * _FRAGMENTS):
+            strip, fragment = number // _FRAGMENTS, number % _FRAGMENTS
+            word = bitmaps[block, strip, 0, fragment] | bitmaps[block, strip, 1, fragment]
+            word |= bitmaps[block, strip, 2, fragment]
             word -= (word >> uint64(1)) & uint64(0x5555555555555555)
             word = (word & uint64(0x3333333333333333)) + ((word >> uint64(2)) & uint64(0x3333333333333333))
             word = (word + (word >> uint64(4))) & uint64(0x0F0F0F0F0F0F0F0F)
-            counts[block, fragment // 16] += (word * uint64(0x0101010101010101)) >> uint64(56)
+            counts[block, strip] += (word * uint64(0x0101010101010101)) >> uint64(56)
 
 
 @njit(nogil=True)
@@ -129,10 +129,11 @@ def read_blocks(bitmaps, base, begin, end, starts, sign_mantissas, full_values, 
     held = np.empty((_BLOCK, _BLOCK), np.uint16)
     for block in range(begin, end):
         at, there = starts[block]
-        for fragment in range(_FRAGMENTS):
-            row, column = _corner(fragment)
-            number = _FRAGMENTS * block + fragment
-            first_bits, second_bits, third_bits = bitmaps[0, number], bitmaps[1, number], bitmaps[2, number]
+        for number in range(4 * _FRAGMENTS):
+            strip, fragment = number // _FRAGMENTS, number % _FRAGMENTS
+            row, column = _corner(strip, fragment)
+            first_bits, second_bits = bitmaps[block, strip, 0, fragment], bitmaps[block, strip, 1, fragment]
+            third_bits = bitmaps[block, strip, 2, fragment]
             for place in range(_FRAGMENT * _FRAGMENT):
                 one = uint64(1)
                 code = (first_bits & one) | ((second_bits & one) << one) | ((third_bits & one) << uint64(2))

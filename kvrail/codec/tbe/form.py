@@ -7,8 +7,9 @@ import torch
 FRAGMENT, STRIP_ROWS, BLOCK = 8, 16, 64
 """Rows and columns of a FragTile, rows of a TensorCoreTile, rows and columns of a BlockTile."""
 STRIPS = BLOCK // STRIP_ROWS
-FRAGMENTS = (BLOCK // FRAGMENT) ** 2
-"""FragTiles of a BlockTile."""
+"""Rows of TensorCoreTiles in a BlockTile."""
+FRAGMENTS = STRIP_ROWS * BLOCK // FRAGMENT**2
+"""FragTiles of a strip."""
 PLANES = 3
 WINDOW = (1 << PLANES) - 1
 """Consecutive exponents that have a code."""
@@ -23,7 +24,7 @@ MOST_BYTES = 1 << 32
 class TbeWeight:
     """A weight, bfloat16 [rows, columns], as TCA-TBE (ZipServ, section 4.2).
 
-    base: int32 [1], the exponent before the window. bitmaps: int64 [3, FragTiles]. sign_mantissas: uint8,
+    base: int32 [1], the exponent before the window. bitmaps: int64 [BlockTiles, 4, 3, 16]. sign_mantissas: uint8,
     PackedSignMantissa. full_values: int16, FullValue. offsets: int32 [BlockTiles, 4]. All on one device.
     """
 

@@ -11,7 +11,7 @@ from kvrail.codec.tbe.form import TbeWeight
 
 _SCRATCH = 2208
 """SCRATCH_BYTES of kernels.cu; a block of `unpack` has eight warps, each with a tile of 2,048 bytes besides."""
-FORM = Form("tbe", (*(ctypes.c_void_p,) * 5, ctypes.c_int), _SCRATCH, 8 * (2048 + _SCRATCH))
+FORM = Form("tbe", (ctypes.c_void_p,) * 5, _SCRATCH, 8 * (2048 + _SCRATCH))
 """For the launch of its kernels."""
 
 
@@ -42,4 +42,4 @@ def unpack(weight: TbeWeight) -> torch.Tensor:
 
 
 def _arguments(weight: TbeWeight) -> list[int]:
-    return [*(part.data_ptr() for part in weight.parts.values()), weight.bitmaps.shape[1]]
+    return [part.data_ptr() for part in weight.parts.values()]

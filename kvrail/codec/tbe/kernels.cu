@@ -18,16 +18,16 @@
 #define SCRATCH_BYTES (ROWS_AT + 512)
 
 #define PARAMETERS \
-  const u32 *base, const u8 *bitmaps, const u8 *sign_mantissas, const u16 *full_values, const uint4 *offsets, u32 fragments
-#define PARTS base, bitmaps, sign_mantissas, full_values, offsets, fragments
+  const u32 *base, const u8 *bitmaps, const u8 *sign_mantissas, const u16 *full_values, const uint4 *offsets
+#define PARTS base, bitmaps, sign_mantissas, full_values, offsets
 
 struct Weight {
   const u8 *bitmaps, *sign_mantissas;
   const u16* full_values;
   const uint4* offsets;
-  u32 fragments, bases;  // the base in each byte
+  u32 bases;  // the base in each byte
   __device__ __forceinline__ Weight(PARAMETERS)
-      : bitmaps(bitmaps), sign_mantissas(sign_mantissas), full_values(full_values), offsets(offsets), fragments(fragments),
+      : bitmaps(bitmaps), sign_mantissas(sign_mantissas), full_values(full_values), offsets(offsets),
         bases(read4(base) * 0x01010101u) {}
   __device__ __forceinline__ float scale(int) const { return 1.0f; }
 };
@@ -56,6 +56,13 @@ struct Tile {
   uint4 values0, values1, values2;
   u32 full0, full1;
   u32 scratch, bases;
+  u32 chosen, corner;  // of the lane, for every tile: the choices of its mask, and its first place in a tile
+
+  __device__ __forceinline__ Tile() {
+    const u32 lane = threadIdx.x % 32;
+    chosen = kept(choices(lane & 15));
+    corner = kept((lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) * 16));
+  }
 
   __device__ __forceinline__ bool any() const { return strip != ~0u; }
 
@@ -66,17 +73,18 @@ struct Tile {
     count = __shfl_sync(~0u, place.count, source);
     if (!any()) return;
     bases = weight.bases;
-    const u8* const bits = weight.bitmaps + ((u64)strip * 32 + lane) * 4;
+    const u8* const bits = weight.bitmaps + (u64)strip * 384 + lane * 4;
     plane0 = read4(bits);
-    plane1 = read4(bits + (u64)weight.fragments * 8);
-    plane2 = read4(bits + (u64)weight.fragments * 16);
-    const u32 end = (from & 15) + count;
-    const u8* const at = weight.sign_mantissas + (from & ~15u);
-    if (lane * 16 < end) values0 = read16(at + lane * 16);
-    if (lane * 16 + 512 < end) values1 = read16(at + lane * 16 + 512);
-    if (lane == 0 && end > 1024) values2 = read16(at + 1024);
-    if (lane < 1024 - count) full0 = read2(weight.full_values + full + lane);
-    if (lane + 32 < 1024 - count) full1 = read2(weight.full_values + full + lane + 32);
+    plane1 = read4(bits + 128);
+    plane2 = read4(bits + 256);
+    const int left = (int)((from & 15) + count) - lane * 16, others = (int)(1024 - count) - lane;
+    const u8* const at = weight.sign_mantissas + ((from & ~15u) + lane * 16);
+    if (left > 0) values0 = read16(at);
+    if (left > 512) values1 = read16(at + 512);
+    if (left > 1024) values2 = read16(at + 1024);  // of the first lane alone
+    const u16* const there = weight.full_values + (full + lane);
+    if (others > 0) full0 = read2(there);
+    if (others > 32) full1 = read2(there + 32);
   }
 
   __device__ __forceinline__ void begin(u32 given, int lane) {
@@ -122,18 +130,16 @@ struct Tile {
   // Four weights, as two words of two, of their values and codes.
   __device__ __forceinline__ void join(u32 values, u32 codes, u32& first, u32& second) const {
     const u32 exponents = codes + bases;
-    const u32 low = (values & ~SIGNS) | ((exponents << 7) & SIGNS);
-    const u32 high = (values & SIGNS) | ((exponents >> 1) & ~SIGNS);
+    const u32 low = bits_of(exponents << 7, values, SIGNS), high = bits_of(values, exponents >> 1, SIGNS);
     first = first_pair(low, high);
     second = second_pair(low, high);
   }
 
   __device__ __forceinline__ void store(u32 to, int lane) const {
-    const u32 chosen = choices(lane & 15);
-    const u32 place = to + (lane & 15) * 128 + (((lane >> 4) ^ (lane & 7)) * 16);
+    const u32 place = to + corner, own = scratch + lane * 4;
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      const u32 codes = load4(scratch + CODES_AT + (32 * k + lane) * 4), row = load4(scratch + ROWS_AT + (32 * k + lane) * 4);
+      const u32 codes = load4(own + CODES_AT + 128 * k), row = load4(own + ROWS_AT + 128 * k);
       const u32 one = __shfl_sync(~0u, chosen, row >> 24), other = __shfl_sync(~0u, chosen, row >> 28);
       const u32 next = row + (one >> 16), at = row & 0xfffffcu, next_at = next & 0xfffffcu;
       const u32 left = bytes_of(load4(at), load4(at + 4), (row & 3) * 0x1111u + one);
@@ -146,13 +152,17 @@ struct Tile {
   }
 
   __device__ __forceinline__ void patch(const Weight& weight, u32 to, int lane) const {
-    u32 index = 32 * lane - plane1;
-    const int row = 4 * (lane & 1) + 8 * ((lane >> 1) & 1), group = 2 * (lane >> 3) + ((lane >> 2) & 1);
-    for (u32 rest = ~plane0; rest != 0; rest &= rest - 1, index++) {
-      const int bit = __ffs(rest) - 1, r = row + (bit >> 3);
-      const u32 value = index < HELD_FULL ? load2(scratch + FULL_AT + 2 * index) : read2(weight.full_values + full + index);
-      store2(to + r * 128 + ((group ^ (r & 7)) * 16) + (bit & 7) * 2, value);
-    }
+    const u32 row = 4 * (lane & 1), group = 2 * (lane >> 3) + ((lane >> 2) & 1);
+    const u32 first = to + (row + 8 * ((lane >> 1) & 1)) * 128 + (group ^ row) * 16;
+    u32 rest = ~plane0, index = 32 * (lane + 1) - plane1;  // of the values behind the lane's
+    index -= __popc(plane0);
+    auto put = [&](u32 value) {  // the last of the rest; a row further is 128 bytes further, and its groups are swapped
+      const u32 bit = 31 - __clz(rest);
+      store2(first ^ ((bit * 16) & 0x180) ^ (bit * 2), value);
+      rest ^= 1u << bit;
+    };
+    while (rest != 0 && index > HELD_FULL) put(read2(weight.full_values + (full + --index)));
+    for (u32 at = scratch + FULL_AT + 2 * index; rest != 0;) put(load2(at -= 2));
   }
 };
 
