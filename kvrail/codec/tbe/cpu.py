@@ -51,7 +51,8 @@ def compress(weight: torch.Tensor) -> TbeWeight:
     if coded >= MOST_BYTES:
         raise CodecError(f"the weight's {coded} values with a code take 4 GiB or more; split it by rows")
     sign_mantissas, full_values = np.zeros(coded, np.uint8), np.zeros(other, np.uint16)
-    _in_shares(blocks, lambda begin, end: fill_blocks(bits, base, begin, end, starts, sign_mantissas, full_values))
+    given = (starts, sign_mantissas, full_values)
+    _in_shares(blocks, lambda begin, end: fill_blocks(bits, base, bitmaps, begin, end, *given))
     parts = (np.array([base], np.int32), bitmaps.view(np.int64), sign_mantissas, full_values.view(np.int16), offsets)
     return TbeWeight(rows, columns, *map(torch.from_numpy, parts))
 

@@ -4,7 +4,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import numpy as np
-from numba import njit, uint8, uint16, uint64
+from numba import int64, njit, uint8, uint16, uint64
 
 _BLOCK, _FRAGMENT, _FRAGMENTS = 64, 8, 16
 
@@ -39,14 +39,15 @@ def _take_block(bits, block, across, filler, held):
     if rows < _BLOCK or columns < _BLOCK:
         held[:] = filler
     for r in range(rows):
-        held[r, :columns] = bits[row + r, column : column + columns]
+        for c in range(columns):  # faster than a slice's assignment
+            held[r, c] = bits[row + r, column + c]
 
 
 @njit(nogil=True)
 def map_blocks(bits, base, begin, end, bitmaps, counts):
-    """Of BlockTiles `begin` to `end` write bitmaps, uint64 [BlockTiles, 4, 3, 16], and how many of each strip have a code.
+    """Of BlockTiles `begin` to `end` write the bitmaps, and how many weights of each strip have a code.
 
-    bits: uint16 [rows, columns]. counts: int64 [BlockTiles, 4].
+    bits: uint16 [rows, columns]. bitmaps: uint64 [BlockTiles, 4, 3, 16]. counts: int64 [BlockTiles, 4].
     """
     across = (bits.shape[1] + _BLOCK - 1) // _BLOCK
     held = np.empty((_BLOCK, _BLOCK), np.uint16)
@@ -80,29 +81,37 @@ def map_blocks(bits, base, begin, end, bitmaps, counts):
 
 
 @njit(nogil=True)
-def fill_blocks(bits, base, begin, end, starts, sign_mantissas, full_values):
+def fill_blocks(bits, base, bitmaps, begin, end, starts, sign_mantissas, full_values):
     """Write the values of BlockTiles `begin` to `end` into PackedSignMantissa, uint8, and FullValue, uint16.
 
-    starts: int64 [BlockTiles, 2], where a block's values begin in either buffer, in values.
+    bits, bitmaps: as above. starts: int64 [BlockTiles, 2], where a block's values begin in either buffer, in values.
     """
     across = (bits.shape[1] + _BLOCK - 1) // _BLOCK
     held = np.empty((_BLOCK, _BLOCK), np.uint16)
     coded_values = np.empty(_BLOCK * _BLOCK + 1, np.uint8)
     others = np.empty(_BLOCK * _BLOCK + 1, np.uint16)
-    first = uint8(base + 1)
     for block in range(begin, end):
         _take_block(bits, block, across, uint16((base + 1) << 7), held)
         coded = other = 0
         for number in range(4 * _FRAGMENTS):
-            row, column = _corner(number // _FRAGMENTS, number % _FRAGMENTS)
+            strip, fragment = number // _FRAGMENTS, number % _FRAGMENTS
+            row, column = _corner(strip, fragment)
+            word = bitmaps[block, strip, 0, fragment] | bitmaps[block, strip, 1, fragment]
+            word |= bitmaps[block, strip, 2, fragment]
             for r in range(_FRAGMENT):
+                have_code = int64((word >> uint64(8 * r)) & uint64(255))
+                if have_code == 255:  # four rows of five
+                    for c in range(_FRAGMENT):
+                        value = held[row + r, column + c]
+                        coded_values[coded + c] = uint8(((value >> 8) & 0x80) | (value & 0x7F))
+                    coded += _FRAGMENT
+                    continue
                 for c in range(_FRAGMENT):
                     value = held[row + r, column + c]
                     coded_values[coded] = uint8(((value >> 8) & 0x80) | (value & 0x7F))
                     others[other] = value
-                    has_code = uint8(uint8(value >> 7) - first) < 7
-                    coded += has_code
-                    other += not has_code
+                    coded += (have_code >> c) & 1
+                    other += 1 - ((have_code >> c) & 1)
         at, there = starts[block]
         sign_mantissas[at : at + coded] = coded_values[:coded]
         full_values[there : there + other] = others[:other]
@@ -149,4 +158,5 @@ def read_blocks(bitmaps, base, begin, end, starts, sign_mantissas, full_values, 
         row, column = _BLOCK * (block // across), _BLOCK * (block % across)
         rows, columns = min(_BLOCK, bits.shape[0] - row), min(_BLOCK, bits.shape[1] - column)
         for r in range(rows):
-            bits[row + r, column : column + columns] = held[r, :columns]
+            for c in range(columns):
+                bits[row + r, column + c] = held[r, c]
