@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 
+from kvrail.codec.fused import launch
 from kvrail.codec.fused.builds import Build
 from kvrail.codec.packed import gpu as packed_gpu
 from kvrail.codec.packed.packing import pack
@@ -18,7 +19,12 @@ from tests.codec.emulated import Emulated
 from tests.codec.test_packed import bits, normal, of_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-BUILDS = {"packed": Build(1, 4, 2, 2), "tbe": Build(2, 9, 3, 2)}
+BUILDS = [
+    ("packed", Build(1, 4, 2, 2)),
+    ("packed", Build(8, 4, 2, 2)),
+    ("tbe", Build(2, 9, 3, 2)),
+    ("tbe", Build(8, 6, 3, 3)),
+]
 
 
 def packed_parts(weight):
@@ -38,10 +44,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("emulated")
 
 
-@pytest.fixture(scope="module", params=list(FORMS))
+@pytest.fixture(scope="module", params=BUILDS, ids=lambda given: f"{given[0]}-{8 * given[1].token_tiles}")
 def product(request, folder):
-    form, parts = FORMS[request.param]
-    return Emulated(folder, form, BUILDS[request.param]), parts
+    (form, parts), build = FORMS[request.param[0]], request.param[1]
+    return Emulated(folder, form, build), parts
 
 
 @pytest.fixture(scope="module")
@@ -60,15 +66,27 @@ def weights(rows, columns):
     return weight
 
 
-@pytest.mark.parametrize(("rows", "columns", "tokens"), [(64, 128, 3), (112, 320, 8), (16, 64, 1)])
+@pytest.mark.parametrize(("rows", "columns", "missing"), [(64, 128, 5), (112, 320, 0), (16, 64, 7)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_is_exact(product, rows, columns, tokens, biased):
+def test_a_product_is_exact(product, rows, columns, missing, biased):
     kernel, parts = product
+    tokens = 8 * kernel.build.token_tiles - missing
     weight, x = weights(rows, columns), integers(tokens, columns, 8, 1)
     bias = integers(1, rows, 8, 2)[0] if biased else None
     wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     found = kernel.product(parts(weight), x, bias, rows, blocks=2)
     assert torch.equal(found, wanted.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_build_fits_into_shared_memory(form):
+    for tiles in (1, 2, 4, 8):
+        fitting = launch.builds(FORMS[form][0], tiles)
+        assert len(fitting) >= 3
+        for build in fitting:
+            assert build.stages >= 2
+            assert build.shared_bytes(FORMS[form][0].scratch) <= 232448
+            assert build.producers % build.strips == 0
 
 
 def test_every_pattern_of_sixteen_bits_is_decompressed(unpack):

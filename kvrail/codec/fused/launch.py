@@ -1,6 +1,7 @@
 """Launches of products with weights in fewer bytes, and of what gives them back as bfloat16."""
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,11 +10,16 @@ import torch
 from kvrail.codec.fused.builds import Build, Form, done, product_kernel, unpack_kernel
 
 MOST_TOKENS = 64
-"""Of products that read the weight as it lies, 32 at a time. For more, unpacking it first is the shorter way."""
+"""Of products that read the weight as it lies. For more, unpacking it first is the shorter way."""
 STRIP_ROWS = 16
-_AT_ONCE = 32
+_TOKEN_TILES = (1, 2, 4, 8)
+_MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a block may have."""
 _SHAPES = ((24, 4, 2), (18, 3, 3), (16, 2, 3), (15, 5, 3))
-"""Producers, strips and stages to choose from; the first of equals, as measured on an H200 with packed weights."""
+"""Producers, strips and stages to choose from; the first of equals, as measured on an H200 with packed weights.
+
+Those whose stages do not fit, with many tokens or a form's scratch, have one less, two at least.
+"""
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _UNPACKING_BLOCKS = 8
 """Of `unpack`, for each multiprocessor."""
@@ -25,17 +31,22 @@ def multiply(form: Form, x: torch.Tensor, parts: list[int], rows: int, bias: tor
     parts: arguments for the form's PARAMETERS. bias: bfloat16 [rows]. The bits are those of cuBLASLt where it does not
     split sums and gets at least 32 tokens.
     """
-    tokens = len(x)
-    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=x.device)
-    for at in range(0, tokens, _AT_ONCE):
-        _launch(form, x[at : at + _AT_ONCE], parts, bias, out[at : at + _AT_ONCE])
+    (tokens, columns), device = x.shape, x.device
+    out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=device)
+    build, blocks = _plan(form, device, rows, _tiles(tokens))
+    given = _tensor_map(x, 8 * build.token_tiles)
+    added = 0 if bias is None else bias.data_ptr()
+    arguments = [*parts, given, added, out.data_ptr(), rows, columns, tokens]
+    types = [*form.types, None, _POINTER, _POINTER, _INT, _INT, _INT]
+    shared = build.shared_bytes(form.scratch)
+    _start(product_kernel(device, form, build), blocks, build.threads, shared, device, arguments, types)
     return out
 
 
 def prepare(form: Form, device: torch.device, rows: int) -> None:
     """Compile and load what products with a weight of so many rows need; nothing of it can be done during a capture."""
-    for tokens in (8, 16, _AT_ONCE):
-        product_kernel(device, form, _plan(device, rows, tokens)[0])
+    for tiles in _TOKEN_TILES:
+        product_kernel(device, form, _plan(form, device, rows, tiles)[0])
     unpack_kernel(device, form)
 
 
@@ -49,29 +60,33 @@ def unpack(form: Form, parts: list[int], out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _launch(form: Form, x: torch.Tensor, parts: list[int], bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    (tokens, columns), rows, device = x.shape, out.shape[1], x.device
-    build, blocks = _plan(device, rows, tokens)
-    given = _tensor_map(x, 8 * build.token_tiles)
-    added = 0 if bias is None else bias.data_ptr()
-    arguments = [*parts, given, added, out.data_ptr(), rows, columns, tokens]
-    types = [*form.types, None, _POINTER, _POINTER, _INT, _INT, _INT]
-    shared = build.shared_bytes(form.scratch)
-    _start(product_kernel(device, form, build), blocks, build.threads, shared, device, arguments, types)
+def builds(form: Form, tiles: int) -> list[Build]:
+    """Builds of `product` for so many tiles of eight tokens."""
+    fitting = []
+    for producers, strips, stages in _SHAPES:
+        build = Build(tiles, producers, strips, stages)
+        while build.shared_bytes(form.scratch) > _MOST_SHARED:
+            build = replace(build, stages=build.stages - 1)
+        if build.stages > 1:
+            fitting.append(build)
+    return fitting
+
+
+def _tiles(tokens: int) -> int:
+    return next(tiles for tiles in _TOKEN_TILES if tokens <= 8 * tiles)
 
 
 @cache
-def _plan(device: torch.device, rows: int, tokens: int) -> tuple[Build, int]:
+def _plan(form: Form, device: torch.device, rows: int, tiles: int) -> tuple[Build, int]:
     """The build for a product, and its number of blocks: those that leave multiprocessors the least to wait for."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     strips = rows // STRIP_ROWS
 
-    def turns(each: int) -> int:
-        return -(-strips // each)
+    def turns(build: Build) -> int:
+        return -(-strips // build.strips)
 
-    producers, each, stages = min(_SHAPES, key=lambda shape: -(-turns(shape[1]) // processors) * shape[1])
-    tiles = next(tiles for tiles in (1, 2, 4) if tokens <= 8 * tiles)
-    return Build(tiles, producers, each, stages), min(processors, turns(each))
+    build = min(builds(form, tiles), key=lambda build: -(-turns(build) // processors) * build.strips)
+    return build, min(processors, turns(build))
 
 
 def _tensor_map(x: torch.Tensor, tokens: int) -> Any:

@@ -5,7 +5,7 @@
 // and goes on to its next ones without a pause. Each output is one chain of m16n8k16 products in order of the columns: the
 // order of cuBLASLt's kernels that do not split the sum, so the bits are theirs, whatever the constants here.
 //
-// Constants of a build: TOKEN_TILES 1, 2 or 4; PRODUCERS, a multiple of STRIPS; STRIPS; STAGES.
+// Constants of a build: TOKEN_TILES 1, 2, 4 or 8; PRODUCERS, a multiple of STRIPS; STRIPS; STAGES.
 //
 // The form of the weight, whose source comes before this one, says how tiles of 16 rows and 64 columns are unpacked:
 //   PARAMETERS, PARTS   the kernel's parameters that say where the weight lies, and their names
@@ -120,14 +120,33 @@ extern "C" __global__ void __launch_bounds__((PRODUCERS + STRIPS + 1) * 32, 1) p
         const u32 weights = shared(room + s * WEIGHTS_OF_STAGE + own * TILES * 2048) + row * 128;
         const u32 given = shared(held_tokens + s * TOKENS_OF_STAGE) + token * 128;
         const int here = min(TILES, across - stage * TILES);
+        auto load_weights = [&](u32* to, int i) {
+          const u32 from = weights + i / 2 * 2048;
+          load_matrices(to, from + (((4 * (i % 2) + upper) ^ (row & 7)) * 16));
+          load_matrices(to + 4, from + (((4 * (i % 2) + 2 + upper) ^ (row & 7)) * 16));
+        };
+        auto load_tokens = [&](u32* to, int i, int j) {
+          load_matrices(to, given + (i / 2 * TOKENS + j * 8) * 128 + (((4 * (i % 2) + part) ^ token) * 16));
+        };
+#if TOKEN_TILES > 4  // registers hold one step's weights and two tiles' tokens
+        u32 a[8], b[2][4];
+#pragma unroll 2
+        for (int i = 0; i < 2 * here; i++) {
+          load_weights(a, i);
+          load_tokens(b[0], i, 0);
+#pragma unroll
+          for (int j = 0; j < TOKEN_TILES; j++) {
+            if (j + 1 < TOKEN_TILES) load_tokens(b[(j + 1) % 2], i, j + 1);
+            multiply(sums[j], a, b[j % 2]);
+            multiply(sums[j], a + 4, b[j % 2] + 2);
+          }
+        }
+#else
         u32 a[2][8], b[2][TOKEN_TILES][4];
         auto load = [&](int i, int slot) {
-          const int t = i / 2, half = i % 2;
-          load_matrices(a[slot], weights + t * 2048 + (((4 * half + upper) ^ (row & 7)) * 16));
-          load_matrices(a[slot] + 4, weights + t * 2048 + (((4 * half + 2 + upper) ^ (row & 7)) * 16));
+          load_weights(a[slot], i);
 #pragma unroll
-          for (int j = 0; j < TOKEN_TILES; j++)
-            load_matrices(b[slot][j], given + (t * TOKENS + j * 8) * 128 + (((4 * half + part) ^ token) * 16));
+          for (int j = 0; j < TOKEN_TILES; j++) load_tokens(b[slot][j], i, j);
         };
         auto use = [&](int slot) {
 #pragma unroll
@@ -148,6 +167,7 @@ extern "C" __global__ void __launch_bounds__((PRODUCERS + STRIPS + 1) * 32, 1) p
             use(0);
           }
         }
+#endif
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * s);
         if (++s == STAGES) {
