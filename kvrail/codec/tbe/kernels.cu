@@ -121,10 +121,11 @@ struct Tile {
     __syncwarp();
   }
 
-  // For four weights, by the mask of those that have a code: which of the values ahead each takes; above, their number.
+  // For four weights, by the mask of those that have a code: which of the values ahead each takes, in four bits each;
+  // above, the number of values, four times.
   static __device__ __forceinline__ u32 choices(u32 mask) {
     const u32 second = mask & 1, third = second + ((mask >> 1) & 1), fourth = third + ((mask >> 2) & 1);
-    return (fourth + ((mask >> 3) & 1)) << 16 | fourth << 12 | third << 8 | second << 4;
+    return (fourth + ((mask >> 3) & 1)) * 0x11110000u | fourth << 12 | third << 8 | second << 4;
   }
 
   // Four weights, as two words of two, of their values and codes.
@@ -141,9 +142,9 @@ struct Tile {
     for (int k = 0; k < 4; k++) {
       const u32 codes = load4(own + CODES_AT + 128 * k), row = load4(own + ROWS_AT + 128 * k);
       const u32 one = __shfl_sync(~0u, chosen, row >> 24), other = __shfl_sync(~0u, chosen, row >> 28);
-      const u32 next = row + (one >> 16), at = row & 0xfffffcu, next_at = next & 0xfffffcu;
-      const u32 left = bytes_of(load4(at), load4(at + 4), (row & 3) * 0x1111u + one);
-      const u32 right = bytes_of(load4(next_at), load4(next_at + 4), (next & 3) * 0x1111u + other);
+      const u32 at = row & 0xfffffcu, middle = load4(at + 4);
+      const u32 ahead = __funnelshift_r(load4(at), middle, row * 8), behind = __funnelshift_r(middle, load4(at + 8), row * 8);
+      const u32 left = bytes_of(ahead, behind, one), right = bytes_of(ahead, behind, other + (one >> 16));
       u32 x, y, z, w;
       join(left, codes & CODES, x, y);
       join(right, (codes >> 4) & CODES, z, w);
