@@ -66,7 +66,7 @@ def weights(rows, columns):
     return weight
 
 
-@pytest.mark.parametrize(("rows", "columns", "missing"), [(64, 128, 5), (112, 320, 0), (16, 64, 7)])
+@pytest.mark.parametrize(("rows", "columns", "missing"), [(64, 128, 5), (112, 320, 0), (16, 64, 7), (32, 8320, 4)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_is_exact(product, rows, columns, missing, biased):
     kernel, parts = product
