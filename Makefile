@@ -136,8 +136,8 @@ bench-codec: $(VENV)/.bench  ## ratio and speed of the KV codecs, beside their p
 bench-codec-kernels: $(VENV)/.bench  ## the codecs' GPU kernels beside the memory's limit
 	$(BIN)/python -m benchmarks.codec_kernels $(ARGS)
 
-bench-packed-weights: $(VENV)/.dev  ## products with packed weights beside cuBLAS, and a model's steps, on a GPU
-	$(BIN)/python -m benchmarks.packed_weights $(ARGS)
+bench-weights-gpu: $(VENV)/.dev  ## products with packed and TCA-TBE weights beside cuBLAS, and a model's steps, on a GPU
+	$(BIN)/python -m benchmarks.weights_gpu $(ARGS)
 
 bench-weights: $(VENV)/.bench  ## ratio and speed of packed models and checkpoints, beside ZipNN where it is installed, and zstd
 	$(BIN)/python -m benchmarks.weights $(ARGS)

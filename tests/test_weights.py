@@ -1,10 +1,19 @@
 """In which form a worker holds its weights: what the settings may ask for."""
 
-import pytest
+import shutil
+from types import SimpleNamespace
+from typing import Literal
 
+import pytest
+import torch
+
+from kvrail.codec.fused import launch
+from kvrail.codec.tbe import gpu
 from kvrail.config import DecodeSettings, PrefillSettings
+from kvrail.engine.fusion import JointLinear
 from kvrail.errors import ConfigError
-from kvrail.services.weights import forms_of
+from kvrail.services.weights import FORMS, forms_of, hold
+from tests.codec.emulated import Emulated
 
 
 @pytest.mark.parametrize("settings", [DecodeSettings, PrefillSettings])
@@ -12,11 +21,72 @@ def test_weights_stay_plain_unless_asked_for(settings):
     assert forms_of(settings(device="cpu")).hold is None
 
 
-def test_packed_weights_on_a_cpu_are_refused_by_name():
-    with pytest.raises(ConfigError, match="weights is 'packed', but packed weights need an NVIDIA GPU, not device cpu"):
-        forms_of(DecodeSettings(device="cpu", weights="packed"))
+@pytest.mark.parametrize("form", list(FORMS))
+def test_such_weights_on_a_cpu_are_refused_by_name(form):
+    with pytest.raises(
+        ConfigError, match=f"weights is '{form}', but {form} weights need an NVIDIA GPU, not device cpu"
+    ):
+        forms_of(DecodeSettings(device="cpu", weights=form))
 
 
-def test_packed_weights_in_float32_are_refused_by_name():
-    with pytest.raises(ConfigError, match="dtype is 'float32'; only bfloat16 can be packed"):
-        forms_of(DecodeSettings(device="cuda", dtype="float32", weights="packed"))
+@pytest.mark.parametrize("form", list(FORMS))
+def test_such_weights_in_float32_are_refused_by_name(form):
+    with pytest.raises(ConfigError, match=f"weights is '{form}', but dtype is 'float32'; only bfloat16 can be held so"):
+        forms_of(DecodeSettings(device="cuda", dtype="float32", weights=form))
+
+
+def test_the_settings_name_every_form():
+    assert DecodeSettings.model_fields["weights"].annotation == Literal["plain", *FORMS]
+
+
+class Model(torch.nn.Module):
+    """Layers of all kinds: two that share a weight, one with a bias, the embedding's, and some that must stay plain."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape):
+            return torch.nn.Parameter((torch.randn(shape, generator=generator) / 8).bfloat16(), requires_grad=False)
+
+        joint = normal(128, 128)
+        self.query, self.key = JointLinear(joint, None, 0, 80), JointLinear(joint, None, 80, 128)
+        self.output, self.few, self.narrow = (torch.nn.Linear(1, 1) for _ in range(3))
+        self.output.weight, self.output.bias = normal(192, 128), normal(192)
+        self.few.weight, self.few.bias = normal(16, 128), None
+        self.narrow.weight, self.narrow.bias = normal(64, 96), None
+        self.embedding, self.head = torch.nn.Embedding(64, 128), torch.nn.Linear(1, 1)
+        self.embedding.weight = normal(64, 128)
+        self.head.weight, self.head.bias = self.embedding.weight, None
+
+    def forward(self, x):
+        return [self.query(x), self.key(x), self.output(x), self.few(x), self.narrow(x[..., :96]), self.head(x)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_layers_are_held_where_they_can_and_compute_what_they_did(tmp_path, monkeypatch, caplog):
+    kernel = Emulated(tmp_path, gpu.FORM, None)
+
+    def product(form, x, parts, rows, bias):
+        assert form is gpu.FORM
+        kernel.readable_everywhere()
+        return torch.nn.functional.linear(x, kernel.unpack(parts, rows, x.shape[1], blocks=1), bias)
+
+    monkeypatch.setattr(launch, "multiply", product)
+    monkeypatch.setattr(launch, "prepare", lambda *_: None)
+    model, x = Model(), torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    wanted = model(x)
+    loaded = SimpleNamespace(model=model, layers=[], projections=[])
+    with caplog.at_level("INFO", logger="kvrail.services.weights"):
+        assert hold(loaded, "tbe", join=False) is loaded
+    assert [type(module).__name__ for module in model.children()] == [
+        *["TbeLinear"] * 3, *["Linear"] * 2, "Embedding", "Linear"
+    ]  # fmt: skip
+    assert (
+        model.query.sign_mantissas.untyped_storage().data_ptr() == model.key.sign_mantissas.untyped_storage().data_ptr()
+    )
+    for found, plain in zip(model(x), wanted, strict=True):
+        assert torch.equal(found, plain)
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    for reason in ("the embedding's, too", "they would take as much", "[64, 96] is no multiple of [16, 64]"):
+        assert reason in told

@@ -1,16 +1,24 @@
 """How a worker holds its model's weights."""
 
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 
-from kvrail.codec.packed.builds import unsupported
-from kvrail.codec.packed.form import FIXED_BYTES, PackedWeight, refusal
-from kvrail.codec.packed.gpu import prepare
+from kvrail.codec.fused.builds import unsupported
+from kvrail.codec.packed.form import FIXED_BYTES, PackedWeight
+from kvrail.codec.packed.form import refusal as packed_refusal
+from kvrail.codec.packed.gpu import prepare as packed_prepare
 from kvrail.codec.packed.op import packed_product
 from kvrail.codec.packed.packing import pack
+from kvrail.codec.tbe.cpu import compress
+from kvrail.codec.tbe.form import UNIT, TbeWeight
+from kvrail.codec.tbe.form import refusal as tbe_refusal
+from kvrail.codec.tbe.gpu import prepare as tbe_prepare
+from kvrail.codec.tbe.op import tbe_product
 from kvrail.config import WorkerSettings
 from kvrail.engine.fusion import JointLinear, join_projections
 from kvrail.engine.loader import LoadedModel, WeightForms
@@ -19,8 +27,98 @@ from kvrail.services.packed.weights import PackedWeights
 
 logger = logging.getLogger(__name__)
 
+Held = TypeVar("Held", PackedWeight, TbeWeight)
+
 _LEAST_ROWS = 8
-"""Of a step whose linear layers are all packed: their products have eight tokens' columns at least."""
+"""Of a step whose linear layers are all held so: their products have eight tokens' columns at least."""
+
+
+class HeldLinear(torch.nn.Module, ABC):
+    """Rows `begin` to `end` of a linear layer whose weight has `rows` in another form; several may share one."""
+
+    def __init__(self, bias: torch.Tensor | None, rows: int, begin: int, end: int) -> None:
+        super().__init__()
+        self.bias, self.rows, self.begin, self.end = bias, rows, begin, end
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: bfloat16 [..., columns]; returns bfloat16 [..., end - begin]."""
+        out = self.product(x)
+        return out if self.end - self.begin == self.rows else out[..., self.begin : self.end]
+
+    @abstractmethod
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """All rows: bfloat16 [..., rows]."""
+
+
+# Parts of a weight take as much as its values need, but layers share compiled code only where their tensors have one
+# shape: layers keep the least that such parts have in weights of that shape, and kernels find the rest by its address.
+
+
+class PackedLinear(HeldLinear):
+    """Such a layer whose weight is packed."""
+
+    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
+        super().__init__(bias, weight.rows, begin, end)
+        self.columns, self.index, self.counts = weight.columns, weight.index, weight.counts
+        self.blocks = weight.blocks[: FIXED_BYTES * len(weight.index)]
+        self.shifts, self.scales = weight.shifts, weight.scales
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """All rows: bfloat16 [..., rows]."""
+        parts = (self.blocks, self.index, self.counts, self.shifts, self.scales)
+        out: torch.Tensor = packed_product(x, self.bias, *parts, self.columns)
+        return out
+
+
+class TbeLinear(HeldLinear):
+    """Such a layer whose weight is TCA-TBE."""
+
+    def __init__(self, weight: TbeWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
+        super().__init__(bias, weight.rows, begin, end)
+        self.columns, self.base, self.bitmaps, self.offsets = (
+            weight.columns,
+            weight.base,
+            weight.bitmaps,
+            weight.offsets,
+        )
+        self.sign_mantissas, self.full_values = weight.sign_mantissas[:UNIT], weight.full_values[: UNIT // 2]
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """All rows: bfloat16 [..., rows]."""
+        parts = (self.base, self.bitmaps, self.sign_mantissas, self.full_values, self.offsets)
+        out: torch.Tensor = tbe_product(x, self.bias, *parts, self.rows, self.columns)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class HeldForm(Generic[Held]):
+    """A form in which a GPU holds weights, and multiplies by them, with the bits of the plain ones.
+
+    refusal: why a weight cannot have it, empty where it can. compress: a weight to it, on the weight's device. prepare:
+    what must be done before a capture. linear: the layer, of weight, bias, first row and last.
+    """
+
+    refusal: Callable[[torch.Tensor], str]
+    compress: Callable[[torch.Tensor], Held]
+    prepare: Callable[[Held], None]
+    linear: Callable[[Held, torch.Tensor | None, int, int], HeldLinear]
+
+    def hold(self, weight: torch.Tensor) -> Held | str:
+        """The weight in this form, ready; or why it stays plain."""
+        if why := self.refusal(weight):
+            return why
+        held = self.compress(weight)
+        if held.nbytes >= weight.nbytes:
+            return "they would take as much"
+        self.prepare(held)
+        return held
+
+
+FORMS: dict[str, HeldForm[PackedWeight] | HeldForm[TbeWeight]] = {
+    "packed": HeldForm(packed_refusal, pack, packed_prepare, PackedLinear),
+    "tbe": HeldForm(tbe_refusal, lambda weight: compress(weight).to(weight.device), tbe_prepare, TbeLinear),
+}
+"""What --weights may name besides plain."""
 
 
 def forms_of(settings: WorkerSettings) -> WeightForms:
@@ -28,65 +126,46 @@ def forms_of(settings: WorkerSettings) -> WeightForms:
 
     Raises ConfigError where the settings do not allow the form that they ask for.
     """
-    if settings.weights == "plain":
+    name = settings.weights
+    if name == "plain":
         return WeightForms(PackedWeights())
     device = torch.device(settings.device)
-    why = "" if device.type == "cuda" and not torch.cuda.is_available() else unsupported(device)
+    why = "" if device.type == "cuda" and not torch.cuda.is_available() else unsupported(device, name)
     if why:
-        raise ConfigError(f"weights is 'packed', but {why}; set it to plain")
+        raise ConfigError(f"weights is {name!r}, but {why}; set it to plain")
     if settings.dtype == "float32":
-        raise ConfigError("weights is 'packed', but dtype is 'float32'; only bfloat16 can be packed")
-    return WeightForms(PackedWeights(), lambda loaded: hold_packed(loaded, join=settings.compile))
+        raise ConfigError(f"weights is {name!r}, but dtype is 'float32'; only bfloat16 can be held so")
+    return WeightForms(PackedWeights(), lambda loaded: hold(loaded, name, join=settings.compile))
 
 
-class PackedLinear(torch.nn.Module):
-    """Rows `begin` to `end` of a linear layer whose weight is packed; several may share one weight."""
-
-    def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
-        super().__init__()
-        self.columns, self.rows, self.begin, self.end = weight.columns, weight.rows, begin, end
-        self.bias, self.index = bias, weight.index
-        # Blocks take as much as their records need, but layers share compiled code only where their tensors have one
-        # shape: this is the least that blocks of this shape take, and a kernel finds the rest by their address.
-        self.blocks = weight.blocks[: FIXED_BYTES * len(weight.index)]
-        self.counts, self.shifts, self.scales = weight.counts, weight.shifts, weight.scales
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: bfloat16 [..., columns]; returns bfloat16 [..., end - begin]."""
-        parts = (self.blocks, self.index, self.counts, self.shifts, self.scales)
-        out: torch.Tensor = packed_product(x, self.bias, *parts, self.columns)
-        return out if self.end - self.begin == self.rows else out[..., self.begin : self.end]
-
-
-def hold_packed(loaded: LoadedModel, *, join: bool) -> LoadedModel:
-    """Replace the model's linear layers by packed ones, in place; what cannot be packed stays plain.
+def hold(loaded: LoadedModel, name: str, *, join: bool) -> LoadedModel:
+    """Replace the model's linear layers by those of a form, in place; what cannot be held so stays plain.
 
     join: first join the projections that share an input, as compiling the layers would.
     """
     if join:
         for layer in loaded.layers:
             join_projections(layer, loaded.projections)
+    form = FORMS[name]
     before = after = 0
     plain: dict[str, int] = {}
     embedded = {id(module.weight) for module in loaded.model.modules() if isinstance(module, torch.nn.Embedding)}
     for weight, places in _weights(loaded.model):
-        dense = weight.nbytes
-        shared = "they are the embedding's, too" if id(places[0][2].weight) in embedded else ""
-        packed = None if (why := shared or refusal(weight)) else pack(weight)
-        if packed is None or packed.nbytes >= dense:
-            reason = why or "packed it would take as much"
-            plain[reason] = plain.get(reason, 0) + 1
-            after += dense
-        else:
-            prepare(packed)
-            for parent, name, module in places:
-                begin, end = (module.begin, module.end) if isinstance(module, JointLinear) else (0, packed.rows)
-                setattr(parent, name, PackedLinear(packed, module.bias, begin, end))
-            after += packed.nbytes
-        before += dense
+        shared = id(places[0][2].weight) in embedded
+        held = "they are the embedding's, too" if shared else form.hold(weight)
+        before += weight.nbytes
+        if isinstance(held, str):
+            plain[held] = plain.get(held, 0) + 1
+            after += weight.nbytes
+            continue
+        for parent, child, module in places:
+            begin, end = (module.begin, module.end) if isinstance(module, JointLinear) else (0, held.rows)
+            setattr(parent, child, form.linear(held, module.bias, begin, end))  # type: ignore[arg-type]
+        after += held.nbytes
     for reason, count in plain.items():
         logger.warning("%d weights of linear layers stay plain: %s", count, reason)
-    logger.info("weights of linear layers packed: %.2f GiB are %.2f", before / (1 << 30), after / (1 << 30))
+    sizes = before / (1 << 30), after / (1 << 30)
+    logger.info("weights of linear layers are held as %s: %.2f GiB are %.2f", name, *sizes)
     return loaded if plain else replace(loaded, least_rows=_LEAST_ROWS)
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvrail.config import DecodeSettings, PrefillSettings
-from kvrail.engine.loader import WeightForms
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.prefill import InprocPrefillClient
@@ -21,9 +20,9 @@ from kvrail.services.codecs import AUTO, Codecs
 from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
-from kvrail.services.packed.weights import PackedWeights
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
+from kvrail.services.weights import forms_of
 from kvrail.transport import ucx
 from kvrail.transport.inproc import InprocCarrier
 from kvrail.wire.convert import sampling_to_proto
@@ -166,7 +165,7 @@ async def cluster(
             codecs=codecs.parameters,
             on_layer=observer.layers_written,
             detokenize=False,
-            weights=WeightForms(PackedWeights()),
+            weights=forms_of(options),
         )
         codecs.check_codebook(worker.loaded)
         observer.attach(worker)
@@ -189,7 +188,7 @@ async def cluster(
         codecs=codecs.parameters,
         max_drafts=options.max_drafts,
         detokenize=True,
-        weights=WeightForms(PackedWeights()),
+        weights=forms_of(options),
     )
     codecs.check_codebook(worker.loaded)
     channels = GrpcPrefillWorkers(tls("decode"))

@@ -9,10 +9,10 @@ if not torch.cuda.is_available():
 
 from torch.nn.functional import linear, pad  # noqa: E402
 
-from kvrail.codec.packed.builds import unsupported  # noqa: E402
+from kvrail.codec.fused.builds import unsupported  # noqa: E402
 
-if unsupported(torch.device("cuda")):
-    pytest.skip(unsupported(torch.device("cuda")), allow_module_level=True)
+if unsupported(torch.device("cuda"), "packed"):
+    pytest.skip(unsupported(torch.device("cuda"), "packed"), allow_module_level=True)
 
 from kvrail.codec.packed import gpu, reference  # noqa: E402
 from kvrail.codec.packed.packing import pack  # noqa: E402
@@ -20,7 +20,7 @@ from kvrail.engine.batch import SequenceSlice  # noqa: E402
 from kvrail.engine.invariance import choose_products  # noqa: E402
 from kvrail.engine.loader import load_model  # noqa: E402
 from kvrail.engine.runner import ModelRunner  # noqa: E402
-from kvrail.services.weights import PackedLinear, hold_packed  # noqa: E402
+from kvrail.services.weights import PackedLinear, hold  # noqa: E402
 from tests.codec.test_packed import bits, normal, of_bits  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
 
@@ -90,6 +90,13 @@ def test_a_product_in_a_graph_follows_its_input():
         assert torch.equal(bits(out), bits(linear(pad(x, (0, 0, 0, 24)), weight)[:8]))
 
 
+def load(name):
+    if name != "demo":
+        return tiny_models.load(name, device="cuda", kv_dtype="bfloat16")
+    demo = "models/kvrail-demo"
+    return load_model(demo, device="cuda", dtype="auto", kv_dtype="bfloat16", page_size=16, load_format="safetensors")
+
+
 def logits_of(loaded, compile):
     torch._dynamo.reset()
     runner = ModelRunner(loaded, 64, max_running=16, max_batch_tokens=256, cuda_graphs=True, compile=compile)
@@ -105,16 +112,8 @@ def logits_of(loaded, compile):
     ("name", "compile"), [("llama", False), ("qwen3", False), ("demo", False), ("llama", True), ("qwen3", True)]
 )
 def test_a_packed_model_has_the_plain_ones_numerics(name, compile):
-    def load():
-        if name != "demo":
-            return tiny_models.load(name, device="cuda", kv_dtype="bfloat16")
-        demo = "models/kvrail-demo"
-        return load_model(
-            demo, device="cuda", dtype="auto", kv_dtype="bfloat16", page_size=16, load_format="safetensors"
-        )
-
-    plain_finding, plain = logits_of(load(), compile)
-    packed_model = hold_packed(load(), join=compile)
+    plain_finding, plain = logits_of(load(name), compile)
+    packed_model = hold(load(name), "packed", join=compile)
     assert any(isinstance(module, PackedLinear) for module in packed_model.model.modules())
     packed_finding, packed = logits_of(packed_model, compile)
     assert plain_finding.holds

@@ -1,0 +1,1 @@
+"""Weights as TCA-TBE, in 11.3 bits; see README.md beside this."""
