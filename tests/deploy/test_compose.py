@@ -94,7 +94,7 @@ class Cluster:
         """State of each worker of a role, as the router sees it, by address."""
         return {target: about["state"] for target, about in self.admin.get("/health").json()[f"{role}_workers"].items()}
 
-    def ask(self, number):
+    def ask(self, number, **more):
         """One streamed, greedy answer, (text, finish reason), to a prompt whose KV only the same `number` shares."""
         body = {
             "model": "kvrail-demo",
@@ -102,6 +102,7 @@ class Cluster:
             "temperature": 0,
             "max_tokens": 400,
             "stream": True,
+            **more,
         }
         with self.api.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -130,7 +131,7 @@ def streams(cluster, count, numbers):
     def client():
         try:
             while not over.is_set():
-                cluster.ask(next(numbers))
+                cluster.ask(next(numbers), ignore_eos=True)
         except (AssertionError, httpx.HTTPError) as error:
             faults.append(error)
 

@@ -1,7 +1,8 @@
 """Asks a live Prometheus what vLLM's own Grafana dashboards would: python -m deploy.grafana.source.vllm URL.
 
-vllm_boards.yml has their panels as facts. Variables are filled in from that Prometheus as Grafana does. A query that
-fails or has no series, or none with a number, is a fault, but for the metrics that vllm_boards.yml lists as empty.
+vllm_boards.yml has their panels as facts; dashboards that somebody put into deploy/grafana/vllm are asked as they are.
+Variables are filled in from that Prometheus as Grafana does. A query that fails, or has no series, or none with a
+number, is a fault, but for the metrics that vllm_boards.yml lists as empty.
 """
 
 import json
@@ -10,19 +11,20 @@ import re
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from deploy.grafana.source.live import TIMEOUT_S, ask
+from deploy.grafana.source.live import DEPLOY, TIMEOUT_S, ask
 
-BOARDS = Path(__file__).with_name("vllm_boards.yml")
+FACTS = Path(__file__).with_name("vllm_boards.yml")
+FILES = DEPLOY / "grafana" / "vllm"
 METRIC = re.compile(r"\b(?:vllm:|http_)[a-z0-9_]+\b(?!\s*=)")
 OVERVIEW = "vLLM / Overview"
-INTERVALS = {"__rate_interval": "20s", "__range": "1h"}
+INTERVALS = {"__interval": "5s", "__rate_interval": "20s", "__range": "1h"}
 """What Grafana makes of scrapes every 5 s and the dashboards' hour: four scrapes, and the hour."""
 FORMS = {
     r"each": "M{S}",
@@ -59,33 +61,61 @@ Grafana's ranges."""
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One query of a panel, with the board's variables in it. metric: what it is about, without `vllm:`."""
+    """One query of a panel, with the board's variables in it."""
 
     panel: str
-    metric: str
     expr: str
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A dashboard: its queries, its variables, and why metrics that it asks for are empty here."""
+    """A dashboard: its queries, and its variables: a constant, or label_values(...) and whether all of them."""
 
     name: str
-    variables: dict[str, Any]
+    variables: dict[str, str | tuple[str, bool]]
     queries: tuple[Asked, ...]
-    empty: dict[str, str]
+
+
+def empty() -> dict[str, str]:
+    """Metrics that no series has here, and why."""
+    listed: dict[str, str] = _facts()["empty"]
+    return listed
 
 
 def boards() -> Iterator[Board]:
-    """Read vllm_boards.yml."""
-    for about in yaml.safe_load(BOARDS.read_text(encoding="utf-8")):
-        queries = tuple(
-            asked
-            for panel, items in about["panels"].items()
-            for item in items
-            for asked in _written(about, panel, item)
-        )
-        yield Board(about["board"], about["variables"], queries, about.get("empty", {}))
+    """What vllm_boards.yml says, then the dashboards in FILES."""
+    for about in _facts()["boards"]:
+        queries = (each for panel, items in about["panels"].items() for each in _all_written(about, panel, items))
+        variables = {
+            name: how if isinstance(how, str) else (how["values"], how.get("all", False))
+            for name, how in about["variables"].items()
+        }
+        yield Board(about["board"], variables, tuple(queries))
+    for path in sorted(FILES.glob("*.json")):
+        yield of_grafana(json.loads(path.read_text(encoding="utf-8")))
+
+
+def of_grafana(dashboard: dict[str, Any]) -> Board:
+    """A dashboard as Grafana exports it."""
+    variables: dict[str, str | tuple[str, bool]] = {}
+    for each in dashboard["templating"]["list"]:
+        query = each.get("definition") or each.get("query")
+        if each["type"] == "query" and query:
+            variables[each["name"]] = query, each.get("includeAll", False)
+        elif each["type"] == "custom":
+            variables[each["name"]] = str(each["current"]["value"])
+    panels = [each for panel in dashboard["panels"] for each in (panel, *panel.get("panels", ()))]
+    queries = (Asked(panel["title"], target["expr"]) for panel in panels for target in panel.get("targets", ()))
+    return Board(dashboard["title"], variables, tuple(queries))
+
+
+def _facts() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(FACTS.read_text(encoding="utf-8"))
+    return found
+
+
+def _all_written(about: dict[str, Any], panel: str, items: Iterable[str]) -> Iterator[Asked]:
+    return (asked for item in items for asked in _written(about, panel, item))
 
 
 def _written(about: dict[str, Any], panel: str, item: str) -> Iterator[Asked]:
@@ -102,7 +132,7 @@ def _written(about: dict[str, Any], panel: str, item: str) -> Iterator[Asked]:
         expr = expr.replace("[R]", "[$__rate_interval]").replace("[W]", "[$__range]")
         both = ", ".join(filter(None, [selected, label]))
         whole = selected if "L}" in expr else both
-        yield Asked(panel, metric, expr.replace("{S, L", "{" + both).replace("{S", "{" + whole))
+        yield Asked(panel, expr.replace("{S, L", "{" + both).replace("{S", "{" + whole))
 
 
 def _promql(form: str) -> str:
@@ -122,13 +152,14 @@ def values_of(url: str, board: Board) -> dict[str, str]:
         if isinstance(how, str):
             found[name] = how
             continue
-        match = re.fullmatch(r"label_values\((?:(.+), )?(\w+)\)", how["values"])
-        assert match is not None, how
+        query, every = how
+        match = re.fullmatch(r"label_values\((?:(.+),\s*)?(\w+)\)", query)
+        assert match is not None, query
         selector = {"match[]": filled(match[1], found)} if match[1] else {}
         path = f"{url}/api/v1/label/{match[2]}/values?{urllib.parse.urlencode(selector)}"
         with urllib.request.urlopen(path, timeout=TIMEOUT_S) as answer:
             values = sorted(json.load(answer)["data"])
-        found[name] = "(" + "|".join(map(_quoted, values)) + ")" if how.get("all") else (values or [""])[0]
+        found[name] = "(" + "|".join(map(_quoted, values)) + ")" if every else (values or [""])[0]
     return found
 
 
@@ -139,7 +170,7 @@ def _quoted(value: str) -> str:
 
 def filled(expr: str, values: dict[str, str]) -> str:
     """A query with everything in place of its variables."""
-    return re.sub(r"\$(\w+)", lambda match: (INTERVALS | values)[match[1]], expr)
+    return re.sub(r"\$(?:\{(\w+)[^}]*\}|(\w+))", lambda match: (INTERVALS | values)[match[1] or match[2]], expr)
 
 
 def panel(url: str, board: str, title: str) -> list[float]:
@@ -160,21 +191,21 @@ def _numbers(url: str, expr: str) -> list[float]:
 
 def faults(url: str) -> list[str]:
     """What is wrong, a line each."""
-    found = []
+    found, listed = [], empty()
     for board in boards():
         values = values_of(url, board)
         for asked in board.queries:
             expr = filled(asked.expr, values)
             place = f"{board.name} / {asked.panel}"
+            excused = not listed.keys().isdisjoint(METRIC.findall(expr))
             try:
                 numbers = _numbers(url, expr)
             except ValueError as error:
                 found.append(f"{place}: {error}: {expr}")
                 continue
-            shown = any(not math.isnan(number) for number in numbers)
-            if asked.metric in board.empty and numbers:
-                found.append(f"{place}: {asked.metric} is listed as empty and has series")
-            elif asked.metric not in board.empty and not shown:
+            if excused and numbers:
+                found.append(f"{place}: is listed as empty and has series: {expr}")
+            elif not excused and all(map(math.isnan, numbers)):
                 found.append(f"{place}: {'no numbers' if numbers else 'no series'}: {expr}")
     return found
 
