@@ -95,7 +95,7 @@ class Cluster:
         return {target: about["state"] for target, about in self.admin.get("/health").json()[f"{role}_workers"].items()}
 
     def ask(self, number, times=1, **more):
-        """(text, finish reason) of a greedy stream. Only prompts with the same `number` share KV; times: longer ones."""
+        """(text, finish reason) of a greedy stream. Only prompts of the same `number` share KV; times: longer ones."""
         body = {
             "model": "kvrail-demo",
             "messages": [{"role": "user", "content": f"{number}. {QUESTION * times}"}],
