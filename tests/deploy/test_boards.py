@@ -19,7 +19,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from deploy.grafana.source import live
+from deploy.grafana.source import live, vllm
 from deploy.grafana.source.__main__ import FOLDER, rendered
 from deploy.grafana.source.parts import STATES
 from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
@@ -143,8 +143,9 @@ def test_what_is_provisioned_is_there():
     assert re.fullmatch(r"grafana/grafana:\d+\.\d+\.\d+", grafana["image"])
     mounts = dict(volume.split(":")[1::-1] for volume in grafana["volumes"])
     folder = ROOT / "deploy" / "grafana" / "provisioning"
-    (provider,) = yaml.safe_load((folder / "dashboards" / "kvrail.yml").read_text())["providers"]
+    provider, vllms = yaml.safe_load((folder / "dashboards" / "kvrail.yml").read_text())["providers"]
     assert (ROOT / mounts[provider["options"]["path"]]).resolve() == FOLDER
+    assert (ROOT / mounts[vllms["options"]["path"]]).resolve() == vllm.FILES
     home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert home == f"{provider['options']['path']}/overview.json"
     (source,) = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text())["datasources"]

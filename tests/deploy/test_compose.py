@@ -1,5 +1,6 @@
 """The compose cluster on a real engine: up, used, measured, hurt, mended, gone."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -7,6 +8,7 @@ import math
 import os
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.grafana.source import live
+from deploy.grafana.source import live, vllm
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
@@ -64,13 +66,11 @@ class Cluster:
     """The cluster of compose.yaml under a project name and ports of its own."""
 
     def __init__(self):
-        ports = {"KVRAIL_PORT": free_port(), "KVRAIL_PROMETHEUS_PORT": free_port()}
+        ports = {f"KVRAIL_{name}PORT": free_port() for name in ("", "ADMIN_", "PROMETHEUS_")}
         self.env = {**os.environ, **{name: str(port) for name, port in ports.items()}}
-        self.api = httpx.Client(
-            base_url=f"http://127.0.0.1:{ports['KVRAIL_PORT']}", trust_env=False, timeout=PATIENCE_S
-        )
-        self.prometheus = httpx.Client(
-            base_url=f"http://127.0.0.1:{ports['KVRAIL_PROMETHEUS_PORT']}", trust_env=False, timeout=PATIENCE_S
+        self.api, self.admin, self.prometheus = (
+            httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S)
+            for port in ports.values()
         )
 
     def compose(self, *arguments, **options):
@@ -92,16 +92,17 @@ class Cluster:
 
     def states(self, role):
         """State of each worker of a role, as the router sees it, by address."""
-        return {target: about["state"] for target, about in self.api.get("/health").json()[f"{role}_workers"].items()}
+        return {target: about["state"] for target, about in self.admin.get("/health").json()[f"{role}_workers"].items()}
 
-    def ask(self, number):
-        """One streamed, greedy answer, (text, finish reason), to a prompt whose KV only the same `number` shares."""
+    def ask(self, number, times=1, **more):
+        """(text, finish reason) of a greedy stream. Only prompts of the same `number` share KV; times: longer ones."""
         body = {
             "model": "kvrail-demo",
-            "messages": [{"role": "user", "content": f"{number}. {QUESTION}"}],
+            "messages": [{"role": "user", "content": f"{number}. {QUESTION * times}"}],
             "temperature": 0,
             "max_tokens": 400,
             "stream": True,
+            **more,
         }
         with self.api.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
@@ -120,6 +121,30 @@ class Cluster:
         """(service, value) of each series of an instant query."""
         answer = self.prometheus.get("/api/v1/query", params={"query": expression}).raise_for_status().json()
         return [(each["metric"].get("service"), float(each["value"][1])) for each in answer["data"]["result"]]
+
+
+@contextlib.contextmanager
+def streams(cluster, count, numbers, **more):
+    """So many clients, each of which streams one answer after another until the block ends."""
+    over, faults = threading.Event(), []
+
+    def client():
+        try:
+            while not over.is_set():
+                cluster.ask(next(numbers), ignore_eos=True, **more)
+        except (AssertionError, httpx.HTTPError) as error:
+            faults.append(error)
+
+    clients = [threading.Thread(target=client) for _ in range(count)]
+    for each in clients:
+        each.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for each in clients:
+            each.join()
+    assert faults == []
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +182,7 @@ def test_a_container_is_confined(cluster, service):
     assert not host["Privileged"]
     assert host["Memory"] > 0
     published = [port["HostIp"] for ports in (host["PortBindings"] or {}).values() for port in ports]
-    assert published == (["127.0.0.1"] if service in ("router", "prometheus") else [])
+    assert published == ["127.0.0.1"] * {"router": 2, "prometheus": 1}.get(service, 0)
 
 
 def test_the_routers_image_has_no_torch(cluster):
@@ -208,8 +233,7 @@ def test_the_rates_of_counters_have_values(cluster):
 
     def rates():
         """A rate shows once two scrapes lie on either side of an increase, which each service is scraped at its own."""
-        _, reason = cluster.ask(next(numbers))
-        assert reason == "stop"
+        cluster.ask(next(numbers))
         found = dict(cluster.query(frames) + cluster.query(answered))
         return found if all(found.get(service, 0) > 0 for service in SERVICES) else None
 
@@ -230,22 +254,61 @@ def test_every_panel_and_rule_has_an_answer(cluster):
         pytest.fail("\n".join(found()))
 
 
+def test_vllms_own_dashboards_show_what_happens(cluster):
+    url = str(cluster.prometheus.base_url).rstrip("/")
+    with streams(cluster, 3, itertools.count(4000)):
+        running = set()
+
+        def three():
+            running.update(vllm.panel(url, vllm.OVERVIEW, "Running"))
+            return 3 in running
+
+        wait_for("three streams are not shown as running", three)
+        assert vllm.panel(url, vllm.OVERVIEW, "Engines") == [1]
+        try:
+            wait_for("faults", lambda: not vllm.faults(url))
+        except AssertionError:
+            pytest.fail("\n".join(vllm.faults(url)))
+        three()
+    assert max(running) == 3
+    wait_for("streams that ended run", lambda: vllm.panel(url, vllm.OVERVIEW, "Running") == [0])
+
+
+def test_the_public_port_tells_a_stranger_nothing(cluster):
+    """The page and the metrics are at the admin port, which clients' containers do not reach, and which drains."""
+    assert cluster.api.get("/health").json() == {"status": "ok"}
+    for path in ("/", "/status.json", "/metrics", "/metrics/vllm", "/metrics/targets"):
+        assert cluster.api.get(path).status_code == 404
+        assert cluster.admin.get(path).status_code == 200
+    assert cluster.api.post("/drain").status_code == 404
+    services = {target["labels"]["service"] for target in cluster.admin.get("/metrics/targets").json()}
+    assert services == set(SERVICES)
+
+
 def test_a_container_in_front_reaches_the_router_and_no_worker(cluster):
     workers = [*cluster.states("prefill"), *cluster.states("decode")]
     assert len(workers) == 2
     dial = """
 import socket
-for host, port in {dialled!r}:
+from concurrent.futures import ThreadPoolExecutor
+def tried(address):
     try:
-        socket.create_connection((host, port), timeout=3).close()
-        print("open")
+        socket.create_connection(address, timeout=3).close()
+        return "open"
     except OSError:
-        print("shut")
+        return "shut"
+print(*ThreadPoolExecutor(32).map(tried, {dialled!r}))
 """
     dialled = [(target.rpartition(":")[0], int(target.rpartition(":")[2])) for target in workers]
     dialled += [(host, 9100) for host, _ in dialled] + [("prefill", 7001), ("decode", 7002)]
-    assert set(cluster.run_on("front", dial.format(dialled=dialled)).split()) == {"shut"}
+    networks = cluster.inspect("router")["NetworkSettings"]["Networks"]
+    operators = [("router", 9100), ("router-admin", 9100), ("prometheus", 9090)]
+    operators += [(about["IPAddress"], 9100) for about in networks.values()]
+    assert set(cluster.run_on("front", dial.format(dialled=dialled + operators)).split()) == {"shut"}
     assert set(cluster.run_on("kv", dial.format(dialled=dialled)).split()) == {"open"}
+    assert set(cluster.run_on("kv", dial.format(dialled=operators[:2])).split()) == {"shut"}
+    assert set(cluster.run_on("admin", dial.format(dialled=dialled)).split()) == {"shut"}
+    assert cluster.run_on("admin", dial.format(dialled=[("router-admin", 9100)])) == "open"
     assert cluster.run_on("front", dial.format(dialled=[("router", 8000)])) == "open"
 
 
@@ -264,16 +327,15 @@ def test_a_second_prefill_worker_is_used_and_may_leave_again(cluster):
         return sum(float(line.rpartition(" ")[2]) for line in shown if line.startswith(received))
 
     before = {container: frames(container) for container in containers}
-
-    def both_used():
-        assert cluster.ask(next(numbers))[1] == "stop"
-        return all(frames(container) > before[container] for container in containers)
-
     assert len(containers) == 2
-    wait_for("one of two prefill workers gets nothing", both_used)
+    with streams(cluster, 3, numbers, times=8, max_tokens=20):  # long prompts, which the decode worker leaves to others
+        wait_for(
+            "one of two prefill workers gets nothing",
+            lambda: all(frames(container) > before[container] for container in containers),
+        )
     cluster.up("--scale", "prefill=1", "--no-recreate", "prefill")
     wait_for("the router does not see that a worker left", cluster.whole)
-    assert cluster.ask(next(numbers))[1] == "stop"
+    assert cluster.ask(next(numbers))[0]
 
 
 def test_without_its_prefill_worker_the_cluster_still_answers(cluster):

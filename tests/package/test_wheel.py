@@ -1,5 +1,6 @@
 """What a wheel holds, and that it works where nothing else of the checkout is."""
 
+import importlib.metadata
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from packaging.requirements import Requirement
 
 from kvrail.services.cli.up import FIRST_CHAT
 
@@ -63,19 +65,71 @@ def run(*command, **options):
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
 
 
+def pip(environment, *arguments):
+    """pip, of the tests, on another environment; what it prints."""
+    done = run(sys.executable, "-m", "pip", "--python", environment / "bin" / "python", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def asked_for(one, extras):
+    """The installed distributions that one with these extras asks for, with what they ask for, by name and extras."""
+    found, todo = {}, [(one, extras)]
+    while todo:
+        one, extras = todo.pop()
+        for line in one.requires or ():
+            wanted = Requirement(line)
+            asked = (wanted.name, frozenset(wanted.extras))
+            applies = wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+            if applies and asked not in found:
+                found[asked] = importlib.metadata.distribution(wanted.name)
+                todo.append((found[asked], wanted.extras))
+    return found
+
+
+def link(target, place):
+    """Show a file or folder at a place too; two folders there become one."""
+    if not place.exists():
+        place.symlink_to(target)
+    elif target.is_dir() and place.resolve() != target.resolve():
+        if place.is_symlink():
+            first = place.resolve()
+            place.unlink()
+            place.mkdir()
+            for child in first.iterdir():
+                link(child, place / child.name)
+        for child in target.iterdir():
+            link(child, place / child.name)
+
+
+def test_the_wheel_serves_with_no_more_than_it_asks_for(wheel, tmp_path):
+    """Nothing is downloaded: the packages are those beside the tests, less those that the wheel does not ask for."""
+    venv.create(tmp_path / "venv")
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (about,) = importlib.metadata.distributions(path=[str(wheel)])
+    for one in asked_for(about, {"worker"}).values():
+        for top in {path.parts[0] for path in one.files} - {"..", "__pycache__"}:
+            link(Path(one.locate_file(top)), packages / top)
+    pip(tmp_path / "venv", "install", "--quiet", "--no-index", "--no-deps", wheel)
+    check_that_it_serves(tmp_path)
+
+
 @pytest.mark.wheel
 @pytest.mark.timeout(1800)
 def test_the_wheel_serves_from_an_empty_environment(wheel, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True)
-    bin, home = tmp_path / "venv" / "bin", tmp_path / "home"
+    venv.create(tmp_path / "venv")
+    pip(tmp_path / "venv", "install", "-c", ROOT / "constraints-cpu.txt", f"kvrail[worker] @ {wheel.as_uri()}")
+    check_that_it_serves(tmp_path)
+
+
+def check_that_it_serves(folder):
+    """The environment in `folder` is whole, and a cluster with the demo model runs from it, outside the checkout."""
+    bin, home = folder / "venv" / "bin", folder / "home"
     home.mkdir()
-    constraints = ROOT / "constraints-cpu.txt"
-    installed = run(bin / "python", "-m", "pip", "install", "-c", constraints, f"kvrail[worker] @ {wheel.as_uri()}")
-    assert installed.returncode == 0, installed.stderr
-    assert run(bin / "python", "-m", "pip", "check").stdout == "No broken requirements found.\n"
+    assert pip(folder / "venv", "check") == "No broken requirements found.\n"
     code = "import kvrail, sys; print(kvrail.__file__, kvrail.__version__)"
     file, version = run(bin / "python", "-c", code, cwd=home).stdout.split()
-    assert Path(file).is_relative_to(tmp_path / "venv")
+    assert Path(file).is_relative_to(folder / "venv")
     assert version == FALLBACK
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HOME": str(home)}
     without = run(bin / "kvrail", "up", "--port", "0", cwd=home, env=environment)

@@ -109,6 +109,15 @@ async def test_drain_is_asked_for_at_the_admin_port(tokenizer):
         await running
 
 
+async def test_no_page_in_a_browser_drains(tokenizer):
+    async with run_cluster(tokenizer, admin_port=0) as cluster, httpx.AsyncClient(base_url=cluster.admin_url) as http:
+        for origin in ("http://elsewhere.example", "null"):
+            refused = await http.post("/drain", headers={"origin": origin})
+            assert refused.status_code == 400
+            assert origin in refused.json()["error"]["message"]
+        assert (await cluster.complete()).status_code == 200
+
+
 async def test_one_port_tells_all_as_long_as_no_other_is_set(tokenizer):
     async with run_cluster(tokenizer) as cluster:
         assert "decode_workers" in (await cluster.http.get("/health")).json()

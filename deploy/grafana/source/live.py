@@ -76,12 +76,15 @@ def filled(expr: str, window: str) -> str:
     return expr.replace("$model", ".*").replace("$worker", ".*")
 
 
-def ask(url: str, expr: str) -> list[dict[str, str]]:
-    """The labels of each series of an instant query. Raises ValueError with what Prometheus says against it."""
+def ask(url: str, expr: str) -> list[dict[str, Any]]:
+    """The series of an instant query, each with `metric`, its labels, and `value`: a time and a number in a string.
+
+    Raises ValueError with what Prometheus says against it.
+    """
     body = urllib.parse.urlencode({"query": expr}).encode()
     try:
         with urllib.request.urlopen(f"{url}/api/v1/query", body, TIMEOUT_S) as answer:
-            return [each["metric"] for each in json.load(answer)["data"]["result"]]
+            return list(json.load(answer)["data"]["result"])
     except urllib.error.HTTPError as error:
         raise ValueError(json.load(error)["error"]) from error
 
@@ -110,7 +113,8 @@ def _faults_of(url: str, asked: Asked, expr: str, excused: bool) -> list[str]:
         return [f"{place}: {error}: {expr}"]
     if not series:
         return [] if excused else [f"{place}: no series: {expr}"]
-    lacking = [label for label in re.findall(r"{{(\w+)}}", asked.legend) if not any(label in each for each in series)]
+    labels = re.findall(r"{{(\w+)}}", asked.legend)
+    lacking = [label for label in labels if not any(label in each["metric"] for each in series)]
     return [f"{place}: no series has the label {label} of the legend" for label in lacking]
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from kvrail import __version__
-from kvrail.errors import KvrailError
+from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.services.router import errors
 from kvrail.services.router.bodies import JsonRoute
 from kvrail.services.router.errors import UNAVAILABLE_RETRY_S
@@ -228,6 +228,8 @@ def admin_routes(drain: Callable[[], object]) -> APIRouter:
     @router.post("/drain", status_code=202, response_model=Status)
     async def draining(request: Request) -> dict[str, str]:
         """Take no new requests; once those that run have ended, so does the process."""
+        if origin := request.headers.get("origin"):  # of any site: browsers send such a POST without asking before
+            raise InvalidRequestError(f"Origin: {origin[:80]!r}: pages in browsers may not drain; use another client")
         drain()
         return {"status": "draining"}
 
