@@ -7,6 +7,7 @@ import torch
 from kv_blocks import random_block, scattered
 
 from kvrail.codec.base import Block
+from kvrail.codec.core.sections import aligned
 from kvrail.codec.lynx import reference
 from kvrail.codec.lynx.payload import (
     ANCHOR,
@@ -19,7 +20,6 @@ from kvrail.codec.lynx.payload import (
     plans_of,
     travels_raw,
 )
-from kvrail.codec.splitzip.plan import aligned
 
 INT_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 

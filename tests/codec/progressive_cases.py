@@ -8,12 +8,12 @@ from kv_blocks import random_block, scattered
 from splitzip_cases import int_type, kv_block
 
 from kvrail.codec.base import Block, BlockSpec
+from kvrail.codec.core.sections import aligned
 from kvrail.codec.progressive import reference
 from kvrail.codec.progressive.payload import layouts_of, parse_rest
 from kvrail.codec.progressive.plan import Cut, anchor_plans
 from kvrail.codec.splitzip.formats import FORMATS
 from kvrail.codec.splitzip.payload import Part, scale_bytes_of, travels_raw
-from kvrail.codec.splitzip.plan import aligned
 
 
 def kv_pages(spec, seed=0, outliers=0.01):

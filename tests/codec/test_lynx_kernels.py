@@ -11,10 +11,10 @@ from lynx_cases import kv_pages, matrices, reference_payloads
 pytest.importorskip("triton")
 
 from kvrail.codec.base import Block
+from kvrail.codec.core.gpu import byte_pools
 from kvrail.codec.lynx import gpu, gpu_launch, reference
 from kvrail.codec.lynx.formats import LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse, parse_both, plans_of
-from kvrail.codec.splitzip.gpu_launch import byte_pools
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

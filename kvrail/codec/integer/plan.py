@@ -6,8 +6,8 @@ from functools import cached_property
 
 import torch
 
+from kvrail.codec.core.sections import Section, aligned, sections_of
 from kvrail.codec.lynx.formats import FORMATS
-from kvrail.codec.splitzip.plan import Section, aligned, sections_of
 
 CHANNEL, TOKEN = 2, 4
 """Dimensions of [layers, pages, page_size, kv_heads, dim] over which a group stretches: a page's tokens of one channel,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
-from kvrail.codec.host import host_bytes
+from kvrail.codec.core.host import host_bytes
 from kvrail.codec.lynx.formats import FORMATS, LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse, parse_both, plans_of
 

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvrail.codec.core.floats import FLOATS
+
 Floats = npt.NDArray[np.float32]
 
 CELLS = 8
@@ -18,25 +20,8 @@ TINY = 2.0**-110
 """A scale below this counts as 0. So no intermediate result is subnormal, which some devices take for 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class FloatFormat:
-    """An element type: one sign bit, `exponent_bits`, `mantissa_bits`; `largest` is its largest finite number."""
-
-    exponent_bits: int
-    mantissa_bits: int
-    largest: float
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of an element."""
-        return (1 + self.exponent_bits + self.mantissa_bits) // 8
-
-
-FORMATS = {
-    "bfloat16": FloatFormat(8, 7, float.fromhex("0x1.fep127")),
-    "float16": FloatFormat(5, 10, 65504.0),
-    "float32": FloatFormat(8, 23, float.fromhex("0x1.fffffep127")),
-}
+FORMATS = {name: FLOATS[name] for name in ("bfloat16", "float16", "float32")}
+"""Element types that the code takes."""
 
 
 @dataclass(frozen=True)

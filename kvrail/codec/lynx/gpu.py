@@ -10,7 +10,11 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
-from kvrail.codec.host import host_memory, to_device
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.host import host_memory, to_device
+from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.streams import copy_stream, record
 from kvrail.codec.lynx.gpu_launch import (
     ExactBuffers,
     Plans,
@@ -19,20 +23,8 @@ from kvrail.codec.lynx.gpu_launch import (
     launch_exact_decode,
     launch_exact_encode,
 )
-from kvrail.codec.lynx.payload import (
-    ANCHOR,
-    EXACT,
-    HEADER_BYTES,
-    RESIDUAL,
-    Bytes,
-    Layout,
-    Part,
-    travels_raw,
-)
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, Layout, Part, travels_raw
 from kvrail.codec.lynx.plan import TensorPlan
-from kvrail.codec.splitzip.gpu_launch import byte_pools
-from kvrail.codec.splitzip.plan import aligned
-from kvrail.codec.streams import copy_stream, record
 
 
 class GpuEncoding:

@@ -5,7 +5,6 @@ a tensor. No kernel is compiled anew for another number of layers or pages.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -13,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from kvrail.codec.core.gpu import alignment_of, next_power_of_2
 from kvrail.codec.lynx.formats import LynxCode
 from kvrail.codec.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
 from kvrail.codec.lynx.gpu_kernels import decode_kernel, encode_kernel
@@ -101,7 +101,7 @@ def launch_exact_encode(
     buffers.totals[0] = ends[-1]
     exact_encode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, *numbers, ends, reach, buffers.words, buffers.totals[1:],
-        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=_alignment([pool]), **constants,
+        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=alignment_of([pool]), **constants,
         num_warps=EXACT_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def launch_exact_decode(
     """Launch the decoding of stage EXACT of one tensor, but for its escapes; words: int32, its stream."""
     exact_decode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, plan.num_pages, plan.pages, dense, _ends(dense, plan),
-        float(plan.code.reach), words, ALIGNMENT=_alignment([pool]), **_exact_constants(plan), num_warps=EXACT_WARPS,
+        float(plan.code.reach), words, ALIGNMENT=alignment_of([pool]), **_exact_constants(plan), num_warps=EXACT_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -132,12 +132,12 @@ def _exact_constants(plan: TensorPlan) -> dict[str, int]:
     return {
         "MANTISSA_BITS": plan.format.mantissa_bits,
         "ROWS": plan.rows,
-        "ROWS_PADDED": _next_power_of_2(plan.rows),
+        "ROWS_PADDED": next_power_of_2(plan.rows),
         "ROWS_IN_CHUNK": plan.code.chunk,
         "ALL_CHUNKS": plan.chunks,
         "COLUMNS": plan.columns,
         "TILE_COLUMNS": plan.tile_columns,
-        "WIDTH": _next_power_of_2(plan.tile_columns),
+        "WIDTH": next_power_of_2(plan.tile_columns),
     }
 
 
@@ -157,13 +157,8 @@ def _launch(
     kernel[(sum(programs),)](
         *pools, *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools),
         table, plan.num_pages, plan.pages, programs[0], *dense, tables_of(plan.code, table.device),
-        **options, **constants_of(plans, _alignment(pools)), enable_fp_fusion=False,
+        **options, **constants_of(plans, alignment_of(pools)), enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _alignment(pools: Sequence[torch.Tensor]) -> int:
-    """Bytes, a power of two, that divides the addresses of all pages."""
-    return math.gcd(16, *(number for pool in pools for number in (pool.data_ptr(), *pool.stride()[:2])))
 
 
 def constants_of(plans: Plans, alignment: int) -> dict[str, int]:
@@ -182,8 +177,8 @@ def constants_of(plans: Plans, alignment: int) -> dict[str, int]:
         "ROWS": keys.rows,
         "HALF_ROWS": keys.half_rows,
         "ROWS_IN_CHUNK": keys.code.chunk if keys.chunks > 1 else keys.half_rows,
-        "CHUNKS": _next_power_of_2(halves),
-        "CHUNK": keys.code.chunk if keys.chunks > 1 else _next_power_of_2(keys.half_rows),
+        "CHUNKS": next_power_of_2(halves),
+        "CHUNK": keys.code.chunk if keys.chunks > 1 else next_power_of_2(keys.half_rows),
         "ALL_CHUNKS": keys.chunks,
         "KEY_COLUMNS": keys.columns,
         "VALUE_COLUMNS": values.columns,
@@ -210,9 +205,5 @@ def _is_padded(plan: TensorPlan) -> bool:
 
 def _width(plan: TensorPlan) -> int:
     """Columns of a program, a power of two."""
-    rows = 2 * _next_power_of_2(plan.half_rows)
-    return min(_next_power_of_2(plan.columns), max(1, PROGRAM_VALUES // rows))
-
-
-def _next_power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
+    rows = 2 * next_power_of_2(plan.half_rows)
+    return min(next_power_of_2(plan.columns), max(1, PROGRAM_VALUES // rows))

@@ -17,6 +17,7 @@ moves the bytes, or half as many of most of those that are not sums or products 
 import triton
 import triton.language as tl
 
+from kvrail.codec.core.gpu_word_kernels import COMPILED
 from kvrail.codec.lynx.gpu_word_kernels import (
     TINY,
     chunks_of,
@@ -31,7 +32,6 @@ from kvrail.codec.lynx.gpu_word_kernels import (
     store,
     words_at,
 )
-from kvrail.codec.splitzip.gpu_word_kernels import COMPILED
 
 
 @triton.jit

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.codec.lynx.formats import CELLS, STEPS, TINY, FloatFormat, LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Bytes, Part, escapes_of, places_of, section
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.floats import FloatFormat
+from kvrail.codec.lynx.formats import CELLS, STEPS, TINY, LynxCode
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Part, escapes_of, places_of, section
 from kvrail.codec.lynx.plan import TensorPlan
 
 Bits = npt.NDArray[np.unsignedinteger]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
-from kvrail.codec.host import host_bytes
+from kvrail.codec.core.host import host_bytes
 from kvrail.codec.progressive.payload import VERSION, parse_anchor, parse_both
 from kvrail.codec.progressive.plan import Cut, Plans, anchor_plans
 from kvrail.codec.splitzip.formats import FORMATS

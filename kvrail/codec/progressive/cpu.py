@@ -4,24 +4,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.codec.base import PagedBlock
+from kvrail.codec.core import buffers
+from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.cpu import CpuEncoding, append, byte_pools, gather, on_threads, scatter
+from kvrail.codec.core.sections import aligned, pad
 from kvrail.codec.progressive.cpu_geometry import geometry_of
 from kvrail.codec.progressive.cpu_kernels import decode_exact_tiles, decode_tiles, encode_tiles
 from kvrail.codec.progressive.payload import HEADER_BYTES, AnchorLayout, RestLayout, layouts_of
 from kvrail.codec.progressive.plan import AnchorPlan, Plans
-from kvrail.codec.splitzip import buffers
-from kvrail.codec.splitzip.cpu import (
-    CpuEncoding,
-    Escapes,
-    append,
-    byte_pools,
-    decode_on_threads,
-    encode_on_threads,
-    gather,
-    on_threads,
-    scatter,
-)
-from kvrail.codec.splitzip.payload import Bytes, Ints, Part, pad, pad_sections, scale_bytes_of, stats_of, travels_raw
-from kvrail.codec.splitzip.plan import aligned
+from kvrail.codec.splitzip.cpu import Escapes, decode_on_threads, encode_on_threads
+from kvrail.codec.splitzip.payload import Part, pad_sections, scale_bytes_of, stats_of, travels_raw
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
@@ -93,7 +85,7 @@ def _decode_tensor(dense: Bytes, plan: AnchorPlan, pool: Bytes, page_ids: Ints) 
     def decode_range(first: int, last: int) -> None:
         decode_tiles(pool, page_ids, first, last, geometry, dense)
 
-    on_threads(decode_range, plan)
+    on_threads(decode_range, plan.tiles, plan.raw_bytes)
 
 
 def decode_exact(payloads: tuple[Bytes, Bytes], layouts: tuple[AnchorLayout, RestLayout], out: PagedBlock) -> None:

@@ -14,10 +14,10 @@ from numba import int64, njit, types, void
 from numba import uint8 as u8
 from numba import uint16 as u16
 
+from kvrail.codec.core.cpu_compile import compiled
 from kvrail.codec.progressive.cpu_geometry import CutGeometry
 from kvrail.codec.progressive.plan import CODE_BITS, unused_codes
 from kvrail.codec.splitzip import cpu_kernels
-from kvrail.codec.splitzip.cpu_compile import compiled
 from kvrail.codec.splitzip.cpu_kernels import (
     BFLOAT16,
     E5M2,

@@ -6,7 +6,11 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
-from kvrail.codec.host import host_memory, to_device
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.host import host_memory, to_device
+from kvrail.codec.core.sections import aligned, pad
+from kvrail.codec.core.streams import copy_stream, record
 from kvrail.codec.progressive.gpu_launch import (
     StageBuffers,
     later_bytes,
@@ -17,10 +21,8 @@ from kvrail.codec.progressive.gpu_launch import (
 from kvrail.codec.progressive.payload import HEADER_BYTES, AnchorLayout, RestLayout, layouts_of
 from kvrail.codec.progressive.plan import Plans
 from kvrail.codec.splitzip.gpu import GpuEncoding, escape_room
-from kvrail.codec.splitzip.gpu_launch import byte_pools, make_table
-from kvrail.codec.splitzip.payload import Bytes, Part, pad, pad_sections, scale_bytes_of
-from kvrail.codec.splitzip.plan import aligned
-from kvrail.codec.streams import copy_stream, record
+from kvrail.codec.splitzip.gpu_launch import make_table
+from kvrail.codec.splitzip.payload import Part, pad_sections, scale_bytes_of
 
 
 class StagesEncoding:

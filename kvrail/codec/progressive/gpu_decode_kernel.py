@@ -10,18 +10,10 @@ reads has a fixed place.
 import triton
 import triton.language as tl
 
+from kvrail.codec.core.gpu_word_kernels import clamped, pointer_to, replicated, spread
 from kvrail.codec.progressive.plan import CODE_BITS
 from kvrail.codec.splitzip.gpu_decode_kernel import field, load_planes
-from kvrail.codec.splitzip.gpu_word_kernels import (
-    RUNTIME,
-    clamped,
-    page_of,
-    pointer_to,
-    replicated,
-    sections_after,
-    spread,
-    words_of,
-)
+from kvrail.codec.splitzip.gpu_tile_kernels import RUNTIME, page_of, sections_after, words_of
 
 _CODE_BITS = tl.constexpr(CODE_BITS)
 

@@ -12,6 +12,17 @@ round of escapes, of which real KV has about five.
 import triton
 import triton.language as tl
 
+from kvrail.codec.core.gpu_word_kernels import (
+    clamped,
+    high_bits,
+    high_bytes,
+    larger_pair,
+    low_bytes,
+    pointer_to,
+    replicated,
+    risen,
+    smaller_pair,
+)
 from kvrail.codec.progressive.plan import CODE_BITS
 from kvrail.codec.splitzip.gpu_encode_kernel import (
     channel_tops,
@@ -20,21 +31,7 @@ from kvrail.codec.splitzip.gpu_encode_kernel import (
     store_planes,
 )
 from kvrail.codec.splitzip.gpu_escape_kernels import store_escapes
-from kvrail.codec.splitzip.gpu_word_kernels import (
-    RUNTIME,
-    clamped,
-    high_bits,
-    high_bytes,
-    larger_pair,
-    low_bytes,
-    page_of,
-    pointer_to,
-    replicated,
-    risen,
-    sections_after,
-    smaller_pair,
-    words_of,
-)
+from kvrail.codec.splitzip.gpu_tile_kernels import RUNTIME, page_of, sections_after, words_of
 
 _CODE_BITS = tl.constexpr(CODE_BITS)
 _LAST_OCTAVE = tl.constexpr((1 << CODE_BITS) - 1)

@@ -16,6 +16,7 @@ its 14 KB takes an H200 as long as it needs to issue some 3,000, or 1,500 of tho
 import triton
 import triton.language as tl
 
+from kvrail.codec.core.gpu_word_kernels import aligned, clamped, half_of_quad, pointer_to, replicated, risen, spread
 from kvrail.codec.progressive.plan import CODE_BITS
 from kvrail.codec.splitzip.gpu_decode_kernel import (
     RECORDS_AT_ONCE,
@@ -25,21 +26,7 @@ from kvrail.codec.splitzip.gpu_decode_kernel import (
     load_records,
     records_of,
 )
-from kvrail.codec.splitzip.gpu_word_kernels import (
-    RUNTIME,
-    aligned,
-    clamped,
-    column_tops,
-    half_of_quad,
-    page_of,
-    pointer_to,
-    replicated,
-    risen,
-    sections_after,
-    spread,
-    values_at,
-    words_of,
-)
+from kvrail.codec.splitzip.gpu_tile_kernels import RUNTIME, column_tops, page_of, sections_after, values_at, words_of
 
 _CODE_BITS = tl.constexpr(CODE_BITS)
 

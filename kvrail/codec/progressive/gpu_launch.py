@@ -11,6 +11,8 @@ from typing import Self
 import torch
 
 from kvrail.codec.base import PagedBlock
+from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.sections import aligned
 from kvrail.codec.progressive.gpu_decode_kernel import decode_anchor_kernel
 from kvrail.codec.progressive.gpu_encode_kernel import encode_stages_kernel
 from kvrail.codec.progressive.gpu_exact_kernel import decode_exact_kernel
@@ -19,14 +21,12 @@ from kvrail.codec.progressive.plan import Plans
 from kvrail.codec.splitzip.gpu_launch import (
     TUNING,
     EncodeBuffers,
-    byte_pools,
     gather_scales,
     launch_pack,
     launch_tiles,
     place_whole,
     tiles_of,
 )
-from kvrail.codec.splitzip.plan import aligned
 
 
 @dataclass(frozen=True, slots=True)

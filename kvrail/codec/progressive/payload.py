@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrail.codec.base import BlockSpec, CodecError
+from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.progressive.plan import Plans
-from kvrail.codec.splitzip.payload import Bytes, Layout, Part, check_body, checked_part, scale_bytes_of
+from kvrail.codec.splitzip.payload import Layout, Part, check_body, checked_part, scale_bytes_of
 
 MAGIC = b"SPLP"
 VERSION = 2

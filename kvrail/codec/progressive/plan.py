@@ -5,9 +5,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from kvrail.codec.base import BlockSpec
+from kvrail.codec.core.sections import Section, sections_of
 from kvrail.codec.splitzip.formats import FORMATS, WindowCode, planes_of
 from kvrail.codec.splitzip.payload import plans_of
-from kvrail.codec.splitzip.plan import Section, TensorPlan, sections_of
+from kvrail.codec.splitzip.plan import TensorPlan
 
 KEPT_BITS = range(1, 4)
 """How many mantissa bits the first stage may show, where an element has 16 bits."""

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.progressive.plan import CODE_BITS, AnchorPlan, one_stage
 from kvrail.codec.splitzip import reference
 from kvrail.codec.splitzip.formats import SEGMENTS
-from kvrail.codec.splitzip.payload import WIDE, Bytes, section
+from kvrail.codec.splitzip.payload import WIDE, section
 from kvrail.codec.splitzip.plan import TensorPlan
-from kvrail.codec.splitzip.reference import Bits, Ints
+from kvrail.codec.splitzip.reference import Bits
 
 Records = npt.NDArray[np.uint16]
 

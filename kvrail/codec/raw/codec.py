@@ -18,9 +18,10 @@ from kvrail.codec.base import (
     check_place,
     check_stage,
 )
-from kvrail.codec.frame import ITEM_BYTES
-from kvrail.codec.host import Bytes, host_bytes, host_memory, to_device
-from kvrail.codec.streams import record
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.floats import FLOATS
+from kvrail.codec.core.host import host_bytes, host_memory, to_device
+from kvrail.codec.core.streams import record
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,7 @@ class RawCodec:
         self.num_stages = 1
         self.exact = True
         self.device_payloads = True
-        self.dtypes = frozenset(ITEM_BYTES)
+        self.dtypes = frozenset(FLOATS)
         self.parameters_id = 0
 
     def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
-from kvrail.codec.host import host_bytes
+from kvrail.codec.core.arrays import Ints
+from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.codebook import Codebook, default_codebook
 from kvrail.codec.splitzip.formats import FORMATS, WindowCode
-from kvrail.codec.splitzip.payload import Ints, parse, plans_of
+from kvrail.codec.splitzip.payload import parse, plans_of
 
 
 class WindowCodec:

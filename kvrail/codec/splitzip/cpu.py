@@ -1,28 +1,24 @@
 """SplitZip on a CPU: ranges of tiles on several threads, straight from pages into a payload and back."""
 
-import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from kvrail.codec.base import CodecError, EncodingStats, PagedBlock, Payload
-from kvrail.codec.splitzip import buffers
+from kvrail.codec.base import PagedBlock
+from kvrail.codec.core import buffers
+from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.cpu import CpuEncoding, append, byte_pools, gather, on_threads, scatter
+from kvrail.codec.core.sections import aligned, pad
 from kvrail.codec.splitzip.cpu_geometry import geometry_of
 from kvrail.codec.splitzip.cpu_kernels import decode_tiles, encode_tiles
 from kvrail.codec.splitzip.formats import SEGMENTS
 from kvrail.codec.splitzip.payload import (
     HEADER_BYTES,
-    Bytes,
-    Ints,
     Layout,
     Part,
-    pad,
     pad_sections,
     scale_bytes_of,
     stats_of,
@@ -30,29 +26,7 @@ from kvrail.codec.splitzip.payload import (
     travels_raw,
     write_groups,
 )
-from kvrail.codec.splitzip.plan import TensorPlan, aligned
-
-Result = TypeVar("Result")
-
-_MAX_THREADS = min(4, torch.get_num_threads())
-_BYTES_PER_THREAD = 1 << 20
-"""Raw bytes for which another thread is worth its start, some 50 us."""
-
-
-@dataclass(frozen=True, slots=True)
-class CpuEncoding:
-    """Payloads, one a stage, that are there already."""
-
-    payloads: list[memoryview]
-    totals: EncodingStats
-
-    def stages(self) -> list[Payload]:
-        """The payloads."""
-        return list(self.payloads)
-
-    def stats(self) -> EncodingStats:
-        """What it came to."""
-        return self.totals
+from kvrail.codec.splitzip.plan import TensorPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +167,7 @@ def encode_on_threads(plan: TensorPlan, dense: Bytes, encode_range: TileEncoder)
         counts = encode_range(first, last, records, extensions)
         return None if counts[0] < 0 else Escapes(memory, memory[: 2 * counts[0]], extensions[: counts[1]])
 
-    found = on_threads(on_range, plan)
+    found = on_threads(on_range, plan.tiles, plan.raw_bytes)
     escapes = [each for each in found if each is not None]
     records = sum(each.records.size // 2 for each in escapes)
     extensions = sum(each.extensions.size for each in escapes)
@@ -212,52 +186,8 @@ def decode_on_threads(part: Part, dense: Bytes, escapes: Bytes, decode_range: Ti
     def on_range(first: int, last: int) -> None:
         decode_range(first, last, escapes[2 * int(records[:first].sum()) :], extensions[int(wide[:first].sum()) :])
 
-    on_threads(on_range, part.plan)
-
-
-def on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Result]:
-    """Call `work` for ranges of a tensor's tiles, on this thread and on others where the tensor is large."""
-    wanted = max(1, min(plan.raw_bytes // _BYTES_PER_THREAD, _MAX_THREADS, plan.tiles))
-    ends = [plan.tiles * (number + 1) // wanted for number in range(wanted)]
-    others = [_threads().submit(work, first, last) for first, last in pairwise(ends)]
-    return [work(0, ends[0]), *(other.result() for other in others)]
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """The helpers of all threads that encode or decode."""
-    return ThreadPoolExecutor(max(1, _MAX_THREADS - 1), thread_name_prefix="splitzip")
+    on_threads(on_range, part.plan.tiles, part.plan.raw_bytes)
 
 
 def _as_bytes(plan: TensorPlan, tops: Ints | None) -> Bytes:
     return np.zeros(plan.num_layers, dtype=np.uint8) if tops is None else tops.astype(np.uint8)
-
-
-def byte_pools(pages: PagedBlock) -> list[Bytes]:
-    """The pool's tensors, cut to the layers chosen, as [layers, pool pages, bytes of a page]; views."""
-    pools = pages.layer_pools()
-    for pool in pools:
-        if not pool.is_contiguous():
-            raise CodecError(f"a pool's tensor of shape {tuple(pool.shape)} is not contiguous; make it so first")
-    return [pool.flatten(2).view(torch.uint8).numpy() for pool in pools]
-
-
-def gather(pool: Bytes, page_ids: Ints, target: Bytes, offset: int) -> int:
-    """Copy pages to `offset` of `target`; the end of what was written."""
-    shape = (pool.shape[0], page_ids.size, pool.shape[2])
-    end = offset + int(np.prod(shape))
-    np.take(pool, page_ids, axis=1, out=target[offset:end].reshape(shape), mode="clip")  # raise would copy twice
-    return end
-
-
-def scatter(pool: Bytes, page_ids: Ints, source: Bytes) -> None:
-    """Write contiguous pages to their places."""
-    pool[:, page_ids] = source.reshape(pool.shape[0], page_ids.size, pool.shape[2])
-
-
-def append(target: Bytes, offset: int, pieces: list[Bytes]) -> int:
-    """Write pieces one after the other from `offset` on; the end of what was written."""
-    for piece in pieces:
-        target[offset : offset + piece.size] = piece
-        offset += piece.size
-    return offset

@@ -14,7 +14,7 @@ from numba import uint8 as u8
 from numba import uint16 as u16
 from numba import uint64 as u64
 
-from kvrail.codec.splitzip.cpu_compile import compiled, trailing_zeros
+from kvrail.codec.core.cpu_compile import compiled, trailing_zeros
 from kvrail.codec.splitzip.cpu_geometry import Geometry
 
 BFLOAT16, FLOAT16, E5M2 = 7, 10, 2

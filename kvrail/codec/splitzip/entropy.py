@@ -23,13 +23,14 @@ from kvrail.codec.base import (
     check_place,
     check_stage,
 )
-from kvrail.codec.host import host_bytes
-from kvrail.codec.splitzip import buffers
+from kvrail.codec.core import buffers
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.codec import WindowCodec
 from kvrail.codec.splitzip.entropy_ans import AnsCoder
 from kvrail.codec.splitzip.entropy_zstd import ZstdCoder
 from kvrail.codec.splitzip.formats import FORMATS, WindowCode
-from kvrail.codec.splitzip.payload import HEADER_BYTES, Bytes, Layout, parse_header
+from kvrail.codec.splitzip.payload import HEADER_BYTES, Layout, parse_header
 
 _LENGTHS = struct.Struct("<5Q")
 _BODY = HEADER_BYTES + _LENGTHS.size

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.splitzip.payload import Bytes
+from kvrail.codec.core.arrays import Bytes
 
 NEEDS = "a CUDA device and nvCOMP (pip install 'kvrail[ans]')"
 CHECKSUM_BYTES = 8

@@ -8,7 +8,7 @@ import numpy as np
 import zstandard
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.splitzip.payload import Bytes
+from kvrail.codec.core.arrays import Bytes
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")

@@ -6,7 +6,7 @@ A histogram is int64 [exponents]: how many values have each exponent. Windows wr
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.codec.splitzip.formats import FloatFormat
+from kvrail.codec.core.floats import FloatFormat
 
 Histogram = npt.NDArray[np.int64]
 

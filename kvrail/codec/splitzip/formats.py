@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvrail.codec.core.floats import FLOATS
+
 SEGMENTS = 8
 """A tile is eight segments of equal length; fields are packed across them (README.md)."""
 
@@ -16,30 +18,8 @@ def planes_of(bits: int) -> tuple[int, ...]:
     return tuple(widths)
 
 
-@dataclass(frozen=True, slots=True)
-class FloatFormat:
-    """An element type: one sign bit, `exponent_bits`, `mantissa_bits`, from the most significant bit down."""
-
-    exponent_bits: int
-    mantissa_bits: int
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of an element."""
-        return (1 + self.exponent_bits + self.mantissa_bits) // 8
-
-    @property
-    def exponents(self) -> int:
-        """How many exponents there are; arithmetic on exponents is modulo this."""
-        return 1 << self.exponent_bits
-
-
-FORMATS = {
-    "bfloat16": FloatFormat(8, 7),
-    "float16": FloatFormat(5, 10),
-    "float8_e5m2": FloatFormat(5, 2),
-    "float8_e4m3fn": FloatFormat(4, 3),
-}
+FORMATS = {name: FLOATS[name] for name in ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")}
+"""Element types that the codes take. Arithmetic on exponents is modulo how many there are."""
 
 
 @dataclass(frozen=True, slots=True)

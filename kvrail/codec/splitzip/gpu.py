@@ -10,20 +10,22 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
-from kvrail.codec.host import host_memory, to_device
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.host import host_memory, to_device
+from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.streams import copy_stream, record
 from kvrail.codec.splitzip.gpu_launch import (
     EncodeBuffers,
     Plans,
     Tops,
-    byte_pools,
     launch_decode,
     launch_encode,
     make_table,
     tiles_of,
 )
-from kvrail.codec.splitzip.payload import HEADER_BYTES, Bytes, Layout, Part, scale_bytes_of, stats_of, travels_raw
-from kvrail.codec.splitzip.plan import TensorPlan, aligned
-from kvrail.codec.streams import copy_stream, record
+from kvrail.codec.splitzip.payload import HEADER_BYTES, Layout, Part, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.plan import TensorPlan
 
 ESCAPE_SHARE = 16
 """Of a tensor's bytes, one in so many is room for its escapes in the memory that a payload is first given: more than KV

@@ -15,19 +15,8 @@ some 3,000. So memory, not arithmetic, should bound it.
 import triton
 import triton.language as tl
 
-from kvrail.codec.splitzip.gpu_word_kernels import (
-    RUNTIME,
-    aligned,
-    column_tops,
-    page_of,
-    pointer_to,
-    replicated,
-    sections_after,
-    spread,
-    spread_at_once,
-    values_at,
-    words_of,
-)
+from kvrail.codec.core.gpu_word_kernels import aligned, pointer_to, replicated, spread, spread_at_once
+from kvrail.codec.splitzip.gpu_tile_kernels import RUNTIME, column_tops, page_of, sections_after, values_at, words_of
 
 RECORDS_AT_ONCE = tl.constexpr(64)
 _TILES_PER_GROUP = tl.constexpr(64)

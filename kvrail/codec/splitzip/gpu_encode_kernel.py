@@ -17,18 +17,9 @@ thread with one.
 import triton
 import triton.language as tl
 
+from kvrail.codec.core.gpu_word_kernels import aligned, larger_pair, packed, pointer_to, replicated
 from kvrail.codec.splitzip.gpu_escape_kernels import store_escapes
-from kvrail.codec.splitzip.gpu_word_kernels import (
-    RUNTIME,
-    aligned,
-    larger_pair,
-    packed,
-    page_of,
-    pointer_to,
-    replicated,
-    sections_after,
-    words_of,
-)
+from kvrail.codec.splitzip.gpu_tile_kernels import RUNTIME, page_of, sections_after, words_of
 
 
 @triton.jit

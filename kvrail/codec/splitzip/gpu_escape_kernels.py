@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kvrail.codec.splitzip.gpu_word_kernels import packed, popcount, replicated
+from kvrail.codec.core.gpu_word_kernels import packed, popcount, replicated
 
 
 @triton.jit

@@ -6,7 +6,6 @@ another number of layers or pages.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,13 +13,17 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from kvrail.codec.base import CodecError, PagedBlock
-from kvrail.codec.splitzip.formats import SEGMENTS, FloatFormat, WindowCode
+from kvrail.codec.base import PagedBlock
+from kvrail.codec.core.arrays import Ints
+from kvrail.codec.core.floats import FloatFormat
+from kvrail.codec.core.gpu import alignment_of, byte_pools, next_power_of_2
+from kvrail.codec.core.sections import aligned
+from kvrail.codec.splitzip.formats import SEGMENTS, WindowCode
 from kvrail.codec.splitzip.gpu_decode_kernel import decode_kernel
 from kvrail.codec.splitzip.gpu_encode_kernel import encode_kernel
 from kvrail.codec.splitzip.gpu_pack_kernel import pack_kernel
-from kvrail.codec.splitzip.payload import Ints, Layout, travels_raw
-from kvrail.codec.splitzip.plan import TensorPlan, aligned
+from kvrail.codec.splitzip.payload import Layout, travels_raw
+from kvrail.codec.splitzip.plan import TensorPlan
 
 Plans = tuple[TensorPlan, TensorPlan]
 Tops = Sequence[Ints | None]
@@ -119,22 +122,6 @@ def tiles_of(plan: TensorPlan) -> int:
     return plan.tiles if plan.fits and not travels_raw(plan, 0, 0) else 0
 
 
-def byte_pools(pages: PagedBlock) -> list[torch.Tensor]:
-    """The pool's tensors, cut to the layers chosen, as uint8 [layers, pool pages, bytes of a page]; views.
-
-    Raises CodecError where the rows of a page are not contiguous.
-    """
-    pools = pages.layer_pools()
-    for pool in pools:
-        page = pool[:1, :1]
-        if page.numel() and not page.is_contiguous():
-            raise CodecError(
-                f"a pool's tensor of shape {tuple(pool.shape)} has strides {pool.stride()}; "
-                "make the rows of a page contiguous"
-            )
-    return [pool.flatten(2).view(torch.uint8) for pool in pools]
-
-
 def make_table(pages: PagedBlock, tops: Tops) -> torch.Tensor:
     """Page ids, then the keys' and the values' tops (0 for None), int64 [pages + 2 * layers], on the pool's device.
 
@@ -220,7 +207,7 @@ def launch_tiles(
     element has two bytes; registers: most of a thread.
     """
     keys, values = pools[:2]
-    alignment = math.gcd(16, *(number for pool in (keys, values) for number in (pool.data_ptr(), *pool.stride()[:2])))
+    alignment = alignment_of((keys, values))
     plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
     shapes = (plan.columns, other.columns if all(tiles) else plan.columns)
     shapes = shapes if tiles[0] else shapes[::-1]
@@ -297,16 +284,16 @@ def _constants(
         "HALVES": halves,
         "ROWS": rows,
         "SEGMENT_ROWS": plan.segment_rows,
-        "SEGMENT_ROWS_PADDED": _next_power_of_2(plan.segment_rows),
+        "SEGMENT_ROWS_PADDED": next_power_of_2(plan.segment_rows),
     }
     for name, plan in zip(("KEY", "VALUE"), plans, strict=True):
         half = -(-plan.tile_width // (halves * lanes))
         constants |= {
             f"{name}_COLUMNS": plan.columns,
             f"{name}_WIDTH": plan.tile_width,
-            f"{name}_HALF_PADDED": _next_power_of_2(half),
+            f"{name}_HALF_PADDED": next_power_of_2(half),
             f"{name}_PER_PAGE": plan.tiles_per_page,
-            f"{name}_PADDED": _is_padded(plan, halves * lanes * _next_power_of_2(half)),
+            f"{name}_PADDED": _is_padded(plan, halves * lanes * next_power_of_2(half)),
         }
     words = max(constants["KEY_HALF_PADDED"], constants["VALUE_HALF_PADDED"])
     words *= max(1, lanes * format.item_bytes // 4)  # a quad is two
@@ -323,8 +310,4 @@ def _in_words(plan: TensorPlan, lanes: int) -> bool:
 def _is_padded(plan: TensorPlan, width: int) -> bool:
     """Whether tiles, or their blocks of `width` columns, hold anything that is not a value."""
     in_page = SEGMENTS * plan.segment_values * plan.tiles_per_page == plan.page_values
-    return not in_page or width != plan.tile_width or _next_power_of_2(plan.segment_rows) != plan.segment_rows
-
-
-def _next_power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
+    return not in_page or width != plan.tile_width or next_power_of_2(plan.segment_rows) != plan.segment_rows

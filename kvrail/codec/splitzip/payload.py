@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError, EncodingStats
+from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.sections import aligned, pad
 from kvrail.codec.splitzip.formats import FORMATS, SEGMENTS, WindowCode
-from kvrail.codec.splitzip.plan import TILES_PER_GROUP, TensorPlan, aligned, variable_bytes
-
-Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
+from kvrail.codec.splitzip.plan import TILES_PER_GROUP, TensorPlan, variable_bytes
 
 MAGIC = b"SPLZ"
 VERSION = 1
@@ -236,12 +235,6 @@ def pad_sections(plan: TensorPlan, dense: Bytes) -> None:
     """Write the zeros between the sections of a plan."""
     for each in plan.sections.values():
         pad(dense, each.end)
-
-
-def pad(target: Bytes, end: int) -> int:
-    """Zeros from `end` to the next section; where that begins."""
-    target[end : aligned(end)] = 0
-    return aligned(end)
 
 
 def section(dense: Bytes, plan: TensorPlan, name: str) -> Bytes:

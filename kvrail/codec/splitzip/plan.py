@@ -3,43 +3,12 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvrail.codec.splitzip.formats import SEGMENTS, FloatFormat, WindowCode, planes_of
+from kvrail.codec.core.floats import FloatFormat
+from kvrail.codec.core.sections import Section, aligned, ceil_div, sections_of
+from kvrail.codec.splitzip.formats import SEGMENTS, WindowCode, planes_of
 
-ALIGNMENT = 16
-"""Every section starts at a multiple of this."""
 TILES_PER_GROUP = 64
 """Tiles whose records' first offset is written down once."""
-
-
-def _ceil_div(value: int, by: int) -> int:
-    return -(-value // by)
-
-
-def aligned(size: int) -> int:
-    """`size` rounded up to a multiple of ALIGNMENT."""
-    return _ceil_div(size, ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """`size` bytes at `offset` in the tensor's part of the payload."""
-
-    offset: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        """The byte after the last."""
-        return self.offset + self.size
-
-
-def sections_of(sizes: dict[str, int]) -> dict[str, Section]:
-    """Sections of such sizes one after the other, each aligned."""
-    sections, offset = {}, 0
-    for name, size in sizes.items():
-        sections[name] = Section(offset, size)
-        offset += aligned(size)
-    return sections
 
 
 @dataclass(frozen=True)
@@ -75,7 +44,7 @@ class TensorPlan:
     @cached_property
     def segment_rows(self) -> int:
         """Rows of a segment: 1 where tiles are runs of a page, else an eighth of a page's rows, rounded up."""
-        return max(1, _ceil_div(self.rows, SEGMENTS)) if self.code.per_channel else 1
+        return max(1, ceil_div(self.rows, SEGMENTS)) if self.code.per_channel else 1
 
     @cached_property
     def fits(self) -> bool:
@@ -86,14 +55,14 @@ class TensorPlan:
     def tiles_per_page(self) -> int:
         """Tiles of a page, all of the same size."""
         if self.code.per_channel:
-            return _ceil_div(self.columns, self.code.chunk // (SEGMENTS * self.segment_rows))
-        return _ceil_div(self.page_values, self.code.chunk)
+            return ceil_div(self.columns, self.code.chunk // (SEGMENTS * self.segment_rows))
+        return ceil_div(self.page_values, self.code.chunk)
 
     @cached_property
     def tile_width(self) -> int:
         """Columns of a tile, counting a run of a page as eight rows."""
-        length = self.columns if self.code.per_channel else _ceil_div(self.page_values, SEGMENTS)
-        return _ceil_div(length, self.tiles_per_page) if self.tiles_per_page else 0
+        length = self.columns if self.code.per_channel else ceil_div(self.page_values, SEGMENTS)
+        return ceil_div(length, self.tiles_per_page) if self.tiles_per_page else 0
 
     @cached_property
     def segment_values(self) -> int:
@@ -108,7 +77,7 @@ class TensorPlan:
     @cached_property
     def groups(self) -> int:
         """Groups of TILES_PER_GROUP tiles; the last may have fewer."""
-        return _ceil_div(self.tiles, TILES_PER_GROUP)
+        return ceil_div(self.tiles, TILES_PER_GROUP)
 
     @cached_property
     def significand_planes(self) -> tuple[int, ...]:
@@ -137,7 +106,7 @@ class TensorPlan:
     @cached_property
     def drop_bytes(self) -> int:
         """Bytes of a tile's drops, four bits a column."""
-        return _ceil_div(self.tile_width, 2)
+        return ceil_div(self.tile_width, 2)
 
     @cached_property
     def fixed_bytes(self) -> int:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.splitzip.formats import SEGMENTS
-from kvrail.codec.splitzip.payload import WIDE, Bytes, check_records, offsets_of_groups, section
+from kvrail.codec.splitzip.payload import WIDE, check_records, offsets_of_groups, section
 from kvrail.codec.splitzip.plan import TensorPlan
 
 Bits = npt.NDArray[np.unsignedinteger]
-Ints = npt.NDArray[np.int64]
 
 
 def encode_tensor(

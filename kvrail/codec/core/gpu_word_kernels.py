@@ -1,4 +1,4 @@
-"""Triton: what the encode and decode kernels share. Words, planes and the places of a tile's values.
+"""Triton: words of several values, which kernels handle at once.
 
 A **word** is 32 bits of LANES neighbouring values, each in a lane of 32 / LANES bits: two of sixteen bits, four of
 eight, or, where the geometry is odd, a single one. Each instruction on words works for all lanes, because no
@@ -6,28 +6,14 @@ intermediate result leaves its lane.
 
 A **quad** is 64 bits, two words of two values of sixteen bits each, that are loaded and stored as one. What of its
 values fits eight bits is one word of four lanes: half as much to be shifted and masked.
-
-The words of a segment are a block [SEGMENT_ROWS, HALVES, HALF], padded to powers of two. Per channel the columns of a
-tile are two halves, so that the two columns whose drops share a byte meet by a sum over HALVES. A run of a page is one
-row, one half.
 """
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 from triton.language import target_info
 from triton.runtime import JITFunction
-
-RUNTIME = [
-    "key_layer_stride",
-    "value_layer_stride",
-    "key_page_stride",
-    "value_page_stride",
-    "num_pages",
-    "num_layers",
-    "key_tiles",
-    "value_tiles",
-]
-"""Arguments of kernels of tiles for whose values nothing is compiled anew."""
 
 
 @triton.jit
@@ -198,23 +184,6 @@ def aligned(size):
 
 
 @triton.jit
-def sections_after(
-    codes, tiles, CODE_BITS: tl.constexpr, SEGMENT: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr
-):
-    """Pointers to tops and drops (where HALVES is 2) and to counts, given one to the code planes."""
-    tiles = tiles.to(tl.int64)
-    tops = codes
-    for level in tl.static_range(4):
-        if CODE_BITS & (1 << level):
-            tops += aligned(tiles * (SEGMENT << level))
-    drops = tops + aligned(tiles)
-    counts = drops + aligned(tiles * ((WIDTH + 1) // 2))
-    if HALVES == 1:
-        counts = tops
-    return tops, drops, counts
-
-
-@triton.jit
 def pointer_to(data, SIZE: tl.constexpr):
     """A pointer to bytes as one to unsigned integers of SIZE bytes."""
     if SIZE == 8:
@@ -226,74 +195,3 @@ def pointer_to(data, SIZE: tl.constexpr):
     else:
         result = data.to(tl.pointer_type(tl.uint8))
     return result
-
-
-@triton.jit
-def page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Layer of a tile, and a pointer to the first byte of its page. Strides are bytes; ALIGNMENT divides them."""
-    page = tile // PER_PAGE
-    layer = page // num_pages
-    offset = layer.to(tl.int64) * layer_stride + tl.load(pages + page % num_pages) * page_stride
-    return layer, pool + tl.multiple_of(offset, ALIGNMENT)
-
-
-@triton.jit
-def words_of(
-    number,
-    COLUMNS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALVES: tl.constexpr,
-    LANES: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-):
-    """The words of a segment of tile `number` of a page.
-
-    Gives four blocks [SEGMENT_ROWS, HALVES, HALF]: each word's number in the segment; its offset in the page, in words,
-    where the segment is the first; whether it is one; whether, besides, its columns are the page's.
-    """
-    HALF: tl.constexpr = (WIDTH + HALVES * LANES - 1) // (HALVES * LANES)
-    row = tl.arange(0, SEGMENT_ROWS_PADDED)[:, None, None]
-    half = tl.arange(0, HALVES)[None, :, None]
-    within = tl.arange(0, HALF_PADDED)[None, None, :]
-    column = half * HALF + within
-    inside = (row < SEGMENT_ROWS) & (within < HALF) & (column * LANES < WIDTH)
-    index = row * (WIDTH // LANES) + column
-    if HALVES == 2:
-        first = row * (COLUMNS // LANES) + column + number * (WIDTH // LANES)
-        real = inside & (column * LANES + number * WIDTH < COLUMNS)
-    else:
-        first = index + number * (8 * WIDTH // LANES)
-        real = inside
-    return index, first, inside, real
-
-
-@triton.jit
-def values_at(
-    index,
-    lane,
-    segment,
-    number,
-    SEGMENT_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALVES: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Offset in the page and column in the tile of values, given their words' numbers, lanes and segments."""
-    j = index * LANES + lane
-    row, column = j // WIDTH, j % WIDTH
-    if HALVES == 2:
-        offset = (segment * SEGMENT_ROWS + row) * COLUMNS + number * WIDTH + column
-    else:
-        offset = (number * 8 + segment) * WIDTH + column
-    return offset, column
-
-
-@triton.jit
-def column_tops(tops, drops, tile, column, mask, WIDTH: tl.constexpr):
-    """Tops of single columns of a tile, int32, from its top and drops."""
-    HALF: tl.constexpr = (WIDTH + 1) // 2
-    both = tl.load(drops + tile.to(tl.int64) * HALF + column % HALF, mask=mask, other=0).to(tl.int32)
-    return tl.load(tops + tile).to(tl.int32) - ((both >> (column // HALF * 4)) & 15)

@@ -53,7 +53,7 @@ def digest_of(payload: Payload, kind: DigestKind | None = None) -> Digest:
     device_side = isinstance(payload, torch.Tensor) and payload.is_cuda
     kind = kind or (DigestKind.LANES if device_side else DigestKind.XXH3)
     if kind is DigestKind.LANES and isinstance(payload, torch.Tensor) and device_side:
-        from kvrail.codec.digest_gpu import sum_of_words  # needs triton
+        from kvrail.codec.core.gpu_digest import sum_of_words  # needs triton
 
         return Digest(kind, finished(sum_of_words(payload), payload.nbytes), payload.nbytes)
     view = payload.cpu().numpy().data if isinstance(payload, torch.Tensor) else payload.cast("B")

@@ -4,9 +4,8 @@ import weakref
 from collections import defaultdict, deque
 
 import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from kvrail.codec.core.arrays import Bytes
 
 _SMALLEST = 1 << 16
 _KEPT = 4

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from kvrail.codec import digest
+from kvrail.codec.core import digest
 
 FIRST = tl.constexpr(digest.FIRST)
 SECOND = tl.constexpr(digest.SECOND)

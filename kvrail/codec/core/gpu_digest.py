@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 
 import torch
 
-from kvrail.codec.digest_kernel import sum_words_kernel
+from kvrail.codec.core.gpu_digest_kernel import sum_words_kernel
 
 BLOCK_WORDS = 2048
 """Of 64 bits, that a program mixes at once."""

@@ -1,12 +1,10 @@
 """Payloads in host memory, and their way to a device."""
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvrail.codec.base import CodecError, Payload
-
-Bytes = npt.NDArray[np.uint8]
+from kvrail.codec.core.arrays import Bytes
 
 
 def host_bytes(name: str, payload: Payload) -> Bytes:

@@ -1,0 +1,7 @@
+"""Types of the arrays that codecs pass about."""
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
