@@ -9,11 +9,12 @@ from splitzip_cases import int_type, kv_block
 
 from kvrail.codec.base import Block, BlockSpec
 from kvrail.codec.core.sections import aligned
-from kvrail.codec.progressive import reference
-from kvrail.codec.progressive.payload import layouts_of, parse_rest
-from kvrail.codec.progressive.plan import Cut, anchor_plans
-from kvrail.codec.splitzip.formats import FORMATS
-from kvrail.codec.splitzip.payload import Part, scale_bytes_of, travels_raw
+from kvrail.codec.splitzip.progressive import reference
+from kvrail.codec.splitzip.progressive.format import Cut
+from kvrail.codec.splitzip.progressive.payload import layouts_of, parse_rest
+from kvrail.codec.splitzip.progressive.plan import anchor_plans
+from kvrail.codec.splitzip.tiles.format import FORMATS
+from kvrail.codec.splitzip.tiles.payload import Part, scale_bytes_of, travels_raw
 
 
 def kv_pages(spec, seed=0, outliers=0.01):

@@ -6,9 +6,11 @@ from kv_blocks import random_block
 
 from kvrail.codec.base import Block
 from kvrail.codec.core.sections import aligned
-from kvrail.codec.splitzip import reference
-from kvrail.codec.splitzip.codebook import WINDOWS, Codebook, DtypeWindows, TensorWindows
-from kvrail.codec.splitzip.payload import Layout, Part, plans_of, travels_raw
+from kvrail.codec.splitzip.one_stage.codebook import WINDOWS, Codebook, DtypeWindows, TensorWindows
+from kvrail.codec.splitzip.one_stage.payload import Layout
+from kvrail.codec.splitzip.tiles import reference
+from kvrail.codec.splitzip.tiles.payload import Part, travels_raw
+from kvrail.codec.splitzip.tiles.plan import plans_of
 
 TOPS = {"bfloat16": 131, "float16": 19, "float8_e5m2": 19, "float8_e4m3fn": 11}
 

@@ -14,7 +14,7 @@ from test_lynx import PROPERTY
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.sections import aligned
 from kvrail.codec.lynx.codec import lynx, lynx_exact
-from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse
 
 CODE = LynxCode(alpha=0.5, chunk=16)  # every section there is

@@ -25,12 +25,13 @@ from test_splitzip import SHAPES, golden_pages
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
 from kvrail.codec.core import cpu as core_cpu
-from kvrail.codec.progressive import reference
-from kvrail.codec.progressive.codec import ProgressiveCodec
-from kvrail.codec.progressive.payload import HEADER_BYTES, parse_rest
-from kvrail.codec.progressive.plan import Cut
-from kvrail.codec.splitzip.codec import splitzip_channel
-from kvrail.codec.splitzip.formats import FORMATS
+from kvrail.codec.splitzip.one_stage.codec import splitzip_channel
+from kvrail.codec.splitzip.progressive import reference
+from kvrail.codec.splitzip.progressive.codec import ProgressiveCodec
+from kvrail.codec.splitzip.progressive.format import Cut
+from kvrail.codec.splitzip.progressive.payload import parse_rest
+from kvrail.codec.splitzip.tiles.format import FORMATS
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=1000 if os.environ.get("CI") == "true" else 60)

@@ -17,9 +17,11 @@ from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core import cpu as core_cpu
 from kvrail.codec.core.sections import aligned
-from kvrail.codec.splitzip.codec import WindowCodec, splitzip, splitzip_channel
-from kvrail.codec.splitzip.formats import FORMATS, WindowCode
-from kvrail.codec.splitzip.payload import HEADER_BYTES, parse, plans_of
+from kvrail.codec.splitzip.one_stage.codec import WindowCodec, splitzip, splitzip_channel
+from kvrail.codec.splitzip.one_stage.payload import parse
+from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.plan import plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
 BOOK = codebook()

@@ -2,7 +2,10 @@
 
 import functools
 import logging
+import zlib
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from llvmlite import ir
@@ -13,10 +16,10 @@ logger = logging.getLogger("kvrail.codecs")
 
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for one signature when its module is imported; keep it where README.md says.
+    """Compile a function for one signature when its module is imported; keep it where kvrail/codec/README.md says.
 
     What is kept is found again by the function's file and by what the function closes over: a change of another file
-    that it takes functions from goes unseen.
+    that it takes functions from is seen where it closes over `version_of` that.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -27,6 +30,11 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
             return njit(signature, nogil=True)(function)
 
     return decorate
+
+
+def version_of(*modules: ModuleType) -> int:
+    """A number that another text of the modules' files changes."""
+    return zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in modules))
 
 
 @functools.cache

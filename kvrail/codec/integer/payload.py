@@ -11,8 +11,8 @@ import torch
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.sections import aligned
-from kvrail.codec.integer.plan import IntegerCode, TensorPlan
-from kvrail.codec.lynx.formats import FORMATS
+from kvrail.codec.integer.format import FORMATS, IntegerCode
+from kvrail.codec.integer.plan import TensorPlan
 
 MAGIC = b"INTQ"
 VERSION = 1

@@ -25,7 +25,7 @@ from kvrail.codec.lynx.payload import (
     section,
     travels_raw,
 )
-from kvrail.codec.lynx.plan import TensorPlan
+from kvrail.codec.lynx.plan import Coding, TensorPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +38,15 @@ class _Stream:
     elements: Bytes
 
 
-def encode(pages: PagedBlock, plans: Sequence[TensorPlan], num_stages: int) -> CpuEncoding:
-    """Encode keys and values by their plans into the first `num_stages` stages.
-
-    Raises CodecError where a pool's tensor is not contiguous.
-    """
+def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
+    """Encode keys and values into all stages. Raises CodecError where a pool's tensor is not contiguous."""
+    plans = coding.plans
     pools, page_ids = byte_pools(pages), np.array(pages.page_ids, dtype=np.int64)
     payloads = [_Coded.of(stage, plans) for stage in (ANCHOR, RESIDUAL)]
     for tensor, (pool, plan) in enumerate(zip(pools, plans, strict=True)):
         _encode_tensor(pool, page_ids, plan, payloads[ANCHOR].fixed(tensor), payloads[RESIDUAL].fixed(tensor))
     parts: list[Part] = []
-    if num_stages > EXACT:
+    if coding.num_stages > EXACT:
         streams = [
             _encode_exact(pool, page_ids, plan, [each.fixed(tensor) for each in payloads])
             for tensor, (pool, plan) in enumerate(zip(pools, plans, strict=True))
@@ -60,7 +58,15 @@ def encode(pages: PagedBlock, plans: Sequence[TensorPlan], num_stages: int) -> C
     return CpuEncoding([each.view() for each in payloads], totals)
 
 
-def decode(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
+def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], coding: Coding, out: PagedBlock) -> None:
+    """Write a stage into `out`. Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous."""
+    if stage == EXACT:
+        decode_exact(payloads[0], layouts[0], out)
+    else:
+        decode_coded(payloads, layouts, out)
+
+
+def decode_coded(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
     """Write into `out` what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code; raw tensors where it is ANCHOR.
 
     Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvrail.codec.core.gpu import alignment_of, next_power_of_2
-from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
 from kvrail.codec.lynx.gpu_kernels import decode_kernel, encode_kernel
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL

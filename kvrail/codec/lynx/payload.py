@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.sections import aligned
-from kvrail.codec.lynx.formats import FORMATS, TINY, LynxCode
+from kvrail.codec.lynx.format import FORMATS, TINY, LynxCode
 from kvrail.codec.lynx.plan import TensorPlan
 
 MAGIC = b"LYNX"

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from kvrail.codec.core.floats import FloatFormat
 from kvrail.codec.core.sections import Section, aligned, sections_of
-from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.lynx.format import LynxCode
 
 TILE_VALUES = 4096
 TILE_COLUMNS = 64
@@ -109,3 +109,11 @@ class TensorPlan:
             scales | widths | bases | codes,
             scales | widths | {"lengths": 4 * self.tiles},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What both ends know of a block before any of its bytes: plans of keys and values, and the number of stages."""
+
+    plans: tuple[TensorPlan, TensorPlan]
+    num_stages: int

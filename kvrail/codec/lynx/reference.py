@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.floats import FloatFormat
-from kvrail.codec.lynx.formats import CELLS, STEPS, TINY, LynxCode
+from kvrail.codec.lynx.format import CELLS, STEPS, TINY, LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Part, escapes_of, places_of, section
 from kvrail.codec.lynx.plan import TensorPlan
 

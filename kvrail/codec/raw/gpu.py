@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.gpu import check_rows
-from kvrail.codec.raw.pages_kernel import move_pages_kernel
+from kvrail.codec.raw.gpu_pages_kernel import move_pages_kernel
 
 BLOCK_BYTES = 16 << 10
 """Of a page, what a program moves."""
