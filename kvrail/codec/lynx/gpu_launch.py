@@ -15,14 +15,13 @@ import torch
 from kvrail.codec.core.gpu import alignment_of, next_power_of_2
 from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
+from kvrail.codec.lynx.gpu_geometry import geometries_of, width_of
 from kvrail.codec.lynx.gpu_kernels import decode_kernel, encode_kernel
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
 from kvrail.codec.lynx.plan import TensorPlan
 
 Plans = Sequence[TensorPlan]
 
-PROGRAM_VALUES = 4096
-"""Values of a program, about; a page's rows in whole, of as many columns as that leaves."""
 WARPS = 2
 EXACT_WARPS = 8
 
@@ -150,60 +149,18 @@ def _launch(
     options: dict[str, int],
 ) -> None:
     """Launch a kernel of keys and values; options: constants of its own, and how it is launched."""
-    programs = [0 if plan.raw else plan.pages * -(-plan.columns // _width(plan)) for plan in plans]
+    programs = [0 if plan.raw else plan.pages * -(-plan.columns // width_of(plan)) for plan in plans]
     if not sum(programs):
         return
-    plan = plans[0] if plans[0].pages else plans[1]
+    plan, geometries = plans[0] if plans[0].pages else plans[1], geometries_of(plans, alignment_of(pools))
     kernel[(sum(programs),)](
         *pools, *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools),
         table, plan.num_pages, plan.pages, programs[0], *dense, tables_of(plan.code, table.device),
-        **options, **constants_of(plans, alignment_of(pools)), enable_fp_fusion=False,
+        **options, KEYS=geometries[0], VALUES=geometries[1], enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def constants_of(plans: Plans, alignment: int) -> dict[str, int]:
-    """What kernels are compiled for: the geometry that all pages of a model share.
-
-    alignment: bytes, a power of two, that divides the addresses of all pages.
-    """
-    keys, values = plans
-    whole = keys.format.item_bytes == 2 and alignment % 8 == 0 and not any(plan.columns % 4 for plan in plans)
-    halves = keys.half_rows // keys.code.chunk if keys.chunks > 1 else 1
-    return {
-        "MANTISSA_BITS": keys.format.mantissa_bits,
-        "CURVED": int(keys.code.curved),
-        "ALIGNMENT": alignment,
-        "LANES": 4 if whole and all(_width(plan) >= 4 for plan in plans) else 1,
-        "ROWS": keys.rows,
-        "HALF_ROWS": keys.half_rows,
-        "ROWS_IN_CHUNK": keys.code.chunk if keys.chunks > 1 else keys.half_rows,
-        "CHUNKS": next_power_of_2(halves),
-        "CHUNK": keys.code.chunk if keys.chunks > 1 else next_power_of_2(keys.half_rows),
-        "ALL_CHUNKS": keys.chunks,
-        "KEY_COLUMNS": keys.columns,
-        "VALUE_COLUMNS": values.columns,
-        "KEY_WIDTH": _width(keys),
-        "VALUE_WIDTH": _width(values),
-        "KEY_PADDED": _is_padded(keys),
-        "VALUE_PADDED": _is_padded(values),
-    }
 
 
 @functools.cache
 def tables_of(code: LynxCode, device: torch.device) -> torch.Tensor:
     """Edges, middles, steps and rates of a code, float32 [33], on a device."""
     return torch.from_numpy(np.concatenate([code.edges, code.middles, code.steps, code.rates])).to(device)
-
-
-def _is_padded(plan: TensorPlan) -> bool:
-    """Whether programs have rows or columns that the page has not."""
-    rows_in_chunk = plan.code.chunk if plan.chunks > 1 else plan.half_rows
-    chunks = plan.half_rows // rows_in_chunk
-    whole = plan.rows == 2 * plan.half_rows and not chunks & (chunks - 1) and not rows_in_chunk & (rows_in_chunk - 1)
-    return not whole or plan.columns % _width(plan) != 0
-
-
-def _width(plan: TensorPlan) -> int:
-    """Columns of a program, a power of two."""
-    rows = 2 * next_power_of_2(plan.half_rows)
-    return min(next_power_of_2(plan.columns), max(1, PROGRAM_VALUES // rows))

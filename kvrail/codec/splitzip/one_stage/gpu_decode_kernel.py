@@ -39,29 +39,21 @@ def _escaped_values(
     drops,
     tile,
     tiles,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    HALVES: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_PAGE: tl.constexpr,
+    G: tl.constexpr,
 ):
     """Offsets in the page and bits, int32, of the values that records stand for."""
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
-    far = (record >> POSITION_BITS) + (beyond << (16 - POSITION_BITS))
-    j8 = record & ((1 << POSITION_BITS) - 1)
+    EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
+    far = (record >> G.POSITION_BITS) + (beyond << (16 - G.POSITION_BITS))
+    j8 = record & ((1 << G.POSITION_BITS) - 1)
     j, segment = j8 >> 3, j8 & 7
-    offset, column = values_at(j, 0, segment, tile % PER_PAGE, SEGMENT_ROWS, COLUMNS, WIDTH, HALVES, 1)
-    significand = fields_at(dense, tile, tiles, j, segment, live, 1 + MANTISSA_BITS, SEGMENT_ROWS * WIDTH)
+    offset, column = values_at(j, 0, segment, tile % G.PER_PAGE, G.SEGMENT_ROWS, G.COLUMNS, G.WIDTH, G.HALVES, 1)
+    significand = fields_at(dense, tile, tiles, j, segment, live, 1 + G.MANTISSA_BITS, G.SEGMENT_ROWS * G.WIDTH)
     top = fixed_top
-    if HALVES == 2:
-        top = column_tops(tops, drops, tile, column, live, WIDTH)
-    exponent = (top - (1 << CODE_BITS) - far) & EXPONENTS
-    sign = (significand >> MANTISSA_BITS) << (EXPONENT_BITS + MANTISSA_BITS)
-    return offset, sign | (exponent << MANTISSA_BITS) | (significand & ((1 << MANTISSA_BITS) - 1))
+    if G.HALVES == 2:
+        top = column_tops(tops, drops, tile, column, live, G.WIDTH)
+    exponent = (top - (1 << G.CODE_BITS) - far) & EXPONENTS
+    sign = (significand >> G.MANTISSA_BITS) << (G.EXPONENT_BITS + G.MANTISSA_BITS)
+    return offset, sign | (exponent << G.MANTISSA_BITS) | (significand & ((1 << G.MANTISSA_BITS) - 1))
 
 
 @triton.jit
@@ -77,73 +69,57 @@ def _decode_tile(
     dense,
     records,
     extensions,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    HALVES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-    PADDED: tl.constexpr,
+    G: tl.constexpr,
 ):
-    SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
-    STEP: tl.constexpr = SEGMENT_ROWS * (COLUMNS if HALVES == 2 else WIDTH) // LANES
-    PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
-    HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
-    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
-    words = pointer_to(page, ITEM_BYTES * LANES)
+    SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
+    STEP: tl.constexpr = G.SEGMENT_ROWS * (G.COLUMNS if G.HALVES == 2 else G.WIDTH) // G.LANES
+    PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
+    EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
+    HALF_VALUES: tl.constexpr = (G.WIDTH + 1) // 2
+    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    words = pointer_to(page, G.ITEM_BYTES * G.LANES)
     index, first, inside, real = words_of(
-        tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, HALVES, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
+        tile % G.PER_PAGE, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, G.HALVES, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
     )
-    significands, codes = load_planes(dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
-    distances, tops = load_planes(codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
-    tops, drops, counts = sections_after(codes, tiles, CODE_BITS, SEGMENT, WIDTH, HALVES)
+    significands, codes = load_planes(
+        dense, tile, tiles, index, inside, 1 + G.MANTISSA_BITS, SEGMENT, G.PADDED, G.LANES
+    )
+    distances, tops = load_planes(codes, tile, tiles, index, inside, G.CODE_BITS, SEGMENT, G.PADDED, G.LANES)
+    tops, drops, counts = sections_after(codes, tiles, G.CODE_BITS, SEGMENT, G.WIDTH, G.HALVES)
     groups = (counts + aligned(tiles.to(tl.int64) * 2)).to(tl.pointer_type(tl.uint32))
     count, wide, records, extensions = records_of(
         tile, counts.to(tl.pointer_type(tl.uint16)), groups, records, extensions
     )
     record, beyond, live = load_records(0, count, wide, records, extensions)  # on their way while the rest is written
     fixed_top = 0
-    if HALVES == 2:
-        within = tl.arange(0, HALF_PADDED)[None, None, :]
-        both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, LANES) + within
-        drop = spread(tl.load(both, mask=within * LANES < HALF_VALUES, other=0), LANES)
-        drop = (drop >> (4 * tl.arange(0, 2)[None, :, None]).to(tl.uint32)) & replicated(15, LANES)
+    if G.HALVES == 2:
+        within = tl.arange(0, G.HALF_PADDED)[None, None, :]
+        both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, G.LANES) + within
+        drop = spread(tl.load(both, mask=within * G.LANES < HALF_VALUES, other=0), G.LANES)
+        drop = (drop >> (4 * tl.arange(0, 2)[None, :, None]).to(tl.uint32)) & replicated(15, G.LANES)
         highest = tl.load(tops + tile).to(tl.uint32) & EXPONENTS
         # Two bits above the exponents: neither drop nor distance can borrow, whatever the payload holds.
-        top = replicated(highest + (2 << EXPONENT_BITS), LANES) - drop
+        top = replicated(highest + (2 << G.EXPONENT_BITS), G.LANES) - drop
     else:
         fixed_top = tl.load(fixed_tops + layer).to(tl.int32)
-        top = replicated(fixed_top.to(tl.uint32) + (2 << EXPONENT_BITS), LANES)
+        top = replicated(fixed_top.to(tl.uint32) + (2 << G.EXPONENT_BITS), G.LANES)
     for s in tl.static_range(8):
-        significand = field(significands, s, 1 + MANTISSA_BITS, LANES)
-        exponent = (top - field(distances, s, CODE_BITS, LANES)) & replicated(EXPONENTS, LANES)
-        word = (significand & replicated((1 << MANTISSA_BITS) - 1, LANES)) | (exponent << MANTISSA_BITS)
-        word |= (significand & replicated(1 << MANTISSA_BITS, LANES)) << EXPONENT_BITS
+        significand = field(significands, s, 1 + G.MANTISSA_BITS, G.LANES)
+        exponent = (top - field(distances, s, G.CODE_BITS, G.LANES)) & replicated(EXPONENTS, G.LANES)
+        word = (significand & replicated((1 << G.MANTISSA_BITS) - 1, G.LANES)) | (exponent << G.MANTISSA_BITS)
+        word |= (significand & replicated(1 << G.MANTISSA_BITS, G.LANES)) << G.EXPONENT_BITS
         where = words + first + s * STEP
-        if PADDED:
+        if G.PADDED:
             tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
         else:
             tl.store(where, word.to(words.dtype.element_ty))
     if count > 0:
         tl.debug_barrier()  # other threads of the program wrote what the next overwrite
-        values = pointer_to(page, ITEM_BYTES)
+        values = pointer_to(page, G.ITEM_BYTES)
         for begin in range(0, count, RECORDS_AT_ONCE):
             if begin > 0:
                 record, beyond, live = load_records(begin, count, wide, records, extensions)
-            offset, value = _escaped_values(
-                record, beyond, live, dense, fixed_top, tops, drops, tile, tiles, EXPONENT_BITS, MANTISSA_BITS,
-                CODE_BITS, POSITION_BITS, HALVES, SEGMENT_ROWS, COLUMNS, WIDTH, PER_PAGE,
-            )  # fmt: skip
+            offset, value = _escaped_values(record, beyond, live, dense, fixed_top, tops, drops, tile, tiles, G)
             tl.store(values + offset, value.to(values.dtype.element_ty), mask=live)
 
 
@@ -166,27 +142,8 @@ def decode_kernel(
     value_records,
     key_extensions,
     value_extensions,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    HALVES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_HALF_PADDED: tl.constexpr,
-    VALUE_HALF_PADDED: tl.constexpr,
-    KEY_PER_PAGE: tl.constexpr,
-    VALUE_PER_PAGE: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """Grid: key tiles, then value tiles.
 
@@ -198,16 +155,10 @@ def decode_kernel(
     if tile < key_tiles:
         _decode_tile(
             tile, key_tiles, keys, key_layer_stride, key_page_stride, table, table + num_pages, num_pages,
-            key_dense, key_records, key_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, HALVES, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
+            key_dense, key_records, key_extensions, KEYS,
         )  # fmt: skip
     else:
         _decode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, table,
-            table + num_pages + num_layers, num_pages,
-            value_dense, value_records, value_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, HALVES, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
-            VALUE_PADDED,
+            table + num_pages + num_layers, num_pages, value_dense, value_records, value_extensions, VALUES,
         )  # fmt: skip

@@ -75,59 +75,44 @@ def _encode_tile(
     dense,
     records,
     extensions,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    HALVES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-    PADDED: tl.constexpr,
+    G: tl.constexpr,
 ):
-    SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
-    STEP: tl.constexpr = SEGMENT_ROWS * (COLUMNS if HALVES == 2 else WIDTH) // LANES
-    PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    ROW: tl.constexpr = min(8 // LANES, HALF_PADDED)
-    number = tile % PER_PAGE
-    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
-    words = pointer_to(page, ITEM_BYTES * LANES)
+    SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
+    STEP: tl.constexpr = G.SEGMENT_ROWS * (G.COLUMNS if G.HALVES == 2 else G.WIDTH) // G.LANES
+    PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
+    ROW: tl.constexpr = min(8 // G.LANES, G.HALF_PADDED)
+    number = tile % G.PER_PAGE
+    layer, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    words = pointer_to(page, G.ITEM_BYTES * G.LANES)
     index, first, inside, real = words_of(
-        number, COLUMNS, SEGMENT_ROWS, WIDTH, HALVES, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
+        number, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, G.HALVES, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
     )
     index, first, inside, real = halves_first(index), halves_first(first), halves_first(inside), halves_first(real)
     x = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
-        x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
+        x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, G.PADDED),)
     fields = ()
     for s in tl.static_range(8):
-        fields += (_significand(x[s], EXPONENT_BITS, MANTISSA_BITS, LANES),)
-    codes = store_planes(fields, dense, tile, tiles, index, inside, 1 + MANTISSA_BITS, SEGMENT, PADDED, LANES)
-    tops, drops, counts = sections_after(codes, tiles, CODE_BITS, SEGMENT, WIDTH, HALVES)
-    if HALVES == 2:
-        top = channel_tops(x, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, MANTISSA_BITS, LANES)
+        fields += (_significand(x[s], G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES),)
+    codes = store_planes(fields, dense, tile, tiles, index, inside, 1 + G.MANTISSA_BITS, SEGMENT, G.PADDED, G.LANES)
+    tops, drops, counts = sections_after(codes, tiles, G.CODE_BITS, SEGMENT, G.WIDTH, G.HALVES)
+    if G.HALVES == 2:
+        top = channel_tops(x, tops, drops, tile, G.WIDTH, G.HALF_PADDED, G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES)
     else:
-        top = replicated(tl.load(fixed_tops + layer).to(tl.uint32), LANES)
+        top = replicated(tl.load(fixed_tops + layer).to(tl.uint32), G.LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        distance = distance_of(x[s], top, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, HALVES, LANES)
-        if PADDED:
+        distance = distance_of(x[s], top, G.EXPONENT_BITS, G.MANTISSA_BITS, G.CODE_BITS, G.HALVES, G.LANES)
+        if G.PADDED:
             distance = tl.where(real & (first + s * STEP < PAGE_WORDS), distance, 0)
-        escaped += ((distance >> EXPONENT_BITS) & replicated(1, LANES)) * (1 << s)
+        escaped += ((distance >> G.EXPONENT_BITS) & replicated(1, G.LANES)) * (1 << s)
         fields += (distance,)
-    store_planes(fields, codes, tile, tiles, index, inside, CODE_BITS, SEGMENT, PADDED, LANES)
+    store_planes(fields, codes, tile, tiles, index, inside, G.CODE_BITS, SEGMENT, G.PADDED, G.LANES)
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
-        escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
-        1 << CODE_BITS, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
+        escaped, index, first, top, pointer_to(page, G.ITEM_BYTES), records + slot, extensions + slot,
+        1 << G.CODE_BITS, G.POSITION_BITS, G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES, STEP, ROW,
     )  # fmt: skip
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
@@ -151,27 +136,8 @@ def encode_kernel(
     value_records,
     key_extensions,
     value_extensions,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    HALVES: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_HALF_PADDED: tl.constexpr,
-    VALUE_HALF_PADDED: tl.constexpr,
-    KEY_PER_PAGE: tl.constexpr,
-    VALUE_PER_PAGE: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """Grid: key tiles, then value tiles.
 
@@ -183,16 +149,10 @@ def encode_kernel(
     if tile < key_tiles:
         _encode_tile(
             tile, key_tiles, keys, key_layer_stride, key_page_stride, table, table + num_pages, num_pages,
-            key_dense, key_records, key_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, HALVES, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
+            key_dense, key_records, key_extensions, KEYS,
         )  # fmt: skip
     else:
         _encode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, table,
-            table + num_pages + num_layers, num_pages,
-            value_dense, value_records, value_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, CODE_BITS, POSITION_BITS, LANES, ALIGNMENT, HALVES, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
-            VALUE_PADDED,
+            table + num_pages + num_layers, num_pages, value_dense, value_records, value_extensions, VALUES,
         )  # fmt: skip

@@ -43,52 +43,39 @@ def _decode_tile(
     pages,
     num_pages,
     dense,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
+    G: tl.constexpr,
 ):
-    SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
-    STEP: tl.constexpr = SEGMENT_ROWS * COLUMNS // LANES
-    PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    SIGN: tl.constexpr = 1 << (EXPONENT_BITS + MANTISSA_BITS)
-    SIGN_SHIFT: tl.constexpr = EXPONENT_BITS + MANTISSA_BITS - LEVEL_BITS
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
-    HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
-    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
-    words = pointer_to(page, ITEM_BYTES * LANES)
+    SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
+    STEP: tl.constexpr = G.SEGMENT_ROWS * G.COLUMNS // G.LANES
+    PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
+    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + G.KEPT_BITS
+    REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
+    SIGN: tl.constexpr = 1 << (G.EXPONENT_BITS + G.MANTISSA_BITS)
+    SIGN_SHIFT: tl.constexpr = G.EXPONENT_BITS + G.MANTISSA_BITS - LEVEL_BITS
+    EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
+    HALF_VALUES: tl.constexpr = (G.WIDTH + 1) // 2
+    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    words = pointer_to(page, G.ITEM_BYTES * G.LANES)
     index, first, inside, real = words_of(
-        tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, 2, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
+        tile % G.PER_PAGE, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, 2, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
     )
-    anchors, _ = load_planes(dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, PADDED, LANES)
-    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, WIDTH, 2)
-    within = tl.arange(0, HALF_PADDED)[None, None, :]
-    both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, LANES) + within
-    drop = spread(tl.load(both, mask=within * LANES < HALF_VALUES, other=0), LANES)
-    drop = (drop >> (4 * tl.arange(0, 2)[None, :, None]).to(tl.uint32)) & replicated(15, LANES)
+    anchors, _ = load_planes(dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, G.PADDED, G.LANES)
+    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, G.WIDTH, 2)
+    within = tl.arange(0, G.HALF_PADDED)[None, None, :]
+    both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, G.LANES) + within
+    drop = spread(tl.load(both, mask=within * G.LANES < HALF_VALUES, other=0), G.LANES)
+    drop = (drop >> (4 * tl.arange(0, 2)[None, :, None]).to(tl.uint32)) & replicated(15, G.LANES)
     highest = tl.load(tops + tile).to(tl.uint32) & EXPONENTS
     # Neither drop nor depth can borrow, whatever the payload holds: the bits above are there to be taken from.
-    top = (replicated(highest + (1 << EXPONENT_BITS), LANES) - drop) & replicated(EXPONENTS, LANES)
-    top = (top << MANTISSA_BITS) + replicated(SIGN + (1 << MANTISSA_BITS) - 1, LANES)
+    top = (replicated(highest + (1 << G.EXPONENT_BITS), G.LANES) - drop) & replicated(EXPONENTS, G.LANES)
+    top = (top << G.MANTISSA_BITS) + replicated(SIGN + (1 << G.MANTISSA_BITS) - 1, G.LANES)
     for s in tl.static_range(8):
-        anchor = field(anchors, s, LEVEL_BITS + 1, LANES)
-        level = anchor & replicated((1 << LEVEL_BITS) - 1, LANES)
-        word = (top - _middle_depth(level, MANTISSA_BITS, REST_BITS, LANES)) & replicated(SIGN - 1, LANES)
-        word |= (anchor & replicated(1 << LEVEL_BITS, LANES)) << SIGN_SHIFT
+        anchor = field(anchors, s, LEVEL_BITS + 1, G.LANES)
+        level = anchor & replicated((1 << LEVEL_BITS) - 1, G.LANES)
+        word = (top - _middle_depth(level, G.MANTISSA_BITS, REST_BITS, G.LANES)) & replicated(SIGN - 1, G.LANES)
+        word |= (anchor & replicated(1 << LEVEL_BITS, G.LANES)) << SIGN_SHIFT
         where = words + first + s * STEP
-        if PADDED:
+        if G.PADDED:
             tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
         else:
             tl.store(where, word.to(words.dtype.element_ty))
@@ -108,26 +95,8 @@ def decode_anchor_kernel(
     value_tiles,
     key_dense,
     value_dense,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_HALF_PADDED: tl.constexpr,
-    VALUE_HALF_PADDED: tl.constexpr,
-    KEY_PER_PAGE: tl.constexpr,
-    VALUE_PER_PAGE: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    KEY_KEPT_BITS: tl.constexpr,
-    VALUE_KEPT_BITS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """Grid: key tiles, then value tiles.
 
@@ -135,18 +104,9 @@ def decode_anchor_kernel(
     """
     tile = tl.program_id(0)
     if tile < key_tiles:
-        _decode_tile(
-            tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages,
-            key_dense,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, LANES, ALIGNMENT, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
-            KEY_KEPT_BITS,
-        )  # fmt: skip
+        _decode_tile(tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages, key_dense, KEYS)
     else:
         _decode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, pages, num_pages,
-            value_dense,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, LANES, ALIGNMENT, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
-            VALUE_PADDED, VALUE_KEPT_BITS,
+            value_dense, VALUES,
         )  # fmt: skip

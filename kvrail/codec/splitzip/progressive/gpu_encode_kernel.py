@@ -117,55 +117,49 @@ def _encode_quads(
     dense,
     rest,
     zero,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    G: tl.constexpr,
     STEP: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
     SEGMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
 ):
     """As _encode_words, of quads: what fits a byte is cut into planes four values at a time."""
-    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    BIAS: tl.constexpr = (1 << 15) - ((WINDOW + 1) << MANTISSA_BITS)  # places outside have the highest bit then
+    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + G.KEPT_BITS
+    REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
+    BIAS: tl.constexpr = (1 << 15) - ((G.WINDOW + 1) << G.MANTISSA_BITS)  # places outside have the highest bit then
     firsts, seconds, low, high = (), (), (), ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
         where = first + s * STEP
-        quad = tl.load(words + where, mask=real & (where < PAGE_WORDS), other=0) if PADDED else tl.load(words + where)
+        quad = tl.load(words + where, mask=real & (where < PAGE_WORDS), other=0) if G.PADDED else tl.load(words + where)
         firsts += (quad.to(tl.uint32),)
         seconds += ((quad >> 32).to(tl.uint32),)
     for s in tl.static_range(8):
         low += (low_bytes(firsts[s], seconds[s]),)
-    plane = store_planes(low, rest, tile, tiles, index, inside, min(REST_BITS, 8), SEGMENT, PADDED, 4)
+    plane = store_planes(low, rest, tile, tiles, index, inside, min(REST_BITS, 8), SEGMENT, G.PADDED, 4)
     if REST_BITS > 8:
         for s in tl.static_range(8):
             high += (high_bytes(firsts[s], seconds[s]),)
-        store_planes(high, plane, tile, tiles, index, inside, REST_BITS - 8, SEGMENT, PADDED, 4)
-    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, WIDTH, 2)
-    first_top, second_top = _quad_tops(firsts, seconds, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS)
-    first_bias = (first_top << MANTISSA_BITS) + replicated(BIAS + (1 << MANTISSA_BITS) - 1, 2)
-    second_bias = (second_top << MANTISSA_BITS) + replicated(BIAS + (1 << MANTISSA_BITS) - 1, 2)
+        store_planes(high, plane, tile, tiles, index, inside, REST_BITS - 8, SEGMENT, G.PADDED, 4)
+    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, G.WIDTH, 2)
+    first_top, second_top = _quad_tops(firsts, seconds, tops, drops, tile, G.WIDTH, G.HALF_PADDED, G.EXPONENT_BITS)
+    first_bias = (first_top << G.MANTISSA_BITS) + replicated(BIAS + (1 << G.MANTISSA_BITS) - 1, 2)
+    second_bias = (second_top << G.MANTISSA_BITS) + replicated(BIAS + (1 << G.MANTISSA_BITS) - 1, 2)
     fields = ()
     escaped = tl.zeros_like(low[0])
     for s in tl.static_range(8):
         a, b = firsts[s], seconds[s]
-        if PADDED:
+        if G.PADDED:
             value = real & (first + s * STEP < PAGE_WORDS)
-            a = tl.where(value, a, first_top << MANTISSA_BITS)
-            b = tl.where(value, b, second_top << MANTISSA_BITS)
+            a = tl.where(value, a, first_top << G.MANTISSA_BITS)
+            b = tl.where(value, b, second_top << G.MANTISSA_BITS)
         sign = high_bits(a, b)
-        a = _quad_places(a, first_bias, zero, MANTISSA_BITS, BIAS)
-        b = _quad_places(b, second_bias, zero, MANTISSA_BITS, BIAS)
+        a = _quad_places(a, first_bias, zero, G.MANTISSA_BITS, BIAS)
+        b = _quad_places(b, second_bias, zero, G.MANTISSA_BITS, BIAS)
         outside = high_bits(a, b)
         escaped |= outside & replicated(1 << s, 4)
-        level = _quad_level(a, b, REST_BITS) | (outside & replicated(_LAST_OCTAVE.value << KEPT_BITS, 4))
+        level = _quad_level(a, b, REST_BITS) | (outside & replicated(_LAST_OCTAVE.value << G.KEPT_BITS, 4))
         # What lies above the sign is left out by store_planes.
         fields += ((level & replicated(0xFF - (1 << LEVEL_BITS), 4)) | (sign & replicated(1 << LEVEL_BITS, 4)),)
-    store_planes(fields, dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, PADDED, 4)
+    store_planes(fields, dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, G.PADDED, 4)
     return escaped, low_bytes(first_top, second_top)
 
 
@@ -180,44 +174,39 @@ def _encode_words(
     real,
     dense,
     rest,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LANES: tl.constexpr,
+    G: tl.constexpr,
     STEP: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
     SEGMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
 ):
     """Store all of a tile but its escapes; which values escape, a bit a segment, and the columns' tops, in lanes."""
-    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    SIGN: tl.constexpr = 1 << (EXPONENT_BITS + MANTISSA_BITS)
-    SIGN_SHIFT: tl.constexpr = EXPONENT_BITS + MANTISSA_BITS - LEVEL_BITS
+    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + G.KEPT_BITS
+    REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
+    SIGN: tl.constexpr = 1 << (G.EXPONENT_BITS + G.MANTISSA_BITS)
+    SIGN_SHIFT: tl.constexpr = G.EXPONENT_BITS + G.MANTISSA_BITS - LEVEL_BITS
     x = ()
     for s in tl.static_range(8):  # all loads are under way before the first is used
-        x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, PADDED),)
-    store_planes(x, rest, tile, tiles, index, inside, REST_BITS, SEGMENT, PADDED, LANES)
-    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, WIDTH, 2)
-    top = channel_tops(x, tops, drops, tile, WIDTH, HALF_PADDED, EXPONENT_BITS, MANTISSA_BITS, LANES)
-    highest = (top << MANTISSA_BITS) + replicated((1 << MANTISSA_BITS) - 1, LANES)
+        x += (load_segment(words, first + s * STEP, real, PAGE_WORDS, G.PADDED),)
+    store_planes(x, rest, tile, tiles, index, inside, REST_BITS, SEGMENT, G.PADDED, G.LANES)
+    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, G.WIDTH, 2)
+    top = channel_tops(x, tops, drops, tile, G.WIDTH, G.HALF_PADDED, G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES)
+    highest = (top << G.MANTISSA_BITS) + replicated((1 << G.MANTISSA_BITS) - 1, G.LANES)
     fields = ()
     escaped = tl.zeros_like(x[0])
     for s in tl.static_range(8):
-        depth = highest - (x[s] & replicated(SIGN - 1, LANES))  # no value is above its column's top: no lane borrows
-        if PADDED:
-            power = replicated((1 << MANTISSA_BITS) - 1, LANES)
+        depth = highest - (x[s] & replicated(SIGN - 1, G.LANES))  # no value is above its column's top: no lane borrows
+        if G.PADDED:
+            power = replicated((1 << G.MANTISSA_BITS) - 1, G.LANES)
             depth = tl.where(real & (first + s * STEP < PAGE_WORDS), depth, power)
-        outside = (depth + replicated(SIGN - (WINDOW << MANTISSA_BITS), LANES)) >> (EXPONENT_BITS + MANTISSA_BITS)
-        outside &= replicated(1, LANES)
+        outside = (depth + replicated(SIGN - (G.WINDOW << G.MANTISSA_BITS), G.LANES)) >> (
+            G.EXPONENT_BITS + G.MANTISSA_BITS
+        )
+        outside &= replicated(1, G.LANES)
         escaped += outside * (1 << s)
-        level = _levels(depth, MANTISSA_BITS, REST_BITS, LANES) | outside * (_LAST_OCTAVE.value << KEPT_BITS)
-        sign = (x[s] >> SIGN_SHIFT) & replicated(1 << LEVEL_BITS, LANES)
-        fields += ((level & replicated((1 << LEVEL_BITS) - 1, LANES)) | sign,)
-    store_planes(fields, dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, PADDED, LANES)
+        level = _levels(depth, G.MANTISSA_BITS, REST_BITS, G.LANES) | outside * (_LAST_OCTAVE.value << G.KEPT_BITS)
+        sign = (x[s] >> SIGN_SHIFT) & replicated(1 << LEVEL_BITS, G.LANES)
+        fields += ((level & replicated((1 << LEVEL_BITS) - 1, G.LANES)) | sign,)
+    store_planes(fields, dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, G.PADDED, G.LANES)
     return escaped, top
 
 
@@ -234,51 +223,34 @@ def _encode_tile(
     rest,
     records,
     extensions,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
+    G: tl.constexpr,
 ):
-    SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
-    STEP: tl.constexpr = SEGMENT_ROWS * COLUMNS // LANES
-    PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    ROW: tl.constexpr = min(8 // LANES, HALF_PADDED)
-    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
-    words = pointer_to(page, ITEM_BYTES * LANES)
+    SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
+    STEP: tl.constexpr = G.SEGMENT_ROWS * G.COLUMNS // G.LANES
+    PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
+    REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
+    ROW: tl.constexpr = min(8 // G.LANES, G.HALF_PADDED)
+    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    words = pointer_to(page, G.ITEM_BYTES * G.LANES)
     index, first, inside, real = words_of(
-        tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, 2, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
+        tile % G.PER_PAGE, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, 2, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
     )
     index, first, inside, real = halves_first(index), halves_first(first), halves_first(inside), halves_first(real)
-    if ITEM_BYTES * LANES == 8:
+    if G.ITEM_BYTES * G.LANES == 8:
         escaped, top = _encode_quads(
-            tile, tiles, words, index, first, inside, real, dense, rest, (num_pages >> 31).to(tl.uint32),
-            EXPONENT_BITS, MANTISSA_BITS, WINDOW, STEP, PAGE_WORDS, SEGMENT, WIDTH, HALF_PADDED, PADDED, KEPT_BITS,
+            tile, tiles, words, index, first, inside, real, dense, rest, (num_pages >> 31).to(tl.uint32), G, STEP,
+            PAGE_WORDS, SEGMENT,
         )  # fmt: skip
     else:
         escaped, top = _encode_words(
-            tile, tiles, words, index, first, inside, real, dense, rest,
-            EXPONENT_BITS, MANTISSA_BITS, WINDOW, LANES, STEP, PAGE_WORDS, SEGMENT, WIDTH, HALF_PADDED, PADDED,
-            KEPT_BITS,
+            tile, tiles, words, index, first, inside, real, dense, rest, G, STEP, PAGE_WORDS, SEGMENT,
         )  # fmt: skip
     slot = tile.to(tl.int64) * (8 * SEGMENT)
     count = store_escapes(
-        escaped, index, first, top, pointer_to(page, ITEM_BYTES), records + slot, extensions + slot,
-        WINDOW, POSITION_BITS, EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, ROW,
+        escaped, index, first, top, pointer_to(page, G.ITEM_BYTES), records + slot, extensions + slot,
+        G.WINDOW, G.POSITION_BITS, G.EXPONENT_BITS, G.MANTISSA_BITS, G.LANES, STEP, ROW,
     )  # fmt: skip
-    _, _, counts = sections_after(rest, tiles, REST_BITS, SEGMENT, WIDTH, 1)
+    _, _, counts = sections_after(rest, tiles, REST_BITS, SEGMENT, G.WIDTH, 1)
     tl.store(counts.to(tl.pointer_type(tl.uint16)) + tile, count.to(tl.uint16))
 
 
@@ -302,28 +274,8 @@ def encode_stages_kernel(
     value_records,
     key_extensions,
     value_extensions,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_HALF_PADDED: tl.constexpr,
-    VALUE_HALF_PADDED: tl.constexpr,
-    KEY_PER_PAGE: tl.constexpr,
-    VALUE_PER_PAGE: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    KEY_KEPT_BITS: tl.constexpr,
-    VALUE_KEPT_BITS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """Grid: key tiles, then value tiles.
 
@@ -334,17 +286,11 @@ def encode_stages_kernel(
     tile = tl.program_id(0)
     if tile < key_tiles:
         _encode_tile(
-            tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages,
-            key_dense, key_rest, key_records, key_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, WINDOW, POSITION_BITS, LANES, ALIGNMENT, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
-            KEY_KEPT_BITS,
+            tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages, key_dense, key_rest,
+            key_records, key_extensions, KEYS,
         )  # fmt: skip
     else:
         _encode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, pages, num_pages,
-            value_dense, value_rest, value_records, value_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, WINDOW, POSITION_BITS, LANES, ALIGNMENT, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
-            VALUE_PADDED, VALUE_KEPT_BITS,
+            value_dense, value_rest, value_records, value_extensions, VALUES,
         )  # fmt: skip

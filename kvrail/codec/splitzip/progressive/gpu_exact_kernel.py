@@ -68,23 +68,20 @@ def _store_quads(
     first,
     real,
     zero,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
+    G: tl.constexpr,
     STEP: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
 ):
     """As _store_words, of quads: fields are made of planes four values at a time."""
-    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    SIGN: tl.constexpr = 1 << (EXPONENT_BITS + MANTISSA_BITS)
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
-    MIDDLE: tl.constexpr = (1 << MANTISSA_BITS) - (1 << (REST_BITS - 1))  # of the highest level
+    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + G.KEPT_BITS
+    REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
+    SIGN: tl.constexpr = 1 << (G.EXPONENT_BITS + G.MANTISSA_BITS)
+    EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
+    MIDDLE: tl.constexpr = (1 << G.MANTISSA_BITS) - (1 << (REST_BITS - 1))  # of the highest level
     tops = ()
     for part in tl.static_range(2):
-        top = replicated(highest + (1 << EXPONENT_BITS), 2) - half_of_quad(drop, 0, part)  # bits above, as there
-        tops += (((top & replicated(EXPONENTS, 2)) << MANTISSA_BITS) + replicated(SIGN + MIDDLE, 2),)
+        top = replicated(highest + (1 << G.EXPONENT_BITS), 2) - half_of_quad(drop, 0, part)  # bits above, as there
+        tops += (((top & replicated(EXPONENTS, 2)) << G.MANTISSA_BITS) + replicated(SIGN + MIDDLE, 2),)
     for s in tl.static_range(8):
         anchor = field(anchors, s, LEVEL_BITS + 1, 4)
         level = anchor & replicated((1 << LEVEL_BITS) - 1, 4)
@@ -94,11 +91,11 @@ def _store_quads(
         lower = field(rests, s, min(REST_BITS, 8), 4)
         halves = ()
         for part in tl.static_range(2):
-            half = _quad_magnitudes(tops[part], half_of_quad(level, 0, part), zero, MANTISSA_BITS, REST_BITS)
+            half = _quad_magnitudes(tops[part], half_of_quad(level, 0, part), zero, G.MANTISSA_BITS, REST_BITS)
             half = (half & replicated(SIGN - (1 << REST_BITS), 2)) | half_of_quad(lower, upper, part)
             halves += (half.to(tl.uint64),)
         where = first + s * STEP
-        if PADDED:
+        if G.PADDED:
             tl.store(words + where, halves[0] | (halves[1] << 32), mask=real & (where < PAGE_WORDS))
         else:
             tl.store(words + where, halves[0] | (halves[1] << 32))
@@ -113,31 +110,27 @@ def _store_words(
     words,
     first,
     real,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    LANES: tl.constexpr,
+    G: tl.constexpr,
     STEP: tl.constexpr,
     PAGE_WORDS: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
 ):
     """Store a tile's values as if none were an escape. highest: the tile's top; drop: its columns', in lanes."""
-    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    SIGN: tl.constexpr = 1 << (EXPONENT_BITS + MANTISSA_BITS)
-    SIGN_SHIFT: tl.constexpr = EXPONENT_BITS + MANTISSA_BITS - LEVEL_BITS
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
+    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + G.KEPT_BITS
+    REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
+    SIGN: tl.constexpr = 1 << (G.EXPONENT_BITS + G.MANTISSA_BITS)
+    SIGN_SHIFT: tl.constexpr = G.EXPONENT_BITS + G.MANTISSA_BITS - LEVEL_BITS
+    EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
     # Neither drop nor level can borrow, whatever the payload holds: the bits above are there to be taken from.
-    top = (replicated(highest + (1 << EXPONENT_BITS), LANES) - drop) & replicated(EXPONENTS, LANES)
-    top = (top << MANTISSA_BITS) + replicated(SIGN + (1 << MANTISSA_BITS) - (1 << REST_BITS), LANES)
+    top = (replicated(highest + (1 << G.EXPONENT_BITS), G.LANES) - drop) & replicated(EXPONENTS, G.LANES)
+    top = (top << G.MANTISSA_BITS) + replicated(SIGN + (1 << G.MANTISSA_BITS) - (1 << REST_BITS), G.LANES)
     for s in tl.static_range(8):
-        anchor = field(anchors, s, LEVEL_BITS + 1, LANES, AT_ONCE=True)
-        word = (anchor & replicated(1 << LEVEL_BITS, LANES)) << SIGN_SHIFT
+        anchor = field(anchors, s, LEVEL_BITS + 1, G.LANES, AT_ONCE=True)
+        word = (anchor & replicated(1 << LEVEL_BITS, G.LANES)) << SIGN_SHIFT
         if REST_BITS > 0:
-            word |= field(rests, s, REST_BITS, LANES, AT_ONCE=True)
-        word |= _magnitudes(top, anchor, LEVEL_BITS, REST_BITS, LANES) & replicated(SIGN - (1 << REST_BITS), LANES)
+            word |= field(rests, s, REST_BITS, G.LANES, AT_ONCE=True)
+        word |= _magnitudes(top, anchor, LEVEL_BITS, REST_BITS, G.LANES) & replicated(SIGN - (1 << REST_BITS), G.LANES)
         where = words + first + s * STEP
-        if PADDED:
+        if G.PADDED:
             tl.store(where, word.to(words.dtype.element_ty), mask=real & (first + s * STEP < PAGE_WORDS))
         else:
             tl.store(where, word.to(words.dtype.element_ty))
@@ -154,31 +147,23 @@ def _escaped_values(
     drops,
     tile,
     tiles,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
+    G: tl.constexpr,
 ):
     """Offsets in the page and bits, int32, of the values that records stand for."""
-    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    VALUES: tl.constexpr = SEGMENT_ROWS * WIDTH
-    far = (record >> POSITION_BITS) + (beyond << (16 - POSITION_BITS))
-    j8 = record & ((1 << POSITION_BITS) - 1)
+    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + G.KEPT_BITS
+    REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
+    VALUES: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
+    far = (record >> G.POSITION_BITS) + (beyond << (16 - G.POSITION_BITS))
+    j8 = record & ((1 << G.POSITION_BITS) - 1)
     j, segment = j8 >> 3, j8 & 7
-    offset, column = values_at(j, 0, segment, tile % PER_PAGE, SEGMENT_ROWS, COLUMNS, WIDTH, 2, 1)
+    offset, column = values_at(j, 0, segment, tile % G.PER_PAGE, G.SEGMENT_ROWS, G.COLUMNS, G.WIDTH, 2, 1)
     anchor = fields_at(dense, tile, tiles, j, segment, live, LEVEL_BITS + 1, VALUES)
     low = fields_at(rest, tile, tiles, j, segment, live, REST_BITS, VALUES)
-    top = column_tops(tops, drops, tile, column, live, WIDTH)
-    exponent = (top - WINDOW - far) & ((1 << EXPONENT_BITS) - 1)
-    kept = ~anchor & ((1 << KEPT_BITS) - 1)  # levels are counted downwards
-    sign = (anchor >> LEVEL_BITS) << (EXPONENT_BITS + MANTISSA_BITS)
-    return offset, sign | (exponent << MANTISSA_BITS) | (kept << REST_BITS) | low
+    top = column_tops(tops, drops, tile, column, live, G.WIDTH)
+    exponent = (top - G.WINDOW - far) & ((1 << G.EXPONENT_BITS) - 1)
+    kept = ~anchor & ((1 << G.KEPT_BITS) - 1)  # levels are counted downwards
+    sign = (anchor >> LEVEL_BITS) << (G.EXPONENT_BITS + G.MANTISSA_BITS)
+    return offset, sign | (exponent << G.MANTISSA_BITS) | (kept << REST_BITS) | low
 
 
 @triton.jit
@@ -194,69 +179,47 @@ def _decode_tile(
     rest,
     records,
     extensions,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    PER_PAGE: tl.constexpr,
-    PADDED: tl.constexpr,
-    KEPT_BITS: tl.constexpr,
+    G: tl.constexpr,
 ):
-    SEGMENT: tl.constexpr = SEGMENT_ROWS * WIDTH
-    STEP: tl.constexpr = SEGMENT_ROWS * COLUMNS // LANES
-    PAGE_WORDS: tl.constexpr = ROWS * COLUMNS // LANES
-    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + KEPT_BITS
-    REST_BITS: tl.constexpr = MANTISSA_BITS - KEPT_BITS
-    EXPONENTS: tl.constexpr = (1 << EXPONENT_BITS) - 1
-    HALF_VALUES: tl.constexpr = (WIDTH + 1) // 2
-    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, PER_PAGE, ALIGNMENT)
-    words = pointer_to(page, ITEM_BYTES * LANES)
+    SEGMENT: tl.constexpr = G.SEGMENT_ROWS * G.WIDTH
+    STEP: tl.constexpr = G.SEGMENT_ROWS * G.COLUMNS // G.LANES
+    PAGE_WORDS: tl.constexpr = G.ROWS * G.COLUMNS // G.LANES
+    LEVEL_BITS: tl.constexpr = _CODE_BITS.value + G.KEPT_BITS
+    REST_BITS: tl.constexpr = G.MANTISSA_BITS - G.KEPT_BITS
+    EXPONENTS: tl.constexpr = (1 << G.EXPONENT_BITS) - 1
+    HALF_VALUES: tl.constexpr = (G.WIDTH + 1) // 2
+    _, page = page_of(tile, pool, layer_stride, page_stride, pages, num_pages, G.PER_PAGE, G.ALIGNMENT)
+    words = pointer_to(page, G.ITEM_BYTES * G.LANES)
     index, first, inside, real = words_of(
-        tile % PER_PAGE, COLUMNS, SEGMENT_ROWS, WIDTH, 2, LANES, SEGMENT_ROWS_PADDED, HALF_PADDED
+        tile % G.PER_PAGE, G.COLUMNS, G.SEGMENT_ROWS, G.WIDTH, 2, G.LANES, G.SEGMENT_ROWS_PADDED, G.HALF_PADDED
     )
-    anchors, _ = load_planes(dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, PADDED, LANES)
-    rests, _ = load_planes(rest, tile, tiles, index, inside, REST_BITS, SEGMENT, PADDED, LANES)
-    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, WIDTH, 2)
-    _, _, counts = sections_after(rest, tiles, REST_BITS, SEGMENT, WIDTH, 1)
+    anchors, _ = load_planes(dense, tile, tiles, index, inside, LEVEL_BITS + 1, SEGMENT, G.PADDED, G.LANES)
+    rests, _ = load_planes(rest, tile, tiles, index, inside, REST_BITS, SEGMENT, G.PADDED, G.LANES)
+    tops, drops, _ = sections_after(dense, tiles, LEVEL_BITS + 1, SEGMENT, G.WIDTH, 2)
+    _, _, counts = sections_after(rest, tiles, REST_BITS, SEGMENT, G.WIDTH, 1)
     groups = (counts + aligned(tiles.to(tl.int64) * 2)).to(tl.pointer_type(tl.uint32))
     count, wide, records, extensions = records_of(
         tile, counts.to(tl.pointer_type(tl.uint16)), groups, records, extensions
     )
     record, beyond, live = load_records(0, count, wide, records, extensions)  # on their way while the rest is written
-    within = tl.arange(0, HALF_PADDED)[None, None, :]
-    both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, LANES) + within
-    drop = spread(tl.load(both, mask=within * LANES < HALF_VALUES, other=0), LANES)
-    drop = (drop >> (4 * tl.arange(0, 2)[None, :, None]).to(tl.uint32)) & replicated(15, LANES)
+    within = tl.arange(0, G.HALF_PADDED)[None, None, :]
+    both = pointer_to(drops + tile.to(tl.int64) * HALF_VALUES, G.LANES) + within
+    drop = spread(tl.load(both, mask=within * G.LANES < HALF_VALUES, other=0), G.LANES)
+    drop = (drop >> (4 * tl.arange(0, 2)[None, :, None]).to(tl.uint32)) & replicated(15, G.LANES)
     highest = tl.load(tops + tile).to(tl.uint32) & EXPONENTS
-    if ITEM_BYTES * LANES == 8:
+    if G.ITEM_BYTES * G.LANES == 8:
         _store_quads(
-            anchors, rests, highest, drop, words, first, real, (num_pages >> 31).to(tl.uint32),
-            EXPONENT_BITS, MANTISSA_BITS, STEP, PAGE_WORDS, PADDED, KEPT_BITS,
+            anchors, rests, highest, drop, words, first, real, (num_pages >> 31).to(tl.uint32), G, STEP, PAGE_WORDS,
         )  # fmt: skip
     else:
-        _store_words(
-            anchors, rests, highest, drop, words, first, real,
-            EXPONENT_BITS, MANTISSA_BITS, LANES, STEP, PAGE_WORDS, PADDED, KEPT_BITS,
-        )  # fmt: skip
+        _store_words(anchors, rests, highest, drop, words, first, real, G, STEP, PAGE_WORDS)
     if count > 0:
         tl.debug_barrier()  # other threads of the program wrote what the next overwrite
-        values = pointer_to(page, ITEM_BYTES)
+        values = pointer_to(page, G.ITEM_BYTES)
         for begin in range(0, count, RECORDS_AT_ONCE):
             if begin > 0:
                 record, beyond, live = load_records(begin, count, wide, records, extensions)
-            offset, value = _escaped_values(
-                record, beyond, live, dense, rest, tops, drops, tile, tiles, EXPONENT_BITS, MANTISSA_BITS, WINDOW,
-                POSITION_BITS, SEGMENT_ROWS, COLUMNS, WIDTH, PER_PAGE, KEPT_BITS,
-            )  # fmt: skip
+            offset, value = _escaped_values(record, beyond, live, dense, rest, tops, drops, tile, tiles, G)
             tl.store(values + offset, value.to(values.dtype.element_ty), mask=live)
 
 
@@ -280,28 +243,8 @@ def decode_exact_kernel(
     value_records,
     key_extensions,
     value_extensions,
-    ITEM_BYTES: tl.constexpr,
-    EXPONENT_BITS: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    POSITION_BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT_ROWS: tl.constexpr,
-    SEGMENT_ROWS_PADDED: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_HALF_PADDED: tl.constexpr,
-    VALUE_HALF_PADDED: tl.constexpr,
-    KEY_PER_PAGE: tl.constexpr,
-    VALUE_PER_PAGE: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    KEY_KEPT_BITS: tl.constexpr,
-    VALUE_KEPT_BITS: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """Grid: key tiles, then value tiles.
 
@@ -312,17 +255,11 @@ def decode_exact_kernel(
     tile = tl.program_id(0)
     if tile < key_tiles:
         _decode_tile(
-            tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages,
-            key_dense, key_rest, key_records, key_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, WINDOW, POSITION_BITS, LANES, ALIGNMENT, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, KEY_COLUMNS, KEY_WIDTH, KEY_HALF_PADDED, KEY_PER_PAGE, KEY_PADDED,
-            KEY_KEPT_BITS,
+            tile, key_tiles, keys, key_layer_stride, key_page_stride, pages, num_pages, key_dense, key_rest,
+            key_records, key_extensions, KEYS,
         )  # fmt: skip
     else:
         _decode_tile(
             tile - key_tiles, value_tiles, values, value_layer_stride, value_page_stride, pages, num_pages,
-            value_dense, value_rest, value_records, value_extensions,
-            ITEM_BYTES, EXPONENT_BITS, MANTISSA_BITS, WINDOW, POSITION_BITS, LANES, ALIGNMENT, ROWS,
-            SEGMENT_ROWS, SEGMENT_ROWS_PADDED, VALUE_COLUMNS, VALUE_WIDTH, VALUE_HALF_PADDED, VALUE_PER_PAGE,
-            VALUE_PADDED, VALUE_KEPT_BITS,
+            value_dense, value_rest, value_records, value_extensions, VALUES,
         )  # fmt: skip

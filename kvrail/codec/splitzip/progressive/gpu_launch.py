@@ -73,10 +73,10 @@ def launch_encode(pages: PagedBlock, plans: Plans, table: torch.Tensor, buffers:
         outputs = [
             (part, rest, slot.records, slot.extensions) for part, rest, slot in zip(dense, rests, slots, strict=True)
         ]
-        words, more = TUNING.encode_words, _kept_bits(plans)
+        words, kept = TUNING.encode_words, _kept_bits(plans)
         launch_tiles(
-            encode_stages_kernel, words, pages, pools, plans, tiles, table, outputs, more,
-            quads=True, registers=TUNING.stage_registers,
+            encode_stages_kernel, words, pages, pools, plans, tiles, table, outputs,
+            kept_bits=kept, quads=True, registers=TUNING.stage_registers,
         )  # fmt: skip
         launch_pack((plans[0].rest, plans[1].rest), tiles, rests, buffers.anchor)
     else:
@@ -90,8 +90,8 @@ def launch_decode_anchor(payload: torch.Tensor, layout: StageLayout, table: torc
     tiles = [0 if part.raw else part.plan.tiles for part in layout.parts]
     if sum(tiles):
         inputs = [(payload[dense:],) for dense in layout.dense_offsets]
-        words, more = TUNING.decode_words, _kept_bits(layout.plans)
-        launch_tiles(decode_anchor_kernel, words, out, pools, layout.plans, tiles, table, inputs, more)
+        words, kept = TUNING.decode_words, _kept_bits(layout.plans)
+        launch_tiles(decode_anchor_kernel, words, out, pools, layout.plans, tiles, table, inputs, kept_bits=kept)
     place_whole(payload, layout, pools, index)
 
 
@@ -116,10 +116,10 @@ def launch_decode_exact(
         extensions = second[escapes + part.escape_bytes - aligned(part.extensions) :]
         dense = first[anchor.dense_offsets[number] :], second[rest.dense_offsets[number] :]
         inputs.append((*dense, records, extensions))
-    words, more = TUNING.joint_words, _kept_bits(anchor.plans)
-    launch_tiles(decode_exact_kernel, words, out, byte_pools(out), anchor.plans, tiles, table, inputs, more, quads=True)
+    words, kept = TUNING.joint_words, _kept_bits(anchor.plans)
+    pools = byte_pools(out)
+    launch_tiles(decode_exact_kernel, words, out, pools, anchor.plans, tiles, table, inputs, kept_bits=kept, quads=True)
 
 
-def _kept_bits(plans: Plans) -> dict[str, int]:
-    """What the kernels are compiled for besides splitzip's constants."""
-    return {"KEY_KEPT_BITS": plans[0].kept_bits, "VALUE_KEPT_BITS": plans[1].kept_bits}
+def _kept_bits(plans: Plans) -> tuple[int, int]:
+    return plans[0].kept_bits, plans[1].kept_bits

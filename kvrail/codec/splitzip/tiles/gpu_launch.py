@@ -5,7 +5,6 @@ own, gpu_pack_kernel.py brings them together. Decoding is one, gpu_decode_kernel
 another number of layers or pages.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,9 +14,9 @@ import torch
 
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Ints
-from kvrail.codec.core.floats import FloatFormat
-from kvrail.codec.core.gpu import alignment_of, next_power_of_2
-from kvrail.codec.splitzip.tiles.format import SEGMENTS, WindowCode
+from kvrail.codec.core.gpu import alignment_of
+from kvrail.codec.splitzip.tiles.format import SEGMENTS
+from kvrail.codec.splitzip.tiles.gpu_geometry import geometries_of
 from kvrail.codec.splitzip.tiles.gpu_pack_kernel import pack_kernel
 from kvrail.codec.splitzip.tiles.payload import Layout, travels_raw
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
@@ -159,28 +158,27 @@ def launch_tiles(
     tiles: Sequence[int],
     table: torch.Tensor,
     tensors: Sequence[tuple[torch.Tensor, ...]],
-    more: dict[str, int] | None = None,
     *,
+    kept_bits: tuple[int, int] = (0, 0),
     quads: bool = False,
     registers: int | None = None,
 ) -> None:
     """Launch a kernel of one program a tile.
 
-    tensors: what it takes of keys and of values beside the pools; more: constants of its own. Of the constants it gets
-    those that it names, and the number of layers where it names that. quads: whether it knows them, LANES of 4 where an
-    element has two bytes; registers: most of a thread.
+    tensors: what it takes of keys and of values beside the pools. It gets the number of layers where it names that.
+    kept_bits, quads: as of geometries_of; registers: most of a thread.
     """
     keys, values = pools[:2]
-    alignment = alignment_of((keys, values))
     plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
-    shapes = (plan.columns, other.columns if all(tiles) else plan.columns)
-    shapes = shapes if tiles[0] else shapes[::-1]
-    constants, words = _constants(plan.format, plan.code, plan.rows, *shapes, alignment, quads)
+    columns = (plan.columns, other.columns if all(tiles) else plan.columns)
+    columns = columns if tiles[0] else columns[::-1]
+    alignment = alignment_of((keys, values))
+    geometries = geometries_of(plan.format, plan.code, plan.rows, columns, kept_bits, alignment, quads)
+    words = max(geometry.segment_words for geometry in geometries)
     kernel[(sum(tiles),)](
         keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
         table, len(pages.page_ids), *([len(pages.layers)] if "num_layers" in kernel.arg_names else []), *tiles,
-        *(tensor for pair in zip(*tensors, strict=True) for tensor in pair),
-        **{name: value for name, value in (constants | (more or {})).items() if name in kernel.arg_names},
+        *(tensor for pair in zip(*tensors, strict=True) for tensor in pair), *geometries,
         num_warps=TUNING.warps_for(words, words_a_thread), maxnreg=registers,
     )  # fmt: skip
 
@@ -211,67 +209,3 @@ def launch_pack(plans: Plans, tiles: Sequence[int], dense: Pair, buffers: Encode
 def _section(dense: torch.Tensor, plan: TensorPlan, name: str) -> torch.Tensor:
     where = plan.sections[name]
     return dense[where.offset : where.end]
-
-
-@functools.lru_cache(maxsize=256)
-def _constants(
-    format: FloatFormat,
-    code: WindowCode,
-    rows: int,
-    key_columns: int,
-    value_columns: int,
-    alignment: int,
-    quads: bool,
-) -> tuple[dict[str, int | bool], int]:
-    """What the kernels are compiled for, and the most words of a segment, padded to a power of two.
-
-    alignment: bytes, a power of two, that divides the addresses of all pages; quads: as of launch_tiles.
-    """
-    plans = [TensorPlan(format, code, 1, 1, rows, columns) for columns in (key_columns, value_columns)]
-    sizes = (8, 4) if quads and format.item_bytes == 2 else (4,)
-    fitting = [
-        size // format.item_bytes
-        for size in sizes
-        if alignment % size == 0 and all(_in_words(plan, size // format.item_bytes) for plan in plans)
-    ]
-    lanes = fitting[0] if fitting else 1
-    halves, plan = 2 if code.per_channel else 1, plans[0]
-    constants: dict[str, int | bool] = {
-        "ITEM_BYTES": format.item_bytes,
-        "EXPONENT_BITS": format.exponent_bits,
-        "MANTISSA_BITS": format.mantissa_bits,
-        "CODE_BITS": code.code_bits,
-        "WINDOW": code.window,
-        "POSITION_BITS": code.position_bits,
-        "LANES": lanes,
-        "ALIGNMENT": alignment,
-        "HALVES": halves,
-        "ROWS": rows,
-        "SEGMENT_ROWS": plan.segment_rows,
-        "SEGMENT_ROWS_PADDED": next_power_of_2(plan.segment_rows),
-    }
-    for name, plan in zip(("KEY", "VALUE"), plans, strict=True):
-        half = -(-plan.tile_width // (halves * lanes))
-        constants |= {
-            f"{name}_COLUMNS": plan.columns,
-            f"{name}_WIDTH": plan.tile_width,
-            f"{name}_HALF_PADDED": next_power_of_2(half),
-            f"{name}_PER_PAGE": plan.tiles_per_page,
-            f"{name}_PADDED": _is_padded(plan, halves * lanes * next_power_of_2(half)),
-        }
-    words = max(constants["KEY_HALF_PADDED"], constants["VALUE_HALF_PADDED"])
-    words *= max(1, lanes * format.item_bytes // 4)  # a quad is two
-    return constants, constants["SEGMENT_ROWS_PADDED"] * halves * words
-
-
-def _in_words(plan: TensorPlan, lanes: int) -> bool:
-    """Whether words of `lanes` values never straddle a row, a segment, half a tile or the end of a page."""
-    if plan.code.per_channel:
-        return plan.columns % lanes == 0 and plan.tile_width % (2 * lanes) == 0
-    return plan.page_values % lanes == 0 and plan.tile_width % lanes == 0
-
-
-def _is_padded(plan: TensorPlan, width: int) -> bool:
-    """Whether tiles, or their blocks of `width` columns, hold anything that is not a value."""
-    in_page = SEGMENTS * plan.segment_values * plan.tiles_per_page == plan.page_values
-    return not in_page or width != plan.tile_width or next_power_of_2(plan.segment_rows) != plan.segment_rows
