@@ -5,3 +5,5 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.unsignedinteger]
+"""Elements as they are stored."""

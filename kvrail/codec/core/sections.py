@@ -1,5 +1,6 @@
 """Sections: what payloads are made of. Each begins at a multiple of ALIGNMENT; what lies between two is zero."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrail.codec.core.arrays import Bytes
@@ -38,6 +39,11 @@ def sections_of(sizes: dict[str, int]) -> dict[str, Section]:
         sections[name] = Section(offset, size)
         offset += aligned(size)
     return sections
+
+
+def joined(pieces: Iterable[bytes]) -> bytes:
+    """Sections one after the other, with the zeros between them and after the last."""
+    return b"".join(piece.ljust(aligned(len(piece)), b"\0") for piece in pieces)
 
 
 def pad(target: Bytes, end: int) -> int:

@@ -13,9 +13,9 @@ from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, parse, pa
 from kvrail.codec.lynx.plan import Coding
 
 if TYPE_CHECKING:
-    from kvrail.codec.lynx import cpu, gpu
+    from kvrail.codec.lynx import cpu, gpu, reference
 
-    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu)
+    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
 
 
 class LynxCodec:

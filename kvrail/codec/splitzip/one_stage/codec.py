@@ -15,9 +15,9 @@ from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 if TYPE_CHECKING:
-    from kvrail.codec.splitzip.one_stage import cpu, gpu
+    from kvrail.codec.splitzip.one_stage import cpu, gpu, reference
 
-    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu)
+    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
 
 
 class WindowCodec:

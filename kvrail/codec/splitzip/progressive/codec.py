@@ -14,9 +14,9 @@ from kvrail.codec.splitzip.progressive.plan import Plans, anchor_plans
 from kvrail.codec.splitzip.tiles.format import FORMATS
 
 if TYPE_CHECKING:
-    from kvrail.codec.splitzip.progressive import cpu, gpu
+    from kvrail.codec.splitzip.progressive import cpu, gpu, reference
 
-    _BACKENDS: tuple[Backend[Plans, StageLayout], ...] = (cpu, gpu)
+    _BACKENDS: tuple[Backend[Plans, StageLayout], ...] = (cpu, gpu, reference)
 
 
 class ProgressiveCodec:

@@ -4,21 +4,70 @@ Follows README.md, which builds on that of `splitzip`: tiles, tops, drops, count
 reference, from whose significands and codes levels are made here. Slow: about a megabyte a second.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.base import PagedBlock
+from kvrail.codec.core.arrays import Bits, Bytes, Ints
+from kvrail.codec.core.cpu import CpuEncoding, matrices
+from kvrail.codec.core.sections import aligned, joined
 from kvrail.codec.splitzip.progressive.format import CODE_BITS
-from kvrail.codec.splitzip.progressive.plan import AnchorPlan, one_stage
+from kvrail.codec.splitzip.progressive.payload import StageLayout, layouts_of
+from kvrail.codec.splitzip.progressive.plan import AnchorPlan, Plans, one_stage
 from kvrail.codec.splitzip.tiles import reference
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
-from kvrail.codec.splitzip.tiles.payload import WIDE, section
+from kvrail.codec.splitzip.tiles.payload import WIDE, Part, scale_bytes_of, section, stats_of, travels_raw
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
-from kvrail.codec.splitzip.tiles.reference import Bits
 
 Records = npt.NDArray[np.uint16]
+
+
+def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
+    """The payloads that README.md asks for. Raises CodecError where a pool's tensor is not contiguous."""
+    page_ids, pools = np.array(pages.page_ids, dtype=np.int64), matrices(pages)
+    parts: list[Part] = []
+    dense_parts: list[bytes] = []
+    rests: list[bytes] = []
+    escapes: list[bytes] = []
+    for pool, plan in zip(pools, plans, strict=False):  # the pools of scales come after
+        raw = not plan.fits or not plan.values
+        if not raw:
+            dense, rest = (np.zeros(size, dtype=np.uint8) for size in (plan.fixed_bytes, plan.rest.fixed_bytes))
+            records, extensions = encode_tensor(pool, page_ids, plan, dense, rest)
+            raw = travels_raw(plan, records.size, extensions.size)
+        if raw:
+            parts.append(Part(plan, True, 0, 0))
+            dense_parts.append(pool[:, page_ids].tobytes())
+        else:
+            parts.append(Part(plan, False, records.size, extensions.size))
+            dense_parts.append(dense.tobytes())
+            rests.append(rest.tobytes())
+            escapes += [records.tobytes(), extensions.tobytes()]
+    scales = b"".join(pool[:, page_ids].tobytes() for pool in pools[2:])
+    first, second = (layout.header() for layout in layouts_of(plans, parts, scale_bytes_of(pages.spec)))
+    payloads = (first, *dense_parts, scales), (second, *rests, *escapes)
+    return CpuEncoding([memoryview(joined(pieces)) for pieces in payloads], stats_of(parts))
+
+
+def decode(
+    stage: int, payloads: Sequence[Bytes], layouts: Sequence[StageLayout], plans: Plans, out: PagedBlock
+) -> None:
+    """Write a stage into `out`. Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous."""
+    page_ids, pools = np.array(out.page_ids, dtype=np.int64), matrices(out)
+    for number, (plan, part) in enumerate(zip(plans, layouts[-1].parts, strict=True)):
+        start = layouts[0].dense_offsets[number]
+        dense = payloads[0][start : start + plan.fixed_bytes]
+        if not part.raw and stage == 0:
+            decode_anchor(dense, page_ids, plan, pools[number])
+        elif not part.raw:
+            rest, escapes = (payloads[1][at[number] :] for at in (layouts[1].dense_offsets, layouts[1].escape_offsets))
+            records, extensions = escapes[: 2 * part.records].view("<u2"), escapes[aligned(2 * part.records) :]
+            rest = rest[: plan.rest.fixed_bytes]
+            decode_exact(dense, rest, records, extensions[: part.extensions], page_ids, plan, pools[number])
+    if stage == 0:
+        reference.place_whole(payloads[0], layouts[0], page_ids, pools)
 
 
 def encode_tensor(pool: Bits, pages: Ints, plan: AnchorPlan, dense: Bytes, rest: Bytes) -> tuple[Records, Bytes]:

@@ -3,17 +3,15 @@
 Follows README.md word by word and in its order. Slow: about a megabyte a second.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.arrays import Bits, Bytes, Ints
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
-from kvrail.codec.splitzip.tiles.payload import WIDE, check_records, offsets_of_groups, section
+from kvrail.codec.splitzip.tiles.payload import WIDE, Layout, check_records, offsets_of_groups, section
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
-
-Bits = npt.NDArray[np.unsignedinteger]
 
 
 def encode_tensor(
@@ -168,3 +166,14 @@ def _write_groups(plan: TensorPlan, dense: Bytes) -> None:
     groups = section(dense, plan, "groups").view("<u4").reshape(-1, 2)
     groups[:, 0] = offsets_of_groups(sizes)
     groups[:, 1] = offsets_of_groups(np.where(counts & WIDE, sizes, 0))
+
+
+def place_whole(source: Bytes, layout: Layout, pages: Ints, pools: Sequence[Bits]) -> None:
+    """Write what a payload brings as it is: keys or values that travel raw, and scales."""
+    starts = [start if part.raw else None for part, start in zip(layout.parts, layout.dense_offsets, strict=True)]
+    starts += [layout.scale_offset, layout.scale_offset + layout.scale_bytes // 2]
+    for pool, start in zip(pools, starts, strict=False):
+        if start is not None:
+            shape = (pool.shape[0], pages.size, *pool.shape[2:])
+            size = int(np.prod(shape)) * pool.itemsize
+            pool[:, pages] = source[start : start + size].view(pool.dtype).reshape(shape)
