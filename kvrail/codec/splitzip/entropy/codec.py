@@ -4,10 +4,8 @@ Wraps the codec of the window code and changes nothing of it: the inner payload 
 the pages lie; here it is cut into pieces, of which those that entropy coding makes smaller travel so.
 """
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -28,13 +26,11 @@ from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.entropy.coder_ans import AnsCoder
 from kvrail.codec.splitzip.entropy.coder_zstd import ZstdCoder
+from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, cut, pieces_of
 from kvrail.codec.splitzip.one_stage.codec import WindowCodec
-from kvrail.codec.splitzip.one_stage.payload import Layout, parse_header
+from kvrail.codec.splitzip.one_stage.payload import parse_header
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
-
-_LENGTHS = struct.Struct("<5Q")
-_BODY = HEADER_BYTES + _LENGTHS.size
 
 
 class EntropyCoder(Protocol):
@@ -66,13 +62,13 @@ class _EntropyEncoding:
         """Wait for the inner payload and code it."""
         inner = host_bytes("entropy coding", self.inner.stages()[0])
         layout = parse_header(inner, self.spec, self.code, 0, entropy_coded=False)
-        pieces = [inner[piece] for piece in _pieces(layout)]
+        pieces = [inner[piece] for piece in pieces_of(layout)]
         tried = [number for number in self.tried if pieces[number].size]
         for number, coded in zip(tried, self.coder.compress([pieces[number] for number in tried]), strict=True):
             if coded.size < pieces[number].size:
                 pieces[number] = coded
-        header = replace(layout, entropy_coded=True).header() + _LENGTHS.pack(*(piece.size for piece in pieces))
-        size = _BODY + sum(piece.size for piece in pieces)
+        header = replace(layout, entropy_coded=True).header() + LENGTHS.pack(*(piece.size for piece in pieces))
+        size = BODY + sum(piece.size for piece in pieces)
         memory = buffers.take(size)
         np.concatenate([np.frombuffer(header, dtype=np.uint8), *pieces], out=memory[:size])
         return [memory.data[:size]]
@@ -124,8 +120,8 @@ class EntropyCodec:
     def _restore(self, payload: Bytes, spec: BlockSpec) -> memoryview:
         """The inner payload, its lengths and header checked; the inner codec checks the rest."""
         layout = parse_header(payload, spec, self._code, 0, entropy_coded=True)
-        places = _pieces(layout)
-        coded = _cut(payload, layout, places)
+        places = pieces_of(layout)
+        coded = cut(payload, layout, places)
         inner = buffers.take(layout.size)
         inner[:HEADER_BYTES] = np.frombuffer(replace(layout, entropy_coded=False).header(), dtype=np.uint8)
         smaller = []
@@ -137,29 +133,6 @@ class EntropyCodec:
                 target[:] = source
         self._coder.decompress([source for source, _ in smaller], [target for _, target in smaller])
         return inner.data[: layout.size]
-
-
-def _pieces(layout: Layout) -> list[slice]:
-    """The inner payload after its header, cut in five: README.md lists them."""
-    pieces = []
-    for part, start in zip(layout.parts, layout.dense_offsets, strict=True):
-        split = start if part.raw else start + part.plan.sections["code0"].offset
-        pieces += [slice(start, split), slice(split, start + part.dense_bytes)]
-    return [*pieces, slice(layout.scale_offset, layout.size)]
-
-
-def _cut(payload: Bytes, layout: Layout, places: Sequence[slice]) -> list[Bytes]:
-    """A payload's pieces as they came; raises CodecError where lengths don't fit it."""
-    if payload.size < _BODY:
-        raise CodecError(f"a payload has {payload.size} bytes; its header and lengths alone have {_BODY}")
-    lengths = _LENGTHS.unpack_from(payload.data, HEADER_BYTES)
-    for number, (length, place) in enumerate(zip(lengths, places, strict=True)):
-        if length > place.stop - place.start:
-            raise CodecError(f"piece {number} of a payload has {length} bytes for {place.stop - place.start}")
-    if payload.size != _BODY + sum(lengths):
-        raise CodecError(f"a payload has {payload.size} bytes; by its lengths it has {_BODY + sum(lengths)}")
-    ends = np.cumsum([_BODY, *lengths])
-    return [payload[start:end] for start, end in pairwise(ends)]
 
 
 def splitzip_zstd(chunk: int = 4096) -> EntropyCodec:
