@@ -20,7 +20,7 @@ from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures, Trial, measure, ours
 from kvrail.codec import registry
 from kvrail.codec.base import Block
-from kvrail.codec.splitzip.formats import WindowCode
+from kvrail.codec.splitzip.tiles.format import WindowCode
 
 GATE = "Every codec and every peer gave every bit back before it was timed."
 FITTED = "splitzip, windows of this KV"

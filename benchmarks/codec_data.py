@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.shapes import SHAPES
 from kvrail.codec.base import Block
-from kvrail.codec.splitzip.exponents import Histogram, best_window, coverage, histogram
-from kvrail.codec.splitzip.formats import FORMATS
+from kvrail.codec.splitzip.one_stage.exponents import Histogram, best_window, coverage, histogram
+from kvrail.codec.splitzip.tiles.format import FORMATS
 from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.engine.runner import ModelRunner

@@ -7,10 +7,12 @@ import torch
 from benchmarks.codec_data import Windows
 from benchmarks.codec_trials import Trial, poisoned
 from kvrail.codec.base import Block, PagedBlock
-from kvrail.codec.splitzip.codebook import default_codebook
-from kvrail.codec.splitzip.codec import WindowCodec
-from kvrail.codec.splitzip.formats import WindowCode
-from kvrail.codec.splitzip.payload import parse, plans_of, scale_bytes_of
+from kvrail.codec.splitzip.one_stage.codebook import default_codebook
+from kvrail.codec.splitzip.one_stage.codec import WindowCodec
+from kvrail.codec.splitzip.one_stage.payload import parse
+from kvrail.codec.splitzip.tiles.format import WindowCode
+from kvrail.codec.splitzip.tiles.payload import scale_bytes_of
+from kvrail.codec.splitzip.tiles.plan import plans_of
 
 GRAPH_BYTES = 8 << 20
 """Blocks up to this size are also timed as captured graphs: their launches take longer than their work."""
@@ -30,7 +32,8 @@ def kernel_trial(name: str, block: Block, code: WindowCode, windows: Windows | N
 
     What is decoded is the payload that the same launches give the codec, so that the gate covers both.
     """
-    from kvrail.codec.splitzip import gpu_launch
+    from kvrail.codec.splitzip.one_stage.gpu_launch import launch_decode, launch_encode
+    from kvrail.codec.splitzip.tiles import gpu_launch
 
     out, spec = poisoned(block), block.spec
     source, target = PagedBlock.whole(block), PagedBlock.whole(out)
@@ -48,8 +51,8 @@ def kernel_trial(name: str, block: Block, code: WindowCode, windows: Windows | N
         name,
         block,
         out,
-        encode=lambda: gpu_launch.launch_encode(source, plans, table, buffers),
-        decode=lambda _: gpu_launch.launch_decode(payload, layout, table, target),
+        encode=lambda: launch_encode(source, plans, table, buffers),
+        decode=lambda _: launch_decode(payload, layout, table, target),
         size=lambda _: layout.size,
         escapes=lambda: stats.escapes / stats.values,
     )

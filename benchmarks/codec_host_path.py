@@ -21,7 +21,7 @@ import torch
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, Codec, PagedBlock, Payload
-from kvrail.codec.digest import digest_of
+from kvrail.codec.core.digest import digest_of
 
 LAYERS, PAGE_SIZE, HEADS, DIM = 4, 64, 8, 128
 PAGE_MIB = LAYERS * PAGE_SIZE * HEADS * DIM * 2 * 2 / (1 << 20)

@@ -27,7 +27,7 @@ from benchmarks.codec_stage_kernels import StepFigures
 from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures, Trial, measure
 from kvrail.codec.base import Block
-from kvrail.codec.splitzip.formats import WindowCode
+from kvrail.codec.splitzip.tiles.format import WindowCode
 
 FIXED, CHANNEL = WindowCode(4, False), WindowCode(3, True)
 ONE_STAGE = ("splitzip", "splitzip-channel")

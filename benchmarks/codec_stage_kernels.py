@@ -14,14 +14,15 @@ import torch
 from benchmarks.codec_trials import GateError, poisoned, timed
 from kvrail.codec import registry
 from kvrail.codec.base import Block, Codec, PagedBlock
+from kvrail.codec.core.sections import aligned
 from kvrail.codec.lynx import payload as lynx
-from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
 from kvrail.codec.lynx.plan import TensorPlan
-from kvrail.codec.progressive.payload import HEADER_BYTES, parse_both
-from kvrail.codec.progressive.plan import Cut, anchor_plans
-from kvrail.codec.splitzip.payload import scale_bytes_of
-from kvrail.codec.splitzip.plan import aligned
+from kvrail.codec.splitzip.progressive.format import Cut
+from kvrail.codec.splitzip.progressive.payload import parse_both
+from kvrail.codec.splitzip.progressive.plan import anchor_plans
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, scale_bytes_of
 
 CODECS = ("splitzip-progressive", "lynx", "lynx-exact")
 SMALL_PAGES = 2
@@ -101,8 +102,8 @@ def measure(name: str, block: Block, runs: int) -> list[StepFigures]:
 
 def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     """Both stages from the pages, in one pass; the first into `out`; both into `out`, whatever lies there."""
-    from kvrail.codec.progressive import gpu_launch
-    from kvrail.codec.splitzip.gpu_launch import make_table
+    from kvrail.codec.splitzip.progressive import gpu_launch
+    from kvrail.codec.splitzip.tiles.gpu_launch import make_table
 
     source, target, spec = PagedBlock.whole(block), PagedBlock.whole(out), block.spec
     plans = anchor_plans(spec, Cut())
@@ -138,8 +139,8 @@ def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
 
 def lynx_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     """As progressive_steps; then, where there is a third stage, its encoding and its decoding into `out`."""
+    from kvrail.codec.core.gpu import byte_pools
     from kvrail.codec.lynx import gpu_launch
-    from kvrail.codec.splitzip.gpu_launch import byte_pools
 
     source, code = PagedBlock.whole(block), LynxCode()
     pools, targets = (byte_pools(pages) for pages in (source, PagedBlock.whole(out)))

@@ -15,9 +15,9 @@ from benchmarks import codec_gpu
 from benchmarks.codec_data import Source, Windows, histograms
 from benchmarks.codec_trials import Figures, Trial, measure, ours
 from kvrail.codec.base import Block
-from kvrail.codec.splitzip.codec import WindowCodec
-from kvrail.codec.splitzip.exponents import best_set, best_window, coverage, set_coverage
-from kvrail.codec.splitzip.formats import WindowCode
+from kvrail.codec.splitzip.one_stage.codec import WindowCodec
+from kvrail.codec.splitzip.one_stage.exponents import best_set, best_window, coverage, set_coverage
+from kvrail.codec.splitzip.tiles.format import WindowCode
 
 CHUNKS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -141,7 +141,7 @@ def dynamic(block: Block, runs: int) -> Table:
     anew = replace(known, name=name, encode=encode)
     found = [measure(known, runs), measure(anew, runs)]
     paper = {known.name: "1.324, 613, 2,182", name: "1.324, 80.7, 2,197"}
-    notes = "The histogram is `kvrail.codec.splitzip.exponents.histogram` on a CPU, torch.bincount on a GPU."
+    notes = "The histogram is `kvrail.codec.splitzip.one_stage.exponents.histogram` on a CPU, torch.bincount on a GPU."
     return table_of("Calibration beforehand (Table 7)", found, paper, "windows", notes)
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvrail.codec.base import Codec, Payload
-    from kvrail.codec.splitzip.codebook import Codebook
+    from kvrail.codec.splitzip.one_stage.codebook import Codebook
 
 __all__ = ["decode", "encode", "get", "names"]
 

@@ -27,9 +27,9 @@ import torch
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, BlockSpec, Codec, PagedBlock
+from kvrail.codec.core.digest import digest_of
 from kvrail.codec.cost import CodecCost, measure
-from kvrail.codec.digest import digest_of
-from kvrail.codec.splitzip.codebook import Codebook
+from kvrail.codec.splitzip.one_stage.codebook import Codebook
 
 logger = logging.getLogger("kvrail.codecs")
 

@@ -8,7 +8,7 @@ Numbers are little-endian:
          6     2  length of the head
          8     8  checksum: XXH3-64 over the head, with these eight bytes taken as zero
         16     8  payload length
-        24     8  digest of the payload (kvrail/codec/digest.py)
+        24     8  digest of the payload (kvrail/codec/core/digest.py)
         32     8  raw length: bytes of the block's tensors, uncompressed
         40     4  sequence: number of this frame in its transfer, from 0
         44     2  stage
@@ -30,14 +30,13 @@ from dataclasses import dataclass
 import xxhash
 
 from kvrail.codec.base import BlockSpec, CodecError, Payload
-from kvrail.codec.digest import Digest, DigestKind, digest_of
+from kvrail.codec.core.digest import Digest, DigestKind, digest_of
+from kvrail.codec.core.floats import FLOATS
 
 MAGIC = b"KVRF"
 VERSION = 2
 MAX_HEAD_BYTES = 1024
 """No head is longer: its fixed part and three strings of up to 255 bytes."""
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e5m2": 1, "float8_e4m3fn": 1}
-"""Element types that blocks may have, with their size in bytes."""
 
 _FIXED = struct.Struct("<4sHHQQQQIHH6I2I5B")
 _CHECKSUM = slice(8, 16)
@@ -74,14 +73,14 @@ class FrameHeader:
 def _raw_bytes(spec: BlockSpec) -> int:
     """Bytes of the block's tensors; as BlockSpec.raw_bytes, but safe for numbers from the network."""
     heads = spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads
-    return heads * ((spec.key_dim + spec.value_dim) * ITEM_BYTES[spec.dtype] + (8 if spec.scaled else 0))
+    return heads * ((spec.key_dim + spec.value_dim) * FLOATS[spec.dtype].item_bytes + (8 if spec.scaled else 0))
 
 
 def _validate(header: FrameHeader) -> None:
     """Refuse what no block can have, whichever end it comes from."""
     spec = header.spec
-    if spec.dtype not in ITEM_BYTES:
-        raise FrameFormatError(f"frame has dtype {spec.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+    if spec.dtype not in FLOATS:
+        raise FrameFormatError(f"frame has dtype {spec.dtype!r}; known are {', '.join(FLOATS)}")
     for name in ("num_layers", "num_pages", "page_size", "num_kv_heads", "key_dim", "value_dim"):
         if getattr(spec, name) < 1:
             raise FrameFormatError(f"frame has {name} {getattr(spec, name)}; it must be at least 1")

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvrail.codec.base import Codec
-    from kvrail.codec.splitzip.codebook import Codebook
+    from kvrail.codec.splitzip.one_stage.codebook import Codebook
 
 # Where each codec is made, and whether it takes a codebook.
 _CODECS = {
     "raw": ("kvrail.codec.raw.codec", "RawCodec", False),
-    "splitzip": ("kvrail.codec.splitzip.codec", "splitzip", True),
-    "splitzip-channel": ("kvrail.codec.splitzip.codec", "splitzip_channel", False),
-    "splitzip-progressive": ("kvrail.codec.progressive.codec", "ProgressiveCodec", False),
-    "splitzip-zstd": ("kvrail.codec.splitzip.entropy", "splitzip_zstd", False),
-    "splitzip-ans": ("kvrail.codec.splitzip.entropy", "splitzip_ans", False),
+    "splitzip": ("kvrail.codec.splitzip.one_stage.codec", "splitzip", True),
+    "splitzip-channel": ("kvrail.codec.splitzip.one_stage.codec", "splitzip_channel", False),
+    "splitzip-progressive": ("kvrail.codec.splitzip.progressive.codec", "ProgressiveCodec", False),
+    "splitzip-zstd": ("kvrail.codec.splitzip.entropy.codec", "splitzip_zstd", False),
+    "splitzip-ans": ("kvrail.codec.splitzip.entropy.codec", "splitzip_ans", False),
     "int8": ("kvrail.codec.integer.codec", "int8", False),
     "int4": ("kvrail.codec.integer.codec", "int4", False),
     "lynx": ("kvrail.codec.lynx.codec", "lynx", False),
@@ -30,7 +30,7 @@ LOSSY = frozenset({"int8", "int4", "lynx"})
 """Codecs that do not restore every bit: what their `exact` says, for who has not imported them."""
 
 # Modules that say whether what a codec needs is there.
-_NEEDS = {"splitzip-ans": "kvrail.codec.splitzip.entropy_ans"}
+_NEEDS = {"splitzip-ans": "kvrail.codec.splitzip.entropy.coder_ans"}
 
 
 class UnknownCodecError(LookupError):

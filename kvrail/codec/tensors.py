@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from kvrail.codec.base import CodecError, Payload
-from kvrail.codec.host import host_bytes
+from kvrail.codec.core.host import host_bytes
 from kvrail.codec.registry import UnknownCodecError
 
 _MAKERS = {"huffman": ("kvrail.codec.huffman.codec", "HuffmanCodec")}

@@ -11,7 +11,7 @@ from kvrail.codec import registry
 from kvrail.codec.base import BlockSpec, Codec
 from kvrail.codec.compiling import CompilerProcess, Order, sample_pages, use_once
 from kvrail.codec.cost import CodecCost, measure
-from kvrail.codec.splitzip.codebook import Codebook, CodebookError
+from kvrail.codec.splitzip.one_stage.codebook import Codebook, CodebookError
 from kvrail.config import WorkerSettings, flag_name
 from kvrail.engine.loader import LoadedModel
 from kvrail.errors import ConfigError

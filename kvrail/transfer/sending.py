@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 
 from kvrail.codec.base import Codec
-from kvrail.codec.digest import Digest, digest_of
+from kvrail.codec.core.digest import Digest, digest_of
 from kvrail.codec.frame import FrameHeader, pack_head
 from kvrail.layout import KVLayout
 from kvrail.transfer.observer import SendingObserver

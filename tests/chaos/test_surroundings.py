@@ -99,7 +99,7 @@ KERNEL = "from {module} import {name} as compiled\n@compiled('int64(int64)')\nde
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("kvrail.codec.splitzip.cpu_compile", "compiled"), ("kvrail.engine.attention.cpu_kernel", "_compiled")],
+    [("kvrail.codec.core.cpu_compile", "compiled"), ("kvrail.engine.attention.cpu_kernel", "_compiled")],
 )
 def test_kernels_are_compiled_though_their_cache_cannot_be_written(tmp_path, module, name):
     (tmp_path / "kernel.py").write_text(KERNEL.format(module=module, name=name))

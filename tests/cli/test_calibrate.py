@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvrail.codec.splitzip.codebook import WINDOWS, Codebook, default_codebook
-from kvrail.codec.splitzip.exponents import coverage, histogram
-from kvrail.codec.splitzip.formats import FORMATS
+from kvrail.codec.splitzip.one_stage.codebook import WINDOWS, Codebook, default_codebook
+from kvrail.codec.splitzip.one_stage.exponents import coverage, histogram
+from kvrail.codec.splitzip.tiles.format import FORMATS
 from kvrail.config import DEMO_MODEL, DecodeSettings
 from kvrail.engine.loader import load_model
 from kvrail.services.calibrate import measure as measuring

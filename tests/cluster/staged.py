@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from kvrail.codec.digest import digest_of
+from kvrail.codec.core.digest import digest_of
 from kvrail.errors import WorkerUnavailableError
 from kvrail.transfer.order import Link
 from kvrail.transfer.sending import PageSender

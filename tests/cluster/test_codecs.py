@@ -8,7 +8,7 @@ import torch
 import kvrail.services.decode.choice
 import kvrail.services.prefill.servicer
 from kvrail.codec import registry
-from kvrail.codec.splitzip.codebook import Codebook, default_codebook
+from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
 from kvrail.config import DecodeSettings
 from kvrail.errors import ConfigError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from kvrail.codec.base import Block, BlockSpec, PagedBlock
-from kvrail.codec.frame import ITEM_BYTES
+from kvrail.codec.core.floats import FLOATS
 
 SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
     (1, 1, 1, 1, 1, 1),
@@ -18,7 +18,7 @@ SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
 
 
 def spec_of(shape, dtype):
-    return BlockSpec(dtype, *shape, scaled=ITEM_BYTES[dtype] == 1)
+    return BlockSpec(dtype, *shape, scaled=FLOATS[dtype].item_bytes == 1)
 
 
 def _random(shape, dtype, generator, device):

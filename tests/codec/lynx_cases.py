@@ -9,17 +9,9 @@ from kv_blocks import random_block, scattered
 from kvrail.codec.base import Block
 from kvrail.codec.lynx import reference
 from kvrail.codec.lynx.payload import (
-    ANCHOR,
-    EXACT,
-    HEADER_BYTES,
-    RESIDUAL,
-    Layout,
-    Part,
-    escapes_of,
     plans_of,
-    travels_raw,
 )
-from kvrail.codec.splitzip.plan import aligned
+from kvrail.codec.lynx.plan import Coding
 
 INT_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
@@ -53,56 +45,13 @@ def matrices(pool):
 
 def reference_payloads(pages, code, num_stages):
     """The payloads that README.md asks for, page by page."""
-    plans, ids = plans_of(pages.spec, code), np.array(pages.page_ids, dtype=np.int64)
-    parts, bodies = [[], [], []], [[], [], []]
-    tails = []
-    for pool, plan in zip(map(matrices, pages.layer_pools()), plans, strict=True):
-        dense = [np.full(size, 0xAB, dtype=np.uint8) for size in plan.fixed_bytes]
-        elements = pool[:, ids].tobytes()
-        part, tail = Part(plan, EXACT), [b"", b"", b""]
-        if plan.raw:
-            dense[ANCHOR] = np.frombuffer(elements, dtype=np.uint8)
-        else:
-            reference.encode_tensor(pool, ids, plan, dense[ANCHOR], dense[RESIDUAL])
-            if num_stages > EXACT:
-                part, dense[EXACT], tail = _exact(pool, ids, plan, dense, elements)
-        for stage, each in enumerate((Part(plan, ANCHOR), Part(plan, RESIDUAL), part)):
-            parts[stage].append(each)
-            bodies[stage].append(bytes(dense[stage]))
-        tails += tail
-    payloads = []
-    for stage in range(num_stages):
-        header = Layout(stage, tuple(parts[stage]), code.id).header()
-        pieces = (header, *bodies[stage], *(tails if stage == EXACT else ()))
-        payloads.append(b"".join(piece.ljust(aligned(len(piece)), b"\0") for piece in pieces))
-    return payloads
-
-
-def _exact(pool, ids, plan, dense, elements):
-    """EXACT's part, its fixed sections and what follows them."""
-    refined = np.zeros((plan.num_layers, plan.num_pages, plan.rows, plan.columns), dtype=pool.dtype)
-    reference.decode_tensor(dense[ANCHOR], dense[RESIDUAL], np.arange(plan.num_pages), plan, refined)
-    stream, positions, escaped = reference.encode_exact(pool, ids, refined, dense[RESIDUAL], plan, dense[EXACT])
-    if travels_raw(plan, stream.size // 4, positions.size):
-        return Part(plan, EXACT, raw=True), np.frombuffer(elements, dtype=np.uint8), [b"", b"", b""]
-    part = Part(plan, EXACT, words=stream.size // 4, escapes=positions.size)
-    return part, dense[EXACT], [stream.tobytes(), positions.tobytes(), escaped.tobytes()]
+    return [
+        bytes(payload) for payload in reference.encode(pages, Coding(plans_of(pages.spec, code), num_stages)).stages()
+    ]
 
 
 def reference_decode(payloads, layouts, out):
     """Write the last of the stages into `out`; layouts: of all payloads."""
-    ids, sources = np.array(out.page_ids, dtype=np.int64), [np.frombuffer(each, dtype=np.uint8) for each in payloads]
-    assert HEADER_BYTES % 16 == 0
-    source, layout = sources[-1], layouts[-1]
-    starts = zip(range(2), layout.parts, layout.offsets, layout.streams, map(matrices, out.layer_pools()), strict=True)
-    for tensor, part, start, stream, pool in starts:
-        plan, dense = part.plan, source[start : start + part.fixed_bytes]
-        if part.raw or (plan.raw and layout.stage == ANCHOR):
-            shape = (plan.num_layers, plan.num_pages, plan.rows, plan.columns)
-            pool[:, ids] = dense[: plan.raw_bytes].view(pool.dtype).reshape(shape)
-        elif not plan.raw and layout.stage == EXACT:
-            assert escapes_of(source[stream:], part)[0].size == part.escapes
-            reference.decode_exact(dense, source[stream:], part, ids, pool)
-        elif not plan.raw:
-            anchors = sources[ANCHOR][layouts[ANCHOR].offsets[tensor] :]
-            reference.decode_tensor(anchors, dense if layout.stage == RESIDUAL else None, ids, plan, pool)
+    sources, stage = [np.frombuffer(each, dtype=np.uint8) for each in payloads], layouts[-1].stage
+    coding = Coding(tuple(part.plan for part in layouts[-1].parts), stage + 1)
+    reference.decode(stage, sources, layouts, coding, out)

@@ -8,12 +8,11 @@ from kv_blocks import random_block, scattered
 from splitzip_cases import int_type, kv_block
 
 from kvrail.codec.base import Block, BlockSpec
-from kvrail.codec.progressive import reference
-from kvrail.codec.progressive.payload import layouts_of, parse_rest
-from kvrail.codec.progressive.plan import Cut, anchor_plans
-from kvrail.codec.splitzip.formats import FORMATS
-from kvrail.codec.splitzip.payload import Part, scale_bytes_of, travels_raw
-from kvrail.codec.splitzip.plan import aligned
+from kvrail.codec.splitzip.progressive import reference
+from kvrail.codec.splitzip.progressive.format import Cut
+from kvrail.codec.splitzip.progressive.payload import parse_rest
+from kvrail.codec.splitzip.progressive.plan import anchor_plans
+from kvrail.codec.splitzip.tiles.format import FORMATS
 
 
 def kv_pages(spec, seed=0, outliers=0.01):
@@ -33,37 +32,12 @@ def raw_of(second, plans):
 
 def matrices(pool):
     """A pool's elements as bits, [layers, pages, rows, columns]; a view."""
-    if pool.dtype == torch.float32:
-        return pool.numpy()
     return pool.view(torch.uint8 if pool.element_size() == 1 else torch.uint16).flatten(3).numpy()
 
 
 def reference_payloads(pages, plans):
     """The two payloads that README.md asks for, value by value."""
-    page_ids = np.array(pages.page_ids, dtype=np.int64)
-    pools = [matrices(pool) for pool in pages.layer_pools()]
-    parts, dense_parts, rests, escapes = [], [], [], []
-    for pool, plan in zip(pools, plans, strict=False):
-        raw = True
-        if plan.fits and plan.values:
-            dense = np.full(plan.fixed_bytes, 0xAB, dtype=np.uint8)
-            rest = np.full(plan.rest.fixed_bytes, 0xAB, dtype=np.uint8)
-            records, extensions = reference.encode_tensor(pool, page_ids, plan, dense, rest)
-            raw = travels_raw(plan, records.size, extensions.size)
-        if raw:
-            parts.append(Part(plan, True, 0, 0))
-            dense_parts.append(pool[:, page_ids].tobytes())
-        else:
-            parts.append(Part(plan, False, records.size, extensions.size))
-            dense_parts.append(dense.tobytes())
-            rests.append(rest.tobytes())
-            escapes += [records.tobytes(), extensions.tobytes()]
-    scales = b"".join(pool[:, page_ids].tobytes() for pool in pools[2:])
-    first, second = (layout.header() for layout in layouts_of(plans, parts, scale_bytes_of(pages.spec)))
-    return tuple(
-        b"".join(piece.ljust(aligned(len(piece)), b"\0") for piece in pieces)
-        for pieces in ((first, *dense_parts, scales), (second, *rests, *escapes))
-    )
+    return tuple(bytes(payload) for payload in reference.encode(pages, plans).stages())
 
 
 def middles(block, plans, raw=(False, False)):

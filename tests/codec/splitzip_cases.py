@@ -5,10 +5,10 @@ import torch
 from kv_blocks import random_block
 
 from kvrail.codec.base import Block
-from kvrail.codec.splitzip import reference
-from kvrail.codec.splitzip.codebook import WINDOWS, Codebook, DtypeWindows, TensorWindows
-from kvrail.codec.splitzip.payload import Layout, Part, plans_of, travels_raw
-from kvrail.codec.splitzip.plan import aligned
+from kvrail.codec.splitzip.one_stage import reference
+from kvrail.codec.splitzip.one_stage.codebook import WINDOWS, Codebook, DtypeWindows, TensorWindows
+from kvrail.codec.splitzip.one_stage.plan import Coding
+from kvrail.codec.splitzip.tiles.plan import plans_of
 
 TOPS = {"bfloat16": 131, "float16": 19, "float8_e5m2": 19, "float8_e4m3fn": 11}
 
@@ -49,48 +49,10 @@ def int_type(tensor):
 
 def reference_payload(pages, code, tops, codebook_id):
     """The payload that README.md asks for, value by value."""
-    page_ids = np.array(pages.page_ids, dtype=np.int64)
-    pools = [_matrices(pool) for pool in pages.layer_pools()]
-    parts, dense_parts, escapes = [], [], []
-    for pool, plan, tensor_tops in zip(pools, plans_of(pages.spec, code), tops, strict=False):
-        coded = None
-        if plan.fits and plan.values:
-            dense = np.full(plan.fixed_bytes, 0xAB, dtype=np.uint8)
-            records, extensions = reference.encode_tensor(pool, page_ids, plan, tensor_tops, dense)
-            coded = None if travels_raw(plan, records.size, extensions.size) else (dense, records, extensions)
-        if coded is None:
-            parts.append(Part(plan, True, 0, 0))
-            dense_parts.append(pool[:, page_ids].tobytes())
-        else:
-            parts.append(Part(plan, False, records.size, extensions.size))
-            dense_parts.append(dense.tobytes())
-            escapes += [records.tobytes(), extensions.tobytes()]
-    scales = b"".join(pool[:, page_ids].tobytes() for pool in pools[2:])
-    header = Layout(parts[0], parts[1], len(scales), codebook_id).header()
-    pieces = (header, *dense_parts, scales, *escapes)
-    return b"".join(piece.ljust(aligned(len(piece)), b"\0") for piece in pieces)
+    return bytes(reference.encode(pages, Coding(plans_of(pages.spec, code), tops, codebook_id)).stages()[0])
 
 
 def reference_decode(payload, layout, tops, out):
-    """Write the keys and values of a payload of which neither travels raw."""
-    page_ids, source = np.array(out.page_ids, dtype=np.int64), np.frombuffer(payload, dtype=np.uint8)
-    starts = zip(layout.parts, layout.dense_offsets, layout.escape_offsets, tops, out.layer_pools(), strict=False)
-    for part, dense, records, tensor_tops, pool in starts:
-        extensions = records + aligned(2 * part.records)
-        reference.decode_tensor(
-            source[dense : dense + part.dense_bytes],
-            source[records : records + 2 * part.records].view("<u2"),
-            source[extensions : extensions + part.extensions],
-            page_ids,
-            part.plan,
-            tensor_tops,
-            _matrices(pool),
-        )
-
-
-def _matrices(pool):
-    """A pool's elements as bits, [layers, pages, rows, columns]; a view."""
-    if pool.dtype == torch.float32:
-        return pool.numpy()
-    bits = pool.view(torch.uint8 if pool.element_size() == 1 else torch.uint16)
-    return bits.flatten(3).numpy()
+    """Write a payload into `out`."""
+    coding = Coding((layout.keys.plan, layout.values.plan), tops, layout.codebook_id)
+    reference.decode(0, [np.frombuffer(payload, dtype=np.uint8)], [layout], coding, out)

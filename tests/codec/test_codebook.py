@@ -11,11 +11,18 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.codec.splitzip import reference
-from kvrail.codec.splitzip.codebook import MAX_FILE_BYTES, WINDOWS, Codebook, CodebookError, default_codebook
-from kvrail.codec.splitzip.exponents import best_set, best_window, coverage, entropy_bits, histogram, set_coverage
-from kvrail.codec.splitzip.formats import FORMATS, WindowCode
-from kvrail.codec.splitzip.plan import TensorPlan
+from kvrail.codec.splitzip.one_stage.codebook import MAX_FILE_BYTES, WINDOWS, Codebook, CodebookError, default_codebook
+from kvrail.codec.splitzip.one_stage.exponents import (
+    best_set,
+    best_window,
+    coverage,
+    entropy_bits,
+    histogram,
+    set_coverage,
+)
+from kvrail.codec.splitzip.tiles import reference
+from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
+from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 FINGERPRINT = "0123456789abcdef" * 4
 

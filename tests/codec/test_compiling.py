@@ -14,7 +14,7 @@ import torch
 from kvrail.codec import compiling, registry
 from kvrail.codec.base import BlockSpec
 from kvrail.codec.compiling import CompilerProcess, Order, sample_pages, use_once
-from kvrail.codec.splitzip import cpu_compile
+from kvrail.codec.core import cpu_compile
 from kvrail.config import PrefillSettings
 from kvrail.layout import KVLayout
 from kvrail.services.codecs import CodecChoiceError, Codecs

@@ -10,7 +10,7 @@ from kv_blocks import SHAPES, bits_of, copy_of, decode_stages, random_block, sca
 
 from kvrail.codec import registry
 from kvrail.codec.base import CodecError, PagedBlock
-from kvrail.codec.frame import ITEM_BYTES
+from kvrail.codec.core.floats import FLOATS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
 EXACT = [name for name in registry.names() if registry.get(name).exact]
@@ -27,7 +27,7 @@ def encode(codec, block):
 @pytest.mark.parametrize("name", registry.names())
 def test_codec_describes_itself(name):
     codec = registry.get(name)
-    assert codec.name == name and codec.num_stages >= 1 and codec.dtypes <= set(ITEM_BYTES)
+    assert codec.name == name and codec.num_stages >= 1 and codec.dtypes <= set(FLOATS)
     assert 0 <= codec.parameters_id < 2**64
     assert codec.exact == (name not in registry.LOSSY)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.codec.digest import DigestKind, digest_of, finished, lanes_of
+from kvrail.codec.core.digest import DigestKind, digest_of, finished, lanes_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -32,7 +32,7 @@ def by_definition(payload):
 def by_kernel(payload, offset=0):
     """offset: bytes by which the payload is off an aligned address."""
     pytest.importorskip("triton")
-    from kvrail.codec.digest_gpu import sum_of_words
+    from kvrail.codec.core.gpu_digest import sum_of_words
 
     around = torch.full((len(payload) + offset + 64,), 0xA5, dtype=torch.uint8)
     around[offset : offset + len(payload)] = torch.tensor(list(payload), dtype=torch.uint8)

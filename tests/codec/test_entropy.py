@@ -12,9 +12,9 @@ import zstandard
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
-from kvrail.codec.splitzip import entropy_zstd
-from kvrail.codec.splitzip.entropy import splitzip_zstd
-from kvrail.codec.splitzip.payload import HEADER_BYTES
+from kvrail.codec.splitzip.entropy import coder_zstd
+from kvrail.codec.splitzip.entropy.codec import splitzip_zstd
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 
 GOLDEN = Path(__file__).parent / "golden" / "splitzip_zstd_bf16.bin"
 DEMO = Path(__file__).parents[2] / "models" / "kvrail-demo"
@@ -235,10 +235,10 @@ def test_an_error_waits_for_the_other_pieces(monkeypatch):
         time.sleep(0.2)
         written.append(argument)
 
-    monkeypatch.setattr(entropy_zstd, "_decompress", decompress)
+    monkeypatch.setattr(coder_zstd, "_decompress", decompress)
     coded = [np.zeros(1, np.uint8), np.zeros(0, np.uint8)]
     with pytest.raises(CodecError):
-        entropy_zstd.ZstdCoder().decompress(coded, [np.zeros(entropy_zstd.PARALLEL_BYTES, np.uint8)] * 2)
+        coder_zstd.ZstdCoder().decompress(coded, [np.zeros(coder_zstd.PARALLEL_BYTES, np.uint8)] * 2)
     assert written
 
 

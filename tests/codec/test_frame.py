@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrail.codec.base import BlockSpec, CodecError
-from kvrail.codec.digest import Digest, DigestKind, digest_of
+from kvrail.codec.core.digest import Digest, DigestKind, digest_of
+from kvrail.codec.core.floats import FLOATS
 from kvrail.codec.frame import (
-    ITEM_BYTES,
     MAX_HEAD_BYTES,
     FrameFormatError,
     FrameHeader,
@@ -31,7 +31,7 @@ text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 @st.composite
 def headers(draw):
     num_stages = draw(st.integers(1, 2**16 - 1))
-    dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
+    dtype = draw(st.sampled_from(sorted(FLOATS)))
     return FrameHeader(
         request_id=draw(text),
         codec=draw(st.text(st.characters(max_codepoint=127), min_size=1, max_size=40)),

@@ -14,8 +14,8 @@ from test_integer import NAMES, PROPERTY
 
 from kvrail.codec import registry
 from kvrail.codec.base import CodecError
+from kvrail.codec.integer.format import INT4, INT8
 from kvrail.codec.integer.payload import HEADER_BYTES, parse
-from kvrail.codec.integer.plan import INT4, INT8
 
 CODES = {"int8": INT8, "int4": INT4}
 SPEC = spec_of((2, 5, 33, 1, 35, 24), "bfloat16")

@@ -13,9 +13,9 @@ from kv_blocks import bits_of, copy_of, decode_stages, random_block, scattered, 
 from lynx_cases import kv_block, kv_pages, reference_decode, reference_payloads
 
 from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
-from kvrail.codec.lynx import cpu
+from kvrail.codec.core import cpu as core_cpu
 from kvrail.codec.lynx.codec import lynx, lynx_exact
-from kvrail.codec.lynx.formats import FORMATS, LynxCode
+from kvrail.codec.lynx.format import FORMATS, LynxCode
 from kvrail.codec.lynx.payload import EXACT, parse, parse_both, plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -273,6 +273,6 @@ def test_golden_payloads(name, code):
 
 
 def test_threads_take_pages(monkeypatch):
-    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1 << 10)
-    monkeypatch.setattr(cpu, "_MAX_THREADS", 3)
+    monkeypatch.setattr(core_cpu, "BYTES_PER_THREAD", 1 << 10)
+    monkeypatch.setattr(core_cpu, "MAX_THREADS", 3)
     assert_equals_reference(kv_pages(spec_of((2, 2, 64, 1, 40, 24), "float16"), 14, noise=0.01), LynxCode())

@@ -12,10 +12,10 @@ from lynx_cases import kv_pages
 from test_lynx import PROPERTY
 
 from kvrail.codec.base import CodecError
+from kvrail.codec.core.sections import aligned
 from kvrail.codec.lynx.codec import lynx, lynx_exact
-from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse
-from kvrail.codec.splitzip.plan import aligned
 
 CODE = LynxCode(alpha=0.5, chunk=16)  # every section there is
 CODEC = lynx_exact(CODE)

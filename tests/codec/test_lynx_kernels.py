@@ -11,10 +11,11 @@ from lynx_cases import kv_pages, matrices, reference_payloads
 pytest.importorskip("triton")
 
 from kvrail.codec.base import Block
+from kvrail.codec.core.gpu import byte_pools
 from kvrail.codec.lynx import gpu, gpu_launch, reference
-from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse, parse_both, plans_of
-from kvrail.codec.splitzip.gpu_launch import byte_pools
+from kvrail.codec.lynx.plan import Coding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -79,14 +80,14 @@ def test_payloads_equal_the_references_and_restore_every_bit(shape, dtype, code,
     plans, wanted = plans_of(pages.spec, code), scattered(pages.spec, 4)
     out = on_device(wanted)
     wanted.scatter(pages.gather())
-    encoding = gpu.encode(on_device(pages), plans, 3)
+    encoding = gpu.encode(on_device(pages), Coding(plans, 3))
     payloads = encoding.stages()
     assert [bytes(each) for each in payloads] == reference_payloads(pages, code, 3)
     assert encoding.stats().values == sum(plan.values for plan in plans)
     *sources, last = (np.frombuffer(payload, dtype=np.uint8) for payload in payloads)
     layouts = parse_both(*sources, pages.spec, code)
-    gpu.decode(sources[:1], layouts[:1], out)
-    gpu.decode(sources, layouts, out)
+    gpu.decode_coded(sources[:1], layouts[:1], out)
+    gpu.decode_coded(sources, layouts, out)
     gpu.decode_exact(last, parse(last, pages.spec, code, EXACT), out)
     assert bits_of(out.pools) == bits_of(wanted.pools)
 

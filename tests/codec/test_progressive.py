@@ -24,13 +24,14 @@ from progressive_cases import (
 from test_splitzip import SHAPES, golden_pages
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
-from kvrail.codec.progressive import reference
-from kvrail.codec.progressive.codec import ProgressiveCodec
-from kvrail.codec.progressive.payload import HEADER_BYTES, parse_rest
-from kvrail.codec.progressive.plan import Cut
-from kvrail.codec.splitzip import cpu
-from kvrail.codec.splitzip.codec import splitzip_channel
-from kvrail.codec.splitzip.formats import FORMATS
+from kvrail.codec.core import cpu as core_cpu
+from kvrail.codec.splitzip.one_stage.codec import splitzip_channel
+from kvrail.codec.splitzip.progressive import reference
+from kvrail.codec.splitzip.progressive.codec import ProgressiveCodec
+from kvrail.codec.splitzip.progressive.format import Cut
+from kvrail.codec.splitzip.progressive.payload import parse_rest
+from kvrail.codec.splitzip.tiles.format import FORMATS
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=1000 if os.environ.get("CI") == "true" else 60)
@@ -254,8 +255,8 @@ def test_many_threads_give_the_same_payloads(dtype, monkeypatch):
     pages = kv_pages(spec_of((3, 5, 48, 2, 40, 24), dtype), 10, outliers=0.003)
     codec = ProgressiveCodec(chunk=1024)
     one = [bytes(stage) for stage in codec.encode(pages).stages()]
-    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1)
-    monkeypatch.setattr(cpu, "_MAX_THREADS", 3)
+    monkeypatch.setattr(core_cpu, "BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(core_cpu, "MAX_THREADS", 3)
     out = scattered(pages.spec, 11)
     expected = copy_of(out)
     expected.scatter(pages.gather())

@@ -11,11 +11,11 @@ from progressive_cases import kv_pages, plans_of
 from test_progressive import PROPERTY
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.progressive.codec import ProgressiveCodec
-from kvrail.codec.progressive.payload import HEADER_BYTES, parse_rest
-from kvrail.codec.progressive.plan import Cut
-from kvrail.codec.splitzip.codec import splitzip_channel
-from kvrail.codec.splitzip.payload import WIDE
+from kvrail.codec.splitzip.one_stage.codec import splitzip_channel
+from kvrail.codec.splitzip.progressive.codec import ProgressiveCodec
+from kvrail.codec.splitzip.progressive.format import Cut
+from kvrail.codec.splitzip.progressive.payload import parse_rest
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, WIDE
 
 CODEC = ProgressiveCodec()
 SPEC = spec_of((1, 2, 63, 2, 20, 24), "bfloat16")  # tiles with padding

@@ -6,9 +6,9 @@ from kv_blocks import SHAPES, bits_of, copy_of, scattered, spec_of
 from progressive_cases import every_pattern, kv_pages, middles, plans_of
 
 from kvrail.codec.base import Block, PagedBlock
-from kvrail.codec.progressive.codec import ProgressiveCodec
-from kvrail.codec.progressive.plan import Cut
-from kvrail.codec.splitzip.formats import FORMATS
+from kvrail.codec.splitzip.progressive.codec import ProgressiveCodec
+from kvrail.codec.splitzip.progressive.format import Cut
+from kvrail.codec.splitzip.tiles.format import FORMATS
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():

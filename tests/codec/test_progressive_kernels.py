@@ -17,12 +17,12 @@ from progressive_cases import kv_pages, middles, plans_of, reference_payloads
 from test_splitzip_kernels import pages_of as kernel_pages
 
 from kvrail.codec.base import Block, CodecError
-from kvrail.codec.progressive import gpu, gpu_launch
-from kvrail.codec.progressive.payload import HEADER_BYTES, parse_both, parse_rest
-from kvrail.codec.progressive.plan import Cut
-from kvrail.codec.splitzip import gpu as splitzip_gpu
-from kvrail.codec.splitzip.formats import WindowCode
-from kvrail.codec.splitzip.payload import scale_bytes_of
+from kvrail.codec.splitzip.progressive import gpu, gpu_launch
+from kvrail.codec.splitzip.progressive.format import Cut
+from kvrail.codec.splitzip.progressive.payload import parse_both, parse_rest
+from kvrail.codec.splitzip.tiles import gpu as tiles_gpu
+from kvrail.codec.splitzip.tiles.format import WindowCode
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, scale_bytes_of
 
 CASES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element type; cut; chunk
     ((1, 1, 16, 1, 32, 16), "bfloat16", Cut(), 256),  # blocks without padding, two values a word
@@ -179,7 +179,7 @@ def test_memory_goes_back_as_soon_as_nothing_refers_to_it():
 
 @pytest.mark.parametrize(("shape", "dtype", "cut", "chunk"), CASES[:2], ids=str)
 def test_more_escapes_than_there_is_room_for_take_larger_memory(shape, dtype, cut, chunk, monkeypatch):
-    monkeypatch.setattr(splitzip_gpu, "ESCAPE_SHARE", 1 << 40)
+    monkeypatch.setattr(tiles_gpu, "ESCAPE_SHARE", 1 << 40)
     pages = pages_of(shape, dtype, chunk, 1, 0.5)
     plans = plans_of(pages.spec, cut, chunk)
     encoding = gpu.encode(pages, plans)

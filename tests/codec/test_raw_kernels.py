@@ -9,7 +9,7 @@ from kv_blocks import SHAPES, bits_of, copy_of, scattered, spec_of
 pytest.importorskip("triton")
 
 from kvrail.codec.base import Block, CodecError
-from kvrail.codec.frame import ITEM_BYTES
+from kvrail.codec.core.floats import FLOATS
 from kvrail.codec.raw import gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,7 +25,7 @@ def buffer_of(spec, offset=0):
 
 @pytest.mark.parametrize("offset", [0, 4, 1])
 @pytest.mark.parametrize("shape", SHAPES + LARGER, ids=str)
-@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
 def test_pages_go_to_the_buffer_and_back_and_nothing_else_is_touched(dtype, shape, offset):
     spec = spec_of(shape, dtype)
     pages, out = scattered(spec, 1, DEVICE), scattered(spec, 2, DEVICE)

@@ -14,11 +14,14 @@ from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 from splitzip_cases import codebook, int_type, kv_block, reference_decode, reference_payload
 
 from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
-from kvrail.codec.splitzip import buffers, cpu
-from kvrail.codec.splitzip.codec import WindowCodec, splitzip, splitzip_channel
-from kvrail.codec.splitzip.formats import FORMATS, WindowCode
-from kvrail.codec.splitzip.payload import HEADER_BYTES, parse, plans_of
-from kvrail.codec.splitzip.plan import aligned
+from kvrail.codec.core import buffers
+from kvrail.codec.core import cpu as core_cpu
+from kvrail.codec.core.sections import aligned
+from kvrail.codec.splitzip.one_stage.codec import WindowCodec, splitzip, splitzip_channel
+from kvrail.codec.splitzip.one_stage.payload import parse
+from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.plan import plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
 BOOK = codebook()
@@ -164,8 +167,8 @@ def test_many_threads_give_the_same_payload(dtype, per_channel, monkeypatch):
     pages = kv_pages(spec_of((3, 5, 48, 2, 40, 24), dtype), 10, outliers=0.003)
     codec = codec_of(dtype, per_channel, 3 if per_channel else 4, 1024)
     one = bytes(codec.encode(pages).stages()[0])
-    monkeypatch.setattr(cpu, "_BYTES_PER_THREAD", 1)
-    monkeypatch.setattr(cpu, "_MAX_THREADS", 3)
+    monkeypatch.setattr(core_cpu, "BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(core_cpu, "MAX_THREADS", 3)
     out = scattered(pages.spec, 11)
     expected = copy_of(out)
     expected.scatter(pages.gather())

@@ -11,9 +11,10 @@ from splitzip_cases import codebook
 from test_splitzip import PROPERTY, kv_pages
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.splitzip.codec import splitzip, splitzip_channel
-from kvrail.codec.splitzip.formats import WindowCode
-from kvrail.codec.splitzip.payload import HEADER_BYTES, WIDE, parse
+from kvrail.codec.splitzip.one_stage.codec import splitzip, splitzip_channel
+from kvrail.codec.splitzip.one_stage.payload import parse
+from kvrail.codec.splitzip.tiles.format import WindowCode
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, WIDE
 
 CODECS = {"splitzip": splitzip(codebook()), "splitzip-channel": splitzip_channel()}
 SPEC = spec_of((1, 2, 63, 2, 20, 24), "bfloat16")  # tiles with padding

@@ -17,7 +17,7 @@ from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of  # noqa
 
 from kvrail.codec import registry  # noqa: E402
 from kvrail.codec.base import Block, CodecError, PagedBlock  # noqa: E402
-from kvrail.codec.splitzip.formats import FORMATS  # noqa: E402
+from kvrail.codec.splitzip.tiles.format import FORMATS  # noqa: E402
 
 if "splitzip-ans" not in registry.names():
     pytest.skip("nvCOMP is not installed", allow_module_level=True)

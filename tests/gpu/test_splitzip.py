@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "codec"))
 from kv_blocks import SHAPES, bits_of, copy_of, random_block, scattered, spec_of  # noqa: E402
 
 from kvrail.codec.base import Block, CodecError, PagedBlock  # noqa: E402
-from kvrail.codec.splitzip import gpu_launch, reference  # noqa: E402
-from kvrail.codec.splitzip.codec import splitzip, splitzip_channel  # noqa: E402
-from kvrail.codec.splitzip.formats import FORMATS, WindowCode  # noqa: E402
-from kvrail.codec.splitzip.gpu_decode_kernel import decode_kernel  # noqa: E402
-from kvrail.codec.splitzip.gpu_encode_kernel import encode_kernel  # noqa: E402
-from kvrail.codec.splitzip.gpu_pack_kernel import pack_kernel  # noqa: E402
-from kvrail.codec.splitzip.payload import plans_of  # noqa: E402
+from kvrail.codec.splitzip.one_stage.codec import splitzip, splitzip_channel  # noqa: E402
+from kvrail.codec.splitzip.one_stage.gpu_decode_kernel import decode_kernel  # noqa: E402
+from kvrail.codec.splitzip.one_stage.gpu_encode_kernel import encode_kernel  # noqa: E402
+from kvrail.codec.splitzip.one_stage.gpu_launch import launch_encode  # noqa: E402
+from kvrail.codec.splitzip.tiles import gpu_launch, reference  # noqa: E402
+from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode  # noqa: E402
+from kvrail.codec.splitzip.tiles.gpu_pack_kernel import pack_kernel  # noqa: E402
+from kvrail.codec.splitzip.tiles.plan import plans_of  # noqa: E402
 
 CODECS = [splitzip, splitzip_channel]
 LARGER = [(2, 9, 64, 8, 128, 128), (1, 3, 64, 8, 128, 64), (3, 2, 16, 4, 96, 80), (1, 4, 130, 2, 66, 34)]
@@ -116,11 +117,11 @@ def test_captured_graph_encodes_what_the_pages_hold_when_replayed(make):
     plans, tops = plans_of(pages.spec, codec._code(pages)), codec._tops(pages)
     table = gpu_launch.make_table(pages, tops)
     buffers = gpu_launch.EncodeBuffers.allocate(plans, 0, pages.device)
-    gpu_launch.launch_encode(pages, plans, table, buffers)
+    launch_encode(pages, plans, table, buffers)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gpu_launch.launch_encode(pages, plans, table, buffers)
+        launch_encode(pages, plans, table, buffers)
     for seed in (2, 3):
         others = real_looking(pages.spec, seed, 2.0)
         for ours, theirs in zip(pages.pools.tensors(), others.pools.tensors(), strict=True):
@@ -187,11 +188,11 @@ def test_more_elements_than_32_bits_count():
     code = WindowCode(3, True)
     plans = plans_of(pages.spec, code)
     buffers = gpu_launch.EncodeBuffers.allocate(plans, 0, pages.device)
-    gpu_launch.launch_encode(pages, plans, gpu_launch.make_table(pages, (None, None)), buffers)
+    launch_encode(pages, plans, gpu_launch.make_table(pages, (None, None)), buffers)
     last = PagedBlock(pages.pools, range(1, 2), [16499])
     small = plans_of(last.spec, code)
     expected = gpu_launch.EncodeBuffers.allocate(small, 0, pages.device)
-    gpu_launch.launch_encode(last, small, gpu_launch.make_table(last, (None, None)), expected)
+    launch_encode(last, small, gpu_launch.make_table(last, (None, None)), expected)
     for name, where in small[0].sections.items():
         if name != "groups":
             end = plans[0].sections[name].end

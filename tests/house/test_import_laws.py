@@ -14,6 +14,14 @@ BREACHES = [
     ("imports point down", "kvrail/rpc/breach.py", "import kvrail.services.cli"),
     ("imports point down", "kvrail/codec/breach.py", "import kvrail.errors"),
     ("imports point down", "kvrail/breach.py", ""),  # a module that no layer has
+    ("a codec imports core and base alone", "kvrail/codec/lynx/breach.py", "import kvrail.codec.splitzip.tiles.plan"),
+    ("a codec imports core and base alone", "kvrail/codec/raw/breach.py", "import kvrail.codec.frame"),
+    ("a codec imports core and base alone", "kvrail/codec/core/breach.py", "import kvrail.codec.raw.codec"),
+    (
+        "forms of splitzip share tiles; only entropy wraps another form",
+        "kvrail/codec/splitzip/progressive/breach.py",
+        "import kvrail.codec.splitzip.one_stage.payload",
+    ),
     ("below the services only a transfer knows codecs", "kvrail/engine/breach.py", "import kvrail.codec.base"),
     (
         "a transfer knows pages, codecs and carriers: no engine, metrics or messages",

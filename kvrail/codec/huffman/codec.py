@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import CodecError, Payload
-from kvrail.codec.host import host_bytes
+from kvrail.codec.core.host import host_bytes
 from kvrail.codec.huffman import cpu
 from kvrail.codec.huffman.formats import FORMATS, Format
 from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Bytes, Layout, digest, join, parse

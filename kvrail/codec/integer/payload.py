@@ -9,11 +9,10 @@ import numpy.typing as npt
 import torch
 
 from kvrail.codec.base import BlockSpec, CodecError
-from kvrail.codec.integer.plan import IntegerCode, TensorPlan
-from kvrail.codec.lynx.formats import FORMATS
-from kvrail.codec.splitzip.plan import aligned
-
-Bytes = npt.NDArray[np.uint8]
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.sections import aligned
+from kvrail.codec.integer.format import FORMATS, IntegerCode
+from kvrail.codec.integer.plan import TensorPlan
 
 MAGIC = b"INTQ"
 VERSION = 1

@@ -1,15 +1,21 @@
 """The codecs `lynx` and `lynx-exact`, and where the work is done."""
 
-import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
-from kvrail.codec.host import host_bytes
-from kvrail.codec.lynx.formats import FORMATS, LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse, parse_both, plans_of
+from kvrail.codec.core.backend import Backend, backend_of
+from kvrail.codec.core.host import host_bytes
+from kvrail.codec.lynx.format import FORMATS, LynxCode
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, parse, parse_both, plans_of
+from kvrail.codec.lynx.plan import Coding
+
+if TYPE_CHECKING:
+    from kvrail.codec.lynx import cpu, gpu, reference
+
+    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
 
 
 class LynxCodec:
@@ -35,9 +41,7 @@ class LynxCodec:
         """
         check_place(self, pages, on_device)
         self._check_dtype(pages)
-        plans = plans_of(pages.spec, self._code)
-        encoding: Encoding = _kernels(pages.device).encode(pages, plans, self.num_stages)
-        return encoding
+        return _backend(pages.device).encode(pages, self._coding(pages))
 
     def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Check all of the payloads that it needs, then write a stage into `out`, on its device's current stream.
@@ -48,13 +52,17 @@ class LynxCodec:
         """
         check_stage(self, stage, payloads)
         self._check_dtype(out)
-        sources, kernels = [host_bytes(self.name, payload) for payload in payloads], _kernels(out.device)
-        if stage == EXACT:
-            kernels.decode_exact(sources[EXACT], parse(sources[EXACT], out.spec, self._code, EXACT), out)
-        elif stage == RESIDUAL:
-            kernels.decode(sources, parse_both(sources[ANCHOR], sources[RESIDUAL], out.spec, self._code), out)
+        sources = [host_bytes(self.name, payload) for payload in payloads]
+        layouts: Sequence[Layout]
+        if stage == RESIDUAL:
+            layouts = parse_both(sources[ANCHOR], sources[RESIDUAL], out.spec, self._code)
         else:
-            kernels.decode(sources, (parse(sources[ANCHOR], out.spec, self._code, ANCHOR),), out)
+            sources = sources[-1:]
+            layouts = [parse(sources[0], out.spec, self._code, stage)]
+        _backend(out.device).decode(stage, sources, layouts, self._coding(out), out)
+
+    def _coding(self, pages: PagedBlock) -> Coding:
+        return Coding(plans_of(pages.spec, self._code), self.num_stages)
 
     def _check_dtype(self, pages: PagedBlock) -> None:
         dtype = pages.spec.dtype
@@ -62,9 +70,9 @@ class LynxCodec:
             raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
 
 
-def _kernels(device: torch.device) -> Any:
-    """What does the work on `device`: imported with the first page there, for numba and triton compile."""
-    return importlib.import_module(f"kvrail.codec.lynx.{'gpu' if device.type == 'cuda' else 'cpu'}")
+def _backend(device: torch.device) -> Backend[Coding, Layout]:
+    backend: Backend[Coding, Layout] = backend_of("kvrail.codec.lynx", device)
+    return backend
 
 
 def lynx(code: LynxCode | None = None) -> LynxCodec:

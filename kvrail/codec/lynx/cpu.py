@@ -1,16 +1,15 @@
 """Lynx on a CPU: ranges of pages on several threads, straight from pages into payloads and back."""
 
-import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
-import torch
 
-from kvrail.codec.base import EncodingStats, PagedBlock, Payload
+from kvrail.codec.base import EncodingStats, PagedBlock
+from kvrail.codec.core import buffers
+from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.cpu import CpuEncoding, byte_pools, gather, on_threads, scatter
+from kvrail.codec.core.sections import pad
 from kvrail.codec.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
 from kvrail.codec.lynx.cpu_geometry import geometry_of, stages_of
 from kvrail.codec.lynx.cpu_kernels import decode_pages, encode_pages
@@ -19,8 +18,6 @@ from kvrail.codec.lynx.payload import (
     EXACT,
     HEADER_BYTES,
     RESIDUAL,
-    Bytes,
-    Ints,
     Layout,
     Part,
     escapes_of,
@@ -28,32 +25,7 @@ from kvrail.codec.lynx.payload import (
     section,
     travels_raw,
 )
-from kvrail.codec.lynx.plan import TensorPlan
-from kvrail.codec.splitzip import buffers
-from kvrail.codec.splitzip.cpu import byte_pools, gather, scatter
-from kvrail.codec.splitzip.payload import pad
-
-Result = TypeVar("Result")
-
-_MAX_THREADS = min(4, torch.get_num_threads())
-_BYTES_PER_THREAD = 1 << 20
-"""Raw bytes for which another thread is worth its start, some 50 us."""
-
-
-@dataclass(frozen=True, slots=True)
-class CpuEncoding:
-    """Payloads that are there already."""
-
-    payloads: list[memoryview]
-    totals: EncodingStats
-
-    def stages(self) -> list[Payload]:
-        """One payload a stage."""
-        return list(self.payloads)
-
-    def stats(self) -> EncodingStats:
-        """What it came to."""
-        return self.totals
+from kvrail.codec.lynx.plan import Coding, TensorPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +38,15 @@ class _Stream:
     elements: Bytes
 
 
-def encode(pages: PagedBlock, plans: Sequence[TensorPlan], num_stages: int) -> CpuEncoding:
-    """Encode keys and values by their plans into the first `num_stages` stages.
-
-    Raises CodecError where a pool's tensor is not contiguous.
-    """
+def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
+    """Encode keys and values into all stages. Raises CodecError where a pool's tensor is not contiguous."""
+    plans = coding.plans
     pools, page_ids = byte_pools(pages), np.array(pages.page_ids, dtype=np.int64)
     payloads = [_Coded.of(stage, plans) for stage in (ANCHOR, RESIDUAL)]
     for tensor, (pool, plan) in enumerate(zip(pools, plans, strict=True)):
         _encode_tensor(pool, page_ids, plan, payloads[ANCHOR].fixed(tensor), payloads[RESIDUAL].fixed(tensor))
     parts: list[Part] = []
-    if num_stages > EXACT:
+    if coding.num_stages > EXACT:
         streams = [
             _encode_exact(pool, page_ids, plan, [each.fixed(tensor) for each in payloads])
             for tensor, (pool, plan) in enumerate(zip(pools, plans, strict=True))
@@ -88,7 +58,15 @@ def encode(pages: PagedBlock, plans: Sequence[TensorPlan], num_stages: int) -> C
     return CpuEncoding([each.view() for each in payloads], totals)
 
 
-def decode(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
+def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], coding: Coding, out: PagedBlock) -> None:
+    """Write a stage into `out`. Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous."""
+    if stage == EXACT:
+        decode_exact(payloads[0], layouts[0], out)
+    else:
+        decode_coded(payloads, layouts, out)
+
+
+def decode_coded(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
     """Write into `out` what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code; raw tensors where it is ANCHOR.
 
     Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous.
@@ -155,7 +133,7 @@ def _encode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, anchors: Bytes
         tables = code.edges, code.rates
         encode_pages(pool, page_ids, first, last, geometry, anchor, residual, *tables, anchors, residuals)
 
-    on_threads(encode_range, plan)
+    on_threads(encode_range, plan.pages, plan.raw_bytes)
     for name in plan.sections[RESIDUAL].keys() - {"codes"}:
         section(residuals, plan, RESIDUAL, name)[:] = section(anchors, plan, ANCHOR, name)
 
@@ -169,7 +147,7 @@ def _decode_tensor(pool: Bytes, page_ids: Ints, plan: TensorPlan, fixed: Sequenc
         where = first, last, geometry, anchor, residual, refines
         decode_pages(pool, page_ids, *where, code.edges, code.middles, code.steps, anchors, last_stage)
 
-    on_threads(decode_range, plan)
+    on_threads(decode_range, plan.pages, plan.raw_bytes)
 
 
 def _encode_exact(
@@ -188,7 +166,9 @@ def _encode_exact(
         pad(fixed, each.end)
     refined = np.empty((plan.num_layers, plan.num_pages, pool.shape[2]), dtype=np.uint8)
     _decode_tensor(refined, np.arange(plan.num_pages), plan, coded)
-    found = on_threads(lambda first, last: _encode_range(pool, refined, page_ids, plan, fixed, first, last), plan)
+    found = on_threads(
+        lambda first, last: _encode_range(pool, refined, page_ids, plan, fixed, first, last), plan.pages, plan.raw_bytes
+    )
     streams = [each for each in found if each is not None]
     words, escapes = (sum(getattr(each, name).size // 4 for each in streams) for name in ("words", "positions"))
     if len(streams) < len(found) or travels_raw(plan, words, escapes):
@@ -253,22 +233,8 @@ def _decode_exact(pool: Bytes, page_ids: Ints, part: Part, fixed: Bytes, stream:
         geometry, stage = geometry_of(plan), stages_of(plan)[EXACT]
         decode_exact_pages(pool, page_ids, first, last, geometry, stage, plan.code.reach, fixed, stream[begin:])
 
-    on_threads(decode_range, plan)
+    on_threads(decode_range, plan.pages, plan.raw_bytes)
     positions, elements = escapes_of(stream, part)
     page, row, column = places_of(positions, plan)
     matrix = pool.view(f"<u{plan.format.item_bytes}")
     matrix[page // plan.num_pages, page_ids[page % plan.num_pages], row * plan.columns + column] = elements
-
-
-def on_threads(work: Callable[[int, int], Result], plan: TensorPlan) -> list[Result]:
-    """Call `work` for ranges of a tensor's pages, on this thread and on others where the tensor is large."""
-    wanted = max(1, min(plan.raw_bytes // _BYTES_PER_THREAD, _MAX_THREADS, plan.pages))
-    ends = [plan.pages * (number + 1) // wanted for number in range(wanted)]
-    others = [_threads().submit(work, first, last) for first, last in pairwise(ends)]
-    return [work(0, ends[0]), *(other.result() for other in others)]
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """The helpers of all threads that encode or decode."""
-    return ThreadPoolExecutor(max(1, _MAX_THREADS - 1), thread_name_prefix="lynx")

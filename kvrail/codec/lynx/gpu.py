@@ -10,7 +10,11 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
-from kvrail.codec.host import host_memory, to_device
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.host import host_memory, to_device
+from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.streams import copy_stream, record
 from kvrail.codec.lynx.gpu_launch import (
     ExactBuffers,
     Plans,
@@ -19,20 +23,8 @@ from kvrail.codec.lynx.gpu_launch import (
     launch_exact_decode,
     launch_exact_encode,
 )
-from kvrail.codec.lynx.payload import (
-    ANCHOR,
-    EXACT,
-    HEADER_BYTES,
-    RESIDUAL,
-    Bytes,
-    Layout,
-    Part,
-    travels_raw,
-)
-from kvrail.codec.lynx.plan import TensorPlan
-from kvrail.codec.splitzip.gpu_launch import byte_pools
-from kvrail.codec.splitzip.plan import aligned
-from kvrail.codec.streams import copy_stream, record
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, Layout, Part, travels_raw
+from kvrail.codec.lynx.plan import Coding, TensorPlan
 
 
 class GpuEncoding:
@@ -132,15 +124,26 @@ class GpuEncoding:
                 _put(stream[aligned(4 * part.words) + aligned(4 * part.escapes) :], narrow)
 
 
-def encode(pages: PagedBlock, plans: Plans, num_stages: int) -> GpuEncoding:
-    """Launch the encoding of keys and values into the first `num_stages` stages, on the current stream.
+def encode(pages: PagedBlock, coding: Coding) -> GpuEncoding:
+    """Launch the encoding of keys and values into all stages, on the current stream.
 
     Raises CodecError where the rows of a page are not contiguous.
     """
-    return GpuEncoding(pages, plans, num_stages)
+    return GpuEncoding(pages, coding.plans, coding.num_stages)
 
 
-def decode(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
+def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], coding: Coding, out: PagedBlock) -> None:
+    """Write a stage into `out`, on the current stream.
+
+    Raises CodecError, with `out` untouched, where the rows of a page are not contiguous.
+    """
+    if stage == EXACT:
+        decode_exact(payloads[0], layouts[0], out)
+    else:
+        decode_coded(payloads, layouts, out)
+
+
+def decode_coded(payloads: Sequence[Bytes], layouts: Sequence[Layout], out: PagedBlock) -> None:
     """Write into `out`, on the current stream, what the payloads of ANCHOR, or of ANCHOR and RESIDUAL, code.
 
     Raw tensors are written where it is ANCHOR. Raises CodecError where the rows of a page are not contiguous.

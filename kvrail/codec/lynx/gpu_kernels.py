@@ -35,22 +35,8 @@ def encode_kernel(
     key_residuals,
     value_residuals,
     tables,
-    MANTISSA_BITS: tl.constexpr,
-    CURVED: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF_ROWS: tl.constexpr,
-    ROWS_IN_CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """Grid: blocks of columns of the keys' pages, then of the values'.
 
@@ -61,14 +47,12 @@ def encode_kernel(
     if program < key_programs:
         encode_block(
             program, keys, key_layer_stride, key_page_stride, table, num_pages, pages, key_anchors, key_residuals,
-            tables, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS,
-            KEY_COLUMNS, KEY_WIDTH, KEY_PADDED,
+            tables, KEYS,
         )  # fmt: skip
     else:
         encode_block(
             program - key_programs, values, value_layer_stride, value_page_stride, table, num_pages, pages,
-            value_anchors, value_residuals, tables, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS,
-            ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS, VALUE_COLUMNS, VALUE_WIDTH, VALUE_PADDED,
+            value_anchors, value_residuals, tables, VALUES,
         )  # fmt: skip
 
 
@@ -90,34 +74,18 @@ def decode_kernel(
     value_residuals,
     tables,
     STAGE: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CURVED: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF_ROWS: tl.constexpr,
-    ROWS_IN_CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
 ):
     """As encode_kernel, the other way. STAGE 0 writes what anchors stand for and reads nothing else; 1 what both do."""
     program = tl.program_id(0)
     if program < key_programs:
         decode_block(
             program, keys, key_layer_stride, key_page_stride, table, num_pages, pages, key_anchors, key_residuals,
-            tables, STAGE, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS, ROWS_IN_CHUNK, CHUNKS, CHUNK,
-            ALL_CHUNKS, KEY_COLUMNS, KEY_WIDTH, KEY_PADDED,
+            tables, STAGE, KEYS,
         )  # fmt: skip
     else:
         decode_block(
             program - key_programs, values, value_layer_stride, value_page_stride, table, num_pages, pages,
-            value_anchors, value_residuals, tables, STAGE, MANTISSA_BITS, CURVED, ALIGNMENT, LANES, ROWS, HALF_ROWS,
-            ROWS_IN_CHUNK, CHUNKS, CHUNK, ALL_CHUNKS, VALUE_COLUMNS, VALUE_WIDTH, VALUE_PADDED,
+            value_anchors, value_residuals, tables, STAGE, VALUES,
         )  # fmt: skip

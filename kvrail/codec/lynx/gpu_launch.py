@@ -5,7 +5,6 @@ a tensor. No kernel is compiled anew for another number of layers or pages.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -13,16 +12,16 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from kvrail.codec.lynx.formats import LynxCode
+from kvrail.codec.core.gpu import alignment_of, next_power_of_2
+from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
+from kvrail.codec.lynx.gpu_geometry import geometries_of, width_of
 from kvrail.codec.lynx.gpu_kernels import decode_kernel, encode_kernel
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
 from kvrail.codec.lynx.plan import TensorPlan
 
 Plans = Sequence[TensorPlan]
 
-PROGRAM_VALUES = 4096
-"""Values of a program, about; a page's rows in whole, of as many columns as that leaves."""
 WARPS = 2
 EXACT_WARPS = 8
 
@@ -101,7 +100,7 @@ def launch_exact_encode(
     buffers.totals[0] = ends[-1]
     exact_encode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, *numbers, ends, reach, buffers.words, buffers.totals[1:],
-        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=_alignment([pool]), **constants,
+        buffers.positions, buffers.elements, buffers.positions.numel(), ALIGNMENT=alignment_of([pool]), **constants,
         num_warps=EXACT_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -112,7 +111,7 @@ def launch_exact_decode(
     """Launch the decoding of stage EXACT of one tensor, but for its escapes; words: int32, its stream."""
     exact_decode_kernel[(plan.tiles,)](
         pool, pool.stride(0), pool.stride(1), table, plan.num_pages, plan.pages, dense, _ends(dense, plan),
-        float(plan.code.reach), words, ALIGNMENT=_alignment([pool]), **_exact_constants(plan), num_warps=EXACT_WARPS,
+        float(plan.code.reach), words, ALIGNMENT=alignment_of([pool]), **_exact_constants(plan), num_warps=EXACT_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -132,12 +131,12 @@ def _exact_constants(plan: TensorPlan) -> dict[str, int]:
     return {
         "MANTISSA_BITS": plan.format.mantissa_bits,
         "ROWS": plan.rows,
-        "ROWS_PADDED": _next_power_of_2(plan.rows),
+        "ROWS_PADDED": next_power_of_2(plan.rows),
         "ROWS_IN_CHUNK": plan.code.chunk,
         "ALL_CHUNKS": plan.chunks,
         "COLUMNS": plan.columns,
         "TILE_COLUMNS": plan.tile_columns,
-        "WIDTH": _next_power_of_2(plan.tile_columns),
+        "WIDTH": next_power_of_2(plan.tile_columns),
     }
 
 
@@ -150,69 +149,18 @@ def _launch(
     options: dict[str, int],
 ) -> None:
     """Launch a kernel of keys and values; options: constants of its own, and how it is launched."""
-    programs = [0 if plan.raw else plan.pages * -(-plan.columns // _width(plan)) for plan in plans]
+    programs = [0 if plan.raw else plan.pages * -(-plan.columns // width_of(plan)) for plan in plans]
     if not sum(programs):
         return
-    plan = plans[0] if plans[0].pages else plans[1]
+    plan, geometries = plans[0] if plans[0].pages else plans[1], geometries_of(plans, alignment_of(pools))
     kernel[(sum(programs),)](
         *pools, *(pool.stride(0) for pool in pools), *(pool.stride(1) for pool in pools),
         table, plan.num_pages, plan.pages, programs[0], *dense, tables_of(plan.code, table.device),
-        **options, **constants_of(plans, _alignment(pools)), enable_fp_fusion=False,
+        **options, KEYS=geometries[0], VALUES=geometries[1], enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _alignment(pools: Sequence[torch.Tensor]) -> int:
-    """Bytes, a power of two, that divides the addresses of all pages."""
-    return math.gcd(16, *(number for pool in pools for number in (pool.data_ptr(), *pool.stride()[:2])))
-
-
-def constants_of(plans: Plans, alignment: int) -> dict[str, int]:
-    """What kernels are compiled for: the geometry that all pages of a model share.
-
-    alignment: bytes, a power of two, that divides the addresses of all pages.
-    """
-    keys, values = plans
-    whole = keys.format.item_bytes == 2 and alignment % 8 == 0 and not any(plan.columns % 4 for plan in plans)
-    halves = keys.half_rows // keys.code.chunk if keys.chunks > 1 else 1
-    return {
-        "MANTISSA_BITS": keys.format.mantissa_bits,
-        "CURVED": int(keys.code.curved),
-        "ALIGNMENT": alignment,
-        "LANES": 4 if whole and all(_width(plan) >= 4 for plan in plans) else 1,
-        "ROWS": keys.rows,
-        "HALF_ROWS": keys.half_rows,
-        "ROWS_IN_CHUNK": keys.code.chunk if keys.chunks > 1 else keys.half_rows,
-        "CHUNKS": _next_power_of_2(halves),
-        "CHUNK": keys.code.chunk if keys.chunks > 1 else _next_power_of_2(keys.half_rows),
-        "ALL_CHUNKS": keys.chunks,
-        "KEY_COLUMNS": keys.columns,
-        "VALUE_COLUMNS": values.columns,
-        "KEY_WIDTH": _width(keys),
-        "VALUE_WIDTH": _width(values),
-        "KEY_PADDED": _is_padded(keys),
-        "VALUE_PADDED": _is_padded(values),
-    }
 
 
 @functools.cache
 def tables_of(code: LynxCode, device: torch.device) -> torch.Tensor:
     """Edges, middles, steps and rates of a code, float32 [33], on a device."""
     return torch.from_numpy(np.concatenate([code.edges, code.middles, code.steps, code.rates])).to(device)
-
-
-def _is_padded(plan: TensorPlan) -> bool:
-    """Whether programs have rows or columns that the page has not."""
-    rows_in_chunk = plan.code.chunk if plan.chunks > 1 else plan.half_rows
-    chunks = plan.half_rows // rows_in_chunk
-    whole = plan.rows == 2 * plan.half_rows and not chunks & (chunks - 1) and not rows_in_chunk & (rows_in_chunk - 1)
-    return not whole or plan.columns % _width(plan) != 0
-
-
-def _width(plan: TensorPlan) -> int:
-    """Columns of a program, a power of two."""
-    rows = 2 * _next_power_of_2(plan.half_rows)
-    return min(_next_power_of_2(plan.columns), max(1, PROGRAM_VALUES // rows))
-
-
-def _next_power_of_2(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()

@@ -17,6 +17,7 @@ moves the bytes, or half as many of most of those that are not sums or products 
 import triton
 import triton.language as tl
 
+from kvrail.codec.core.gpu_word_kernels import COMPILED
 from kvrail.codec.lynx.gpu_word_kernels import (
     TINY,
     chunks_of,
@@ -31,7 +32,6 @@ from kvrail.codec.lynx.gpu_word_kernels import (
     store,
     words_at,
 )
-from kvrail.codec.splitzip.gpu_word_kernels import COMPILED
 
 
 @triton.jit
@@ -238,53 +238,42 @@ def encode_block(
     anchors,
     residuals,
     tables,
-    MANTISSA_BITS: tl.constexpr,
-    CURVED: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF_ROWS: tl.constexpr,
-    ROWS_IN_CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
+    G: tl.constexpr,
 ):
     """Write metadata and codes of some columns of a page; arguments as of gpu_kernels.encode_kernel."""
-    SHARED: tl.constexpr = ALL_CHUNKS == 1
-    WORDS: tl.constexpr = COLUMNS // LANES
-    BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
-    number, block, page = place_of(program, pool, layer_stride, page_stride, table, num_pages, BLOCKS, ALIGNMENT)
-    column = columns_of(block, WIDTH // LANES)
+    LANES: tl.constexpr = G.LANES  # loops are unrolled by constants of their own alone, before Triton 3.9
+    SHARED: tl.constexpr = G.ALL_CHUNKS == 1
+    WORDS: tl.constexpr = G.COLUMNS // LANES
+    BLOCKS: tl.constexpr = (G.COLUMNS + G.WIDTH - 1) // G.WIDTH
+    number, block, page = place_of(program, pool, layer_stride, page_stride, table, num_pages, BLOCKS, G.ALIGNMENT)
+    column = columns_of(block, G.WIDTH // LANES)
     inside = column < WORDS
-    row, chunk = rows_of(CHUNKS, CHUNK, ROWS_IN_CHUNK)
-    words = words_at(page, 32 if MANTISSA_BITS == 23 else 16, LANES)
+    row, chunk = rows_of(G.CHUNKS, G.CHUNK, G.ROWS_IN_CHUNK)
+    words = words_at(page, 32 if G.MANTISSA_BITS == 23 else 16, LANES)
     x, here = (), ()
     for half in tl.static_range(2):
-        here += ((row < HALF_ROWS) & (row + half * HALF_ROWS < ROWS) & inside[None, None, :],)
-        word = load(words + (row + half * HALF_ROWS) * WORDS + column[None, None, :], here[half], PADDED)
-        x += numbers_of(word, MANTISSA_BITS, LANES)
+        here += ((row < G.HALF_ROWS) & (row + half * G.HALF_ROWS < G.ROWS) & inside[None, None, :],)
+        word = load(words + (row + half * G.HALF_ROWS) * WORDS + column[None, None, :], here[half], G.PADDED)
+        x += numbers_of(word, G.MANTISSA_BITS, LANES)
     lows, highs = (), ()
     for half in tl.static_range(1 if SHARED else 2):
         for lane in tl.static_range(LANES):
             other = x[(LANES if SHARED else half * LANES) + lane]
-            low, high = _extremes(x[half * LANES + lane], other, here[half], here[1 if SHARED else half], PADDED)
+            low, high = _extremes(x[half * LANES + lane], other, here[half], here[1 if SHARED else half], G.PADDED)
             lows += (low,)
             highs += (high,)
     base, top = _page_range(lows, highs, LANES, SHARED)
-    ours = sections_of(anchors, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 0, CURVED)
-    other = sections_of(residuals, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 1, CURVED)
+    ours = sections_of(anchors, pages, G.MANTISSA_BITS, G.COLUMNS, G.ALL_CHUNKS, 0, G.CURVED)
+    other = sections_of(residuals, pages, G.MANTISSA_BITS, G.COLUMNS, G.ALL_CHUNKS, 1, G.CURVED)
     channel = number.to(tl.int64) * WORDS + column
-    scales = _write_channels(base, top, channel, inside, ours, other, MANTISSA_BITS, LANES, CURVED)
+    scales = _write_channels(base, top, channel, inside, ours, other, G.MANTISSA_BITS, LANES, G.CURVED)
     both = ()
     for half in tl.static_range(2):
         if not SHARED:
-            which = chunk + half * (HALF_ROWS // ROWS_IN_CHUNK)
-            at = (number.to(tl.int64) * ALL_CHUNKS + which) * WORDS + column[None, :]
-            there = (which < ALL_CHUNKS) & (chunk < HALF_ROWS // ROWS_IN_CHUNK) & inside[None, :]
-            low, width = _write_shares(lows, highs, base, scales, at, there, ours, other, half, LANES, CURVED)
+            which = chunk + half * (G.HALF_ROWS // G.ROWS_IN_CHUNK)
+            at = (number.to(tl.int64) * G.ALL_CHUNKS + which) * WORDS + column[None, :]
+            there = (which < G.ALL_CHUNKS) & (chunk < G.HALF_ROWS // G.ROWS_IN_CHUNK) & inside[None, :]
+            low, width = _write_shares(lows, highs, base, scales, at, there, ours, other, half, LANES, G.CURVED)
         codes = ()
         for lane in tl.static_range(LANES):
             centre, unit, rate = chunks_of(
@@ -293,17 +282,17 @@ def encode_block(
             )  # fmt: skip
             codes += (
                 codes_of(
-                    x[half * LANES + lane], centre[:, None, :], unit[:, None, :], rate[:, None, :], tables, CURVED
+                    x[half * LANES + lane], centre[:, None, :], unit[:, None, :], rate[:, None, :], tables, G.CURVED
                 ),
             )
         both += (code_word(codes, LANES),)
     second = both[1]
-    if PADDED:
-        second = tl.where(row + HALF_ROWS < ROWS, second, 0)
-    at = (number.to(tl.int64) * HALF_ROWS + row) * WORDS + column[None, None, :]
-    there = (row < HALF_ROWS) & inside[None, None, :]
-    store(words_at(ours[4], 8, LANES) + at, ((both[0] >> 4) & 0x0F0F0F0F) | (second & 0xF0F0F0F0), there, PADDED)
-    store(words_at(other[4], 8, LANES) + at, (both[0] & 0x0F0F0F0F) | ((second & 0x0F0F0F0F) << 4), there, PADDED)
+    if G.PADDED:
+        second = tl.where(row + G.HALF_ROWS < G.ROWS, second, 0)
+    at = (number.to(tl.int64) * G.HALF_ROWS + row) * WORDS + column[None, None, :]
+    there = (row < G.HALF_ROWS) & inside[None, None, :]
+    store(words_at(ours[4], 8, LANES) + at, ((both[0] >> 4) & 0x0F0F0F0F) | (second & 0xF0F0F0F0), there, G.PADDED)
+    store(words_at(other[4], 8, LANES) + at, (both[0] & 0x0F0F0F0F) | ((second & 0x0F0F0F0F) << 4), there, G.PADDED)
 
 
 @triton.jit
@@ -319,49 +308,40 @@ def decode_block(
     residuals,
     tables,
     STAGE: tl.constexpr,
-    MANTISSA_BITS: tl.constexpr,
-    CURVED: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF_ROWS: tl.constexpr,
-    ROWS_IN_CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
+    G: tl.constexpr,
 ):
     """Write what the codes of some columns of a page stand for; arguments as of gpu_kernels.decode_kernel."""
-    SHARED: tl.constexpr = ALL_CHUNKS == 1
-    WORDS: tl.constexpr = COLUMNS // LANES
-    BLOCKS: tl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
-    ITEM: tl.constexpr = 32 if MANTISSA_BITS == 23 else 16
-    number, block, page = place_of(program, pool, layer_stride, page_stride, table, num_pages, BLOCKS, ALIGNMENT)
-    column = columns_of(block, WIDTH // LANES)
+    LANES: tl.constexpr = G.LANES  # loops are unrolled by constants of their own alone, before Triton 3.9
+    SHARED: tl.constexpr = G.ALL_CHUNKS == 1
+    WORDS: tl.constexpr = G.COLUMNS // LANES
+    BLOCKS: tl.constexpr = (G.COLUMNS + G.WIDTH - 1) // G.WIDTH
+    ITEM: tl.constexpr = 32 if G.MANTISSA_BITS == 23 else 16
+    number, block, page = place_of(program, pool, layer_stride, page_stride, table, num_pages, BLOCKS, G.ALIGNMENT)
+    column = columns_of(block, G.WIDTH // LANES)
     inside = column < WORDS
-    row, chunk = rows_of(CHUNKS, CHUNK, ROWS_IN_CHUNK)
-    scales, widths, minima, lows, codes = sections_of(anchors, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 0, CURVED)
+    row, chunk = rows_of(G.CHUNKS, G.CHUNK, G.ROWS_IN_CHUNK)
+    scales, widths, minima, lows, codes = sections_of(
+        anchors, pages, G.MANTISSA_BITS, G.COLUMNS, G.ALL_CHUNKS, 0, G.CURVED
+    )
     words = words_at(page, ITEM, LANES) + row * WORDS + column[None, None, :]
-    at = (number.to(tl.int64) * HALF_ROWS + row) * WORDS + column[None, None, :]
-    there = (row < HALF_ROWS) & inside[None, None, :]
-    both = load(words_at(codes, 8, LANES) + at, there, PADDED).to(tl.uint32)
+    at = (number.to(tl.int64) * G.HALF_ROWS + row) * WORDS + column[None, None, :]
+    there = (row < G.HALF_ROWS) & inside[None, None, :]
+    both = load(words_at(codes, 8, LANES) + at, there, G.PADDED).to(tl.uint32)
     fine = both
     if STAGE == 1:
-        _, _, _, _, codes = sections_of(residuals, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 1, CURVED)
-        fine = load(words_at(codes, 8, LANES) + at, there, PADDED).to(tl.uint32)
+        _, _, _, _, codes = sections_of(residuals, pages, G.MANTISSA_BITS, G.COLUMNS, G.ALL_CHUNKS, 1, G.CURVED)
+        fine = load(words_at(codes, 8, LANES) + at, there, G.PADDED).to(tl.uint32)
     channel = number.to(tl.int64) * WORDS + column
     scale = numbers_of(load(words_at(scales, 16, LANES) + channel, inside, True), 7, LANES)
-    minimum = numbers_of(load(words_at(minima, ITEM, LANES) + channel, inside, True), MANTISSA_BITS, LANES)
+    minimum = numbers_of(load(words_at(minima, ITEM, LANES) + channel, inside, True), G.MANTISSA_BITS, LANES)
     for half in tl.static_range(2):
         if not SHARED:
-            which = chunk + half * (HALF_ROWS // ROWS_IN_CHUNK)
-            at = (number.to(tl.int64) * ALL_CHUNKS + which) * WORDS + column[None, :]
-            there = (which < ALL_CHUNKS) & inside[None, :]
+            which = chunk + half * (G.HALF_ROWS // G.ROWS_IN_CHUNK)
+            at = (number.to(tl.int64) * G.ALL_CHUNKS + which) * WORDS + column[None, :]
+            there = (which < G.ALL_CHUNKS) & inside[None, :]
             width = load(words_at(widths, 8, LANES) + at, there, True).to(tl.uint32)
             low = load(words_at(lows, 8, LANES) + at, there, True).to(tl.uint32)
-        here = (row < HALF_ROWS) & (row + half * HALF_ROWS < ROWS) & inside[None, None, :]
+        here = (row < G.HALF_ROWS) & (row + half * G.HALF_ROWS < G.ROWS) & inside[None, None, :]
         centres, units, rates, found = (), (), (), ()
         for lane in tl.static_range(LANES):
             centre, unit, rate = chunks_of(
@@ -372,17 +352,17 @@ def decode_block(
             units += (unit[:, None, :],)
             rates += (rate[:, None, :],)
             code = (both << 1) if lane == 0 else (both >> (8 * lane - 1))
-            found += (coarse_of(code, centres[lane], units[lane], tables, 1 + 4 * half, CURVED),)
-        elements = elements_of(found, MANTISSA_BITS, LANES)
+            found += (coarse_of(code, centres[lane], units[lane], tables, 1 + 4 * half, G.CURVED),)
+        elements = elements_of(found, G.MANTISSA_BITS, LANES)
         if STAGE == 1:
-            coarse = numbers_of(elements, MANTISSA_BITS, LANES)  # as ANCHOR alone leaves them: rounded
+            coarse = numbers_of(elements, G.MANTISSA_BITS, LANES)  # as ANCHOR alone leaves them: rounded
             found = ()
             for lane in tl.static_range(LANES):
                 code = (fine << 1) if lane == 0 else (fine >> (8 * lane - 1))
                 found += (
                     refined_of(
-                        coarse[lane], code, centres[lane], units[lane], rates[lane], tables, 1 + 4 * half, CURVED
+                        coarse[lane], code, centres[lane], units[lane], rates[lane], tables, 1 + 4 * half, G.CURVED
                     ),
                 )
-            elements = elements_of(found, MANTISSA_BITS, LANES)
-        store(words + half * (HALF_ROWS * WORDS), elements, here, PADDED)
+            elements = elements_of(found, G.MANTISSA_BITS, LANES)
+        store(words + half * (G.HALF_ROWS * WORDS), elements, here, G.PADDED)

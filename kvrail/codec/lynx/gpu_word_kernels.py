@@ -9,7 +9,7 @@ are of words; the numbers of their lanes are a tuple of blocks.
 import triton
 import triton.language as tl
 
-from kvrail.codec.splitzip.gpu_word_kernels import COMPILED
+from kvrail.codec.core.gpu_word_kernels import COMPILED
 
 TINY = tl.constexpr(2.0**-110)
 

@@ -8,12 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError
-from kvrail.codec.lynx.formats import FORMATS, TINY, LynxCode
+from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.sections import aligned
+from kvrail.codec.lynx.format import FORMATS, TINY, LynxCode
 from kvrail.codec.lynx.plan import TensorPlan
-from kvrail.codec.splitzip.plan import aligned
-
-Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
 
 MAGIC = b"LYNX"
 VERSION = 1

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvrail.codec.lynx.formats import FloatFormat, LynxCode
-from kvrail.codec.splitzip.plan import Section, aligned
+from kvrail.codec.core.floats import FloatFormat
+from kvrail.codec.core.sections import Section, aligned, sections_of
+from kvrail.codec.lynx.format import LynxCode
 
 TILE_VALUES = 4096
 TILE_COLUMNS = 64
@@ -82,11 +83,9 @@ class TensorPlan:
         """By stage: the sections whose size does not depend on the data, by name, in order."""
         found: list[dict[str, Section]] = []
         for sizes in self._sizes:
-            sections, offset = {}, 0
-            for name, size in ({"elements": self.raw_bytes} if self.raw and not found else sizes).items():
-                sections[name] = Section(offset, size)
-                offset += aligned(size)
-            found.append({} if self.raw and found else sections)
+            if self.raw:
+                sizes = {} if found else {"elements": self.raw_bytes}
+            found.append(sections_of(sizes))
         return tuple(found)
 
     @cached_property
@@ -110,3 +109,11 @@ class TensorPlan:
             scales | widths | bases | codes,
             scales | widths | {"lengths": 4 * self.tiles},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What both ends know of a block before any of its bytes: plans of keys and values, and the number of stages."""
+
+    plans: tuple[TensorPlan, TensorPlan]
+    num_stages: int

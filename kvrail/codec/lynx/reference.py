@@ -3,22 +3,79 @@
 Follows README.md in its order. All arithmetic is float32, every operation rounded by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrail.codec.lynx.formats import CELLS, STEPS, TINY, FloatFormat, LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Bytes, Part, escapes_of, places_of, section
-from kvrail.codec.lynx.plan import TensorPlan
+from kvrail.codec.base import EncodingStats, PagedBlock
+from kvrail.codec.core.arrays import Bits, Bytes, Ints
+from kvrail.codec.core.cpu import CpuEncoding, matrices
+from kvrail.codec.core.floats import FloatFormat
+from kvrail.codec.core.sections import joined
+from kvrail.codec.lynx.format import CELLS, STEPS, TINY, LynxCode
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, Part, escapes_of, places_of, section, travels_raw
+from kvrail.codec.lynx.plan import Coding, TensorPlan
 
-Bits = npt.NDArray[np.unsignedinteger]
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 
 _UNIT = np.float32(2.0**-7)
 _F = np.float32
+
+
+def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
+    """The payloads of all stages. Raises CodecError where a pool's tensor is not contiguous."""
+    ids = np.array(pages.page_ids, dtype=np.int64)
+    parts: list[list[Part]] = [[], [], []]
+    bodies: list[list[bytes]] = [[], [], []]
+    tails: list[bytes] = []
+    for pool, plan in zip(matrices(pages), coding.plans, strict=True):
+        dense = [np.zeros(size, dtype=np.uint8) for size in plan.fixed_bytes]
+        part, tail = Part(plan, EXACT), [b"", b"", b""]
+        if plan.raw:
+            dense[ANCHOR] = np.frombuffer(pool[:, ids].tobytes(), dtype=np.uint8)
+        else:
+            encode_tensor(pool, ids, plan, dense[ANCHOR], dense[RESIDUAL])
+            if coding.num_stages > EXACT:
+                part, dense[EXACT], tail = _exact(pool, ids, plan, dense)
+        for stage, each in enumerate((Part(plan, ANCHOR), Part(plan, RESIDUAL), part)):
+            parts[stage].append(each)
+            bodies[stage].append(dense[stage].tobytes())
+        tails += tail
+    payloads = []
+    for stage in range(coding.num_stages):
+        header = Layout(stage, (parts[stage][0], parts[stage][1]), coding.plans[0].code.id).header()
+        payloads.append(memoryview(joined((header, *bodies[stage], *(tails if stage == EXACT else ())))))
+    raw = sum(plan.raw for plan in coding.plans) + sum(part.raw for part in parts[EXACT])
+    escapes = sum(part.escapes for part in parts[EXACT])
+    return CpuEncoding(payloads, EncodingStats(sum(plan.values for plan in coding.plans), escapes, raw))
+
+
+def _exact(pool: Bits, ids: Ints, plan: TensorPlan, dense: Sequence[Bytes]) -> tuple[Part, Bytes, list[bytes]]:
+    """EXACT's part, its fixed sections and what follows them; dense: the sections of all stages, EXACT's empty."""
+    refined = np.zeros((plan.num_layers, plan.num_pages, plan.rows, plan.columns), dtype=pool.dtype)
+    decode_tensor(dense[ANCHOR], dense[RESIDUAL], np.arange(plan.num_pages), plan, refined)
+    stream, positions, escaped = encode_exact(pool, ids, refined, dense[RESIDUAL], plan, dense[EXACT])
+    if travels_raw(plan, stream.size // 4, positions.size):
+        return Part(plan, EXACT, raw=True), np.frombuffer(pool[:, ids].tobytes(), dtype=np.uint8), [b"", b"", b""]
+    part = Part(plan, EXACT, words=stream.size // 4, escapes=positions.size)
+    return part, dense[EXACT], [stream.tobytes(), positions.tobytes(), escaped.tobytes()]
+
+
+def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], coding: Coding, out: PagedBlock) -> None:
+    """Write a stage into `out`. Raises CodecError, with `out` untouched, where a pool's tensor is not contiguous."""
+    ids, source, layout = np.array(out.page_ids, dtype=np.int64), payloads[-1], layouts[-1]
+    starts = zip(matrices(out), layout.parts, layout.offsets, layout.streams, layouts[0].offsets, strict=True)
+    for pool, part, start, stream, anchors in starts:
+        plan, dense = part.plan, source[start : start + part.fixed_bytes]
+        if part.raw or (plan.raw and stage == ANCHOR):
+            shape = (plan.num_layers, plan.num_pages, plan.rows, plan.columns)
+            pool[:, ids] = dense[: plan.raw_bytes].view(pool.dtype).reshape(shape)
+        elif stage == EXACT and not plan.raw:
+            decode_exact(dense, source[stream:], part, ids, pool)
+        elif not plan.raw:
+            decode_tensor(payloads[0][anchors:], dense if stage == RESIDUAL else None, ids, plan, pool)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
 """Raw: a block's bytes as they are, in one exact stage. README.md has the layout."""
 
 import importlib
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,16 +16,10 @@ from kvrail.codec.base import (
     check_place,
     check_stage,
 )
-from kvrail.codec.frame import ITEM_BYTES
-from kvrail.codec.host import Bytes, host_bytes, host_memory, to_device
-from kvrail.codec.streams import record
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a pool's tensor as uint8, its last dimension widened; raises CodecError where it is not contiguous."""
-    if not tensor.is_contiguous():
-        raise CodecError(f"a pool's tensor of shape {tuple(tensor.shape)} is not contiguous; make it so first")
-    return (tensor if tensor.dim() == 5 else tensor.unsqueeze(-1)).view(torch.uint8)
+from kvrail.codec.core.floats import FLOATS
+from kvrail.codec.core.host import host_bytes, host_memory, to_device
+from kvrail.codec.core.streams import record
+from kvrail.codec.raw import cpu
 
 
 class RawEncoding:
@@ -48,7 +40,7 @@ class RawEncoding:
                 self._buffer.copy_(gathered, non_blocking=True)
         else:
             self._buffer = host_memory(spec.raw_bytes, pages.device)
-            _gather(pages, self._buffer)
+            cpu.gather(pages, self._buffer)
         self._event = record(pages.device)
 
     def stages(self) -> list[Payload]:
@@ -71,7 +63,7 @@ class RawCodec:
         self.num_stages = 1
         self.exact = True
         self.device_payloads = True
-        self.dtypes = frozenset(ITEM_BYTES)
+        self.dtypes = frozenset(FLOATS)
         self.parameters_id = 0
 
     def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
@@ -103,7 +95,7 @@ class RawCodec:
             _kernels().check_pools(out)
             _kernels().scatter(to_device(host_bytes(self.name, payload), out.device), out)
         else:
-            _scatter(host_bytes(self.name, payload), out)
+            cpu.scatter(host_bytes(self.name, payload), out)
 
 
 def _kernels() -> Any:
@@ -114,22 +106,3 @@ def _kernels() -> Any:
 def _values_of(spec: BlockSpec) -> int:
     """Elements of keys and values."""
     return spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim)
-
-
-def _gather(pages: PagedBlock, buffer: torch.Tensor) -> None:
-    """Copy pages to `buffer`, uint8 [raw bytes], on a CPU."""
-    pools, index = [_as_bytes(pool) for pool in pages.layer_pools()], pages.page_index()
-    shapes = [(pool.shape[0], index.numel(), *pool.shape[2:]) for pool in pools]
-    parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
-    for pool, shape, part in zip(pools, shapes, parts, strict=True):
-        torch.index_select(pool, 1, index, out=part.view(shape))
-
-
-def _scatter(source: Bytes, out: PagedBlock) -> None:
-    """Copy a payload to pages on a CPU."""
-    offset = 0
-    for pool in [_as_bytes(pool) for pool in out.layer_pools()]:
-        page_bytes = math.prod(pool.shape[2:])
-        for layer, page in itertools.product(range(pool.shape[0]), out.page_ids):
-            pool[layer, page].numpy().reshape(-1)[:] = source[offset : offset + page_bytes]
-            offset += page_bytes

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kvrail.codec.base import CodecError, PagedBlock
-from kvrail.codec.raw.pages_kernel import move_pages_kernel
+from kvrail.codec.base import PagedBlock
+from kvrail.codec.core.gpu import check_rows
+from kvrail.codec.raw.gpu_pages_kernel import move_pages_kernel
 
 BLOCK_BYTES = 16 << 10
 """Of a page, what a program moves."""
@@ -48,12 +49,7 @@ def _view(pool: torch.Tensor, word: int) -> torch.Tensor:
     """A pool as words of so many bytes [layers, pool pages, words of a page]."""
     views = _views.get(pool)
     if views is None:
-        page = pool[:1, :1]
-        if page.numel() and not page.is_contiguous():
-            raise CodecError(
-                f"a pool's tensor of shape {tuple(pool.shape)} has strides {pool.stride()}; "
-                "make the rows of a page contiguous"
-            )
+        check_rows(pool)
         whole = (pool if pool.dim() > 4 else pool.unsqueeze(-1)).flatten(2).view(torch.uint8)
         views = _views[pool] = {1: whole}
     if word not in views:

@@ -47,7 +47,7 @@ _LINE = 64
 
 
 def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function when this module is imported; keep it where kvrail/codec/splitzip/README.md says."""
+    """Compile a function when this module is imported; keep it where kvrail/codec/README.md says."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:

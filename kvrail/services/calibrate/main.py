@@ -4,8 +4,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvrail.codec.splitzip.codebook import WINDOWS, Codebook, CodebookError, DtypeWindows, TensorWindows
-from kvrail.codec.splitzip.exponents import Histogram, best_set, best_window, coverage, entropy_bits, set_coverage
+from kvrail.codec.splitzip.one_stage.codebook import WINDOWS, Codebook, CodebookError, DtypeWindows, TensorWindows
+from kvrail.codec.splitzip.one_stage.exponents import (
+    Histogram,
+    best_set,
+    best_window,
+    coverage,
+    entropy_bits,
+    set_coverage,
+)
 from kvrail.engine.loader import LoadedModel, load_model
 from kvrail.errors import ConfigError
 from kvrail.services.calibrate.measure import Measurement, measure

@@ -8,8 +8,8 @@ from time import monotonic
 import numpy as np
 import torch
 
-from kvrail.codec.splitzip.exponents import Histogram, histogram
-from kvrail.codec.splitzip.formats import FORMATS
+from kvrail.codec.splitzip.one_stage.exponents import Histogram, histogram
+from kvrail.codec.splitzip.tiles.format import FORMATS
 from kvrail.engine.batch import SequenceSlice
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.runner import ModelRunner

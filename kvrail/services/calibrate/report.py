@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvrail.codec.splitzip.codebook import Codebook, DtypeWindows, TensorWindows
+from kvrail.codec.splitzip.one_stage.codebook import Codebook, DtypeWindows, TensorWindows
 
 LOW_COVERAGE = 0.99
 """Below this, escapes begin to cost more than a hundredth of the tensor (SplitZip, section 4.3.6)."""

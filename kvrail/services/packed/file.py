@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.digest import DigestKind, digest_of
+from kvrail.codec.core.digest import DigestKind, digest_of
 from kvrail.codec.huffman.codec import HuffmanCodec
 from kvrail.errors import ConfigError
 from kvrail.services.packed.header import Header, Tensor, parse_header

@@ -1,0 +1,95 @@
+"""What codecs on a CPU share: pages as bytes, work on several threads, and payloads that are there already."""
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from kvrail.codec.base import CodecError, EncodingStats, PagedBlock, Payload
+from kvrail.codec.core.arrays import Bits, Bytes, Ints
+
+Result = TypeVar("Result")
+
+MAX_THREADS = min(4, torch.get_num_threads())
+BYTES_PER_THREAD = 1 << 20
+"""Raw bytes for which another thread is worth its start, some 50 us."""
+
+
+@dataclass(frozen=True, slots=True)
+class CpuEncoding:
+    """Payloads, one a stage, that are there already."""
+
+    payloads: list[memoryview]
+    totals: EncodingStats
+
+    def stages(self) -> list[Payload]:
+        """The payloads."""
+        return list(self.payloads)
+
+    def stats(self) -> EncodingStats:
+        """What it came to."""
+        return self.totals
+
+
+def byte_pools(pages: PagedBlock) -> list[Bytes]:
+    """The pool's tensors, cut to the layers chosen, as [layers, pool pages, bytes of a page]; views.
+
+    Raises CodecError where one is not contiguous.
+    """
+    pools = pages.layer_pools()
+    for pool in pools:
+        if not pool.is_contiguous():
+            raise CodecError(f"a pool's tensor of shape {tuple(pool.shape)} is not contiguous; make it so first")
+    return [pool.flatten(2).view(torch.uint8).numpy() for pool in pools]
+
+
+def matrices(pages: PagedBlock) -> list[Bits]:
+    """The pool's tensors, cut to the layers chosen, as unsigned integers [layers, pool pages, rows, columns]; views.
+
+    Raises CodecError where one is not contiguous.
+    """
+    pools = zip(byte_pools(pages), pages.layer_pools(), strict=True)
+    return [whole.view(f"u{pool.element_size()}").reshape(*pool.shape[:3], -1) for whole, pool in pools]
+
+
+def gather(pool: Bytes, page_ids: Ints, target: Bytes, offset: int) -> int:
+    """Copy pages to `offset` of `target`; the end of what was written."""
+    shape = (pool.shape[0], page_ids.size, pool.shape[2])
+    end = offset + int(np.prod(shape))
+    np.take(pool, page_ids, axis=1, out=target[offset:end].reshape(shape), mode="clip")  # raise would copy twice
+    return end
+
+
+def scatter(pool: Bytes, page_ids: Ints, source: Bytes) -> None:
+    """Write contiguous pages to their places."""
+    pool[:, page_ids] = source.reshape(pool.shape[0], page_ids.size, pool.shape[2])
+
+
+def append(target: Bytes, offset: int, pieces: list[Bytes]) -> int:
+    """Write pieces one after the other from `offset` on; the end of what was written."""
+    for piece in pieces:
+        target[offset : offset + piece.size] = piece
+        offset += piece.size
+    return offset
+
+
+def on_threads(work: Callable[[int, int], Result], count: int, raw_bytes: int) -> list[Result]:
+    """Call `work` for ranges of `count` things, in order, on this thread and, where they are large, on others.
+
+    raw_bytes: of all of them, uncompressed.
+    """
+    wanted = max(1, min(raw_bytes // BYTES_PER_THREAD, MAX_THREADS, count))
+    ends = [count * (number + 1) // wanted for number in range(wanted)]
+    others = [_threads().submit(work, first, last) for first, last in pairwise(ends)]
+    return [work(0, ends[0]), *(other.result() for other in others)]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """The helpers of all threads that encode or decode."""
+    return ThreadPoolExecutor(max(1, MAX_THREADS - 1), thread_name_prefix="codec")

@@ -1,0 +1,1 @@
+"""The code of the paper in one exact stage."""

@@ -1,0 +1,136 @@
+"""SplitZip on CUDA: the host's part of a payload. gpu_launch.py has the device's.
+
+Nothing waits for the device between the launches of an encoding. Its sizes are known when all is done; then the
+escapes, which are few, are fetched.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvrail.codec.base import EncodingStats, PagedBlock, Payload
+from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.host import host_memory
+from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.streams import copy_stream, record
+from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, tiles_of
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, Layout, Part, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.plan import TensorPlan
+
+ESCAPE_SHARE = 16
+"""Of a tensor's bytes, one in so many is room for its escapes in the memory that a payload is first given: more than KV
+needs, and less than doubles the memory, which is rounded up to a power of two."""
+
+
+class GpuEncoding:
+    """An encoding under way on the current stream.
+
+    Its dense parts come to the host at once, its escapes when `stages` knows how many there are. The host's memory is
+    pinned and torch's: it is used again only once this object and every view of its payload are gone.
+    """
+
+    def __init__(
+        self,
+        pages: PagedBlock,
+        plans: Plans,
+        table: torch.Tensor,
+        buffers: EncodeBuffers,
+        layout_of: Callable[[list[Part]], Layout],
+    ) -> None:
+        """Bring to the host what the work that has been launched leaves in `buffers`.
+
+        table: page ids, as of make_table; layout_of: the payload's layout, given what became of keys and values. It
+        must not refer to this object: a cycle would keep the pinned memory until Python looks for cycles.
+        """
+        self._pages, self._plans, self._table, self._layout_of = pages, plans, table, layout_of
+        fixed = sum(plan.fixed_bytes if tiles_of(plan) else aligned(plan.raw_bytes) for plan in plans)
+        room = HEADER_BYTES + fixed + aligned(scale_bytes_of(pages.spec)) + escape_room(plans)
+        self._host = host_memory(room, pages.device)
+        self._totals = torch.empty((2, 2), dtype=torch.int64, pin_memory=pages.device.type == "cuda")
+        self._buffers: EncodeBuffers | None = buffers
+        self._copy(buffers.body, HEADER_BYTES)
+        self._totals.copy_(buffers.totals, non_blocking=True)
+        self._event = record(pages.device)
+        self._parts: list[Part] = []
+        self._size = 0
+
+    def stages(self) -> list[Payload]:
+        """Wait for the work, bring the escapes and give the one payload."""
+        return [self.payload()]
+
+    def payload(self) -> memoryview:
+        """The same payload by itself."""
+        if not self._parts:
+            if self._event is not None:
+                self._event.synchronize()
+            self._finish()
+            self._buffers = None
+        return self._host.numpy().data[: self._size]
+
+    def stats(self) -> EncodingStats:
+        """What it came to; after `stages`."""
+        return stats_of(self._parts)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What became of keys and values, escapes counted wherever they travel; after `stages`."""
+        return self._parts
+
+    def _finish(self) -> None:
+        """Complete the payload in the host's memory; the device has finished all but these last copies."""
+        parts = []
+        for plan, (records, extensions) in zip(self._plans, self._totals.tolist(), strict=True):
+            raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
+            parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
+        layout = self._layout_of(parts)
+        anew = layout.keys.raw or layout.values.raw or layout.size > self._host.numel()
+        if layout.size > self._host.numel():
+            self._host = host_memory(layout.size, self._pages.device)
+        with torch.cuda.stream(copy_stream(self._pages.device)):
+            if anew:
+                self._copy_dense(layout)
+            self._copy_escapes(layout)
+            event = record(self._pages.device)
+        if event is not None:
+            event.synchronize()
+        self._host.numpy()[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
+        self._clear_gaps(layout)
+        self._parts, self._size = parts, layout.size
+
+    def _copy_dense(self, layout: Layout) -> None:
+        """Copy dense parts and scales anew: a tensor that travels raw moves what follows, as does larger memory."""
+        assert self._buffers is not None
+        index = self._table[: len(self._pages.page_ids)]
+        pools, dense = byte_pools(self._pages), self._buffers.dense(self._plans)
+        for part, pool, coded, offset in zip(layout.parts, pools, dense, layout.dense_offsets, strict=False):
+            self._copy(pool.index_select(1, index).flatten() if part.raw else coded, offset)
+        self._copy(self._buffers.scales(self._plans), layout.scale_offset)
+
+    def _copy_escapes(self, layout: Layout) -> None:
+        assert self._buffers is not None
+        for part, slots, offset in zip(layout.parts, self._buffers.slots, layout.escape_offsets, strict=True):
+            self._copy(slots.packed_records[: part.records].view(torch.uint8), offset)
+            self._copy(slots.packed_extensions[: part.extensions], offset + aligned(2 * part.records))
+
+    def _copy(self, source: torch.Tensor, offset: int) -> None:
+        self._host[offset : offset + source.numel()].copy_(source, non_blocking=True)
+
+    def _clear_gaps(self, layout: Layout) -> None:
+        """Write the zeros between sections."""
+        ends = [layout.scale_offset + layout.scale_bytes]
+        for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+            if part.raw:
+                ends.append(dense + part.plan.raw_bytes)
+            else:
+                ends += [dense + section.end for section in part.plan.sections.values()]
+            extensions = escapes + aligned(2 * part.records)
+            ends += [escapes + 2 * part.records, extensions + part.extensions]
+        host = self._host.numpy()
+        for end in ends:
+            host[end : aligned(end)] = 0
+
+
+def escape_room(plans: Sequence[TensorPlan]) -> int:
+    """Bytes that a payload's memory has for the escapes of tensors that are coded, unless they turn out to be more."""
+    return sum(aligned(plan.raw_bytes // ESCAPE_SHARE) for plan in plans if tiles_of(plan))

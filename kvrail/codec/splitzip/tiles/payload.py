@@ -1,0 +1,194 @@
+"""What the payloads of all forms are: header, dense parts, scales, escapes; what is checked of one that came."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.codec.base import BlockSpec, CodecError, EncodingStats
+from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.sections import aligned, pad
+from kvrail.codec.splitzip.tiles.format import SEGMENTS
+from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP, TensorPlan, variable_bytes
+
+HEADER_BYTES = 64
+"""Of each form's header."""
+WIDE = 0x8000
+"""Bit of a tile's count that says that its records have extensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one tensor lies in a payload.
+
+    raw: it travels as it is; then it has no records.
+    """
+
+    plan: TensorPlan
+    raw: bool
+    records: int
+    extensions: int
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense part, padding included."""
+        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
+
+    @property
+    def escape_bytes(self) -> int:
+        """Bytes of records and extensions, padding included."""
+        return variable_bytes(self.records, self.extensions)
+
+
+@dataclass(frozen=True)
+class Layout(ABC):
+    """The layout of one payload: offsets of everything in it.
+
+    scale_bytes: of keys' and values' scales together, 0 without.
+    """
+
+    keys: Part
+    values: Part
+    scale_bytes: int
+
+    @property
+    def parts(self) -> tuple[Part, Part]:
+        """Keys and values."""
+        return self.keys, self.values
+
+    @cached_property
+    def dense_offsets(self) -> tuple[int, int]:
+        """Of the dense parts of keys and values."""
+        return HEADER_BYTES, HEADER_BYTES + self.keys.dense_bytes
+
+    @cached_property
+    def scale_offset(self) -> int:
+        """Of the scales."""
+        return self.dense_offsets[1] + self.values.dense_bytes
+
+    @cached_property
+    def escape_offsets(self) -> tuple[int, int]:
+        """Of the records of keys and values; extensions follow, aligned."""
+        first = self.scale_offset + aligned(self.scale_bytes)
+        return first, first + self.keys.escape_bytes
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.escape_offsets[1] + self.values.escape_bytes
+
+    @abstractmethod
+    def header(self) -> bytes:
+        """The first HEADER_BYTES bytes."""
+
+
+def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
+    """Whether a tensor with so many records and extensions travels as it is, since coded it would be no smaller."""
+    return plan.coded_bytes + variable_bytes(records, extensions) >= plan.raw_bytes
+
+
+def stats_of(parts: Sequence[Part]) -> EncodingStats:
+    """What an encoding came to; parts: of keys and values."""
+    return EncodingStats(
+        sum(part.plan.values for part in parts), sum(part.records for part in parts), sum(part.raw for part in parts)
+    )
+
+
+def scale_bytes_of(spec: BlockSpec) -> int:
+    """Bytes of the scales of a block, 0 where its element type has none."""
+    return 8 * spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads if spec.scaled else 0
+
+
+def check_body(payload: Bytes, layout: Layout) -> None:
+    """Check what comes after a header against it."""
+    if payload.size != layout.size:
+        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    for part, start, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+        if not part.raw:
+            dense = payload[start : start + part.dense_bytes]
+            check_groups(dense, part)
+            check_records(dense, payload[escapes : escapes + 2 * part.records].view("<u2"), part.plan)
+
+
+def checked_part(plan: TensorPlan, raw: bool, records: int, extensions: int) -> Part:
+    """What a header says of one tensor; raises CodecError where no encoder would say it."""
+    most = 0 if raw else plan.values
+    if not extensions <= records <= most:
+        raise CodecError(f"a payload has {records} records and {extensions} extensions for {most} values")
+    if not raw and not plan.fits:
+        raise CodecError(f"a payload has pages of {plan.rows} tokens in tiles of {plan.code.chunk}")
+    if not raw and travels_raw(plan, records, extensions):
+        raise CodecError(f"a payload has {records} records for {plan.values} values, more than pay off")
+    return Part(plan, raw, records, extensions)
+
+
+def check_groups(dense: Bytes, part: Part) -> None:
+    """Check that counts and group offsets of a dense part agree with each other and with the numbers of records."""
+    records, extensions = tile_escapes(dense, part.plan)
+    if records.size and int(records.max()) > SEGMENTS * part.plan.segment_values:
+        raise CodecError(f"a tile has {records.max()} escapes of {SEGMENTS * part.plan.segment_values} values")
+    groups = section(dense, part.plan, "groups").view("<u4").reshape(-1, 2)
+    expected = (("records", records, part.records), ("extensions", extensions, part.extensions))
+    for column, (name, each, total) in enumerate(expected):
+        if int(each.sum()) != total:
+            raise CodecError(f"tiles have {each.sum()} {name}; the header says {total}")
+        if not np.array_equal(groups[:, column], offsets_of_groups(each)):
+            raise CodecError(f"offsets of {name} do not follow from the counts")
+
+
+def check_records(dense: Bytes, records: npt.NDArray[np.uint16], plan: TensorPlan) -> None:
+    """Check that every record lies on a value of its tile; records: uint16, as many as the counts say."""
+    rows, columns, segment = plan.rows, plan.columns, plan.segment_values
+    if plan.code.per_channel:
+        padding = rows < SEGMENTS * plan.segment_rows or columns < plan.tiles_per_page * plan.tile_width
+    else:
+        padding = plan.page_values < plan.tiles_per_page * SEGMENTS * segment
+    if not padding and SEGMENTS * segment == plan.code.chunk:
+        return  # every position is one of a value
+    position = records.astype(np.int64) & (plan.code.chunk - 1)
+    tile = np.repeat(np.arange(plan.tiles), tile_escapes(dense, plan)[0]) % max(plan.tiles_per_page, 1)
+    s, j = position & (SEGMENTS - 1), position // SEGMENTS
+    if plan.code.per_channel:
+        row, column = s * plan.segment_rows + j // plan.tile_width, tile * plan.tile_width + j % plan.tile_width
+        stray = (row >= rows) | (column >= columns)
+    else:
+        stray = (tile * SEGMENTS + s) * segment + j >= plan.page_values
+    stray |= j >= segment
+    if stray.any():
+        raise CodecError(f"a record has position {position[stray][0]}, where its tile has no value")
+
+
+def write_groups(dense: Bytes, plan: TensorPlan) -> None:
+    """Write the group offsets that follow from the counts of a dense part."""
+    groups = section(dense, plan, "groups").view("<u4").reshape(-1, 2)
+    for column, each in enumerate(tile_escapes(dense, plan)):
+        groups[:, column] = offsets_of_groups(each)
+
+
+def tile_escapes(dense: Bytes, plan: TensorPlan) -> tuple[Ints, Ints]:
+    """Records and extensions of each tile by the counts of a dense part, int64 [tiles] each."""
+    counts = section(dense, plan, "counts").view("<u2")
+    records = (counts & (WIDE - 1)).astype(np.int64)
+    return records, np.where(counts & WIDE, records, 0)
+
+
+def offsets_of_groups(sizes: Ints) -> Ints:
+    """Sum of `sizes` before the first tile of each group."""
+    ends = np.cumsum(sizes)
+    first = np.arange(0, sizes.size, TILES_PER_GROUP)
+    return np.where(first > 0, ends[first - 1], 0)
+
+
+def pad_sections(plan: TensorPlan, dense: Bytes) -> None:
+    """Write the zeros between the sections of a plan."""
+    for each in plan.sections.values():
+        pad(dense, each.end)
+
+
+def section(dense: Bytes, plan: TensorPlan, name: str) -> Bytes:
+    """A view of one section of a dense part."""
+    where = plan.sections[name]
+    return dense[where.offset : where.end]
