@@ -263,8 +263,14 @@ class Scheduler:
         most = self.limits.max_running
         places = (self._waiting, most), (self._siblings, most - most // 8)
         heads = [queue[0] for queue, count in places if queue and self.num_running < count]
+        heads = [sequence for sequence in heads if sequence.leads or not self._is_begun(sequence)]
         first = min(heads, key=lambda sequence: sequence.arrival, default=None)
         return first if first is not None and self._fits(first, self._usable_prefix(first)[0]) else None
+
+    def _is_begun(self, sequence: Sequence) -> bool:
+        """Whether another sequence of the request computes their prompt, of which this one can have the end soon."""
+        others = (s for s in self._running if s.request_id == sequence.request_id)
+        return any(s.computed < len(s.prompt_ids) for s in others)
 
     def _fits(self, sequence: Sequence, held: list[int]) -> bool:
         """Whether a waiting sequence can have its pages while it holds these cached ones."""

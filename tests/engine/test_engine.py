@@ -127,6 +127,17 @@ def test_n_sequences_compute_the_prompt_once(ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+def test_of_sequences_that_come_late_one_computes_the_end_of_the_prompt(ahead):
+    """Those that had no place end before the last two of six begin."""
+    bench = Bench(num_pages=64, max_batch_tokens=64, max_running=4, ahead=ahead)
+    bench.submit("six", list(range(23)), n=6, max_tokens=8)
+    bench.run()
+    for index in range(6):
+        assert bench.tokens("six", index) == expected(range(23), 8, index)
+    assert sum(map(sum, bench.machine.steps)) == 23 + 6 * 7 + 23 % 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("prompt", "prefix_cache"), [(range(3), True), (range(3), False), (range(23), False)])
 def test_n_sequences_that_come_back_copy_the_end_of_the_prompt_once(ahead, prompt, prefix_cache):
     """They lose their pages to an older request, and its pages are theirs when it ends."""
