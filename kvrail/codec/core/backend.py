@@ -1,5 +1,6 @@
 """What does a codec's work on one kind of device."""
 
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
@@ -40,4 +41,9 @@ class Backend(Protocol[Coding, Layout]):
 
 def backend_of(package: str, device: torch.device) -> Any:
     """The Backend of a codec's package on `device`: imported with the first page there, since it compiles."""
-    return importlib.import_module(f"{package}.{'gpu' if device.type == 'cuda' else 'cpu'}")
+    return _module(f"{package}.gpu" if device.type == "cuda" else f"{package}.cpu")
+
+
+@functools.cache
+def _module(name: str) -> Any:
+    return importlib.import_module(name)

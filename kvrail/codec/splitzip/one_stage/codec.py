@@ -1,14 +1,14 @@
 """The codecs `splitzip` and `splitzip-channel`: which code for which element type, and where the work is done."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
 from kvrail.codec.core.backend import Backend, backend_of
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.splitzip.one_stage.codebook import Codebook, Kind, default_codebook
+from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
 from kvrail.codec.splitzip.one_stage.payload import Layout, parse
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
@@ -63,8 +63,8 @@ class WindowCodec:
         plans = plans_of(pages.spec, self._codes[dtype])
         if self._codebook is None:
             return Coding(plans, (None, None), self.parameters_id)
-        keys, values = (self._codebook.tops(dtype, kind, pages.layers) for kind in get_args(Kind))
-        return Coding(plans, (keys, values), self.parameters_id)
+        tops = self._codebook.tops(dtype, "keys", pages.layers), self._codebook.tops(dtype, "values", pages.layers)
+        return Coding(plans, tops, self.parameters_id)
 
 
 def _backend(device: torch.device) -> Backend[Coding, Layout]:
