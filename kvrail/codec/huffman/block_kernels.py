@@ -195,6 +195,20 @@ def _look_up(word, place, runs):
 
 
 @njit(nogil=True)
+def _read_on(base, bit, stop_bit, place, stop, runs):
+    """Read on in one stream where another has ended; how far it came. stop: the address behind its last symbol."""
+    while True:
+        turns = min((stop - 8 - int64(place)) // _TURN_SYMBOLS, (stop_bit - 64 - int64(bit)) // _TURN_BITS)
+        if turns <= 0:
+            return bit, place
+        for _ in range(turns):
+            word = _loaded(base, bit)
+            for _ in range(LOOKUPS):
+                word, place = _look_up(word, place, runs)
+            bit += leading_zeros(word)
+
+
+@njit(nogil=True)
 def read_streams(source, ends, singles, runs, target):
     """Decode target.size symbols into `target`; False where the streams do not fit.
 
@@ -211,8 +225,8 @@ def read_streams(source, ends, singles, runs, target):
     c0, c1, c2, c3 = 8 * ends[0] - 64, 8 * ends[1] - 64, 8 * ends[2] - 64, 8 * ends[3] - 64
     while True:
         room = min(l0 - int64(p0), l1 - int64(p1), l2 - int64(p2), l3 - int64(p3))
-        bits = min(c0 - int64(b0), c1 - int64(b1), c2 - int64(b2), c3 - int64(b3))
-        turns = min(room // _TURN_SYMBOLS, bits // _TURN_BITS)
+        left = min(c0 - int64(b0), c1 - int64(b1), c2 - int64(b2), c3 - int64(b3))
+        turns = min(room // _TURN_SYMBOLS, left // _TURN_BITS)
         if turns <= 0:
             break
         for _ in range(turns):
@@ -224,11 +238,11 @@ def read_streams(source, ends, singles, runs, target):
                 w3, p3 = _look_up(w3, p3, runs)
             b0, b1 = b0 + leading_zeros(w0), b1 + leading_zeros(w1)
             b2, b3 = b2 + leading_zeros(w2), b3 + leading_zeros(w3)
-    done, places = (b0, b1, b2, b3), (p0 - out, p1 - out, p2 - out, p3 - out)
+    bits, places = (b0, b1, b2, b3), (p0, p1, p2, p3)
     fits = True
     for stream in range(STREAMS):
         stop = min((stream + 1) * segment, size)
-        fits &= _read_stream_end(
-            source, int64(done[stream]), 8 * ends[stream], singles, target, min(int64(places[stream]), stop), stop
-        )
+        bit, place = _read_on(base, bits[stream], 8 * ends[stream], places[stream], int64(out) + stop, runs)
+        at = min(int64(place - out), stop)
+        fits &= _read_stream_end(source, int64(bit), 8 * ends[stream], singles, target, at, stop)
     return fits

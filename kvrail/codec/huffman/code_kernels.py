@@ -4,13 +4,15 @@ README.md has the rules; reference.py is the same in plain Python.
 """
 
 # Numba gives arguments their types.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, arg-type, operator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, arg-type, operator, call-arg"
 
 import numpy as np
 from numba import int64, njit, uint64
 from numba import uint8 as u8
 from numba import uint16 as u16
 from numba import uint64 as u64
+
+from kvrail.codec.huffman.words import reversed_bits
 
 MAX_BITS = 12
 """Longest code. With 11, weights in float8_e4m3fn take 0.4 % more; a table of 2^12 runs fills 32 KiB of a cache."""
@@ -126,11 +128,7 @@ def first_codes(lengths, firsts):
 
 @njit(nogil=True)
 def _reversed(code, bits):
-    turned = 0
-    for _ in range(bits):
-        turned = (turned << 1) | (code & 1)
-        code >>= 1
-    return turned
+    return int64(reversed_bits(u64(code)) >> u64(64 - bits))
 
 
 @njit(nogil=True)

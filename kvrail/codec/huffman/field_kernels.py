@@ -17,7 +17,7 @@ from kvrail.codec.huffman.words import words_at
 
 MOST_SHIFT = 1
 """Highest place of a field's lowest bit: below it is at most the sign, which rotation brought there."""
-DEAREST = 420
+DEAREST = 300
 """A bit of a field may cost one bit in so many: it spares look-ups."""
 NOTHING = 2000
 """One bit in so many is as good as none."""

@@ -14,7 +14,7 @@ MAX_BITS, STREAMS = 12, 4
 RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
 LEAST_SAVING = 32
 LINE, SAMPLED, SAMPLE_LEAST = 64, 5, 1 << 14
-MOST_SHIFT, DEAREST, NOTHING, ENOUGH = 1, 420, 2000, 5
+MOST_SHIFT, DEAREST, NOTHING, ENOUGH = 1, 300, 2000, 5
 
 
 def planes_of(raw: bytes, base: bytes, format: Format) -> list[bytes]:
