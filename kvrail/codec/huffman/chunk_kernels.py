@@ -18,7 +18,7 @@ from kvrail.codec.huffman.code_kernels import code_lengths, write_tables
 from kvrail.codec.huffman.plane_kernels import RAW, decode_plane, encode_plane
 from kvrail.codec.huffman.words import bytes_at
 
-KERNELS = "c25db87e143757ab"
+KERNELS = "6f3a2a710061d8da"
 """XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
 
@@ -159,8 +159,8 @@ def encode_chunk(raw, base, item, rotated, static, room, row):
     return written
 
 
-@kept
-def decode_chunk(source, row, singles, levels, base, item, rotated, room, raw):
+@njit(nogil=True)
+def _decode_chunk(source, row, singles, levels, base, item, rotated, room, raw):
     """Fill `raw` from a coded chunk; the number of the first plane that does not fit, or -1 where all do.
 
     singles, levels: tables of the codes that are not written, [item, WINDOW] and [item, 2 * WINDOW]; no columns where
@@ -182,6 +182,24 @@ def decode_chunk(source, row, singles, levels, base, item, rotated, room, raw):
                 return plane
         read += size
     _join_chunk(places, base, item, rotated, raw)
+    return -1
+
+
+@kept
+def decode_chunks(source, ends, rows, singles, levels, base, item, rotated, room, raw, chunk_bytes):
+    """Fill `raw` from chunks one behind the other; the number of the first that does not fit, or -1 where all do.
+
+    ends: int64 [chunks], where each ends in `source`; rows: [chunks, item]; chunk_bytes: of each in `raw`, the last one
+    what is left. The rest as in _decode_chunk.
+    """
+    start = 0
+    for chunk in range(ends.size):
+        first, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, raw.size)
+        taken_off = base[first:stop] if base.size else base
+        coded, row = source[start : ends[chunk]], rows[chunk]
+        if _decode_chunk(coded, row, singles, levels, taken_off, item, rotated, room, raw[first:stop]) >= 0:
+            return chunk
+        start = ends[chunk]
     return -1
 
 

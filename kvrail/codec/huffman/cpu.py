@@ -1,9 +1,10 @@
 """Chunks of a tensor on several threads of a CPU: numba's kernels run without the interpreter's lock."""
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from kvrail.codec.base import CodecError
 from kvrail.codec.huffman.block_kernels import STREAMS
 from kvrail.codec.huffman.chunk_kernels import (
     count_chunk,
-    decode_chunk,
+    decode_chunks,
     encode_chunk,
     static_lengths,
     static_tables,
@@ -25,6 +26,10 @@ from kvrail.codec.huffman.payload import Bytes, Layout, chunks_of, digest
 
 _MAX_THREADS = 8
 _ALIGNMENT = 64
+_LEAST = 4
+"""Chunks of a thread: to wake one takes as long as to decode about two."""
+_GROUP_BYTES = 1 << 20
+"""Of a tensor, decoded by one call: between calls threads wait for the interpreter."""
 _KEPT_ROOMS: list["Room"] = []
 """Working memory of the last chunks, for the next: taking it anew from the system costs as much as coding a chunk."""
 
@@ -45,7 +50,7 @@ class Room(NamedTuple):
 def _new_room(word_bytes: int, words: int) -> Room:
     return Room(
         np.empty((word_bytes, words), np.uint8),
-        np.empty((STREAMS, words // 2 + 64), np.uint8),
+        np.empty((STREAMS, 2 * words // STREAMS + 64), np.uint8),
         np.empty((2, words), np.uint8),
         np.empty(WINDOW, np.uint16),
         np.empty(2 * WINDOW, np.uint64),
@@ -117,24 +122,32 @@ class _Line:
         return self._memory[: self._end].data.toreadonly()
 
 
-def _on_threads(threads: int, chunks: range, word_bytes: int, words: int, work: Callable[[int, Room], None]) -> None:
-    """Call `work` with the number of each chunk and some thread's room; the first error ends all."""
-    waiting = iter(chunks)
+def _on_threads(
+    threads: int, tasks: range, word_bytes: int, words: int, work: Callable[[int, Room], None], *, least: int = _LEAST
+) -> None:
+    """Call `work` with each of `tasks` and some thread's room; the first error ends all. least: tasks of a thread."""
+    waiting = iter(tasks)
 
     def run() -> None:
         with _room(word_bytes, words) as room:
-            for chunk in waiting:
-                work(chunk, room)
+            for task in waiting:
+                work(task, room)
 
-    others = min(threads, len(chunks)) - 1  # this thread is one of them
-    if others < 1:
+    others = min(threads, len(tasks) // least) - 1  # this thread is one of them
+    pending = [_pool().submit(run) for _ in range(others)]
+    try:
         run()
-        return
-    with ThreadPoolExecutor(others) as pool:
-        pending = [pool.submit(run) for _ in range(others)]
-        run()
-        for done in pending:
-            done.result()
+    finally:
+        wait(pending)
+    for done in pending:
+        done.result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads beside the caller's, kept: to start one takes as long as to decode ten chunks."""
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+    return ThreadPoolExecutor(_MAX_THREADS - 1, thread_name_prefix="kvrail-huffman")
 
 
 def _frozen(data: Bytes, word_bytes: int = 1) -> Bytes:
@@ -212,21 +225,27 @@ def decode(
     taken_off = _frozen(source[:0] if base is None else base, layout.format.word_bytes)
     size = layout.chunk_bytes
 
-    def work(chunk: int, room: Room) -> None:
-        row = layout.rows[chunk]
-        start = layout.head_bytes + (int(ends[chunk - 1]) if chunk else 0)
-        coded = source[start : layout.head_bytes + int(ends[chunk])]
-        if digest(coded) != int(layout.digests[chunk]):
-            raise CodecError(f"chunk {chunk} of {len(ends)} does not match its checksum: the container is damaged")
-        place = slice((chunk - chunks.start) * size, (chunk - chunks.start + 1) * size)
-        part = taken_off[chunk * size : (chunk + 1) * size]
-        wrong = decode_chunk(coded, row, singles, levels, part, item, layout.format.rotated, room, out[place])
-        if wrong >= 0:
-            raise CodecError(
-                f"chunk {chunk} of {len(ends)}: byte plane {wrong} does not decode; the encoder is at fault"
-            )
+    group = max(1, min(_GROUP_BYTES // size, len(chunks) // (_LEAST * threads)))
 
-    _on_threads(threads, chunks, item, min(size, max(out.size, 1)) // item + 1, work)
+    def work(first: int, room: Room) -> None:
+        stop = min(first + group, chunks.stop)
+        start = layout.head_bytes + (int(ends[first - 1]) if first else 0)
+        coded, places = source[start:], ends[first:stop] - (start - layout.head_bytes)
+        for chunk, begin, end in zip(range(first, stop), (0, *places), places, strict=False):
+            if digest(coded[begin:end]) != int(layout.digests[chunk]):
+                raise CodecError(f"chunk {chunk} of {len(ends)} does not match its checksum: the container is damaged")
+        place = slice((first - chunks.start) * size, (stop - chunks.start) * size)
+        part = taken_off[first * size : stop * size]
+        rows = layout.rows[first:stop]
+        wrong = decode_chunks(
+            coded, places, rows, singles, levels, part, item, layout.format.rotated, room, out[place], size
+        )
+        if wrong >= 0:
+            raise CodecError(f"chunk {first + wrong} of {len(ends)} does not decode; the encoder is at fault")
+
+    words = min(size, max(out.size, 1)) // item + 1
+    least = -(-_LEAST // group)
+    _on_threads(threads, range(chunks.start, chunks.stop, group), item, words, work, least=least)
 
 
 def _shared_tables(layout: Layout) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint64]]:

@@ -299,7 +299,7 @@ def _encode_fields(source, sample, shift, bits, room, target):
     cut(source, shift, bits, room.fields, rest)
     counts, lengths = np.empty(256, np.int64), np.zeros(256, np.uint8)
     without_field(sample, shift, bits, counts)
-    if 8 * (counts[:values] == 0).sum() <= values:
+    if 4 * (counts[:values] == 0).sum() <= values:
         counts[:values] += 1
         code_lengths(counts, lengths)
         mode, written = HUFFMAN, _write_block(rest, lengths, True, room, coded)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from kvrail.codec.huffman.formats import Format
 
-MAX_BITS, STREAMS = 12, 4
+MAX_BITS, STREAMS = 12, 6
 RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
 LEAST_SAVING = 32
 LINE, SAMPLED, SAMPLE_LEAST = 64, 5, 1 << 14
@@ -170,7 +170,7 @@ def _encode_fields(plane: bytes, sample: bytes, shift: int, bits: int) -> bytes:
         fields += bytes(packed)
     rest = bytes(rest_of(byte, shift, bits) for byte in plane)
     seen, values = Counter(rest_of(byte, shift, bits) for byte in sample), 256 >> bits
-    if 8 * (values - len(seen)) <= values:
+    if 4 * (values - len(seen)) <= values:
         mode, coded = HUFFMAN, _coded(rest, lengths_of({value: seen[value] + 1 for value in range(values)}))
     else:
         mode, coded = encode_block(rest)
