@@ -59,6 +59,9 @@ test: lint  ## everything that CI checks, but for the compose cluster; one proce
 test-heavy: $(VENV)/.dev  ## kernels on large pages in Triton's interpreter; minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m heavy -n auto --maxprocesses 8 $(ARGS)
 
+test-pack-large: $(VENV)/.dev  ## a model of 1 GB packed and unpacked, killed ten times each; 8 GB of disk, minutes
+	$(BIN)/python -m pytest -m heavy -o tmp_path_retention_policy=failed tests/pack $(ARGS)
+
 chaos: $(VENV)/.dev  ## storms of kills, stops and partitions over clusters of real processes; needs root; an hour
 	KVRAIL_CHAOS_REQUESTS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos \
 		tests/gpu/test_lost_prefill_process.py $(ARGS)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["decode", "encode", "get", "names"]
 
 
-def encode(tensor: "torch.Tensor", codec: str = "huffman", *, base: "torch.Tensor | None" = None) -> bytes:
-    """Self-describing bytes of `tensor`, any shape, from which `decode` restores every bit.
+def encode(tensor: "torch.Tensor", codec: str = "huffman", *, base: "torch.Tensor | None" = None) -> memoryview:
+    """Self-describing bytes of `tensor`, any shape, read-only, from which `decode` restores every bit.
 
     codec: one of kvrail.codec.tensors.names(). base: a tensor of the same shape and type that is much like it, such as
     the checkpoint before: what differs is coded. Raises UnknownCodecError; CodecError for what the codec does not take.

@@ -21,8 +21,8 @@ class TensorCodec(Protocol):
     magic: bytes  # the first four bytes of what it makes
     dtypes: frozenset[str]  # element types that it takes
 
-    def encode(self, tensor: torch.Tensor, *, base: torch.Tensor | None = None) -> bytes:
-        """Bytes of `tensor`; base: of the same shape and type, taken off first. Raises CodecError."""
+    def encode(self, tensor: torch.Tensor, *, base: torch.Tensor | None = None) -> memoryview:
+        """Bytes of `tensor`, read-only; base: of the same shape and type, taken off first. Raises CodecError."""
         ...
 
     def decode(self, payload: Payload, *, base: torch.Tensor | None = None) -> torch.Tensor:

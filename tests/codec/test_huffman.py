@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvrail import codec
 from kvrail.codec import tensors
 from kvrail.codec.base import CodecError
-from kvrail.codec.huffman import payload, reference
+from kvrail.codec.huffman import chunk_kernels, payload, reference
 from kvrail.codec.huffman.codec import HuffmanCodec
 from kvrail.codec.huffman.formats import FORMATS
 from kvrail.codec.registry import UnknownCodecError
@@ -130,11 +130,12 @@ def test_any_mixture_of_bytes_comes_back(name, symbols, seed, static, delta):
         gaussian(20_001).bfloat16(),
         gaussian(5_000),
         (30 * gaussian(20_001, scale=1)).to(torch.float8_e4m3fn),
+        gaussian(20_001).bfloat16().float(),
         torch.zeros(300, dtype=torch.int16),
         (gaussian(20_003) > 0.038).to(torch.int32) * 77,
         gaussian(1).half(),
     ],
-    ids=["bfloat16", "float32", "float8", "zeros", "sparse", "one"],
+    ids=["bfloat16", "float32", "float8", "widened", "zeros", "sparse", "one"],
 )
 def test_kernels_equal_the_reference(tensor):
     raw = bits_of(tensor).numpy().tobytes()
@@ -144,6 +145,21 @@ def test_kernels_equal_the_reference(tensor):
     for (mode, data, size), plane in zip(coded, plain, strict=True):
         assert reference.encode_plane(plane) == (mode, data)
         assert reference.decode_plane(mode, data, size, {}) == plane
+
+
+def test_fields_are_cut_off_where_codes_are_long():
+    float8, half, widened = (
+        (30 * gaussian(20_001, scale=1)).to(torch.float8_e4m3fn),
+        gaussian(20_001).half(),
+        gaussian(1 << 17).bfloat16().float(),
+    )
+    for tensor, place, field in ((float8, 0, (0, 2)), (half, 1, (0, 1)), (widened, 0, (0, 1)), (widened, 2, (1, 7))):
+        mode, data, _ = planes(codec.encode(tensor))[1][place]
+        assert mode == reference.FIELDS and (data[0], data[1]) == field
+    assert [mode for mode, _, _ in planes(codec.encode(gaussian(20_001).bfloat16()))[1]] == [
+        reference.RAW,
+        reference.HUFFMAN,
+    ]
 
 
 def test_the_reference_reads_shared_codes_and_deltas():
@@ -216,6 +232,13 @@ def test_the_front_door():
         codec.encode(torch.zeros(3), "lzma")
     with pytest.raises(CodecError, match=r"begin with b'else'"):
         codec.decode(memoryview(b"else"))
+
+
+def test_kept_kernels_change_with_those_they_take_in():
+    folder = Path(chunk_kernels.__file__).parent
+    names = ("block_kernels.py", "code_kernels.py", "field_kernels.py", "plane_kernels.py", "words.py")
+    found = payload.digest(np.frombuffer(b"".join((folder / name).read_bytes() for name in names), np.uint8))
+    assert f"{found:016x}" == chunk_kernels.KERNELS  # write the new one there
 
 
 def test_importing_the_package_costs_nothing():

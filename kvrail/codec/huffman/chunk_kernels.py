@@ -1,6 +1,6 @@
 """A chunk of words cut into planes of bytes, each coded, and back. Only these are called from Python.
 
-Numba keeps what it compiled by this file's time of change: touch it when the kernels that it takes in are changed.
+Numba keeps what it compiled until this file is another, and does not look at the files whose kernels it takes in.
 """
 
 # Numba gives arguments their types.
@@ -9,12 +9,17 @@ Numba keeps what it compiled by this file's time of change: touch it when the ke
 import numpy as np
 from numba import int64, njit
 from numba import uint8 as u8
+from numba import uint16 as u16
 from numba import uint32 as u32
 from numba import uint64 as u64
 
 from kvrail.codec.huffman.block_kernels import copy_bytes, count_bytes
 from kvrail.codec.huffman.code_kernels import code_lengths, write_tables
-from kvrail.codec.huffman.plane_kernels import decode_plane, encode_plane
+from kvrail.codec.huffman.plane_kernels import RAW, decode_plane, encode_plane
+from kvrail.codec.huffman.words import bytes_at
+
+KERNELS = "6f3a2a710061d8da"
+"""XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
 
 def kept(function):
@@ -27,45 +32,70 @@ def kept(function):
 
 @njit(nogil=True)
 def _split(words, base, rotated, planes):
-    """Bytes of `words` to planes [itemsize, n], the lowest byte first."""
+    """Bytes of `words` to planes [itemsize, n], the lowest byte first: two planes a pass over the words."""
     top = u64(8 * words.itemsize - 1)
-    for plane in range(words.itemsize):
-        target, shift = planes[plane], u64(8 * plane)
+    for plane in range(0, words.itemsize, 2):
+        low, high, shift = planes[plane], planes[plane + 1], u64(8 * plane)
         if rotated and base.size:
             for place in range(words.size):
                 word = u64(words[place] ^ base[place])
-                target[place] = u8(((word << u64(1)) | (word >> top)) >> shift)
+                word = ((word << u64(1)) | (word >> top)) >> shift
+                low[place], high[place] = u8(word), u8(word >> u64(8))
         elif rotated:
             for place in range(words.size):
                 word = u64(words[place])
-                target[place] = u8(((word << u64(1)) | (word >> top)) >> shift)
+                word = ((word << u64(1)) | (word >> top)) >> shift
+                low[place], high[place] = u8(word), u8(word >> u64(8))
         elif base.size:
             for place in range(words.size):
-                target[place] = u8(u64(words[place] ^ base[place]) >> shift)
+                word = u64(words[place] ^ base[place]) >> shift
+                low[place], high[place] = u8(word), u8(word >> u64(8))
         else:
             for place in range(words.size):
-                target[place] = u8(u64(words[place]) >> shift)
+                word = u64(words[place]) >> shift
+                low[place], high[place] = u8(word), u8(word >> u64(8))
 
 
 @njit(nogil=True)
-def _join(planes, base, rotated, words):
-    """The inverse of _split."""
-    top = u64(8 * words.itemsize - 1)
-    mask = ~u64(0) >> u64(64 - 8 * words.itemsize)
-    if words.itemsize == 2:
-        low, high = planes[0], planes[1]
-        for place in range(words.size):
-            words[place] = u64(low[place]) | u64(high[place]) << u64(8)
-    else:
-        words[:] = 0
-        for plane in range(words.itemsize):
-            source, shift = planes[plane], u64(8 * plane)
-            for place in range(words.size):
-                words[place] |= u64(source[place]) << shift
+def _join_two(places, rotated, base, words):
+    """Words of 16 bits of their planes; places: where these begin, uint64 [planes]. The inverse of _split."""
+    low, high = bytes_at(places[0], words.size), bytes_at(places[1], words.size)
     if rotated:
         for place in range(words.size):
-            word = u64(words[place])
-            words[place] = (word >> u64(1)) | ((word << top) & mask)
+            word = u16(low[place]) | u16(u16(high[place]) << u16(8))
+            words[place] = u16(word >> u16(1)) | u16(word << u16(15))
+    else:
+        for place in range(words.size):
+            words[place] = u16(low[place]) | u16(u16(high[place]) << u16(8))
+    if base.size:
+        for place in range(words.size):
+            words[place] ^= base[place]
+
+
+@njit(nogil=True)
+def _join_four(places, rotated, base, words):
+    """Words of 32 bits, as _join_two."""
+    b0, b1 = bytes_at(places[0], words.size), bytes_at(places[1], words.size)
+    b2, b3 = bytes_at(places[2], words.size), bytes_at(places[3], words.size)
+    for place in range(words.size):
+        word = u32(b0[place]) | u32(b1[place]) << u32(8) | u32(b2[place]) << u32(16) | u32(b3[place]) << u32(24)
+        words[place] = u32(word >> u32(1)) | u32(word << u32(31)) if rotated else word
+    if base.size:
+        for place in range(words.size):
+            words[place] ^= base[place]
+
+
+@njit(nogil=True)
+def _join_eight(places, rotated, base, words):
+    """Words of 64 bits, as _join_two."""
+    words[:] = 0
+    for plane in range(8):
+        source, shift = bytes_at(places[plane], words.size), u64(8 * plane)
+        for place in range(words.size):
+            words[place] |= u64(source[place]) << shift
+    if rotated:
+        for place in range(words.size):
+            words[place] = words[place] >> u64(1) | words[place] << u64(63)
     if base.size:
         for place in range(words.size):
             words[place] ^= base[place]
@@ -76,7 +106,8 @@ def _split_chunk(raw, base, item, rotated, planes):
     if item == 1 and base.size == 0:
         copy_bytes(raw, planes[0])
     elif item == 1:
-        _split(raw, base, False, planes)
+        for place in range(raw.size):
+            planes[0, place] = raw[place] ^ base[place]
     elif item == 2:
         _split(raw.view(np.uint16), base.view(np.uint16), rotated, planes)
     elif item == 4:
@@ -86,16 +117,16 @@ def _split_chunk(raw, base, item, rotated, planes):
 
 
 @njit(nogil=True)
-def _join_chunk(planes, base, item, rotated, raw):
+def _join_chunk(places, base, item, rotated, raw):
     if item == 1:
         for place in range(base.size):
             raw[place] ^= base[place]
     elif item == 2:
-        _join(planes, base.view(np.uint16), rotated, raw.view(np.uint16))
+        _join_two(places, rotated, base.view(np.uint16), raw.view(np.uint16))
     elif item == 4:
-        _join(planes, base.view(np.uint32), rotated, raw.view(np.uint32))
+        _join_four(places, rotated, base.view(np.uint32), raw.view(np.uint32))
     else:
-        _join(planes, base.view(np.uint64), rotated, raw.view(np.uint64))
+        _join_eight(places, rotated, base.view(np.uint64), raw.view(np.uint64))
 
 
 @kept
@@ -110,8 +141,8 @@ def count_chunk(raw, base, item, rotated, room, counts):
 
 
 @kept
-def encode_chunk(raw, base, item, rotated, static, room, target, row):
-    """Code a chunk, no larger than it is, into `target`; its size.
+def encode_chunk(raw, base, item, rotated, static, room, row):
+    """Code a chunk, no larger than it is, into `room.coded`; its size.
 
     raw: uint8 [n * item], aligned: words of item bytes (1, 2, 4 or 8); base: as many or none: what is taken off by
     exclusive or. rotated: whether words are rotated left by one bit first. static: uint8 [item, 256], lengths of codes
@@ -122,29 +153,53 @@ def encode_chunk(raw, base, item, rotated, static, room, target, row):
     _split_chunk(raw, base, item, rotated, planes)
     written = 0
     for plane in range(item):
-        mode, size = encode_plane(planes[plane], static[plane], room, target[written:])
+        mode, size = encode_plane(planes[plane], static[plane], room, room.coded[written:])
         row[plane] = u32(size | mode << 28)
         written += size
     return written
 
 
-@kept
-def decode_chunk(source, row, singles, runs, base, item, rotated, room, raw):
+@njit(nogil=True)
+def _decode_chunk(source, row, singles, levels, base, item, rotated, room, raw):
     """Fill `raw` from a coded chunk; the number of the first plane that does not fit, or -1 where all do.
 
-    singles, runs: tables of the codes that are not written, [item, WINDOW]; no columns where there are none. The sizes
-    in `row` add up to `source`. The rest as in encode_chunk.
+    singles, levels: tables of the codes that are not written, [item, WINDOW] and [item, 2 * WINDOW]; no columns where
+    there are none. The sizes in `row` add up to `source`. The rest as in encode_chunk.
     """
     values = raw.size // item
     planes = room.planes[:, :values]
+    places = np.empty(item, np.uint64)
     read = 0
     for plane in range(item):
         size, mode = int64(row[plane] & u32((1 << 28) - 1)), int64(row[plane] >> u32(28))
+        coded = source[read : read + size]
         target = raw if item == 1 else planes[plane]
-        if not decode_plane(source[read : read + size], mode, singles[plane], runs[plane], room, target):
-            return plane
+        if item > 1 and mode == RAW and size == values:  # it is read where it lies
+            places[plane] = coded.ctypes.data
+        else:
+            places[plane] = target.ctypes.data
+            if not decode_plane(coded, mode, singles[plane], levels[plane], room, target):
+                return plane
         read += size
-    _join_chunk(planes, base, item, rotated, raw)
+    _join_chunk(places, base, item, rotated, raw)
+    return -1
+
+
+@kept
+def decode_chunks(source, ends, rows, singles, levels, base, item, rotated, room, raw, chunk_bytes):
+    """Fill `raw` from chunks one behind the other; the number of the first that does not fit, or -1 where all do.
+
+    ends: int64 [chunks], where each ends in `source`; rows: [chunks, item]; chunk_bytes: of each in `raw`, the last one
+    what is left. The rest as in _decode_chunk.
+    """
+    start = 0
+    for chunk in range(ends.size):
+        first, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, raw.size)
+        taken_off = base[first:stop] if base.size else base
+        coded, row = source[start : ends[chunk]], rows[chunk]
+        if _decode_chunk(coded, row, singles, levels, taken_off, item, rotated, room, raw[first:stop]) >= 0:
+            return chunk
+        start = ends[chunk]
     return -1
 
 
@@ -155,6 +210,6 @@ def static_lengths(counts, lengths):
 
 
 @kept
-def static_tables(lengths, singles, runs):
-    """Tables of a code, uint16 and uint64 [WINDOW]; False where the lengths are no prefix code."""
-    return write_tables(lengths, singles, runs)
+def static_tables(lengths, singles, levels):
+    """Tables of a code, uint16 [WINDOW] and uint64 [2 * WINDOW]; False where the lengths are no prefix code."""
+    return write_tables(lengths, singles, levels)

@@ -9,7 +9,7 @@ from kvrail.codec.base import CodecError, Payload
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.huffman import cpu
 from kvrail.codec.huffman.formats import FORMATS, Format
-from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Bytes, Layout, digest, join, parse
+from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Bytes, Layout, digest, parse
 
 
 class HuffmanCodec:
@@ -21,8 +21,8 @@ class HuffmanCodec:
 
     def encode(
         self, tensor: torch.Tensor, *, base: torch.Tensor | None = None, static: bool = False, threads: int = 0
-    ) -> bytes:
-        """A container of `tensor`, of any shape.
+    ) -> memoryview:
+        """A container of `tensor`, of any shape, read-only.
 
         base: a tensor of the same shape and type, such as an earlier checkpoint's: what travels is their exclusive or,
         and decoding takes the same base. static: chunks share one code where it suits them, which is quicker to decode
@@ -33,9 +33,10 @@ class HuffmanCodec:
         if base is not None and (base.shape != tensor.shape or base.dtype != tensor.dtype):
             raise CodecError(f"the base is {_describe(base)}, the tensor {_describe(tensor)}; give a base of the same")
         taken_off = None if base is None else _raw(base)
-        return _encode(format, tuple(tensor.shape), _raw(tensor), taken_off, static, threads)
+        shape, workers = tuple(tensor.shape), threads or cpu.default_threads()
+        return cpu.encode(format, shape, _raw(tensor), taken_off, static=static, threads=workers)
 
-    def encode_bytes(self, raw: Bytes, dtype: str, *, base: Bytes | None = None, threads: int = 0) -> bytes:
+    def encode_bytes(self, raw: Bytes, dtype: str, *, base: Bytes | None = None, threads: int = 0) -> memoryview:
         """A container of a flat tensor of `dtype` that has these bytes, uint8; the rest as in `encode`.
 
         Raises CodecError where there is no such type, the bytes are not whole elements, or the base has more or fewer.
@@ -45,16 +46,17 @@ class HuffmanCodec:
             raise CodecError(f"{raw.size} bytes are no elements of {dtype!r}; name one of {', '.join(FORMATS)}")
         if base is not None and base.size != raw.size:
             raise CodecError(f"the base has {base.size} bytes, the tensor {raw.size}; give a base of the same size")
-        return _encode(format, (raw.size // format.item_bytes,), raw, base, False, threads)
+        shape, workers = (raw.size // format.item_bytes,), threads or cpu.default_threads()
+        return cpu.encode(format, shape, raw, base, static=False, threads=workers)
 
     def decode(self, payload: Payload, *, base: torch.Tensor | None = None, threads: int = 0) -> torch.Tensor:
         """The tensor of a container, in host memory. Raises CodecError that says what is wrong with it."""
         source = host_bytes(self.name, payload)
         layout = parse(source)
-        out = torch.empty(layout.raw_bytes, dtype=torch.uint8)
+        out = cpu.fresh(layout.raw_bytes)
         taken_off = _base(layout, None if base is None else _raw(base))
-        cpu.decode(layout, source, taken_off, out.numpy(), threads=threads or cpu.default_threads())
-        return out.view(getattr(torch, layout.format.name)).reshape(layout.shape)
+        cpu.decode(layout, source, taken_off, out, threads=threads or cpu.default_threads())
+        return torch.from_numpy(out).view(getattr(torch, layout.format.name)).reshape(layout.shape)
 
     def decode_into(self, payload: Payload, out: Bytes, *, base: Bytes | None = None, threads: int = 0) -> None:
         """Write a tensor's bytes into `out`, uint8, which must have as many and may begin anywhere.
@@ -84,10 +86,11 @@ class HuffmanCodec:
         item, size = layout.format.item_bytes, layout.chunk_bytes
         chunks = range(start * item // size, -(-stop * item // size) if start < stop else start * item // size)
         first = chunks.start * size
-        out = torch.empty(max(0, min(chunks.stop * size, layout.raw_bytes) - first), dtype=torch.uint8)
+        out = cpu.fresh(max(0, min(chunks.stop * size, layout.raw_bytes) - first))
         taken_off = _base(layout, None if base is None else _raw(base))
-        cpu.decode(layout, source, taken_off, out.numpy(), chunks=chunks, threads=threads or cpu.default_threads())
-        return out[start * item - first : stop * item - first].view(getattr(torch, layout.format.name))
+        cpu.decode(layout, source, taken_off, out, chunks=chunks, threads=threads or cpu.default_threads())
+        part = torch.from_numpy(out)[start * item - first : stop * item - first]
+        return part.view(getattr(torch, layout.format.name))
 
     def _format(self, tensor: torch.Tensor) -> Format:
         name = str(tensor.dtype).removeprefix("torch.")
@@ -96,13 +99,6 @@ class HuffmanCodec:
         if tensor.dim() > MAX_DIMENSIONS:
             raise CodecError(f"{self.name} takes up to {MAX_DIMENSIONS} dimensions, not {tensor.dim()}; flatten some")
         return FORMATS[name]
-
-
-def _encode(
-    format: Format, shape: tuple[int, ...], raw: Bytes, base: Bytes | None, static: bool, threads: int
-) -> bytes:
-    layout, chunks = cpu.encode(format, shape, raw, base, static=static, threads=threads or cpu.default_threads())
-    return join(layout, chunks)
 
 
 def _base(layout: Layout, base: Bytes | None) -> Bytes | None:

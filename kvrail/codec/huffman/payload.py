@@ -2,7 +2,6 @@
 
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ _DELTA, _STATIC = 1, 2
 _TABLE_BYTES = 128
 MAX_CHUNK_BITS = 20
 MAX_DIMENSIONS = 32
-MAX_MODE = 4
+MAX_MODE = 5
 SIZE_BITS = 28
 
 
@@ -141,8 +140,3 @@ def _check(layout: Layout, container_bytes: int) -> None:
     found = layout.head_bytes + (int(layout.ends()[-1]) if chunks else 0)
     if found != container_bytes:
         raise CodecError(f"the chunks end at byte {found} of {container_bytes}: the container is cut off or too long")
-
-
-def join(layout: Layout, chunks: Sequence[Bytes]) -> bytes:
-    """The whole container."""
-    return b"".join([layout.head(), *(chunk.data for chunk in chunks)])

@@ -5,16 +5,26 @@ All lengths come from outside: what does not fit is refused.
 
 # Numba gives arguments their types.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, arg-type, operator"
+# mypy: disable-error-code="call-arg, var-annotated"
 
 import numpy as np
 from numba import float64, int64, njit, uint64
 from numba import uint8 as u8
 from numba import uint64 as u64
 
-from kvrail.codec.huffman.block_kernels import STREAMS, copy_bytes, count_bytes, read_streams, write_streams
-from kvrail.codec.huffman.code_kernels import code_lengths, write_codes, write_tables
+from kvrail.codec.huffman.block_kernels import (
+    STREAMS,
+    copy_bytes,
+    count_bytes,
+    count_lines,
+    read_streams,
+    write_streams,
+)
+from kvrail.codec.huffman.code_kernels import WINDOW, code_lengths, write_codes, write_tables
+from kvrail.codec.huffman.field_kernels import choose_field, cut, field_bytes, paste, without_field
+from kvrail.codec.huffman.words import load_word, trailing_zeros
 
-RAW, CONSTANT, HUFFMAN, STATIC, SPARSE = range(5)
+RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
 """How a block of bytes is coded."""
 SPARSE_SHARE = 0.6
 """Share of the commonest byte from which on marking it by one bit a value is tried: below, its code has two bits."""
@@ -23,6 +33,11 @@ SPARSE_LEAST = 256
 """Bytes of the smallest block with marks: header and marks of a smaller one may not fit into its place."""
 LEAST_SAVING = 32
 """A block is coded where that saves at least one of so many bytes: less is not worth the time of decoding."""
+SAMPLED = 5
+"""Of so many lines one is looked at to find out whether, and how, a plane is coded."""
+SAMPLE_LEAST = 1 << 14
+"""Bytes of the smallest plane of which only a sample is looked at, and that is cut into fields."""
+FIELDS_HEADER = 8
 _ENDS = 4 * (STREAMS - 1)
 
 
@@ -121,13 +136,18 @@ def _encode_block(source, counts, static, room, target):
     if table + _ENDS + bits // 8 + STREAMS > size - size // LEAST_SAVING:
         copy_bytes(source, target)
         return RAW, size
-    if mode == HUFFMAN:
-        _write_lengths(lengths, target)
+    return mode, _write_block(source, lengths, mode == HUFFMAN, room, target)
+
+
+@njit(nogil=True)
+def _write_block(source, lengths, with_table, room, target):
+    """Code `source`: its table, or none, ends and streams; the size, which may be more than `target` has."""
+    table = _write_lengths(lengths, target) if with_table else 0
     write_codes(lengths, room.codes)
     ends = write_streams(source, room.codes, room.streams, target[table + _ENDS :])
     for stream in range(STREAMS - 1):
         _write_number(target, table + 4 * stream, ends[stream])
-    return mode, table + _ENDS + ends[STREAMS - 1]
+    return table + _ENDS + ends[STREAMS - 1]
 
 
 @njit(nogil=True)
@@ -146,7 +166,7 @@ def _decode_streams(source, singles, runs, target):
 
 
 @njit(nogil=True)
-def _decode_block(source, mode, static_singles, static_runs, room, target):
+def _decode_block(source, mode, static_singles, static_levels, room, target):
     """Fill `target` from a block; False where it does not fit."""
     size = target.size
     if mode == RAW:
@@ -160,16 +180,16 @@ def _decode_block(source, mode, static_singles, static_runs, room, target):
         target[:] = source[0]
         return True
     table = 0
-    singles, runs = static_singles, static_runs
+    singles, levels = static_singles, static_levels
     if mode == HUFFMAN:
         lengths = np.empty(256, np.uint8)
         table = _read_lengths(source, lengths)
-        if table < 0 or not write_tables(lengths, room.singles, room.runs):
+        if table < 0 or not write_tables(lengths, room.singles, room.levels):
             return False
-        singles, runs = room.singles, room.runs
+        singles, levels = room.singles, room.levels
     elif mode != STATIC or singles.size == 0:
         return False
-    return _decode_streams(source[table:], singles, runs, target)
+    return _decode_streams(source[table:], singles, levels[WINDOW:], target)
 
 
 @njit(nogil=True)
@@ -223,34 +243,33 @@ def _encode_sparse(source, counts, commonest, room, target):
 
 @njit(nogil=True)
 def _scatter(marks, rest, commonest, target):
-    """Fill `target` with the commonest byte and, at marks, the next of the rest; whether these come out even.
-
-    rest: one byte more than there are, which is not looked at.
-    """
+    """Fill `target` with the commonest byte and, at marks, the next of the rest; whether these come out even."""
     set_marks = np.empty(256, np.int64)
     for mark in range(256):
         set_marks[mark] = sum([mark >> bit & 1 for bit in range(8)])
     total, size = 0, target.size
     for mark in range(marks.size):
         total += set_marks[marks[mark]]
-    if total != rest.size - 1 or (size & 7 and marks[marks.size - 1] >> (size & 7) != 0):
+    if total != rest.size or (size & 7 and marks[marks.size - 1] >> (size & 7) != 0):
         return False
+    target[:] = commonest
     taken = uint64(0)  # never above the number of marks, so that no check is needed below
-    for group in range(size // 8):
-        bits = u64(marks[group])
-        for bit in range(8):
-            one = bits >> u64(bit) & u64(1)
-            target[8 * group + bit] = rest[taken] if one else commonest
-            taken += one
-    for place in range(size // 8 * 8, size):
-        one = u64(marks[place >> 3]) >> u64(place & 7) & u64(1)
-        target[place] = rest[taken] if one else commonest
-        taken += one
+    first = uint64(marks.ctypes.data)
+    for word in range(marks.size // 8):
+        bits = load_word(first + uint64(8 * word))
+        while bits:
+            target[uint64(64 * word) + trailing_zeros(bits)] = rest[taken]
+            taken += u64(1)
+            bits &= bits - u64(1)
+    for place in range(marks.size // 8 * 64, size):
+        if marks[place >> 3] >> (place & 7) & 1:
+            target[place] = rest[taken]
+            taken += u64(1)
     return True
 
 
 @njit(nogil=True)
-def _decode_sparse(source, none_singles, none_runs, room, target):
+def _decode_sparse(source, none_singles, none_levels, room, target):
     """Fill `target`; False where the block does not fit."""
     if source.size < SPARSE_HEADER:
         return False
@@ -259,29 +278,90 @@ def _decode_sparse(source, none_singles, none_runs, room, target):
         return False
     marks, rest = room.spare[0, : (target.size + 7) // 8], room.spare[1, :found]
     body = source[SPARSE_HEADER:]
-    if not _decode_block(body[:mark_size], int64(source[1]), none_singles, none_runs, room, marks):
+    if not _decode_block(body[:mark_size], int64(source[1]), none_singles, none_levels, room, marks):
         return False
-    if not _decode_block(body[mark_size:], int64(source[2]), none_singles, none_runs, room, rest):
+    if not _decode_block(body[mark_size:], int64(source[2]), none_singles, none_levels, room, rest):
         return False
-    return _scatter(marks, room.spare[1, : found + 1], source[0], target)
+    return _scatter(marks, rest, source[0], target)
+
+
+@njit(nogil=True)
+def _encode_fields(source, sample, shift, bits, room, target):
+    """Fields of `bits` bits as they are, then the rest, coded; the size, or -1 where that is not smaller.
+
+    sample: how often each byte occurs in a part of them, int64 [256]. Where nearly all values that the rest may have
+    are in it, the code is made for it, and for once more each value: counting all takes longer than that costs.
+    """
+    size, values = source.size, 256 >> bits
+    start = FIELDS_HEADER + field_bytes(bits, size)
+    most = size - size // LEAST_SAVING - start
+    rest, coded = room.spare[0, :size], room.spare[1]
+    cut(source, shift, bits, room.fields, rest)
+    counts, lengths = np.empty(256, np.int64), np.zeros(256, np.uint8)
+    without_field(sample, shift, bits, counts)
+    if 4 * (counts[:values] == 0).sum() <= values:
+        counts[:values] += 1
+        code_lengths(counts, lengths)
+        mode, written = HUFFMAN, _write_block(rest, lengths, True, room, coded)
+    else:
+        count_bytes(rest, counts)
+        mode, written = _encode_block(rest, counts, lengths, room, coded)
+    if written > most:
+        return -1
+    target[:FIELDS_HEADER] = 0
+    target[0], target[1], target[2] = u8(shift), u8(bits), u8(mode)
+    copy_bytes(room.fields[: start - FIELDS_HEADER], target[FIELDS_HEADER:])
+    copy_bytes(coded[:written], target[start:])
+    return start + written
+
+
+@njit(nogil=True)
+def _decode_fields(source, none_singles, none_levels, room, target):
+    """Fill `target`; False where the block does not fit."""
+    if source.size < FIELDS_HEADER:
+        return False
+    shift, bits = int64(source[0]), int64(source[1])
+    if bits < 1 or shift + bits > 8:
+        return False
+    start = FIELDS_HEADER + field_bytes(bits, target.size)
+    if start > source.size:
+        return False
+    if not _decode_block(source[start:], int64(source[2]), none_singles, none_levels, room, target):
+        return False
+    paste(source[FIELDS_HEADER:start], shift, bits, target)
+    return True
 
 
 @njit(nogil=True)
 def encode_plane(source, static, room, target):
     """Code a plane, no larger than it is, into `target`; its mode and its size."""
-    counts = np.empty(256, np.int64)
+    counts, size = np.empty(256, np.int64), source.size
+    if size >= SAMPLE_LEAST:
+        count_lines(source, SAMPLED, counts)
+        seen = counts.sum()
+        if _entropy_bits(counts, seen) > 8 * (seen - seen // LEAST_SAVING):
+            copy_bytes(source, target)
+            return RAW, size
+        if counts.max() < SPARSE_SHARE * seen and not static.any():
+            shift, bits = choose_field(counts, seen)
+            if bits:
+                coded = _encode_fields(source, counts, shift, bits, room, target)
+                if coded >= 0:
+                    return FIELDS, coded
     count_bytes(source, counts)
     commonest = int64(np.argmax(counts))
-    if _is_sparse(counts, commonest, source.size):
-        size = _encode_sparse(source, counts, commonest, room, target)
-        if 0 <= size < source.size:
-            return SPARSE, size
+    if _is_sparse(counts, commonest, size):
+        coded = _encode_sparse(source, counts, commonest, room, target)
+        if 0 <= coded < size:
+            return SPARSE, coded
     return _encode_block(source, counts, static, room, target)
 
 
 @njit(nogil=True)
-def decode_plane(source, mode, singles, runs, room, target):
+def decode_plane(source, mode, singles, levels, room, target):
     """Fill `target` from a coded plane; False where it does not fit."""
     if mode == SPARSE:
-        return _decode_sparse(source, singles[:0], runs[:0], room, target)
-    return _decode_block(source, mode, singles, runs, room, target)
+        return _decode_sparse(source, singles[:0], levels[:0], room, target)
+    if mode == FIELDS:
+        return _decode_fields(source, singles[:0], levels[:0], room, target)
+    return _decode_block(source, mode, singles, levels, room, target)

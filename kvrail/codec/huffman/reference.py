@@ -3,14 +3,18 @@
 It reads any container; what it writes is what the encoder writes. Checksums are checked by payload.py alone.
 """
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from kvrail.codec.huffman.formats import Format
 
-MAX_BITS, STREAMS = 12, 4
-RAW, CONSTANT, HUFFMAN, STATIC, SPARSE = range(5)
+MAX_BITS, STREAMS = 12, 6
+RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
 LEAST_SAVING = 32
+LINE, SAMPLED, SAMPLE_LEAST = 64, 5, 1 << 14
+MOST_SHIFT, DEAREST, NOTHING, ENOUGH = 1, 300, 2000, 5
 
 
 def planes_of(raw: bytes, base: bytes, format: Format) -> list[bytes]:
@@ -87,25 +91,117 @@ def encode_block(block: bytes) -> tuple[int, bytes]:
     if len(counts) == 1:
         return CONSTANT, block[:1]
     lengths = lengths_of(counts)
-    first, last = min(lengths), max(lengths)
-    nibbles = [lengths.get(symbol, 0) for symbol in range(first, last + 1)] + [0]
-    table = bytes([first, last]) + bytes(
-        low | high << 4 for low, high in zip(nibbles[0:-1:2], nibbles[1::2], strict=True)
-    )
+    table = _table(lengths)
     bits = sum(counts[symbol] * lengths[symbol] for symbol in counts)
     if len(table) + 4 * (STREAMS - 1) + bits // 8 + STREAMS > most:
         return RAW, block
+    return HUFFMAN, _coded(block, lengths)
+
+
+def _coded(block: bytes, lengths: dict[int, int]) -> bytes:
+    """Table, ends and streams."""
     codes = {symbol: code for code, symbol in codes_of(lengths).items()}
     streams = []
     for start, stop in segments_of(len(block)):
         text = "".join(codes[symbol] for symbol in block[start:stop])
         streams.append(bytes(int(text[at : at + 8][::-1], 2) for at in range(0, len(text), 8)))
     ends = [sum(map(len, streams[: stream + 1])) for stream in range(STREAMS - 1)]
-    return HUFFMAN, table + b"".join(end.to_bytes(4, "little") for end in ends) + b"".join(streams)
+    return _table(lengths) + b"".join(end.to_bytes(4, "little") for end in ends) + b"".join(streams)
+
+
+def _table(lengths: dict[int, int]) -> bytes:
+    first, last = min(lengths), max(lengths)
+    nibbles = [lengths.get(symbol, 0) for symbol in range(first, last + 1)] + [0]
+    pairs = zip(nibbles[0:-1:2], nibbles[1::2], strict=False)
+    return bytes([first, last]) + bytes(low | high << 4 for low, high in pairs)
+
+
+def sample_of(plane: bytes) -> bytes:
+    """Every SAMPLED-th whole line of a plane."""
+    whole = len(plane) // LINE * LINE
+    return b"".join(plane[at : at + LINE] for at in range(0, whole, LINE * SAMPLED))
+
+
+def _code_bits(counts: dict[int, int]) -> int:
+    """Bits of a sample in an optimal code, without a limit to its lengths, and what the sample makes them too few."""
+    heap, bits = sorted(counts.values()), 0
+    while len(heap) > 1:
+        weight = heapq.heappop(heap) + heapq.heappop(heap)
+        bits += weight
+        heapq.heappush(heap, weight)
+    return bits + 3 * max(len(counts) - 1, 0) // 4
+
+
+def rest_of(byte: int, shift: int, bits: int) -> int:
+    """A byte without the field of `bits` bits from bit `shift` on."""
+    return byte >> (shift + bits) << shift | byte & ((1 << shift) - 1)
+
+
+def choose_field(sample: bytes) -> tuple[int, int]:
+    """Lowest bit and bits of the field that a plane is cut at; 0 bits where it is not."""
+    plain, best = _code_bits(_counted(sample)), (0, 0)
+    for shift in range(MOST_SHIFT + 1):
+        left = plain
+        for bits in range(1, 8 - shift + 1):
+            was, left = left, _code_bits(_counted(bytes(rest_of(byte, shift, bits) for byte in sample)))
+            loss = left + bits * len(sample) - plain
+            if loss > plain * bits // DEAREST or (loss > plain // NOTHING and was <= ENOUGH * len(sample)):
+                break
+            if bits > best[1]:
+                best = (shift, bits)
+    return best
+
+
+def _parts_of(bits: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Of each part of a field: its lowest bit in the field, its bits, and the bytes it takes."""
+    done = 0
+    for part in (4, 2, 1):
+        if bits & part:
+            yield done, part, -(-part * size // 64) * 8
+            done += part
+
+
+def _encode_fields(plane: bytes, sample: bytes, shift: int, bits: int) -> bytes:
+    fields = b""
+    for low, part, step in _parts_of(bits, len(plane)):
+        packed = [0] * step
+        for at, byte in enumerate(plane):
+            packed[at % step] |= (byte >> (shift + low) & ((1 << part) - 1)) << part * (at // step)
+        fields += bytes(packed)
+    rest = bytes(rest_of(byte, shift, bits) for byte in plane)
+    seen, values = Counter(rest_of(byte, shift, bits) for byte in sample), 256 >> bits
+    if 4 * (values - len(seen)) <= values:
+        mode, coded = HUFFMAN, _coded(rest, lengths_of({value: seen[value] + 1 for value in range(values)}))
+    else:
+        mode, coded = encode_block(rest)
+    return bytes([shift, bits, mode]) + bytes(5) + fields + coded
+
+
+def _decode_fields(coded: bytes, size: int) -> bytes:
+    shift, bits, at = coded[0], coded[1], 8
+    whole = [0] * size
+    for low, part, step in _parts_of(bits, size):
+        for place in range(size):
+            field = coded[at + place % step] >> part * (place // step) & ((1 << part) - 1)
+            whole[place] |= field << (shift + low)
+        at += step
+    for place, rest in enumerate(decode_plane(coded[2], coded[at:], size, {})):
+        whole[place] |= rest >> shift << (shift + bits) | rest & ((1 << shift) - 1)
+    return bytes(whole)
 
 
 def encode_plane(plane: bytes) -> tuple[int, bytes]:
     """Mode and bytes of a plane where chunks share no codes."""
+    if len(plane) >= SAMPLE_LEAST:
+        sample = sample_of(plane)
+        seen = _counted(sample)
+        if _entropy_bits(seen) > 8 * (len(sample) - len(sample) // LEAST_SAVING):
+            return RAW, plane
+        shift, bits = choose_field(sample) if max(seen.values()) < 0.6 * len(sample) else (0, 0)
+        if bits:
+            coded = _encode_fields(plane, sample, shift, bits)
+            if len(coded) <= len(plane) - len(plane) // LEAST_SAVING:
+                return FIELDS, coded
     counts = _counted(plane)
     commonest = min(counts, key=lambda symbol: (-counts[symbol], symbol))
     if len(plane) >= 256 and 0.6 <= counts[commonest] / len(plane) < 1:
@@ -134,6 +230,8 @@ def decode_plane(mode: int, coded: bytes, size: int, static: dict[int, int]) -> 
         marks = decode_plane(coded[1], coded[12 : 12 + mark_size], -(-size // 8), {})
         rest = iter(decode_plane(coded[2], coded[12 + mark_size :], found, {}))
         return bytes(next(rest) if marks[at // 8] >> (at % 8) & 1 else coded[0] for at in range(size))
+    if mode == FIELDS:
+        return _decode_fields(coded, size)
     lengths = static
     if mode == HUFFMAN:
         first, last = coded[0], coded[1]

@@ -94,7 +94,7 @@ def _pack_tensor(source: SourceFile, tensor: Tensor, base: BaseFolder | None, fi
     return Written(offset, len(coded), digest(coded), (digest(raw.data), int(is_delta)))
 
 
-def _smallest(raw: Bytes, tensor: Tensor, base: Bytes | None) -> tuple[bytes, bool]:
+def _smallest(raw: Bytes, tensor: Tensor, base: Bytes | None) -> tuple[memoryview, bool]:
     """The tensor's container, and whether it is a delta."""
     dtype = CODED_AS.get(tensor.dtype, "uint8")
     if base is None:

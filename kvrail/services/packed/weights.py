@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from kvrail.codec.huffman.cpu import fresh
 from kvrail.engine.weights import LoadedWeights, WeightFile
 from kvrail.errors import ConfigError
 from kvrail.services.packed.file import SUFFIX, PackedFile
@@ -73,10 +74,9 @@ def _decoded(path: Path) -> tuple[Image, dict[str, torch.Tensor]]:
             raise ConfigError(
                 f"{path} has differences from {packed.base.folder}, no whole model; kvrail unpack it with --base first"
             )
-        memory = torch.empty(packed.header.file_bytes, dtype=torch.uint8)
-        whole = memory.numpy()
+        whole = fresh(packed.header.file_bytes)
         whole[: len(packed.header.raw)] = memoryview(packed.header.raw)
         for place, tensor in enumerate(packed.header.tensors):
             packed.decode(place, whole[tensor.begin : tensor.end])
-        image = Image(packed.name, memory)
+        image = Image(packed.name, torch.from_numpy(whole))
         return image, {tensor.name: image.tensor(tensor) for tensor in packed.header.tensors}
