@@ -21,7 +21,7 @@ from benchmarks import codec_report
 from benchmarks.codec_tables import Table
 from benchmarks.weights_data import Sample, samples
 from kvrail.codec.huffman.codec import HuffmanCodec
-from kvrail.codec.huffman.formats import FORMATS
+from kvrail.codec.huffman.format import FORMATS
 
 GATE = "Nothing is timed before it gave every byte back."
 HUFFMAN = HuffmanCodec()

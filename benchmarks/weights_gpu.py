@@ -30,11 +30,11 @@ from torch.nn.functional import linear, pad
 from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case
 from benchmarks.shapes import SHAPES, write_shape
 from kvrail.codec.packed import gpu as packed_gpu
-from kvrail.codec.packed.form import PackedWeight
-from kvrail.codec.packed.packing import pack
+from kvrail.codec.packed.format import PackedWeight
+from kvrail.codec.packed.torch_ops import pack
 from kvrail.codec.tbe import cpu as tbe_cpu
 from kvrail.codec.tbe import gpu as tbe_gpu
-from kvrail.codec.tbe.form import TbeWeight
+from kvrail.codec.tbe.format import TbeWeight
 from kvrail.engine.batch import SampleRow, SequenceSlice
 from kvrail.engine.invariance import choose_products
 from kvrail.engine.loader import LoadedModel, load_model

@@ -9,16 +9,16 @@ from typing import Generic, TypeVar
 import torch
 
 from kvrail.codec.fused.builds import unsupported
-from kvrail.codec.packed.form import FIXED_BYTES, PackedWeight
-from kvrail.codec.packed.form import refusal as packed_refusal
+from kvrail.codec.packed.format import FIXED_BYTES, PackedWeight
+from kvrail.codec.packed.format import refusal as packed_refusal
 from kvrail.codec.packed.gpu import prepare as packed_prepare
-from kvrail.codec.packed.op import packed_product
-from kvrail.codec.packed.packing import pack
+from kvrail.codec.packed.gpu_op import packed_product
+from kvrail.codec.packed.torch_ops import pack
 from kvrail.codec.tbe.cpu import compress
-from kvrail.codec.tbe.form import UNIT, TbeWeight
-from kvrail.codec.tbe.form import refusal as tbe_refusal
+from kvrail.codec.tbe.format import UNIT, TbeWeight
+from kvrail.codec.tbe.format import refusal as tbe_refusal
 from kvrail.codec.tbe.gpu import prepare as tbe_prepare
-from kvrail.codec.tbe.op import tbe_product
+from kvrail.codec.tbe.gpu_op import tbe_product
 from kvrail.config import WorkerSettings
 from kvrail.engine.fusion import JointLinear, join_projections
 from kvrail.engine.loader import LoadedModel, WeightForms

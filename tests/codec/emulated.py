@@ -31,7 +31,7 @@ class Emulated:
 
     def __init__(self, folder: Path, form: Form, build: Build | None) -> None:
         self.form, self.build = form, build
-        sources = [_HERE / "emulator.h", _CODECS / form.name / "kernels.cu"]
+        sources = [_HERE / "emulator.h", _CODECS / form.name / "gpu_kernels.cu"]
         defines = []
         if build is not None:
             sources.append(_CODECS / "fused" / "product.cuh")

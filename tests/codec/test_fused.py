@@ -12,7 +12,7 @@ import torch
 from kvrail.codec.fused import launch
 from kvrail.codec.fused.builds import Build
 from kvrail.codec.packed import gpu as packed_gpu
-from kvrail.codec.packed.packing import pack
+from kvrail.codec.packed.torch_ops import pack
 from kvrail.codec.tbe import gpu as tbe_gpu
 from kvrail.codec.tbe.cpu import compress
 from tests.codec.emulated import Emulated

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kvrail import codec
 from kvrail.codec import tensors
 from kvrail.codec.base import CodecError
-from kvrail.codec.huffman import chunk_kernels, payload, reference
+from kvrail.codec.huffman import cpu_chunk_kernels, payload, reference
 from kvrail.codec.huffman.codec import HuffmanCodec
-from kvrail.codec.huffman.formats import FORMATS
+from kvrail.codec.huffman.format import FORMATS
 from kvrail.codec.registry import UnknownCodecError
 
 HUFFMAN = HuffmanCodec()
@@ -235,10 +235,16 @@ def test_the_front_door():
 
 
 def test_kept_kernels_change_with_those_they_take_in():
-    folder = Path(chunk_kernels.__file__).parent
-    names = ("block_kernels.py", "code_kernels.py", "field_kernels.py", "plane_kernels.py", "words.py")
+    folder = Path(cpu_chunk_kernels.__file__).parent
+    names = (
+        "cpu_block_kernels.py",
+        "cpu_code_kernels.py",
+        "cpu_field_kernels.py",
+        "cpu_plane_kernels.py",
+        "cpu_word_kernels.py",
+    )
     found = payload.digest(np.frombuffer(b"".join((folder / name).read_bytes() for name in names), np.uint8))
-    assert f"{found:016x}" == chunk_kernels.KERNELS  # write the new one there
+    assert f"{found:016x}" == cpu_chunk_kernels.KERNELS  # write the new one there
 
 
 def test_importing_the_package_costs_nothing():

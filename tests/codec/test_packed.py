@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrail.codec.packed.form import PackedWeight
-from kvrail.codec.packed.packing import pack
+from kvrail.codec.packed.format import PackedWeight
 from kvrail.codec.packed.reference import unpack
+from kvrail.codec.packed.torch_ops import pack
 
 
 def bits(weight):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvrail.codec.base import CodecError
 from kvrail.codec.tbe import reference
 from kvrail.codec.tbe.cpu import check, compress, decompress
-from kvrail.codec.tbe.form import TbeWeight, refusal
+from kvrail.codec.tbe.format import TbeWeight, refusal
 from kvrail.config import DEMO_MODEL
 from tests.codec.test_packed import bits, normal, of_bits
 

@@ -15,7 +15,7 @@ if unsupported(torch.device("cuda"), "packed"):
     pytest.skip(unsupported(torch.device("cuda"), "packed"), allow_module_level=True)
 
 from kvrail.codec.packed import gpu, reference  # noqa: E402
-from kvrail.codec.packed.packing import pack  # noqa: E402
+from kvrail.codec.packed.torch_ops import pack  # noqa: E402
 from kvrail.engine.batch import SequenceSlice  # noqa: E402
 from kvrail.engine.invariance import choose_products  # noqa: E402
 from kvrail.engine.loader import load_model  # noqa: E402

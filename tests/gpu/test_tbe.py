@@ -17,7 +17,7 @@ if unsupported(torch.device("cuda"), "tbe"):
 
 from kvrail.codec.tbe import gpu  # noqa: E402
 from kvrail.codec.tbe.cpu import compress  # noqa: E402
-from kvrail.codec.tbe.form import TbeWeight  # noqa: E402
+from kvrail.codec.tbe.format import TbeWeight  # noqa: E402
 from kvrail.config import DEMO_MODEL  # noqa: E402
 from kvrail.engine.invariance import choose_products  # noqa: E402
 from kvrail.services.weights import TbeLinear, hold  # noqa: E402

@@ -1,4 +1,4 @@
-"""The folders of codecs of KV pages hold the files that kvrail/codec/README.md lists, and kernels where it says."""
+"""The folders of codecs hold the files that kvrail/codec/README.md lists, and kernels where it says."""
 
 import ast
 import re
@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 CODEC = Path(__file__).parents[2] / "kvrail" / "codec"
-OTHERS = {"core", "fused", "huffman", "packed", "tbe"}
-"""What codecs share, and codecs of tensors and of weights."""
+OTHERS = {"core", "fused"}
+"""What codecs share."""
+WEIGHTS = {"packed", "tbe"}
+"""Forms in a GPU's memory; others are turned into bytes by a codec."""
 OWNERS = {"numba": "cpu", "triton": "gpu"}
 FAMILY, SHARED = "splitzip", "tiles"
 FORMS = [each for each in sorted((CODEC / FAMILY).iterdir()) if (each / "__init__.py").exists()]
@@ -56,7 +58,7 @@ def test_a_codec_has_the_files_of_the_plan(folder):
     names = {each.name for each in folder.iterdir()} - {"__pycache__"}
     assert strangers(sorted(names)) == []
     if folder.name != SHARED:
-        assert {"README.md", "codec.py"} <= names
+        assert {"README.md", "format.py" if folder.name in WEIGHTS else "codec.py"} <= names
     for name in sorted(name for name in names if name.endswith(".py")):
         assert misplaced(name, (folder / name).read_text()) == [], name
 

@@ -18,7 +18,7 @@ _compiling = threading.Lock()
 class Form:
     """A form of weights: what product.cuh needs to know of it.
 
-    name: of its folder beside this one, whose kernels.cu has its tiles and its `unpack`. types: ctypes of its
+    name: of its folder beside this one, whose gpu_kernels.cu has its tiles and its `unpack`. types: ctypes of its
     PARAMETERS. scratch: bytes of shared memory that each producing warp needs. unpack_shared: those of a block of
     `unpack`.
     """
@@ -63,7 +63,7 @@ def unsupported(device: torch.device, name: str) -> str:
 
 def source_of(name: str, *, product: bool) -> str:
     """The source of a form's kernels: of `product`, or of `unpack`."""
-    parts = [_HERE / "ptx.cuh", _HERE.parent / name / "kernels.cu"]
+    parts = [_HERE / "ptx.cuh", _HERE.parent / name / "gpu_kernels.cu"]
     if product:
         parts.append(_HERE / "product.cuh")
     return "".join(f'#line 1 "{part.name}"\n{part.read_text()}' for part in parts)

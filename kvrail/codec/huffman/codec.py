@@ -8,7 +8,7 @@ import torch
 from kvrail.codec.base import CodecError, Payload
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.huffman import cpu
-from kvrail.codec.huffman.formats import FORMATS, Format
+from kvrail.codec.huffman.format import FORMATS, Format
 from kvrail.codec.huffman.payload import MAGIC, MAX_DIMENSIONS, Bytes, Layout, digest, parse
 
 
@@ -25,8 +25,8 @@ class HuffmanCodec:
         """A container of `tensor`, of any shape, read-only.
 
         base: a tensor of the same shape and type, such as an earlier checkpoint's: what travels is their exclusive or,
-        and decoding takes the same base. static: chunks share one code where it suits them, which is quicker to decode
-        and slower to make. threads: 0: one a core, up to eight. What lies on a device is copied to the host first.
+        and decoding takes the same base. static: chunks share one code where it suits them: fewer tables to make, but
+        no fields. threads: 0: one a core, up to eight. What lies on a device is copied to the host first.
         Raises CodecError where the type is none of `dtypes`, or the base does not fit.
         """
         format = self._format(tensor)

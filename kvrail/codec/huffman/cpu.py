@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.huffman.block_kernels import STREAMS
-from kvrail.codec.huffman.chunk_kernels import (
+from kvrail.codec.huffman.cpu_block_kernels import STREAMS
+from kvrail.codec.huffman.cpu_chunk_kernels import (
     count_chunk,
     decode_chunks,
     encode_chunk,
     static_lengths,
     static_tables,
 )
-from kvrail.codec.huffman.code_kernels import WINDOW
-from kvrail.codec.huffman.formats import Format
+from kvrail.codec.huffman.cpu_code_kernels import WINDOW
+from kvrail.codec.huffman.format import Format
 from kvrail.codec.huffman.payload import Bytes, Layout, chunks_of, digest
 
 _MAX_THREADS = 8

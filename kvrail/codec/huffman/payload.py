@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.digest import DigestKind, digest_of
-from kvrail.codec.huffman.formats import BY_NUMBER, Format
+from kvrail.codec.huffman.format import BY_NUMBER, Format
 
 Bytes = npt.NDArray[np.uint8]
 

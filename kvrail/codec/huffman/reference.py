@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from kvrail.codec.huffman.formats import Format
+from kvrail.codec.huffman.format import Format
 
 MAX_BITS, STREAMS = 12, 6
 RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)

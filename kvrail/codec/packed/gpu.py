@@ -6,7 +6,7 @@ import torch
 
 from kvrail.codec.fused import launch
 from kvrail.codec.fused.builds import Form
-from kvrail.codec.packed.form import PackedWeight
+from kvrail.codec.packed.format import PackedWeight
 
 FORM = Form("packed", (ctypes.c_void_p,) * 4)
 """For the launch of its kernels."""

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kvrail.codec.packed.form import PackedWeight
+from kvrail.codec.packed.format import PackedWeight
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.tbe.cpu_kernels import count_bits, count_exponents, fill_blocks, map_blocks, read_blocks
-from kvrail.codec.tbe.form import (
+from kvrail.codec.tbe.format import (
     BLOCK,
     FRAGMENTS,
     MOST_BASE,

@@ -13,12 +13,12 @@ from numba import uint16 as u16
 from numba import uint32 as u32
 from numba import uint64 as u64
 
-from kvrail.codec.huffman.block_kernels import copy_bytes, count_bytes
-from kvrail.codec.huffman.code_kernels import code_lengths, write_tables
-from kvrail.codec.huffman.plane_kernels import RAW, decode_plane, encode_plane
-from kvrail.codec.huffman.words import bytes_at
+from kvrail.codec.huffman.cpu_block_kernels import copy_bytes, count_bytes
+from kvrail.codec.huffman.cpu_code_kernels import code_lengths, write_tables
+from kvrail.codec.huffman.cpu_plane_kernels import RAW, decode_plane, encode_plane
+from kvrail.codec.huffman.cpu_word_kernels import bytes_at
 
-KERNELS = "6f3a2a710061d8da"
+KERNELS = "c2ca0a4c0c1e6a5b"
 """XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
 

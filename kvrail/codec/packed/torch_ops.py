@@ -2,7 +2,7 @@
 
 import torch
 
-from kvrail.codec.packed.form import (
+from kvrail.codec.packed.format import (
     CODE_BYTES,
     FIRST_EXPONENT,
     FIXED_BYTES,

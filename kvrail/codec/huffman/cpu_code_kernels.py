@@ -12,7 +12,7 @@ from numba import uint8 as u8
 from numba import uint16 as u16
 from numba import uint64 as u64
 
-from kvrail.codec.huffman.words import reversed_bits
+from kvrail.codec.huffman.cpu_word_kernels import reversed_bits
 
 MAX_BITS = 12
 """Longest code. With 11, weights in float8_e4m3fn take 0.4 % more; a table of 2^12 runs fills 32 KiB of a cache."""

@@ -12,7 +12,7 @@ from numba import float64, int64, njit, uint64
 from numba import uint8 as u8
 from numba import uint64 as u64
 
-from kvrail.codec.huffman.block_kernels import (
+from kvrail.codec.huffman.cpu_block_kernels import (
     STREAMS,
     copy_bytes,
     count_bytes,
@@ -20,9 +20,9 @@ from kvrail.codec.huffman.block_kernels import (
     read_streams,
     write_streams,
 )
-from kvrail.codec.huffman.code_kernels import WINDOW, code_lengths, write_codes, write_tables
-from kvrail.codec.huffman.field_kernels import choose_field, cut, field_bytes, paste, without_field
-from kvrail.codec.huffman.words import load_word, trailing_zeros
+from kvrail.codec.huffman.cpu_code_kernels import WINDOW, code_lengths, write_codes, write_tables
+from kvrail.codec.huffman.cpu_field_kernels import choose_field, cut, field_bytes, paste, without_field
+from kvrail.codec.huffman.cpu_word_kernels import load_word, trailing_zeros
 
 RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
 """How a block of bytes is coded."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvrail.codec.packed.form import PackedWeight
+from kvrail.codec.packed.format import PackedWeight
 
 
 @torch.library.custom_op("kvrail::packed_product", mutates_args=())

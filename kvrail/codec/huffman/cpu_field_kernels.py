@@ -12,8 +12,8 @@ from numba import njit
 from numba import uint8 as u8
 from numba import uint64 as u64
 
-from kvrail.codec.huffman.code_kernels import code_bits
-from kvrail.codec.huffman.words import words_at
+from kvrail.codec.huffman.cpu_code_kernels import code_bits
+from kvrail.codec.huffman.cpu_word_kernels import words_at
 
 MOST_SHIFT = 1
 """Highest place of a field's lowest bit: below it is at most the sign, which rotation brought there."""

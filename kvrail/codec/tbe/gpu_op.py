@@ -2,7 +2,7 @@
 
 import torch
 
-from kvrail.codec.tbe.form import TbeWeight
+from kvrail.codec.tbe.format import TbeWeight
 
 
 @torch.library.custom_op("kvrail::tbe_product", mutates_args=())

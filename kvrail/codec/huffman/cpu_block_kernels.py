@@ -14,8 +14,8 @@ from numba import int64, njit, uint64
 from numba import uint8 as u8
 from numba import uint64 as u64
 
-from kvrail.codec.huffman.code_kernels import MAX_BITS, MAX_RUN, WINDOW
-from kvrail.codec.huffman.words import copy_memory, leading_zeros, load_word, store_word
+from kvrail.codec.huffman.cpu_code_kernels import MAX_BITS, MAX_RUN, WINDOW
+from kvrail.codec.huffman.cpu_word_kernels import copy_memory, leading_zeros, load_word, store_word
 
 STREAMS = 6
 LINE = 64
