@@ -51,11 +51,12 @@ def ask(cluster, headers=None, **body):
 
 
 def trace_of(collector, trace_id, services):
-    """Spans of a trace once each of `services` has told its own."""
+    """Spans of a trace once each of `services` has told its own, and all of them hang together: they come in batches."""
     deadline = time.monotonic() + 30
     while True:
         found = [span for span in collector.spans if span.trace_id == trace_id]
-        if {span.service for span in found} >= services:
+        ids = {span.span_id for span in found} | {CALLER}
+        if {span.service for span in found} >= services and all(span.parent in ids for span in found):
             return found
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
