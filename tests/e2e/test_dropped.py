@@ -20,7 +20,11 @@ def cluster(tmp_path_factory):
 
 
 def answer(cluster: Cluster) -> str:
-    found = httpx.post(f"{cluster.url}/v1/completions", json=QUESTION, timeout=60)
+    try:
+        found = httpx.post(f"{cluster.url}/v1/completions", json=QUESTION, timeout=60)
+    except httpx.ReadTimeout:  # where the question hangs: at the router, between the two, or in the engine
+        told = [(name, *rest) for url in cluster.metrics.values() for name, *rest in samples(url) if rest[-1]]
+        pytest.fail(f"{httpx.get(f'{cluster.url}/health').text}\n{told}")
     assert found.status_code == 200, found.text
     return found.json()["choices"][0]["text"]
 
