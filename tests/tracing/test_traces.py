@@ -51,7 +51,7 @@ def ask(cluster, headers=None, **body):
 
 
 def trace_of(collector, trace_id, services):
-    """Spans of a trace once each of `services` has told its own, and all of them hang together: they come in batches."""
+    """Spans of a trace once each of `services` has told its own and all hang together: they come in batches."""
     deadline = time.monotonic() + 30
     while True:
         found = [span for span in collector.spans if span.trace_id == trace_id]
