@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvrail.errors import ConfigError
-from kvrail.fields import ComputeDtype, Device, KVDtype, Names, Origins, Port, Workers
+from kvrail.fields import ComputeDtype, Device, KVDtype, Names, Origins, Port, SamplingDefaults, Workers
 
 DEMO_MODEL = str(Path(__file__).resolve().parent.parent / "models" / "kvrail-demo")
 
@@ -152,6 +152,15 @@ class RouterSettings(ServiceSettings):
     )
     max_connections: PositiveInt = Field(4096, description="connections of clients at once; more are answered 503")
     max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
+    generation_config: str = Field(
+        "auto",
+        min_length=1,
+        description="sampling of requests that do not say; auto: as the model's generation_config.json has it; none:"
+        " OpenAI's defaults; else a folder with such a file",
+    )
+    override_generation_config: SamplingDefaults = Field(
+        {}, description='values that win over it, in JSON, for example {"temperature": 0.6}'
+    )
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
         "auto", description="form of tool calls; auto: the chat template's"
     )

@@ -1,5 +1,6 @@
 """Types of settings' values, and what is accepted for each."""
 
+import json
 import re
 from typing import Annotated, Literal
 
@@ -39,10 +40,21 @@ def _check_origin(value: str) -> str:
     return value
 
 
+def _parse_object(value: object) -> object:
+    """An object's JSON, as flags and environment variables have it; a TOML file has a table."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"write an object in JSON ({error})") from None
+
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Workers = Annotated[tuple[Annotated[str, AfterValidator(_check_workers)], ...], NoDecode, BeforeValidator(_split)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_split)]
+SamplingDefaults = Annotated[dict[str, int | float | None], NoDecode, BeforeValidator(_parse_object)]
 Device = Annotated[str, AfterValidator(_check_device)]
 KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]
 ComputeDtype = Literal["auto", "float32", "bfloat16"]

@@ -91,7 +91,7 @@ def _default(field: FieldInfo) -> str:
         return "the demo model"
     if isinstance(value, bool):
         return "on" if value else "off"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | dict):
         value = ",".join(value)
     shown = f"{value:g}" if isinstance(value, float) else str(value)
     return f"`{shown}`" if shown else "none"

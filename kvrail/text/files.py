@@ -76,9 +76,14 @@ def read_files(folder: Path) -> TokenizerFiles:
         tokenizer_config=tokenizer_config,
         special_tokens_map=_read_json(folder / "special_tokens_map.json"),
         config=_read_json(folder / "config.json"),
-        generation_config=_read_json(folder / "generation_config.json"),
+        generation_config=read_generation_config(folder),
         chat_templates=_read_templates(folder, tokenizer_config.get("chat_template")),
     )
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The object in `folder`'s generation_config.json; empty where there is none. Raises ConfigError."""
+    return _read_json(folder / "generation_config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

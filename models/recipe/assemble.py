@@ -27,7 +27,7 @@ def main() -> None:
     turn, text, pad = numbers[END_OF_TURN], numbers[END_OF_TEXT], numbers[PAD]
     config = Shape().config(turn, text, pad)
     generation = {"bos_token_id": text, "eos_token_id": [turn, text], "pad_token_id": pad,
-                  "do_sample": False, "max_new_tokens": 256}  # fmt: skip
+                  "do_sample": True, "temperature": 0.2, "max_new_tokens": 256}  # fmt: skip
     for name, content in (("config", config), ("generation_config", generation)):
         (args.model / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 

@@ -16,6 +16,7 @@ from kvrail.lifecycle import Stage
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
 from kvrail.services.router.app import build_app
+from kvrail.services.router.defaults import Defaults
 from kvrail.services.router.main import RouterServer, listen, open_admin
 from kvrail.services.router.worker import NOT_ASKED
 from kvrail.text import Tokenizer
@@ -23,6 +24,7 @@ from kvrail.tls import Tls
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
+OPENAIS = Defaults()
 MODEL = "tiny"
 VOCABULARY = 300
 CONTEXT = 512
@@ -253,6 +255,7 @@ async def run_cluster(
     prefill: int = 1,
     wait_healthy: bool = True,
     tls: Callable[[str], Tls | None] = lambda role: None,
+    defaults: Defaults = OPENAIS,
     **settings: object,
 ) -> AsyncIterator[Cluster]:
     """Start workers and a router; everything ends with the block. tls: gives a worker's role its certificate."""
@@ -278,7 +281,7 @@ async def run_cluster(
             **settings,
         }
         chosen = RouterSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-        server = RouterServer(build_app(chosen, tokenizer), chosen)
+        server = RouterServer(build_app(chosen, tokenizer, defaults), chosen)
         listener = listen("127.0.0.1", 0)
         open_admin(server, chosen, server._app.state.tls)
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import shutil
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +17,19 @@ from kvrail.config import DEMO_MODEL, Settings, flag_name
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster", ("prefill_workers", "decode_workers", "dns_interval_s", "startup_timeout_s")),
     ("network", ("host", "port", "metrics_port", "admin_host", "admin_port")),
-    ("model", ("model", "served_model_name", "load_format", "max_model_len", "tool_parser", "reasoning_parser")),
+    (
+        "model",
+        (
+            "model",
+            "served_model_name",
+            "load_format",
+            "max_model_len",
+            "generation_config",
+            "override_generation_config",
+            "tool_parser",
+            "reasoning_parser",
+        ),
+    ),
     (
         "compute",
         (
@@ -189,6 +202,7 @@ def flag_arguments(values: Mapping[str, object]) -> list[str]:
             arguments.append(flag_name(name) if value else f"--no-{flag_name(name)[2:]}")
         else:
             text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+            text = json.dumps(value) if isinstance(value, dict) else text
             arguments.append(f"{flag_name(name)}={text}")
     return arguments
 
@@ -222,7 +236,7 @@ def _facts(field: FieldInfo) -> str:
         shown = "the demo model"
     elif isinstance(value, bool):
         shown = "on" if value else "off"
-    elif isinstance(value, tuple):
+    elif isinstance(value, tuple | dict):
         shown = ",".join(value) or "none"
     else:
         shown = f"{value:g}" if isinstance(value, float) else str(value)

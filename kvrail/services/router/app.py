@@ -14,6 +14,7 @@ from kvrail.keyfile import KeyFile
 from kvrail.rpc.http_side import MembersOnly
 from kvrail.services.router import errors, openapi
 from kvrail.services.router.bodies import BodyLimit
+from kvrail.services.router.defaults import Defaults
 from kvrail.services.router.messages.service import Messages
 from kvrail.services.router.middleware import ApiKeys, RequestContext
 from kvrail.services.router.page.routes import page_routes
@@ -47,14 +48,14 @@ def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *
     return app if tls is None else MembersOnly(app, OPEN_TO_ALL)
 
 
-def build_app(settings: RouterSettings, tokenizer: Tokenizer) -> FastAPI:
+def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults) -> FastAPI:
     """The application; `app.state.service` is set while it runs. `app.state.parsing`: whose body is parsed."""
     tls = Tls.of(settings, "router")
     keys, quotas = KeyFile(settings.api_keys_file) if settings.api_keys_file else None, Quotas()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = RouterService(settings, tokenizer, tls)
+        service = RouterService(settings, tokenizer, defaults, tls)
         app.state.service = service
         app.state.responses = Responses(service)
         app.state.messages = Messages(service)

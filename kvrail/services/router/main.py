@@ -20,6 +20,7 @@ from kvrail.errors import ConfigError
 from kvrail.rpc.http_side import SideServer, side_config
 from kvrail.services.router.app import build_admin, build_app
 from kvrail.services.router.connection import ClientConnection, ConnectionLimits
+from kvrail.services.router.defaults import defaults_of
 from kvrail.services.router.middleware import NO_HANDLER, NO_METHOD
 from kvrail.services.router.service import RouterService
 from kvrail.text import load_tokenizer
@@ -177,7 +178,7 @@ def run(settings: RouterSettings) -> int:
     """Serve until asked to stop; returns the exit status. Raises ConfigError where a setting does not work."""
     logs.setup(settings.log_level, settings.log_format, "router")
     tokenizer = load_tokenizer(settings.model)
-    app = build_app(settings, tokenizer)
+    app = build_app(settings, tokenizer, defaults_of(settings))
     server = RouterServer(app, settings)
     allow_files(settings.max_connections + OTHER_FILES)
     listener = listen(settings.host, settings.port)

@@ -216,13 +216,19 @@ class OpenBody(Wire):
         return value
 
 
+Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, le=UINT32_MAX)]
+Repetition = Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)]
+
+
 class Sampled(OpenBody):
     """Fields of every request that generates, except for Anthropic's."""
 
     model: Name
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     stop: Annotated[
         Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None,
         BeforeValidator(_one_as_list, json_schema_input_type=StopString | list[StopString] | None),
@@ -235,9 +241,9 @@ class Sampled(OpenBody):
     frequency_penalty: Penalty | None = None
     user: Name | None = None
     # vLLM's
-    top_k: Annotated[int, Field(ge=-1, le=UINT32_MAX)] | None = None
+    top_k: TopK | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
+    repetition_penalty: Repetition | None = None
     min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), not_longer(MAX_STOP_TOKENS)] | None = None

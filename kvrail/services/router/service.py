@@ -19,6 +19,7 @@ from kvrail.grammar import Grammars
 from kvrail.metrics import RouterMetrics, show_process
 from kvrail.services.router.admission import Admission
 from kvrail.services.router.answer import Answer, Job, Prepared, Speech
+from kvrail.services.router.defaults import Defaults
 from kvrail.services.router.dispatch import Dispatcher
 from kvrail.services.router.encoding import Encoder, refuse
 from kvrail.services.router.fleet import show_workers
@@ -45,7 +46,9 @@ MAX_NAME_CHARS = 200
 class RouterService:
     """Everything that outlives a request. Make it inside the event loop: channels belong to one."""
 
-    def __init__(self, settings: RouterSettings, tokenizer: Tokenizer, tls: Tls | None = None) -> None:
+    def __init__(
+        self, settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults, tls: Tls | None = None
+    ) -> None:
         self.settings = settings
         self.model = settings.model_name
         self.registry = Registry()
@@ -58,7 +61,7 @@ class RouterService:
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
         shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
-        self.planner = Planner(self._encoder, shaper, self.pool.limits, priorities=settings.priorities)
+        self.planner = Planner(self._encoder, shaper, self.pool.limits, defaults, priorities=settings.priorities)
         self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
         self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
         self._writing = asyncio.Semaphore(1)

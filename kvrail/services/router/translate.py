@@ -4,11 +4,12 @@ import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrail.errors import ContextLengthError
 from kvrail.sampling import SamplingParams
 from kvrail.services.router import fields
+from kvrail.services.router.defaults import Defaults
 from kvrail.services.router.encoding import Encoder, refuse
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.schema import (
@@ -23,6 +24,8 @@ from kvrail.services.router.shaping import Shape, Shaper
 from kvrail.services.router.tools.offered import offer_of
 from kvrail.wire.convert import UINT64_MAX, sampling_to_proto
 from kvrail.wire.v1 import common_pb2
+
+T = TypeVar("T")
 
 MANY_BIASES = 4096
 MAX_SENT_BIASES = 1 << 20
@@ -128,9 +131,16 @@ class Planner:
     """Turns validated requests into plans; `limits` tells those of the workers, or raises WorkerUnavailableError."""
 
     def __init__(
-        self, encoder: Encoder, shaper: Shaper, limits: Callable[[], Limits], *, priorities: bool = False
+        self,
+        encoder: Encoder,
+        shaper: Shaper,
+        limits: Callable[[], Limits],
+        defaults: Defaults,
+        *,
+        priorities: bool = False,
     ) -> None:
         """priorities: whether requests may name theirs."""
+        self.defaults = defaults
         self._encoder = encoder
         self._shaper = shaper
         self._limits = limits
@@ -195,10 +205,12 @@ class Planner:
         sampling = []
         for prompt in prompts:
             budget = _budget(field, len(prompt), max_tokens, limits.context)
+            if max_tokens is None:
+                budget = self.defaults.output_tokens(budget, request.min_tokens or 0)
             _check_ids(field, prompt, limits.vocabulary)
             if (request.min_tokens or 0) > budget:
                 refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
-            sampling.append(_sampling(request, budget, logprobs, shape, bias))
+            sampling.append(_sampling(request, self.defaults, budget, logprobs, shape, bias))
         ours = request.kvrail or KvrailOptions()
         plan = Plan(
             prompts,
@@ -274,24 +286,29 @@ def _scored_tokens(request: Request) -> int | None:
 
 
 def _sampling(
-    request: Request, max_tokens: int, logprobs: int | None, shape: Shape, bias: dict[int, float]
+    request: Request,
+    defaults: Defaults,
+    max_tokens: int,
+    logprobs: int | None,
+    shape: Shape,
+    bias: dict[int, float],
 ) -> SamplingParams:
     """Sampling parameters; without a seed of the client's each prompt draws its own."""
     seed = secrets.randbits(64) if request.seed is None else request.seed & UINT64_MAX
 
-    def given(value: float | None, default: float) -> float:
+    def given(value: T | None, default: T) -> T:
         return default if value is None else value
 
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=request.min_tokens or 0,
-        temperature=given(request.temperature, 1.0),
-        top_p=given(request.top_p, 1.0),
-        top_k=max(0, request.top_k or 0),
-        min_p=given(request.min_p, 0.0),
-        repetition_penalty=given(request.repetition_penalty, 1.0),
-        presence_penalty=given(request.presence_penalty, 0.0),
-        frequency_penalty=given(request.frequency_penalty, 0.0),
+        temperature=given(request.temperature, defaults.temperature),
+        top_p=given(request.top_p, defaults.top_p),
+        top_k=max(0, given(request.top_k, defaults.top_k)),
+        min_p=given(request.min_p, defaults.min_p),
+        repetition_penalty=given(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=given(request.presence_penalty, defaults.presence_penalty),
+        frequency_penalty=given(request.frequency_penalty, defaults.frequency_penalty),
         logit_bias=bias,
         seed=seed,
         logprobs=logprobs,

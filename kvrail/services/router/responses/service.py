@@ -7,6 +7,7 @@ from starlette.datastructures import State
 
 from kvrail.errors import InvalidRequestError
 from kvrail.services.router.answer import Answer
+from kvrail.services.router.defaults import Defaults
 from kvrail.services.router.encoding import refuse
 from kvrail.services.router.logprobs import TokenTexts
 from kvrail.services.router.renaming import renamed
@@ -42,7 +43,7 @@ class Responses:
         items = [*history, *input_items(request)]
 
         def write(plan: Plan, name: str) -> ResponseWriter:
-            response = _described(request, response_id, name)
+            response = _described(request, planner.defaults, response_id, name)
             if kept:
                 self._store.begin(owner, items, response, cancel)
             texts = TokenTexts(self._service.tokenizer) if chat.logprobs else None
@@ -110,7 +111,7 @@ def _tool(tool: Json) -> Json:
     return {"description": None, "parameters": None, "strict": False, **tool}
 
 
-def _described(request: ResponsesRequest, response_id: str, name: str) -> Json:
+def _described(request: ResponsesRequest, defaults: Defaults, response_id: str, name: str) -> Json:
     """The response as it begins: what was asked for, and no output."""
     given = request.model_dump(include=REPEATED, exclude_none=True, by_alias=True)
     return {
@@ -129,20 +130,20 @@ def _described(request: ResponsesRequest, response_id: str, name: str) -> Json:
         "model": name,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "presence_penalty": given.get("presence_penalty", 0.0),
-        "frequency_penalty": given.get("frequency_penalty", 0.0),
+        "presence_penalty": given.get("presence_penalty", defaults.presence_penalty),
+        "frequency_penalty": given.get("frequency_penalty", defaults.frequency_penalty),
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
         "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": request.store is not False,
-        "temperature": given.get("temperature", 1.0),
+        "temperature": given.get("temperature", defaults.temperature),
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tool_choice": request.tool_choice or "auto",
         "tools": [_tool(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": given.get("top_p", 1.0),
+        "top_p": given.get("top_p", defaults.top_p),
         "truncation": request.truncation or "disabled",
         "usage": None,
         "user": request.user,
