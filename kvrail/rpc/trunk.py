@@ -2,11 +2,12 @@
 
 A trunk opens with its first call and stays. Where it breaks, every call on it hears that the worker is lost, and the
 next call opens another. One call's replies never wait for another's reader: what its own reader does not take waits
-here, up to a bound, and beyond it that call alone is ended.
+here, up to a bound, and beyond it that call alone is ended. No call is waited for in vain: while there are any, the
+worker is asked over the trunk itself which of them it has.
 """
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -25,12 +26,18 @@ from kvrail.rpc.errors import code_of, from_rpc_error, from_status, is_cancellin
 from kvrail.rpc.options import MAX_MESSAGE_BYTES
 from kvrail.wire.v1 import decode_pb2
 
+log = logging.getLogger(__name__)
+
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 """A larger request would break the trunk for all calls."""
 MAX_UNREAD_BYTES = 1 << 20
 """Replies of one call that wait for a slow reader: some 20,000 tokens without log probabilities."""
 TAKEN_EVERY = 4
 """Messages after which the worker is told that they were taken; half of what it has on their way."""
+CHECK_EVERY_S = 2.0
+"""How often the worker is asked which calls it has. gRPC's own pings tell of the connection, not of the stream."""
+UNANSWERED_CHECKS = 6
+"""Such pauses after which a question that has no answer makes the trunk a broken one."""
 UNREAD_OVERHEAD_BYTES = 64
 """What a waiting reply takes beside its own bytes."""
 
@@ -167,8 +174,9 @@ class _Line:
         self._orders: list[decode_pb2.TrunkRequest] = []
         self._any = asyncio.Event()
         self._last = 0
+        self._unanswered = False
         self.broken = False
-        self._ways = asyncio.create_task(self._read()), asyncio.create_task(self._write())
+        self._ways = tuple(asyncio.create_task(way) for way in (self._read(), self._write(), self._check()))
 
     def begin(
         self, request: decode_pb2.GenerateRequest, timeout_s: float | None, on_overflow: Callable[[], object] | None
@@ -204,9 +212,7 @@ class _Line:
                 if message is None:  # what gRPC makes of bytes that it cannot read
                     error = IncompatibleError(f"{self._peer} sent a reply that is no message of this protocol version")
                     break
-                for news in message.calls:
-                    if (call := self._calls.get(news.call)) is not None:
-                        call.take(news)
+                self._take(message)
                 untold += 1
                 if untold == TAKEN_EVERY:
                     self.order(decode_pb2.TrunkRequest(taken=untold))
@@ -222,22 +228,52 @@ class _Line:
         finally:
             self.break_off(error)
 
+    def _take(self, message: decode_pb2.TrunkReply) -> None:
+        for news in message.calls:
+            if (call := self._calls.get(news.call)) is not None:
+                call.take(news)
+        if message.HasField("checked"):
+            self._unanswered = False
+            for number in message.checked.unknown:
+                if (call := self._calls.get(number)) is not None:
+                    log.error("%s has lost call %d, whose end it never told", self._peer, number)
+                    call.end(WorkerUnavailableError(f"{self._peer} has lost the request; ask another worker"))
+
     def break_off(self, error: KvrailError) -> None:
         """End the stream at once; all its calls hear why."""
         self.broken = True
         self._stream.cancel()
-        self._ways[1].cancel()
+        for way in self._ways[1:]:
+            way.cancel()
         for call in list(self._calls.values()):
             call.end(error)
 
     async def _write(self) -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader tells of it
+        try:
             while True:
                 await self._any.wait()
                 self._any.clear()
                 orders, self._orders = self._orders, []
                 for order in orders:
                     await self._stream.write(order)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader tells of it
+        except Exception as error:
+            log.exception("an order to %s could not be sent", self._peer)
+            self.break_off(WorkerUnavailableError(f"the stream to {self._peer} takes no orders: {error}"))
+
+    async def _check(self) -> None:
+        """Ask again and again which calls the worker has; where no answer comes, the trunk is broken."""
+        pauses = 0
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            pauses += 1
+            if self._unanswered and pauses >= UNANSWERED_CHECKS:
+                log.error("%s answers nothing on a stream of %d calls; it is given up", self._peer, len(self._calls))
+                self.break_off(WorkerUnavailableError(f"{self._peer} answers nothing on its stream; ask another one"))
+            elif self._calls and not self._unanswered:
+                pauses, self._unanswered = 0, True
+                self.order(decode_pb2.TrunkRequest(check=decode_pb2.Check(calls=self._calls)))
 
 
 class Trunk:

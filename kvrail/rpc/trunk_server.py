@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from kvrail.errors import DeadlineError, IncompatibleError, KvrailError
-from kvrail.rpc.errors import TRAILER, abort_with, to_status
+from kvrail.rpc.errors import TRAILER, abort_with, is_cancelling, to_status
 from kvrail.wire.v1 import decode_pb2
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ MAX_UNTAKEN_MESSAGES = 8
 """Messages on their way that the caller has not said to have taken; it says so each TAKEN_EVERY (trunk.py)."""
 MAX_WAITING_REPLIES = 1024
 """Replies that wait for a trunk before its calls do: a caller reads ahead of its clients, so it is slow as a whole."""
+
+INTERNAL = "internal error; the worker's log has the cause"
 
 Method = Callable[[decode_pb2.GenerateRequest, Any], Any]
 """A servicer's Generate: an async generator, or a coroutine that writes to its context."""
@@ -149,10 +151,17 @@ class TrunkServer:
             if order.taken:
                 self._untaken -= order.taken
                 self._taken.set()
-            if order.HasField("start"):
+            if order.HasField("check"):
+                self._answer(order.check)
+            elif order.HasField("start"):
                 self._begin(order)
             elif (task := self._tasks.get(order.call)) is not None:
                 task.cancel()
+
+    def _answer(self, check: decode_pb2.Check) -> None:
+        self._message.checked.SetInParent()
+        self._message.checked.unknown.extend(call for call in check.calls if call not in self._tasks)
+        self._any.set()
 
     def _begin(self, order: decode_pb2.TrunkRequest) -> None:
         if order.call in self._tasks:
@@ -169,11 +178,16 @@ class TrunkServer:
             end = decode_pb2.CallEnd()
         except _Ended as ended:
             end = ended.end
+        except asyncio.CancelledError:
+            if is_cancelling():
+                raise
+            log.exception("call %d of a trunk was cancelled by what it waited for", call)
+            end = _end_of(KvrailError(INTERNAL))
         except TimeoutError:
             end = _end_of(DeadlineError(f"the request took longer than the {timeout_s:g} s that its caller gave it"))
         except Exception:
             log.exception("call %d of a trunk failed", call)
-            end = _end_of(KvrailError("internal error; the worker's log has the cause"))
+            end = _end_of(KvrailError(INTERNAL))
         finally:
             del self._tasks[call]
         self._part(call).end.CopyFrom(end)

@@ -9,6 +9,7 @@ from kvrail.errors import (
     FrameError,
     IncompatibleError,
     InvalidRequestError,
+    KvrailError,
     RequestCancelledError,
     WorkerUnavailableError,
 )
@@ -17,7 +18,7 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.errors import from_rpc_error, maps_errors
 from kvrail.rpc.server import build_server
-from kvrail.rpc.trunk_server import MAX_UNTAKEN_MESSAGES, MAX_WAITING_REPLIES
+from kvrail.rpc.trunk_server import MAX_UNTAKEN_MESSAGES, MAX_WAITING_REPLIES, TrunkServer
 from kvrail.wire.v1 import decode_pb2, decode_pb2_grpc
 
 
@@ -210,3 +211,85 @@ async def test_a_request_too_large_for_the_trunk_is_refused_before_it(pair, monk
     with pytest.raises(InvalidRequestError, match="1000"):
         client.generate(ask("count 1", "t" * 1000))
     assert await collect(client.generate(ask("count 1"))) == [0]
+
+
+@pytest.fixture
+def checks_often(monkeypatch):
+    monkeypatch.setattr(trunk_module, "CHECK_EVERY_S", 0.05)
+
+
+async def test_calls_that_take_long_are_asked_about_and_left_alone(pair, checks_often):
+    worker, client, _, _ = pair
+    stays = client.generate(ask("hang"))
+    await until(lambda: worker.running == {"hang"})
+    await asyncio.sleep(1)  # twenty questions
+    worker.go_on.set()
+    assert await collect(stays) == [0]
+
+
+async def test_a_call_that_the_worker_has_lost_ends_alone(pair, checks_often, monkeypatch):
+    """Its end is never told, as if a wake-up had been lost on the way."""
+    worker, client, _, _ = pair
+    servers = []
+    serve = TrunkServer._serve
+
+    async def forgetful(self, order):
+        servers.append(self)
+        if order.start.request_id == "lost":
+            del self._tasks[order.call]
+        else:
+            await serve(self, order)
+
+    monkeypatch.setattr(TrunkServer, "_serve", forgetful)
+    lost, stays = client.generate(ask("lost")), client.generate(ask("hang"))
+    with pytest.raises(WorkerUnavailableError, match="has lost the request"):
+        await collect(lost)
+    worker.go_on.set()
+    assert await collect(stays) == [0]
+    assert await collect(client.generate(ask("count 2"))) == [0, 1]
+    assert len(set(servers)) == 1
+
+
+@pytest.mark.parametrize("way", ["_read", "_write"])
+async def test_a_trunk_that_carries_nothing_any_more_is_broken(pair, checks_often, monkeypatch, way):
+    """The worker's end reads no orders, or sends no messages; the connection and its pings are well."""
+    worker, client, _, _ = pair
+    tried = getattr(TrunkServer, way)
+
+    async def stuck(self):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(TrunkServer, way, stuck)
+    with pytest.raises(WorkerUnavailableError, match="answers nothing"):
+        await collect(client.generate(ask("count 1")))
+    monkeypatch.setattr(TrunkServer, way, tried)
+    assert await collect(client.generate(ask("count 2"))) == [0, 1]  # over another one
+    await until(lambda: not worker.running)
+
+
+async def test_an_order_that_cannot_be_sent_breaks_the_trunk(pair, monkeypatch):
+    _, client, _, _ = pair
+    assert await collect(client.generate(ask("count 2"))) == [0, 1]
+
+    async def fails(order):
+        raise RuntimeError("no way out")
+
+    monkeypatch.setattr(client._trunk._line._stream, "write", fails)
+    with pytest.raises(WorkerUnavailableError, match="no way out"):
+        await collect(client.generate(ask("count 1")))
+    assert await collect(client.generate(ask("count 2"))) == [0, 1]
+
+
+async def test_a_call_that_something_inside_it_cancels_has_an_end(pair, monkeypatch):
+    _, client, _, _ = pair
+
+    async def cancelled(request, context):
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(TrunkServer, "__init__", _with(TrunkServer.__init__, cancelled))
+    with pytest.raises(KvrailError, match="internal error"):
+        await collect(client.generate(ask("count 1")))
+
+
+def _with(init, method):
+    return lambda self, _, context: init(self, method, context)

@@ -63,16 +63,30 @@ class Resumed(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class TrunkRequest(_message.Message):
-    __slots__ = ("call", "start", "timeout_s", "taken")
+    __slots__ = ("call", "start", "timeout_s", "taken", "check")
     CALL_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     call: int
     start: GenerateRequest
     timeout_s: float
     taken: int
-    def __init__(self, call: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., taken: _Optional[int] = ...) -> None: ...
+    check: Check
+    def __init__(self, call: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., taken: _Optional[int] = ..., check: _Optional[_Union[Check, _Mapping]] = ...) -> None: ...
+
+class Check(_message.Message):
+    __slots__ = ("calls",)
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, calls: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Checked(_message.Message):
+    __slots__ = ("unknown",)
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    unknown: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, unknown: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Drafted(_message.Message):
     __slots__ = ("position", "token_ids", "text")
@@ -135,10 +149,12 @@ class GenerateReply(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., summary: _Optional[_Union[GenerateSummary, _Mapping]] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class TrunkReply(_message.Message):
-    __slots__ = ("calls",)
+    __slots__ = ("calls", "checked")
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     calls: _containers.RepeatedCompositeFieldContainer[CallReplies]
-    def __init__(self, calls: _Optional[_Iterable[_Union[CallReplies, _Mapping]]] = ...) -> None: ...
+    checked: Checked
+    def __init__(self, calls: _Optional[_Iterable[_Union[CallReplies, _Mapping]]] = ..., checked: _Optional[_Union[Checked, _Mapping]] = ...) -> None: ...
 
 class CallReplies(_message.Message):
     __slots__ = ("call", "replies", "end")
