@@ -25,6 +25,7 @@ from kvrail.engine.sampler import Sampler
 from kvrail.engine.scheduler import Limits, Scheduler
 from kvrail.engine.streams import SideStream
 from kvrail.engine.toolchain import check_toolchain
+from kvrail.engine.watch import broken
 from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
 from kvrail.exposition import Exposition
 from kvrail.grammar import Grammars
@@ -58,10 +59,6 @@ delay those who decode no more than any chunk of a prompt does."""
 
 MAX_DIGESTS = 8192
 """Of pages in one status answer: 64 KiB."""
-
-BROKEN_EVERY_S = 0.5
-"""How often a worker looks whether its engine is still at work."""
-
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
@@ -340,13 +337,7 @@ def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, No
 
 
 async def _broken(engine: Engine, step_timeout_s: float) -> _BrokenError:
-    """Wait until the engine has given up, or a step hangs."""
-    while True:
-        await asyncio.sleep(BROKEN_EVERY_S)
-        if not engine.alive:
-            return _BrokenError("the engine has given up; see the errors above")
-        if engine.step_seconds > step_timeout_s:
-            return _BrokenError(f"a step has not ended within {step_timeout_s:g} s: the device hangs")
+    return _BrokenError(await broken(engine, step_timeout_s))
 
 
 async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls: Tls | None = None) -> None:

@@ -13,11 +13,11 @@ from kvrail.engine.events import (
     Failed,
     Finished,
     Output,
-    PageLease,
     Prefilled,
     PrefillStarted,
     Verified,
 )
+from kvrail.engine.leases import Leases
 from kvrail.engine.live import LiveRequest
 from kvrail.engine.output import Booked, SequenceText, ending_of, ends_by_length
 from kvrail.engine.planning import Step, draws_ahead, plan_step
@@ -55,15 +55,19 @@ class RequestBook:
         self._drafting = Drafting(scheduler, limits, metrics, max_drafts)
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = 0
-        self._unclaimed: dict[str, PageLease] = {}
-        self._claimed = 0
+        self.leases = Leases(scheduler.pool)
         self._computing = Computing(scheduler)
         self._drawn: list[tuple[Seq, Booked | Draft | Verified]] = []  # not told yet, since text must be made first
 
     @property
     def idle(self) -> bool:
         """Whether no request is live, no step computes and no transfer holds pages."""
-        return not self._requests and self._computing.idle and not self._unclaimed and not self._claimed
+        return not self._requests and self._computing.idle and not self.leases.any
+
+    @property
+    def owes_a_step(self) -> bool:
+        """Whether requests wait for a step. A transfer may be what they wait for, or hold the pages that they need."""
+        return bool(self._requests) and not self.leases.any
 
     @property
     def has_drawn(self) -> bool:
@@ -112,29 +116,16 @@ class RequestBook:
             state.announced = True
             awaits_kv = sequence.status is Status.RECEIVING
             if awaits_kv or sequence.prefill_only:
-                self._lease(sequence)
+                self.leases.take(sequence.request_id, sequence.page_table)
             self._metrics.prefix_queried_tokens.inc(len(sequence.prompt_ids))
             self._metrics.prefix_hit_tokens.inc(sequence.computed)
             events.append((sequence.request_id, Admitted(sequence.computed, awaits_kv)))
         return events
 
-    def claim_lease(self, request_id: str) -> PageLease | None:
-        """Take over the hold on an admitted request's pages; None where the request was dropped before."""
-        lease = self._unclaimed.pop(request_id, None)
-        self._claimed += lease is not None
-        return lease
-
-    def release_lease(self, lease: PageLease) -> None:
-        """A transfer no longer reads or writes the pages."""
-        self._scheduler.pool.release(lease.pages)
-        self._claimed -= 1
-
     def close(self, request_id: str) -> None:
         """Nobody listens to a request any more: drop it, and its lease if nobody claimed that."""
         self.drop(request_id)
-        lease = self._unclaimed.pop(request_id, None)
-        if lease is not None:
-            self._scheduler.pool.release(lease.pages)
+        self.leases.drop(request_id)
 
     # -- transfers -----------------------------------------------------------------------------------------------
 
@@ -291,11 +282,6 @@ class RequestBook:
         elif resumed and resumed.token_ids and text is not None:
             text.resume(resumed.token_ids)
         return sequence
-
-    def _lease(self, sequence: Seq) -> None:
-        pool, pages = self._scheduler.pool, tuple(sequence.page_table)
-        pool.acquire(pages)
-        self._unclaimed[sequence.request_id] = PageLease(pages, tuple(pool.generation(page) for page in pages))
 
     def _receiving(self, request_id: str) -> Seq | None:
         state = self._requests.get(request_id)

@@ -87,6 +87,7 @@ class Engine:
         self._stepping_since: float | None = None
         self._preemptions = 0
         self.pace = StepPace()
+        self.steps = 0  # that have come to their end
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -128,7 +129,7 @@ class Engine:
     def claim_lease(self, request_id: str) -> PageLease | None:
         """Take over the hold on an admitted request's pages; None where it was dropped. Give it to `release_lease`."""
         with self._changed:
-            return self._book.claim_lease(request_id)
+            return self._book.leases.claim(request_id)
 
     def receive_first_tokens(self, request_id: str, tokens: Sequence[SampledToken]) -> None:
         """The first token of each of the n sequences, drawn by the prefill worker; their output is emitted at once."""
@@ -157,7 +158,7 @@ class Engine:
 
     def release_lease(self, lease: PageLease) -> None:
         """Give back a hold on pages, after the last read or write of them has completed."""
-        self._change(lambda: self._book.release_lease(lease))
+        self._change(lambda: self._book.leases.release(lease))
 
     def status(self) -> EngineStatus:
         """Load and health now."""
@@ -192,6 +193,11 @@ class Engine:
         """Whether a step would do anything: compute, or emit what was drawn."""
         with self._changed:
             return self._flight is not None or self._scheduler.has_work() or self._book.has_drawn
+
+    def owes_a_step(self) -> bool:
+        """Whether requests wait for a step and for nothing else."""
+        with self._changed:
+            return self._book.owes_a_step
 
     def step(self) -> None:
         """Take one step to its end.
@@ -276,6 +282,7 @@ class Engine:
             return
         with self._changed:
             self._outbox.append(self._book.settle(flight.step, tokens, scores))
+            self.steps += 1
             if self._flight is not None:
                 self._flight.find_masks(self._masks)  # while the device computes it
         self._deliver()

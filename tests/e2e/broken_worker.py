@@ -1,6 +1,6 @@
-"""A decode worker that breaks: `python -m tests.e2e.broken_worker raises|hangs|blocks --port N ...`.
+"""A decode worker that breaks: `python -m tests.e2e.broken_worker raises|hangs|forgets|blocks --port N ...`.
 
-raises, hangs: its engine. blocks: its event loop.
+raises, hangs: its engine's steps. forgets: its engine, what is to be computed. blocks: its event loop.
 """
 
 import sys
@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvrail.engine import watch
 from kvrail.engine.runner import ModelRunner
+from kvrail.engine.scheduler import Scheduler
 from kvrail.services.cli.main import main
 from kvrail.services.decode.progress import Progress
 
@@ -36,6 +38,9 @@ def in_steps(breaks: Callable[..., None]) -> Callable[..., object]:
 if __name__ == "__main__":
     if sys.argv[1] == "blocks":
         Progress.take = hangs
+    elif sys.argv[1] == "forgets":
+        watch.STALLED_S = 2.0
+        Scheduler.has_work = lambda scheduler: False
     else:
         ModelRunner.execute = in_steps({"raises": raises, "hangs": hangs}[sys.argv[1]])
     sys.exit(main(["decode", *sys.argv[2:]]))

@@ -98,6 +98,7 @@ async def test_sigterm_under_load_lets_answers_end(turn: int):
     [
         ("raises", "the worker ends: the engine has given up"),
         ("hangs", "the worker ends: a step has not ended within 2 s: the device hangs"),
+        ("forgets", "the worker ends: 0 sequences wait and 1 run, but for 2 s no step was taken"),
         ("blocks", "in hangs"),  # in the traceback of the thread whose loop it is
     ],
 )

@@ -1,0 +1,28 @@
+"""Whether an engine is at work, seen from outside its thread."""
+
+import asyncio
+from collections.abc import Callable
+from time import monotonic
+
+from kvrail.engine.engine import Engine
+
+LOOK_EVERY_S = 0.5
+STALLED_S = 30.0
+"""So long requests may wait for a step while none is taken and no transfer holds pages; there is no reason for any."""
+
+
+async def broken(engine: Engine, step_timeout_s: float, clock: Callable[[], float] = monotonic) -> str:
+    """Wait until the engine has given up, a step hangs, or none is taken that requests wait for; says which."""
+    steps, since = engine.steps, clock()
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if not engine.alive:
+            return "the engine has given up; see the errors above"
+        running_s = engine.step_seconds
+        if running_s > step_timeout_s:
+            return f"a step has not ended within {step_timeout_s:g} s: the device hangs"
+        if engine.steps != steps or running_s > LOOK_EVERY_S or not engine.owes_a_step():
+            steps, since = engine.steps, clock()
+        elif clock() - since > STALLED_S:
+            now = engine.status()
+            return f"{now.waiting} sequences wait and {now.running} run, but for {STALLED_S:g} s no step was taken"
