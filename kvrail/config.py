@@ -321,6 +321,11 @@ class UpSettings(Settings):
         description="metrics port of the first worker, the others' follow; 0, or with --port 0: any free ones",
     )
     startup_timeout_s: PositiveFloat = Field(600.0, description="longest wait until every process is healthy")
+    restarts: int = Field(
+        5,
+        ge=0,
+        description="a process that ends is started anew; so often in a row, if it ends within a minute, then all stop",
+    )
 
 
 PROCESSES: tuple[type[Settings], ...] = (RouterSettings, PrefillSettings, DecodeSettings, UpSettings)

@@ -1,4 +1,4 @@
-"""Processes that live and die together: nothing is left behind, whatever ends first."""
+"""Processes that are kept together: whoever ends is started anew, and in the end nothing is left behind."""
 
 import os
 import random
@@ -29,7 +29,7 @@ def wait_until(condition, what):
 class Group:
     """The supervisor in a process of its own, over children of the given modes."""
 
-    def __init__(self, tmp_path, *modes, grace=5.0, timeout=20.0):
+    def __init__(self, tmp_path, *modes, grace=5.0, timeout=20.0, restarts=0):
         self.notes = tmp_path / "notes"
         self.notes.touch()
         self.log = tmp_path / "log"
@@ -37,7 +37,7 @@ class Group:
         children = [f"{mode}:{port}" for mode, port in zip(modes, self.ports, strict=True)]
         self._file = self.log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "tests/cli/supervise.py", str(self.notes), str(grace), str(timeout), *children],
+            [sys.executable, "tests/cli/supervise.py", self.notes, *map(str, (grace, timeout, restarts)), *children],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=self._file,
@@ -138,8 +138,44 @@ def test_a_child_that_is_killed_is_told_by_its_signal(group):
     running.all_gone()
 
 
+def test_a_child_that_ends_is_started_anew_and_the_others_do_not_hear_of_it(group):
+    running = group("steady", "parent", "steady", restarts=5).ready()
+    _, port, _ = running.ports
+    of_port = re.compile(rf"^{port} pid (\d+)", re.MULTILINE)
+
+    def pids() -> list[int]:
+        return list(map(int, of_port.findall(running.notes.read_text())))
+
+    for turn in range(1, 4):
+        before = pids()
+        os.kill(before[-2], signal.SIGKILL)
+        wait_until(lambda wanted=2 * (turn + 1): len(pids()) == wanted, "not started anew")
+        wait_until(lambda gone=before: not any(map(alive, gone)), "what it has started is left behind")
+    assert running.log.read_text().count(f"parent-{port} ended by SIGKILL; it is started anew") == 3
+    assert all(map(alive, running.pids()[-2:]))
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end()[0] == 0
+    assert len(re.findall("got SIGTERM", running.notes.read_text())) == 3
+    running.all_gone()
+
+
+def test_a_child_that_ends_again_and_again_stops_all(group):
+    running = group("steady", "mortal", restarts=2).ready()
+    port = running.ports[1]
+    while running.process.poll() is None:
+        with suppress(OSError):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/die", timeout=1)
+    status, error = running.end()
+    assert (status, f"mortal-{port} ended with status 3; the others are stopped" in error) == (1, True)
+    assert f"mortal-{port}: the last words" in error
+    log = running.log.read_text()
+    assert log.count(f"mortal-{port} ended with status 3; it is started anew\n") == 1  # at once, then after a pause
+    assert log.count(f"mortal-{port} ended with status 3; it is started anew in 0.3 s") == 1
+    running.all_gone()
+
+
 def test_a_death_before_all_are_healthy(group):
-    running = group("sick", "steady")
+    running = group("sick", "steady", restarts=5)
     wait_until(lambda: len(running.pids()) == 2, "children did not start")
     os.kill(running.pids()[0], signal.SIGKILL)
     status, error = running.end()

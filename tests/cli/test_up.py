@@ -50,6 +50,13 @@ class Up:
     def text(self):
         return self.log.read_text()
 
+    def whole(self):
+        """Whether all workers take requests."""
+        try:
+            return httpx.get(f"{self.url}/health", trust_env=False).json().get("status") == "ok"
+        except httpx.TransportError:
+            return False
+
     def child(self, role):
         return next(child for child in self.children if role in child.cmdline())
 
@@ -104,8 +111,28 @@ def test_a_cluster_answers_and_ctrl_c_ends_it(up):
     cluster.all_gone()
 
 
-def test_a_lost_worker_ends_the_cluster_and_is_named(up):
-    cluster = up()
+def test_a_lost_process_is_started_anew_and_the_cluster_answers_as_before(up):
+    cluster = up("--local-prefill-tokens", "0")
+    asked = ("--max-tokens", "12", "--temperature", "0", "a question")
+    before = chat(cluster.url, *asked)
+    assert before.returncode == 0, before
+    for role in ("decode", "prefill", "router"):
+        cluster.child(role).kill()
+        name = {"router": "router"}.get(role, f"{role}-0")
+        wait_until(lambda: f"{name} ended by SIGKILL; it is started anew" in cluster.text(), name)  # noqa: B023
+        deadline = time.monotonic() + START_S
+        while not cluster.whole() or (after := chat(cluster.url, *asked)).returncode:
+            assert time.monotonic() < deadline, cluster.text()
+            time.sleep(0.1)
+        assert after.stdout == before.stdout
+    cluster.children = psutil.Process(cluster.process.pid).children(recursive=True)
+    cluster.process.send_signal(signal.SIGINT)
+    assert cluster.process.wait(60) == 0, cluster.text()
+    cluster.all_gone()
+
+
+def test_a_lost_worker_ends_the_cluster_where_it_is_not_to_be_started_anew(up):
+    cluster = up("--restarts", "0")
     cluster.child("decode").kill()
     assert cluster.process.wait(60) == 1
     assert "kvrail up: decode-0 ended by SIGKILL; the others are stopped" in cluster.text()

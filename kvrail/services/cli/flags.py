@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from kvrail.config import DEMO_MODEL, Settings, flag_name
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("cluster", ("prefill_workers", "decode_workers", "dns_interval_s", "startup_timeout_s")),
+    ("cluster", ("prefill_workers", "decode_workers", "dns_interval_s", "startup_timeout_s", "restarts")),
     ("network", ("host", "port", "metrics_port", "admin_host", "admin_port")),
     (
         "model",

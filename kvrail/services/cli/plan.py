@@ -39,6 +39,7 @@ class Cluster:
     processes: tuple[Process, ...]
     router: RouterSettings
     startup_timeout_s: float
+    restarts: int
     device: str
 
     @property
@@ -89,7 +90,7 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
     for worker in workers:
         sharing = devices.count(worker.device)
         processes.append(_worker_process(worker, handed, config, len(workers), _memory(worker, sharing, gpus)))
-    return Cluster(tuple(processes), router, up.startup_timeout_s, device)
+    return Cluster(tuple(processes), router, up.startup_timeout_s, up.restarts, device)
 
 
 def resolve_device(device: str, gpus: list[str]) -> str:

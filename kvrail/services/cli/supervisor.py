@@ -1,8 +1,9 @@
-"""Processes that live and die together.
+"""Processes that are started, kept and ended together.
 
     start ──► all healthy ──► stop asked for ──► router drains ──► workers drain ──► all gone
-      │            │
-      └────────────┴──► one died, or the time to start is over ──► all stop, status 1
+      │            │ ▲
+      │            └─┴ one ended: it is started anew
+      └────────────┴──► one ended too early or too often, or the time to start is over ──► all stop, status 1
 
 Children lead process groups of their own, so a Ctrl-C in the terminal reaches the supervisor alone, which then stops
 them in order. A pipe tells them when the supervisor itself is gone (kvrail.services.cli.watch).
@@ -33,6 +34,10 @@ READ_MARGIN_S = 2.0
 """Seconds to read the last lines; a process that left its group may hold a child's output open for ever."""
 QUIET_S = 3.0
 """While processes start, a line says who is waited for where none has come for so long."""
+STEADY_S = 60.0
+"""Who ended after so long has not failed at its start: its earlier ends do not count any more."""
+MOST_PAUSE_S = 10.0
+"""Before a start of one that ends again and again; the first one is at once."""
 KILL_MARGIN_S = 10.0
 """Longer than kvrail.services.cli.watch.EXIT_MARGIN_S: a child that is slow to end gets its own way first."""
 
@@ -62,12 +67,16 @@ class Child:
 
 
 class Supervisor:
-    """Starts processes, waits until they are healthy, keeps them until a signal or a death, and ends them all."""
+    """Starts processes, waits until they are healthy, starts anew whoever ends, and ends them all at a signal.
 
-    def __init__(self, output: Output, *, startup_timeout_s: float, grace_period_s: float) -> None:
+    restarts: times in a row that a process may end shortly after its start; once more, and all are ended.
+    """
+
+    def __init__(self, output: Output, *, startup_timeout_s: float, grace_period_s: float, restarts: int) -> None:
         self._output = output
         self._startup_timeout_s = startup_timeout_s
         self._grace_period_s = grace_period_s
+        self._restarts = restarts
         self._children: list[Child] = []
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         self._stopped_at = 0.0
@@ -75,7 +84,8 @@ class Supervisor:
     async def run(self, processes: Sequence[Process], on_ready: Callable[[], None]) -> None:
         """Run `processes` until SIGINT, SIGTERM or SIGHUP; a second signal stops at once.
 
-        Raises ClusterError where one ends by itself or is not healthy in time. No process is left behind.
+        Raises ClusterError where one is not healthy in time, or ends before that or too often after it. No process is
+        left behind.
         """
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,12 +93,12 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal)
         read_end, write_end = os.pipe()
         try:
-            for process in processes:
-                await self._start(process, read_end)
+            for place, process in enumerate(processes):
+                await self._start(place, process, read_end)
             stopped = await self._unless_stopped(self._until_healthy())
             if not stopped:
                 on_ready()
-                await self._unless_stopped(self._until_one_ends())
+                await self._unless_stopped(self._keep_all(read_end))
         finally:
             await self._end_all()
             os.close(read_end)
@@ -105,7 +115,7 @@ class Supervisor:
         elif now - self._stopped_at > SAME_SIGNAL_S:
             self._hurry.set()
 
-    async def _start(self, plan: Process, read_end: int) -> None:
+    async def _start(self, place: int, plan: Process, read_end: int) -> None:
         process = await asyncio.create_subprocess_exec(
             *plan.command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -117,7 +127,7 @@ class Supervisor:
         )
         child = Child(plan, process)
         child.reader = asyncio.create_task(self._read(child), name=f"log of {plan.name}")
-        self._children.append(child)
+        self._children[place : place + 1] = [child]
 
     async def _read(self, child: Child) -> None:
         """Pass the child's lines on, each with its name; a line of any length is taken."""
@@ -179,15 +189,36 @@ class Supervisor:
                 names = ", ".join(child.plan.name for child in waiting())
                 self._output.say(f"starting: {names} not ready yet, {monotonic() - begin:.0f} s so far")
 
-    async def _until_one_ends(self) -> None:
-        ends = [asyncio.ensure_future(child.process.wait()) for child in self._children]
+    async def _keep_all(self, read_end: int) -> None:
+        """Start anew whoever ends; raises ClusterError where one does so too often."""
+        keepers = [asyncio.create_task(self._keep(place, read_end)) for place in range(len(self._children))]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
+            for keeper in done:
+                keeper.result()
         finally:
-            for end in ends:
-                end.cancel()
-        await asyncio.sleep(HEALTH_INTERVAL_S)  # its last lines are still in the pipe
-        self._raise_if_ended()
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _keep(self, place: int, read_end: int) -> None:
+        """Keep one process, until a stop is asked for."""
+        ends = 0
+        while not self._stop.is_set():
+            child, since = self._children[place], monotonic()
+            # asyncio's own wait lasts as long as anything that the process has started holds its output.
+            while child.alive:  # noqa: ASYNC110
+                await asyncio.sleep(HEALTH_INTERVAL_S)
+            await asyncio.sleep(HEALTH_INTERVAL_S)  # its last lines are still in the pipe
+            ends = 1 if monotonic() - since > STEADY_S else ends + 1
+            if ends > self._restarts:
+                self._raise_if_ended()
+            child.signal_group(signal.SIGKILL)  # what it has left behind
+            pause_s = min(MOST_PAUSE_S, 2.0 ** (ends - 2)) if ends > 1 else 0.0
+            when = f" in {pause_s:g} s" if pause_s else ""
+            self._output.say(f"{child.plan.name} ended {_how(child.process.returncode)}; it is started anew{when}")
+            await asyncio.sleep(pause_s)
+            await self._start(place, child.plan, read_end)
 
     def _raise_if_ended(self) -> None:
         ended = [child for child in self._children if not child.alive]

@@ -58,7 +58,10 @@ async def _supervise(cluster: Cluster, output: Output) -> None:
     from kvrail.services.cli.supervisor import Supervisor  # brings an HTTP client: not for --help and the services
 
     supervisor = Supervisor(
-        output, startup_timeout_s=cluster.startup_timeout_s, grace_period_s=cluster.router.grace_period_s
+        output,
+        startup_timeout_s=cluster.startup_timeout_s,
+        grace_period_s=cluster.router.grace_period_s,
+        restarts=cluster.restarts,
     )
     await supervisor.run(cluster.processes, lambda: output.say(welcome(cluster)))
 
