@@ -94,6 +94,10 @@ class Tls:
         """What the files hold; where a change is not good, what they held before it."""
         return self._files.get()[0]
 
+    def end(self) -> datetime:
+        """When the certificate ends."""
+        return self.material().expires
+
     def server_context(self) -> ssl.SSLContext:
         """For a listener that asks for a client's certificate, and leaves it to who serves to insist on one."""
         return self._files.get()[1]
@@ -139,16 +143,20 @@ class DoorCertificate:
         return context
 
     def _renewed(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        connection.context = self._files.get()
+        connection.context = self._files.get()[0]
 
-    def _read(self) -> ssl.SSLContext:
-        check_pair(
+    def end(self) -> datetime:
+        """When the certificate ends."""
+        return self._files.get()[1]
+
+    def _read(self) -> tuple[ssl.SSLContext, datetime]:
+        chain = check_pair(
             content_of("--ssl-cert", self._cert),
             content_of("--ssl-key", self._key),
             f"--ssl-cert {self._cert}",
             f"--ssl-key {self._key}",
         )
-        return serving_context("--ssl-cert", self._cert, self._key)
+        return serving_context("--ssl-cert", self._cert, self._key), chain[0].not_valid_after_utc
 
 
 def serving_context(flag: str, cert: Path, key: Path) -> ssl.SSLContext:

@@ -29,7 +29,7 @@ from kvrail.engine.watch import broken
 from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
 from kvrail.exposition import Exposition
 from kvrail.grammar import Grammars
-from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics, show_process
+from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics, show_certificates, show_process
 from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.report import report_of
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
@@ -350,14 +350,20 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls
     add(rpc)
     bound = rpc.bind(settings.host, port)
     worker.engine.start()
+    look_at_certificate = show_certificates(worker.registry, {} if tls is None else {"services": tls.end})
     stop_side = None
+
+    def render_metrics(path: str) -> tuple[bytes, str]:
+        look_at_certificate()
+        return worker.render_metrics(path)
+
     try:
         await rpc.start()
         # The last thing before signals are taken: whoever reads that this worker is healthy may send one at once.
         metrics_port, stop_side = await start_side_server(
             settings.host,
             settings.metrics_port,
-            worker.render_metrics,
+            render_metrics,
             worker.healthy,
             tls if settings.metrics_tls else None,
         )

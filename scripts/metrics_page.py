@@ -3,9 +3,10 @@
 import re
 import sys
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
+from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_certificates, show_process
 from kvrail.tally import Family, Registry
 from kvrail.vllm import VLLM_METRICS
 
@@ -91,6 +92,7 @@ def tables() -> dict[str, str]:
     decode, prefill = worker(decodes=True), worker(decodes=False)
     every = Registry()
     show_process(every, "", 0)
+    show_certificates(every, {"services": datetime.now, "door": datetime.now})
     heads = ("metric", "type", "labels", "what it says")
     own = [
         (

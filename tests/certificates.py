@@ -21,10 +21,13 @@ class Authority:
         self.made = certs.make_authority(30)
         (folder / "ca.pem").write_bytes(self.made.pem)
 
-    def write(self, role: str, into: str = "", days: float = 10, hosts: str = NAMES) -> dict[str, str]:
-        """Write a certificate; days: negative for one that has expired. Returns the settings that name its files."""
+    def write(self, role: str, into: str = "", days: float = 10, hosts: str = NAMES, lives: int = 10) -> dict[str, str]:
+        """Write a certificate that lives so many days. Returns the settings that name its files.
+
+        days: not 10: negative for one that has expired, positive for one that does not hold yet.
+        """
         names = [certs.host_name(host) for host in hosts.split(",") if host]
-        certificate, key = certs.issue(self.made, role, names, 10)
+        certificate, key = certs.issue(self.made, role, names, lives)
         if days != 10:
             certificate = self._shifted(certificate, days)
         name = into or role

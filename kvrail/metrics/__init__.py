@@ -4,8 +4,16 @@ docs/metrics.md lists them all; `make docs-metrics` writes it from here. Router 
 `show_process`.
 """
 
-from kvrail.metrics.making import show_process
+from kvrail.metrics.making import show_certificates, show_process
 from kvrail.metrics.router import COUNTED_TOKENS, RouterMetrics
 from kvrail.metrics.worker import CodecMetrics, EngineMetrics, TransferMetrics
 
-__all__ = ["COUNTED_TOKENS", "CodecMetrics", "EngineMetrics", "RouterMetrics", "TransferMetrics", "show_process"]
+__all__ = [
+    "COUNTED_TOKENS",
+    "CodecMetrics",
+    "EngineMetrics",
+    "RouterMetrics",
+    "TransferMetrics",
+    "show_certificates",
+    "show_process",
+]

@@ -1,6 +1,7 @@
 """How metrics are made: with the model's name first among their labels."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -69,3 +70,20 @@ def show_process(registry: CollectorRegistry, version: str, protocol: int) -> No
     ProcessCollector(registry=registry)
     build = gauges("kvrail_build_info", "The process's version; always 1.", ["version", "protocol"], registry)
     build.labels(version, protocol).set(1)
+
+
+def show_certificates(registry: CollectorRegistry, ends: Mapping[str, Callable[[], datetime]]) -> Callable[[], None]:
+    """Have `registry` show when certificates end, by their use; call what this returns before it is read."""
+    family = gauges(
+        "kvrail_certificate_end_seconds",
+        "When a certificate ends, in seconds since 1970: the one between services, or the HTTP port's (door).",
+        ["use"],
+        registry,
+    )
+    shown = [(family.labels(use), end) for use, end in ends.items()]
+
+    def bring_up_to_date() -> None:
+        for gauge, end in shown:
+            gauge.set(end().timestamp())
+
+    return bring_up_to_date

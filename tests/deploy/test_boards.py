@@ -22,7 +22,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from deploy.grafana.source import live, vllm
 from deploy.grafana.source.__main__ import FOLDER, rendered
 from deploy.grafana.source.parts import STATES
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
+from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_certificates, show_process
 from kvrail.services.router.policy import WorkerState
 from kvrail.tally import Family, Registry
 
@@ -45,6 +45,7 @@ def known_series():
     for made in (RouterMetrics, EngineMetrics, TransferMetrics, CodecMetrics):
         made(registry, "m")
     show_process(registry, "1", 1)
+    show_certificates(registry, {})
     known = {sample.name: SCRAPED for family in registry.collect() for sample in family.samples}
     endings = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
     for family in registry.collectors:

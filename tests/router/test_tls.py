@@ -6,6 +6,7 @@ import ssl
 import httpx
 import openai
 import pytest
+from cryptography import x509
 
 from kvrail.errors import ConfigError
 from kvrail.tls import DoorCertificate
@@ -155,6 +156,27 @@ async def test_a_new_certificate_at_the_door_under_a_running_stream(tokenizer, a
             go.set()
             assert [line async for line in lines][-2:] == ["data: [DONE]", ""]
         authority.write("router")
+
+
+async def test_metrics_tell_when_certificates_end(tokenizer, authority, monkeypatch):
+    monkeypatch.setattr("kvrail.watched.LOOK_EVERY_S", 0.0)
+
+    def end(name):
+        pem = (authority.folder / f"{name}.pem").read_bytes()
+        return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+
+    authority.write("router", "door", lives=20)
+    paths = authority.settings("door")
+    settings = {**authority.settings("router"), "ssl_cert": paths["tls_cert"], "ssl_key": paths["tls_key"]}
+    async with run_cluster(tokenizer, tls=lambda role: authority.tls(role), **settings) as cluster:
+        metric = "kvrail_certificate_end_seconds"
+        assert await cluster.metric(f'{metric}{{use="services"}}') == end("router")
+        assert await cluster.metric(f'{metric}{{use="door"}}') == end("door") > end("router")
+        authority.write("router", lives=5)  # nobody has connected with the new one yet
+        assert await cluster.metric(f'{metric}{{use="services"}}') == end("router")
+    authority.write("router")
+    async with run_cluster(tokenizer) as cluster:
+        assert f"\n{metric}{{" not in (await cluster.http.get("/metrics")).text
 
 
 @pytest.mark.parametrize("settings", ["without", "of another CA"])

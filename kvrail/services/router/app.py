@@ -31,7 +31,7 @@ from kvrail.services.router.routes import (
 )
 from kvrail.services.router.service import RouterService
 from kvrail.text import Tokenizer
-from kvrail.tls import Tls
+from kvrail.tls import DoorCertificate, Tls
 
 OPEN_TO_ALL = frozenset({"/live", "/ready"})
 """Paths of the admin port for who has no certificate: probes, which learn one word."""
@@ -49,13 +49,18 @@ def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *
 
 
 def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults) -> FastAPI:
-    """The application; `app.state.service` is set while it runs. `app.state.parsing`: whose body is parsed."""
-    tls = Tls.of(settings, "router")
+    """The application; `app.state.service` is set while it runs.
+
+    Of its state, `parsing` says whose body is parsed; `tls` and `door` are certificates, where there are any. Raises
+    ConfigError where one is no good.
+    """
+    tls, door = Tls.of(settings, "router"), DoorCertificate.of(settings.ssl_cert, settings.ssl_key)
+    ends = {use: each.end for use, each in (("services", tls), ("door", door)) if each is not None}
     keys, quotas = KeyFile(settings.api_keys_file) if settings.api_keys_file else None, Quotas()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service = RouterService(settings, tokenizer, defaults, tls)
+        service = RouterService(settings, tokenizer, defaults, tls, ends)
         app.state.service = service
         app.state.responses = Responses(service)
         app.state.messages = Messages(service)
@@ -77,7 +82,7 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.parsing = asyncio.Lock()
-    app.state.tls = tls
+    app.state.tls, app.state.door = tls, door
     openapi.describe(app, settings.model_names)
     whole = settings.admin_port < 0
     routers = [api_routes(), responses_routes(), messages_routes(), operator_routes(whole=whole)]

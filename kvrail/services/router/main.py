@@ -55,8 +55,8 @@ class RouterServer(uvicorn.Server):
             server_header=False,
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
-        door = DoorCertificate.of(settings.ssl_cert, settings.ssl_key)
         config.load()
+        door: DoorCertificate | None = app.state.door
         if door is not None:
             config.ssl = door.listening_context()
         super().__init__(config)

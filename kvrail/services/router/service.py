@@ -3,8 +3,9 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
+from datetime import datetime
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -16,7 +17,7 @@ from kvrail.config import RouterSettings
 from kvrail.errors import KvrailError, ModelNotFoundError
 from kvrail.exposition import Exposition
 from kvrail.grammar import Grammars
-from kvrail.metrics import RouterMetrics, show_process
+from kvrail.metrics import RouterMetrics, show_certificates, show_process
 from kvrail.services.router.admission import Admission
 from kvrail.services.router.answer import Answer, Job, Prepared, Speech
 from kvrail.services.router.defaults import Defaults
@@ -47,13 +48,20 @@ class RouterService:
     """Everything that outlives a request. Make it inside the event loop: channels belong to one."""
 
     def __init__(
-        self, settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults, tls: Tls | None = None
+        self,
+        settings: RouterSettings,
+        tokenizer: Tokenizer,
+        defaults: Defaults,
+        tls: Tls | None,
+        certificate_ends: Mapping[str, Callable[[], datetime]],
     ) -> None:
+        """tls: towards workers. certificate_ends: of this process's certificates, by their use."""
         self.settings = settings
         self.model = settings.model_name
         self.registry = Registry()
         self.metrics = RouterMetrics(self.registry, self.model)
         show_process(self.registry, __version__, PROTOCOL_VERSION)
+        self._look_at_certificates = show_certificates(self.registry, certificate_ends)
         self._exposition = Exposition(self.registry, settings.metrics_names)
         self.pool = WorkerPool(settings, self.metrics, tls)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share)
@@ -232,6 +240,7 @@ class RouterService:
     def render_metrics(self, path: str) -> tuple[bytes, str]:
         """Body and content type of a metrics path."""
         show_workers(self.pool, self.metrics)
+        self._look_at_certificates()
         return self._exposition.render(path)
 
     def health(self) -> tuple[int, dict[str, Any]]:
