@@ -10,12 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 IMPOSED = 3
+LIMIT_S = 270
 FLAGS = ("--rates", "20mbit", "--tokens", "1000", "--rounds", "1", "--codecs", "raw,splitzip-progressive")
 
 
 def test_a_run_imposes_what_it_says(tmp_path):
     command = [sys.executable, "-m", "benchmarks.progressive", *FLAGS, "--acceptance", str(IMPOSED), "--out", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as late:  # what it has said tells how far it came
+        pytest.fail(f"{(late.stdout or b'').decode()}{(late.stderr or b'').decode()}")
     if done.stdout.startswith("skipped"):
         assert not os.environ.get("CI"), done.stdout
         pytest.skip(done.stdout)
