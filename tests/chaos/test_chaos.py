@@ -53,8 +53,9 @@ def test_clients_notice_nothing(name, transport, tmp_path):
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         assert not os.environ.get("CI"), error
         pytest.skip(f"network namespaces need root and iproute2: {error}")
-    logs = {log.name: log.read_text()[-3000:] for log in tmp_path.iterdir()}
-    assert done.returncode == 0, (done.stderr, logs)
+    if done.returncode:
+        logs = (f"-- {log.name}\n{log.read_text()[-3000:]}" for log in sorted(tmp_path.iterdir()))
+        pytest.fail("\n".join([*logs, done.stderr]))
     report = json.loads(done.stdout.splitlines()[-1])
     print(name, transport, report["outcomes"], len(report["faults"]), "faults; held", report["held"])  # noqa: T201
     assert report["faults"], "nothing befell the cluster"
