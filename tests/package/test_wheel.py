@@ -26,6 +26,9 @@ FALLBACK = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setupto
 MOST_BYTES = 8 << 20
 START_S = 300.0
 
+SMALL = ("--kv-memory-gib", "0.25")
+"""Other tests' clusters run beside this one."""
+
 
 def tracked(*paths):
     listed = subprocess.run(["git", "ls-files", "-z", *paths], cwd=ROOT, capture_output=True, check=True, text=True)
@@ -141,7 +144,7 @@ def check_that_it_serves(folder):
     archive.seek(0)
     with tarfile.open(fileobj=archive) as packed:
         packed.extractall(home, filter="data")
-    ask_a_cluster([bin / "kvrail", "up", "--port", "0", "--model", "kvrail-demo"], home, environment)
+    ask_a_cluster([bin / "kvrail", "up", "--port", "0", "--model", "kvrail-demo", *SMALL], home, environment)
 
 
 def ask_a_cluster(command, folder, environment):
