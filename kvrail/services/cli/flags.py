@@ -201,10 +201,15 @@ def flag_arguments(values: Mapping[str, object]) -> list[str]:
         if isinstance(value, bool):
             arguments.append(flag_name(name) if value else f"--no-{flag_name(name)[2:]}")
         else:
-            text = ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-            text = json.dumps(value) if isinstance(value, dict) else text
-            arguments.append(f"{flag_name(name)}={text}")
+            arguments.append(f"{flag_name(name)}={_text(value)}")
     return arguments
+
+
+def _text(value: object) -> str:
+    """A value as a flag has it; what kvrail/fields.py reads."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def environment_help(process: type[Settings]) -> str:

@@ -167,9 +167,18 @@ class UcxWorker:
 
 
 async def _finish(request: Any, buffer: Any) -> None:
-    """Wait for a request; its buffer lives as long."""
-    await request.wait()
-    del buffer
+    """Wait for a request; its buffer lives as long.
+
+    UCXX never lets go of a failed request's future. What it raises is in there and must hold no traceback: this frame
+    has the buffer, and so all of its pool.
+    """
+    try:
+        await request.wait()
+    except Exception as error:  # noqa: BLE001 whatever it is, it is raised anew
+        error.__traceback__ = None
+        raise type(error)(*error.args) from None
+    finally:
+        del buffer
 
 
 def _use_device(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Peers that die, stand still and come back, by tcp and by cma; what comes late; what is left over."""
 
 import asyncio
+import gc
 import os
 import random
 
@@ -10,6 +11,7 @@ import pytest
 from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.transport.base import Peer
 from kvrail.transport.ucx import UcxCarrier, available
+from kvrail.transport.ucx.library import load
 from tests.transport.ucx.child import SETTINGS, SenderProcess, pattern
 
 if why := available():
@@ -75,6 +77,22 @@ async def test_a_sender_dies_in_the_middle(carrier, sender):
     assert any(isinstance(end, TransferAbortedError) for end in ends)
     await inlet.aclose()
     await until(lambda: carrier.endpoints == 0)
+
+
+async def test_failed_payloads_keep_nothing_alive(carrier, sender):
+    """UCXX keeps a failed request's future for ever: a traceback in it would keep frames, and what they hold."""
+    inlet, tasks = await receiving(carrier, sender, POOL // 4, 4)
+    await until(lambda: carrier.pools.host.buffer[0].item())
+    sender.kill()
+    ends = await released(tasks)
+    assert any(isinstance(end, TransferAbortedError) for end in ends)
+    await inlet.aclose()
+    await until(lambda: carrier.endpoints == 0)
+    futures = [each for each in gc.get_objects() if type(each) is asyncio.Future and each.done()]
+    errors = [each.exception() for each in futures if not each.cancelled()]
+    kept = [each for each in errors if isinstance(each, load().error)]
+    assert kept
+    assert [each for each in kept if each.__traceback__ is not None] == []
 
 
 async def test_a_sender_stands_still_then_dies(carrier, sender):
