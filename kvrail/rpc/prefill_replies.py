@@ -142,8 +142,13 @@ async def tell(story: Story, deliver: Deliver) -> None:
         done = False
         while not done:
             reply = await replies.take()
-            await deliver(reply)
             done = reply.HasField("done")
+            try:
+                await deliver(reply)
+            except asyncio.CancelledError:
+                if done:  # it may have left: who goes now has it, or does not want it any more
+                    replies.finish()
+                raise
         replies.finish()
         await asyncio.wait((task,))
     finally:

@@ -15,6 +15,7 @@ from kvrail.errors import (
     WorkerUnavailableError,
 )
 from kvrail.rpc.prefill_call import MAX_UNTAKEN
+from kvrail.rpc.prefill_replies import tell
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillRequest
 
@@ -284,6 +285,26 @@ async def test_nothing_follows_the_commit_and_the_story_may_tidy_up(transport):
             assert await receive_all(call) == [frame()]
         await asyncio.wait_for(tidy.wait(), PATIENCE_S)
     assert len(refused) == 2
+
+
+async def test_a_receiver_that_leaves_with_the_commit_in_its_hands_ends_no_story():
+    """It has the last reply while the sender still waits for that to have left."""
+    tidied = []
+
+    async def story(replies):
+        replies.accept(Accepted())
+        await replies.commit()
+        tidied.append(True)
+
+    async def deliver(reply):
+        if reply.HasField("done"):
+            telling.cancel()
+            await asyncio.Event().wait()
+
+    telling = asyncio.create_task(tell(story, deliver))
+    with pytest.raises(asyncio.CancelledError):
+        await telling
+    assert tidied == [True]
 
 
 async def test_calls_side_by_side(transport):
