@@ -15,6 +15,7 @@ from kvrail.services.router.schema import (
     OpenBody,
     Options,
     StopString,
+    TopP,
     Wire,
     kind_of,
     not_longer,
@@ -107,7 +108,7 @@ class MessagesRequest(Prompted):
     max_tokens: Count
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
     stop_sequences: Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None = None
     metadata: Metadata | None = None
