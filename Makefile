@@ -53,11 +53,8 @@ $(VENV)/.bench: $(SOURCES) | $(BIN)/python
 up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http://127.0.0.1:8000
 	@exec $(BIN)/kvrail up $(ARGS)
 
-# The carriers' tests have processes of their own, which end: each would keep gigabytes beside the clusters of later ones.
-TESTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 test: lint  ## everything that CI checks, but for the compose cluster; one process a core, each with one thread
-	$(TESTS) $(or $(ARGS),tests/transport)
-	$(if $(ARGS),,$(TESTS) --ignore=tests/transport)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 test-heavy: $(VENV)/.dev  ## kernels on large pages in Triton's interpreter; minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m heavy -n auto --maxprocesses 8 $(ARGS)
