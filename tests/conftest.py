@@ -3,14 +3,9 @@
 Triton reads the variable when a kernel is defined, its own library's at its import, which may be that of transformers.
 """
 
-import ctypes
-import gc
 import os
 import signal
-from collections.abc import Iterator
 
-import psutil
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -43,18 +38,6 @@ settings.register_profile(
     derandomize=os.environ.get("CI") == "true",
 )
 settings.load_profile("untimed")
-
-
-MUCH_BYTES = 2 << 30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def memory_is_given_back() -> Iterator[None]:
-    """Workers' pages lie in cycles and freed buffers stay in the process: two such would fill a small machine."""
-    yield
-    if psutil.Process().memory_info().rss > MUCH_BYTES:
-        gc.collect()
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
 
 
 def pytest_sessionfinish() -> None:
