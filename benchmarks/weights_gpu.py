@@ -302,6 +302,19 @@ def markdown(device: str, command: str, shape: str, memory: float, products: lis
     return "\n".join(lines) + "\n"
 
 
+def write(arguments: argparse.Namespace, memory: float, products: list[dict], stepped: list[dict]) -> None:
+    """Print the tables, and keep them with the numbers."""
+    device = torch.cuda.get_device_name()
+    command = f"python -m benchmarks.weights_gpu --shape {arguments.shape} --rounds {arguments.rounds}"
+    text = markdown(device, command, arguments.shape, memory, products, stepped)
+    print(text)
+    short = device.replace("NVIDIA ", "").split()[0].lower()
+    path = arguments.out / f"weights-gpu-{datetime.now(UTC):%Y-%m-%d}-{short}"
+    found = {"memory_gb_per_s": memory, "products": products, "steps": stepped}
+    path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".md").write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -321,17 +334,9 @@ def main() -> None:
     for name, (rows, columns) in LAYERS.items():
         products += layer(name, rows, columns, arguments.rounds)
         torch.cuda.empty_cache()
-    stepped = [] if arguments.skip_steps else steps(arguments.shape, min(arguments.rounds, 3))
-    device = torch.cuda.get_device_name()
-    command = f"python -m benchmarks.weights_gpu --shape {arguments.shape} --rounds {arguments.rounds}"
-    text = markdown(device, command, arguments.shape, memory, products, stepped)
-    print(text)
-    short = device.replace("NVIDIA ", "").split()[0].lower()
-    path = arguments.out / f"weights-gpu-{datetime.now(UTC):%Y-%m-%d}-{short}"
-    path.with_suffix(".json").write_text(
-        json.dumps({"memory_gb_per_s": memory, "products": products, "steps": stepped}, indent=1) + "\n"
-    )
-    path.with_suffix(".md").write_text(text)
+    write(arguments, memory, products, [])  # kept, should a model's steps not come to their end
+    if not arguments.skip_steps:
+        write(arguments, memory, products, steps(arguments.shape, min(arguments.rounds, 3)))
 
 
 if __name__ == "__main__":

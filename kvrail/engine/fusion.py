@@ -16,6 +16,11 @@ from torch.nn.functional import linear
 
 logger = logging.getLogger(__name__)
 
+_COMPILER = {"deterministic": True}
+"""Of Inductor's settings: its kernels for sums, norms' among them, have block sizes that follow from the code alone.
+By default it times candidates in each process, and the fastest decides in which order a sum is added: two workers of
+one model would compute other bits."""
+
 
 class JointLinear(torch.nn.Module):
     """Rows `begin` to `end` of a linear map that several modules share."""
@@ -112,7 +117,7 @@ def _backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     merged = merge_equal_products(graph.graph)
     logger.debug("compiling a layer: %d equal products merged", merged)
     graph.recompile()
-    return compile_fx(graph, inputs)
+    return compile_fx(graph, inputs, config_patches=_COMPILER)
 
 
 def merge_equal_products(graph: torch.fx.Graph) -> int:

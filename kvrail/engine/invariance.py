@@ -24,21 +24,24 @@ from kvrail.engine.onednn_linear import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 
-_DIGESTED = 32
-"""Tokens at its beginning whose KV makes the digest: few enough for every page pool."""
 _COMPANY = 40
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Tokens of the sequence that is tried, of those computed one by one in its middle, and of its compared logits."""
+    """Tokens of the sequence that is tried, of those computed one by one in its middle, and of its compared logits.
+
+    digested: tokens at its beginning whose KV makes the digest. Kernels that add in another order may differ in one
+    element of a hundred thousand; a digest of few tokens would not tell.
+    """
 
     tokens: int
     singles: int
     tail: int
+    digested: int
 
 
-_EXTENTS = {"cpu": _Extent(48, 4, 4), "cuda": _Extent(700, 20, 12)}
+_EXTENTS = {"cpu": _Extent(48, 4, 4, 32), "cuda": _Extent(700, 20, 12, 640)}
 """On CUDA steps are quick, and 700 tokens are more than two parts of attention.order."""
 
 
@@ -107,7 +110,7 @@ def check(runner: Runs, max_running: int, max_tokens: int) -> Finding:
         difference = ways[0].difference(way)
         if difference:
             return Finding("", f"{difference}; {_cause(loaded, max_tokens)}")
-    return Finding(ways[0].digest(), "")
+    return Finding(ways[0].digest(extent.digested), "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,11 +131,11 @@ class _Way:
         ours, theirs = (logits[-rows:].view(torch.int32) for logits in (self.logits, other.logits))
         return "" if torch.equal(ours, theirs) else "a token's logits depend on what is computed beside it"
 
-    def digest(self) -> str:
-        """Of the first tokens' KV."""
+    def digest(self, tokens: int) -> str:
+        """Of the KV of so many tokens at the beginning."""
         digest = hashlib.blake2b(digest_size=8)
         for part in self.kv:
-            digest.update(part[:, :_DIGESTED].cpu().numpy().tobytes())
+            digest.update(part[:, :tokens].cpu().numpy().tobytes())
         return digest.hexdigest()
 
 

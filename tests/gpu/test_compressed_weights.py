@@ -33,9 +33,10 @@ from tests.cluster.cluster import cluster  # noqa: E402
 from tests.cluster.test_equality import prompt_of  # noqa: E402
 from tests.codec.test_packed import bits, normal, of_bits  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
+from tests.gpu.wide_model import wide_model  # noqa: E402
 
 SHAPES = [(16, 64), (48, 64), (4096, 4096), (6144, 4096), (10240, 1024), (24576, 512), (896, 960), (1024, 6400)]
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300)
+TOKENS = (0, 1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300)
 
 
 @dataclass(frozen=True)
@@ -137,16 +138,16 @@ def test_damage_is_refused_before_a_kernel_reads_it():
         tbe_gpu.prepare(TbeWeight(128, 128, **(held.parts | {"offsets": offsets})))
 
 
-def load(name):
-    if name != "demo":
-        return tiny_models.load(name, device="cuda", kv_dtype="bfloat16")
-    demo = "models/kvrail-demo"
-    return load_model(demo, device="cuda", dtype="auto", kv_dtype="bfloat16", page_size=16, load_format="safetensors")
+def load(name, folder):
+    if name == "wide":
+        return wide_model(folder)
+    path = DEMO_MODEL if name == "demo" else str(tiny_models.folder_of(name))
+    return load_model(path, device="cuda", dtype="auto", kv_dtype="bfloat16", page_size=16, load_format="safetensors")
 
 
-def logits_of(loaded, compile):
+def logits_of(loaded, compile, graphs):
     torch._dynamo.reset()
-    runner = ModelRunner(loaded, 64, max_running=16, max_batch_tokens=256, cuda_graphs=True, compile=compile)
+    runner = ModelRunner(loaded, 200, max_running=16, max_batch_tokens=256, cuda_graphs=graphs, compile=compile)
     runner.warm_up()
     ids = [(7 * i) % loaded.vocab_size for i in range(90)]
     table = list(range(16))
@@ -156,13 +157,21 @@ def logits_of(loaded, compile):
 
 
 @pytest.mark.parametrize(
-    ("name", "compile"), [("llama", False), ("qwen3", False), ("demo", False), ("llama", True), ("qwen3", True)]
+    ("name", "compile", "graphs"),
+    [
+        ("llama", False, True),
+        ("qwen3", False, False),
+        ("demo", False, True),
+        ("llama", True, True),
+        ("wide", True, True),
+        ("wide", True, False),
+    ],
 )
-def test_a_model_held_so_has_the_plain_ones_numerics(form, name, compile):
-    plain_finding, plain = logits_of(load(name), compile)
-    model = hold(load(name), form.name, join=compile)
+def test_a_model_held_so_has_the_plain_ones_numerics(form, name, compile, graphs, tmp_path):
+    plain_finding, plain = logits_of(load(name, tmp_path), compile, graphs)
+    model = hold(load(name, tmp_path), form.name, join=compile)
     assert any(isinstance(module, form.linear) for module in model.model.modules())
-    finding, found = logits_of(model, compile)
+    finding, found = logits_of(model, compile, graphs)
     assert plain_finding.holds
     assert finding == plain_finding
     assert torch.equal(found, plain)
