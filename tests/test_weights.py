@@ -10,7 +10,7 @@ import torch
 from kvrail.codec.fused import launch
 from kvrail.codec.tbe import gpu
 from kvrail.config import DecodeSettings, PrefillSettings
-from kvrail.engine.fusion import JointLinear
+from kvrail.engine.fusion import JointLinear, merge_equal_products
 from kvrail.errors import ConfigError
 from kvrail.services.weights import FORMS, forms_of, hold
 from tests.codec.emulated import Emulated
@@ -82,11 +82,28 @@ def test_layers_are_held_where_they_can_and_compute_what_they_did(tmp_path, monk
     assert [type(module).__name__ for module in model.children()] == [
         *["TbeLinear"] * 3, *["Linear"] * 2, "Embedding", "Linear"
     ]  # fmt: skip
-    assert (
-        model.query.sign_mantissas.untyped_storage().data_ptr() == model.key.sign_mantissas.untyped_storage().data_ptr()
-    )
     for found, plain in zip(model(x), wanted, strict=True):
         assert torch.equal(found, plain)
     told = "\n".join(record.getMessage() for record in caplog.records)
     for reason in ("the embedding's, too", "they would take as much", "[64, 96] is no multiple of [16, 64]"):
         assert reason in told
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_compiled_layers_share_a_product_and_know_its_shapes(form, monkeypatch):
+    monkeypatch.setattr(launch, "multiply", lambda form, x, parts, rows, bias: x.new_zeros(len(x), rows))
+    monkeypatch.setattr(launch, "prepare", lambda *_: None)
+    model = Model()
+    hold(SimpleNamespace(model=model, layers=[], projections=[]), form, join=False)
+    found = []
+
+    def backend(graph, inputs):
+        found.append(merge_equal_products(graph.graph))
+        sizes = {size for each in inputs if isinstance(each, torch.nn.Parameter) for size in each.shape}
+        assert all(type(size) is int for size in sizes)
+        return graph.forward
+
+    compiled = torch.compile(model.forward, dynamic=True, backend=backend)
+    for tokens in (3, 5, 30):
+        compiled(torch.zeros(2, tokens, 128, dtype=torch.bfloat16))
+    assert found == [1]  # query's and key's, once and for every number of tokens

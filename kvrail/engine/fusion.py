@@ -102,8 +102,10 @@ def _joined(parts: Sequence[Any]) -> torch.nn.Parameter:
 def compile_layers(layers: Iterable[torch.nn.Module], groups: Sequence[Sequence[str]]) -> None:
     """Compile each layer's forward, for any number of tokens; layers of one kind share their compiled code.
 
-    Hooks on the layers stay outside of what is compiled. Calling it again changes nothing.
+    Hooks on the layers stay outside of what is compiled. Calling it again changes nothing. The first step decides for
+    how many tokens the code is tuned, and with that the order of sums: it must be the same on all workers.
     """
+    torch.fx.experimental._config.use_duck_shape = False
     for layer in layers:
         if "forward" in vars(layer):
             continue

@@ -23,6 +23,9 @@ _PRODUCTS_FOR_ALL_CORES = 1 << 23
 """Multiply-adds of a linear layer from which a step on a CPU takes all cores. What is smaller takes one of them some
 100 us: others save little of it, and where one of them is late, all wait (docs/decisions/0013-cpu-attention.md)."""
 
+_COMPILED_FOR = 2048
+"""Tokens of the step for which layers are compiled; their code is for any number."""
+
 
 class ModelRunner:
     """The data plane of one worker: a loaded model and its page pool.
@@ -136,6 +139,7 @@ class ModelRunner:
         size = self.loaded.layout.page_size
         room = min(self._max_tokens, self.cache.num_pages * size, self.loaded.max_model_len)
         pages = range(self.cache.num_pages)
+        yield [SequenceSlice([0] * min(room, _COMPILED_FOR), 0, pages, 1)]
         yield [SequenceSlice([0] * room, 0, pages, 1)]
         if room > 2:
             yield [SequenceSlice([0, 0], room - 2, pages, 1)]

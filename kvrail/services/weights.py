@@ -50,23 +50,19 @@ class HeldLinear(torch.nn.Module, ABC):
         """All rows: bfloat16 [..., rows]."""
 
 
-# Parts of a weight take as much as its values need, but layers share compiled code only where their tensors have one
-# shape: layers keep the least that such parts have in weights of that shape, and kernels find the rest by its address.
-
-
 class PackedLinear(HeldLinear):
     """Such a layer whose weight is packed."""
 
     def __init__(self, weight: PackedWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
         super().__init__(bias, weight.rows, begin, end)
-        self.columns, self.index, self.counts = weight.columns, weight.index, weight.counts
-        self.blocks = weight.blocks[: FIXED_BYTES * len(weight.index)]
+        self.columns = weight.columns
+        self.blocks, self.index, self.counts = weight.blocks, weight.index, weight.counts
         self.shifts, self.scales = weight.shifts, weight.scales
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """All rows: bfloat16 [..., rows]."""
         parts = (self.blocks, self.index, self.counts, self.shifts, self.scales)
-        out: torch.Tensor = packed_product(x, self.bias, *parts, self.columns)
+        out: torch.Tensor = packed_product(x, self.bias, *parts, self.rows, self.columns)
         return out
 
 
@@ -75,13 +71,9 @@ class TbeLinear(HeldLinear):
 
     def __init__(self, weight: TbeWeight, bias: torch.Tensor | None, begin: int, end: int) -> None:
         super().__init__(bias, weight.rows, begin, end)
-        self.columns, self.base, self.bitmaps, self.offsets = (
-            weight.columns,
-            weight.base,
-            weight.bitmaps,
-            weight.offsets,
-        )
-        self.sign_mantissas, self.full_values = weight.sign_mantissas[:UNIT], weight.full_values[: UNIT // 2]
+        self.columns = weight.columns
+        self.base, self.bitmaps, self.offsets = weight.base, weight.bitmaps, weight.offsets
+        self.sign_mantissas, self.full_values = weight.sign_mantissas, weight.full_values
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """All rows: bfloat16 [..., rows]."""
@@ -90,17 +82,46 @@ class TbeLinear(HeldLinear):
         return out
 
 
+# What layers keep of a weight. Parts take as much as its values need, but layers share compiled code only where their
+# tensors have one shape: it is cut to the least that weights of that shape have, and kernels find the rest by its
+# address. torch.compile takes the shapes of parameters, and of nothing else, for constants.
+
+
+def _kept(part: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(part, requires_grad=False)
+
+
+def _packed_for_layers(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(
+        weight.rows,
+        weight.columns,
+        _kept(weight.blocks[: FIXED_BYTES * len(weight.index)]),
+        *map(_kept, (weight.index, weight.counts, weight.shifts, weight.scales)),
+    )
+
+
+def _tbe_for_layers(weight: TbeWeight) -> TbeWeight:
+    parts = weight.parts
+    parts |= {
+        "sign_mantissas": weight.sign_mantissas[:UNIT],
+        "full_values": weight.full_values[: UNIT // weight.full_values.itemsize],
+    }
+    return TbeWeight(weight.rows, weight.columns, *map(_kept, parts.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class HeldForm(Generic[Held]):
     """A form in which a GPU holds weights, and multiplies by them, with the bits of the plain ones.
 
     refusal: why a weight cannot have it, empty where it can. compress: a weight to it, on the weight's device. prepare:
-    what must be done before a capture. linear: the layer, of weight, bias, first row and last.
+    what must be done before a capture. for_layers: the weight as the layers that share it keep it. linear: the layer,
+    of that, bias, first row and last.
     """
 
     refusal: Callable[[torch.Tensor], str]
     compress: Callable[[torch.Tensor], Held]
     prepare: Callable[[Held], None]
+    for_layers: Callable[[Held], Held]
     linear: Callable[[Held, torch.Tensor | None, int, int], HeldLinear]
 
     def hold(self, weight: torch.Tensor) -> Held | str:
@@ -115,8 +136,10 @@ class HeldForm(Generic[Held]):
 
 
 FORMS: dict[str, HeldForm[PackedWeight] | HeldForm[TbeWeight]] = {
-    "packed": HeldForm(packed_refusal, pack, packed_prepare, PackedLinear),
-    "tbe": HeldForm(tbe_refusal, lambda weight: compress(weight).to(weight.device), tbe_prepare, TbeLinear),
+    "packed": HeldForm(packed_refusal, pack, packed_prepare, _packed_for_layers, PackedLinear),
+    "tbe": HeldForm(
+        tbe_refusal, lambda weight: compress(weight).to(weight.device), tbe_prepare, _tbe_for_layers, TbeLinear
+    ),
 }
 """What --weights may name besides plain."""
 
@@ -151,17 +174,18 @@ def hold(loaded: LoadedModel, name: str, *, join: bool) -> LoadedModel:
     plain: dict[str, int] = {}
     embedded = {id(module.weight) for module in loaded.model.modules() if isinstance(module, torch.nn.Embedding)}
     for weight, places in _weights(loaded.model):
-        shared = id(places[0][2].weight) in embedded
-        held = "they are the embedding's, too" if shared else form.hold(weight)
+        embeds = id(places[0][2].weight) in embedded
+        held = "they are the embedding's, too" if embeds else form.hold(weight)
         before += weight.nbytes
         if isinstance(held, str):
             plain[held] = plain.get(held, 0) + 1
             after += weight.nbytes
             continue
+        after += held.nbytes
+        shared = form.for_layers(held)  # type: ignore[arg-type]
         for parent, child, module in places:
             begin, end = (module.begin, module.end) if isinstance(module, JointLinear) else (0, held.rows)
-            setattr(parent, child, form.linear(held, module.bias, begin, end))  # type: ignore[arg-type]
-        after += held.nbytes
+            setattr(parent, child, form.linear(shared, module.bias, begin, end))  # type: ignore[arg-type]
     for reason, count in plain.items():
         logger.warning("%d weights of linear layers stay plain: %s", count, reason)
     sizes = before / (1 << 30), after / (1 << 30)

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from kvrail.engine import fusion
 from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.fusion import JointLinear, join_projections, merge_equal_products
+from kvrail.engine.fusion import JointLinear, compile_layers, join_projections, merge_equal_products
 from kvrail.engine.runner import ModelRunner
 from tests.engine import tiny_models
 
@@ -58,6 +59,22 @@ def test_equal_products_are_computed_once() -> None:
 def test_products_of_other_arguments_are_kept() -> None:
     traced = inline(Block())
     assert merge_equal_products(traced.graph) == 0
+
+
+def test_a_layer_is_compiled_once_for_steps_of_all_shapes(monkeypatch) -> None:
+    """Code for another number of tokens would add in another order (kvrail.engine.runner._COMPILED_FOR)."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(fusion, "_backend", backend)
+    layer, groups = nn.TransformerEncoderLayer(64, 4), []
+    compile_layers([layer], groups)
+    for tokens, sequences in ((64, 64), (64, 3), (5, 64), (3, 2)):
+        layer(torch.zeros(tokens, sequences, 64))
+    assert len(compiled) == 1
 
 
 def inline(block: nn.Module) -> torch.fx.GraphModule:

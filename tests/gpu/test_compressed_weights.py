@@ -36,7 +36,7 @@ from tests.engine import tiny_models  # noqa: E402
 from tests.gpu.wide_model import wide_model  # noqa: E402
 
 SHAPES = [(16, 64), (48, 64), (4096, 4096), (6144, 4096), (10240, 1024), (24576, 512), (896, 960), (1024, 6400)]
-TOKENS = (0, 1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300)
+TOKENS = (0, 1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 40, 48, 49, 64, 65, 300)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from kvrail.codec.fused.builds import Build, Form, done, product_kernel, unpack_
 MOST_TOKENS = 64
 """Of products that read the weight as it lies. For more, unpacking it first is the shorter way."""
 STRIP_ROWS = 16
-_TOKEN_TILES = (1, 2, 4, 8)
+_TOKEN_TILES = (1, 2, 4, 6, 8)
 _MOST_SHARED = 227 << 10
 """Bytes of shared memory that a block may have."""
 _SHAPES = ((24, 4, 2), (18, 3, 3), (16, 2, 3), (15, 5, 3))
-"""Producers, strips and stages to choose from; the first of equals, as measured on an H200 with packed weights.
+_SHAPES_FOR_MANY = ((12, 4, 4), (12, 3, 3), (12, 2, 2), (15, 5, 3))
+"""Producers, strips and stages to choose from, for up to four tiles of tokens and for more; the first of equals, as
+measured on an H200 and an H100 with packed weights. With many tokens more warps would have too few registers.
 
 Those whose stages do not fit, with many tokens or a form's scratch, have one less, two at least.
 """
@@ -65,7 +67,7 @@ def unpack(form: Form, parts: list[int], out: torch.Tensor) -> torch.Tensor:
 def builds(form: Form, tiles: int) -> list[Build]:
     """Builds of `product` for so many tiles of eight tokens."""
     fitting = []
-    for producers, strips, stages in _SHAPES:
+    for producers, strips, stages in _SHAPES if tiles <= 4 else _SHAPES_FOR_MANY:
         build = Build(tiles, producers, strips, stages)
         while build.shared_bytes(form.scratch) > _MOST_SHARED:
             build = replace(build, stages=build.stages - 1)

@@ -5,7 +5,7 @@
 // and goes on to its next ones without a pause. Each output is one chain of m16n8k16 products in order of the columns: the
 // order of cuBLASLt's kernels that do not split the sum, so the bits are theirs, whatever the constants here.
 //
-// Constants of a build: TOKEN_TILES 1, 2, 4 or 8; PRODUCERS, a multiple of STRIPS; STRIPS; STAGES.
+// Constants of a build: TOKEN_TILES 1, 2, 4, 6 or 8; PRODUCERS, a multiple of STRIPS; STRIPS; STAGES.
 //
 // The form of the weight, whose source comes before this one, says how tiles of 16 rows and 64 columns are unpacked:
 //   PARAMETERS, PARTS   the kernel's parameters that say where the weight lies, and their names

@@ -14,13 +14,14 @@ def packed_product(
     counts: torch.Tensor,
     shifts: torch.Tensor,
     scales: torch.Tensor,
+    rows: int,
     columns: int,
 ) -> torch.Tensor:
     """x, bfloat16 [..., columns], times the transpose of the packed weight, plus the bias: [..., rows]."""
     from kvrail.codec.packed.gpu import multiply
 
-    weight = PackedWeight(len(shifts), columns, blocks, index, counts, shifts, scales)
-    return multiply(x.reshape(-1, columns).contiguous(), weight, bias).view(*x.shape[:-1], len(shifts))
+    weight = PackedWeight(rows, columns, blocks, index, counts, shifts, scales)
+    return multiply(x.reshape(-1, columns).contiguous(), weight, bias).view(*x.shape[:-1], rows)
 
 
 @packed_product.register_fake
@@ -32,6 +33,7 @@ def _(
     counts: torch.Tensor,
     shifts: torch.Tensor,
     scales: torch.Tensor,
+    rows: int,
     columns: int,
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], shifts.shape[0]))
+    return x.new_empty((*x.shape[:-1], rows))
