@@ -56,7 +56,7 @@ def _compress(piece: Bytes) -> Bytes:
     sizes = np.zeros(blocks, dtype=np.int64)
 
     def on_range(first: int, last: int) -> _Blocks:
-        memory = buffers.take(2 * (last - first) * (BLOCK_BYTES + STATE_WORDS))
+        memory = buffers.take(2 * (last - first) * (BLOCK_BYTES + STATE_WORDS) + 2)
         count = encode_blocks(piece, first, last, model, reciprocals, memory.view(np.uint16), sizes)
         return _Blocks(memory, memory[: 2 * count])
 

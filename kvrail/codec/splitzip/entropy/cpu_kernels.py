@@ -39,14 +39,14 @@ def count_symbols(piece, counts):
 @njit(nogil=True)
 def _push(symbol, lane, states, model, reciprocals, words, at):
     """Code a symbol; where the next word goes. A word is always written and counted only where it is needed."""
-    x, entry = states[lane], model[symbol]
-    frequency = u64(entry >> u32(16))
+    x, entry = states[lane], u64(model[symbol])
+    frequency = entry >> u64(16)
     full = u64((x >> _FULL_SHIFT) >= frequency)
-    words[at] = u16(x & _WORD)
-    x >>= full * _WORD_BITS
+    words[at] = u16(x)
+    x >>= full << u64(4)
     quotient = (x * reciprocals[symbol]) >> _RECIPROCAL_BITS
-    states[lane] = x + quotient * (_TOTAL - frequency) + u64(entry & u32(0xFFFF))
-    return at + int64(full)
+    states[lane] = x + quotient * (_TOTAL - frequency) + (entry & _WORD)
+    return at + full
 
 
 @compiled(int64(_READ, int64, int64, u32[::1], u64[::1], u16[::1], int64[::1]))
@@ -54,26 +54,54 @@ def encode_blocks(piece, first, last, model, reciprocals, words, sizes):
     """Code blocks `first` to `last` of a piece, one after the other into `words`; how many words they have in all.
 
     model: frequency << 16 | frequencies before it, [256]; reciprocals: [256]; words: with room for BLOCK_BYTES +
-    STATE_WORDS a block; sizes: words of each block of the piece.
+    STATE_WORDS a block, and one more; sizes: words of each block of the piece.
     """
     states = np.empty(_LANES, np.uint64)
-    at = 0
+    at = u64(0)
     for block in range(first, last):
         begin, start = at, block * _BLOCK
         size = min(_BLOCK, piece.size - start)
         states[:] = _LOWEST
         for row in range((size - 1) // _ROW, -1, -1):
-            whole = (row + 1) * _ROW <= size
+            symbols = piece[start + row * _ROW : start + min((row + 1) * _ROW, size)]
             for number in range(_RUN - 1, -1, -1):
-                for lane in range(_LANES - 1, -1, -1):
-                    place = row * _ROW + lane * _RUN + number
-                    if whole or place < size:
-                        at = _push(piece[start + place], lane, states, model, reciprocals, words, at)
+                for back in range(_LANES):
+                    lane = u64(_LANES - 1 - back)
+                    place = lane * u64(_RUN) + u64(number)
+                    if place < u64(symbols.size):
+                        at = _push(symbols[place], lane, states, model, reciprocals, words, at)
         for lane in range(_LANES):
-            words[at + lane] = u16(states[lane] & _WORD)
-            words[at + _LANES + lane] = u16(states[lane] >> _WORD_BITS)
-        at += _STATE_WORDS
-        sizes[block] = at - begin
+            words[at + u64(lane)] = u16(states[lane])
+            words[at + u64(_LANES + lane)] = u16(states[lane] >> _WORD_BITS)
+        at += u64(_STATE_WORDS)
+        sizes[block] = int64(at - begin)
+    return int64(at)
+
+
+@njit(nogil=True)
+def _pop(lane, states, table, words, at):
+    """The next symbol, and how many words are left; `at` must not be 0 where a word is needed."""
+    x = states[lane]
+    entry = u64(table[x & _SLOTS])
+    x = ((entry >> u64(8) & _SLOTS) + u64(1)) * (x >> _BITS) + (entry >> u64(20))
+    short = u64(int64(x - _LOWEST) >> int64(63))  # all ones where a word is needed, which is read in any case
+    at += short
+    states[lane] = x << (short & _WORD_BITS) | u64(words[at]) & short
+    return u8(entry), at
+
+
+@njit(nogil=True)
+def _pop_row(symbols, states, table, words, at):
+    """Decode a row of which something may be missing; how many words are left, or more than there are: too few."""
+    for number in range(_RUN):
+        for lane in range(_LANES):
+            place = lane * _RUN + number
+            if place < symbols.size:
+                if at == 0:  # the state must do without
+                    entry = u64(table[states[lane] & _SLOTS])
+                    if ((entry >> u64(8) & _SLOTS) + u64(1)) * (states[lane] >> _BITS) + (entry >> u64(20)) < _LOWEST:
+                        return u64(words.size + 1)
+                symbols[place], at = _pop(u64(lane), states, table, words, at)
     return at
 
 
@@ -86,28 +114,23 @@ def decode_blocks(words, ends, first, last, table, piece):
     """
     states = np.empty(_LANES, np.uint64)
     for block in range(first, last):
-        begin = ends[block - 1] if block > 0 else 0
-        at, start = ends[block] - _STATE_WORDS, block * _BLOCK
+        own = words[ends[block - 1] if block > 0 else 0 : ends[block]]
+        left, start = own.size - _STATE_WORDS, block * _BLOCK
         size = min(_BLOCK, piece.size - start)
         for lane in range(_LANES):
-            states[lane] = u64(words[at + lane]) | u64(words[at + _LANES + lane]) << _WORD_BITS
+            states[lane] = u64(own[left + lane]) | u64(own[left + _LANES + lane]) << _WORD_BITS
+        at = u64(left)
         for row in range((size + _ROW - 1) // _ROW):
-            whole = (row + 1) * _ROW <= size
-            safe = at - begin >= _ROW
+            symbols = piece[start + row * _ROW : start + min((row + 1) * _ROW, size)]
+            if symbols.size < _ROW or at < u64(_ROW):
+                at = _pop_row(symbols, states, table, own, at)
+                if at > u64(own.size):
+                    return 1
+                continue
             for number in range(_RUN):
                 for lane in range(_LANES):
-                    place = row * _ROW + lane * _RUN + number
-                    if whole or place < size:
-                        x = states[lane]
-                        entry = u64(table[x & _SLOTS])
-                        piece[start + place] = u8(entry & u64(255))
-                        x = ((entry >> u64(8) & u64(4095)) + u64(1)) * (x >> _BITS) + (entry >> u64(20))
-                        short = x < _LOWEST
-                        if short and not safe and at == begin:
-                            return 1
-                        longer = x << _WORD_BITS | u64(words[max(at - 1, 0)])
-                        states[lane] = longer if short else x
-                        at -= int64(short)
-        if at != begin or not np.all(states == _LOWEST):
+                    symbol, at = _pop(u64(lane), states, table, own, at)
+                    symbols[u64(lane * _RUN + number)] = symbol
+        if at != u64(0) or not np.all(states == _LOWEST):
             return 1
     return 0
