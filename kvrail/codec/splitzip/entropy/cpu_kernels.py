@@ -1,6 +1,6 @@
 """rANS on a CPU: the lanes of a block in turn, whose chains of operations the processor works on side by side."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="assignment, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import numpy as np
 from numba import int64, njit, types, void

@@ -118,8 +118,16 @@ class GpuEncoding:
 
     def _clear_gaps(self, layout: Layout) -> None:
         """Write the zeros between sections."""
+        ends = [layout.scale_offset + layout.scale_bytes]
+        for part, dense, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
+            if part.raw:
+                ends.append(dense + part.plan.raw_bytes)
+            else:
+                ends += [dense + section.end for section in part.plan.sections.values()]
+            extensions = escapes + aligned(2 * part.records)
+            ends += [escapes + 2 * part.records, extensions + part.extensions]
         host = self._host.numpy()
-        for end in layout.section_ends:
+        for end in ends:
             host[end : aligned(end)] = 0
 
 

@@ -80,19 +80,6 @@ class Layout(ABC):
         """Bytes in all."""
         return self.escape_offsets[1] + self.values.escape_bytes
 
-    @cached_property
-    def section_ends(self) -> list[int]:
-        """Where the sections end; zeros lie from there to the next multiple of ALIGNMENT."""
-        ends = [self.scale_offset + self.scale_bytes]
-        for part, dense, escapes in zip(self.parts, self.dense_offsets, self.escape_offsets, strict=True):
-            if part.raw:
-                ends.append(dense + part.plan.raw_bytes)
-            else:
-                ends += [dense + section.end for section in part.plan.sections.values()]
-            extensions = escapes + aligned(2 * part.records)
-            ends += [escapes + 2 * part.records, extensions + part.extensions]
-        return ends
-
     @abstractmethod
     def header(self) -> bytes:
         """The first HEADER_BYTES bytes."""
