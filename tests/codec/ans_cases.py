@@ -3,6 +3,7 @@
 import numpy as np
 
 from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES
+from kvrail.codec.splitzip.entropy.payload import TABLE_BYTES, head_bytes
 
 
 def codes(size, seed=0, spread=2.2):
@@ -18,6 +19,28 @@ def rare(size, count=255, seed=0):
     where = np.random.default_rng(seed).permutation(size)[:count]
     piece[where] = np.arange(1, count + 1)
     return piece
+
+
+def with_words_before(coded, size, count=4):
+    """A coded piece of one block with words that no lane asks for, all else right; size: of the piece."""
+    head = TABLE_BYTES + 4
+    assert head == head_bytes(size)
+    end = int(coded[TABLE_BYTES:head].view("<u4")[0]) + count
+    ends = np.array([end], dtype="<u4").view(np.uint8)
+    return np.concatenate([coded[:TABLE_BYTES], ends, np.ones(2 * count, np.uint8), coded[head:]])
+
+
+def with_end(coded, size, number, end):
+    """A coded piece in which a block ends elsewhere."""
+    wrong = coded.copy()
+    wrong[TABLE_BYTES : head_bytes(size)].view("<u4")[number] = end
+    return wrong
+
+
+def wrong_ends(coded, size):
+    """Numbers of blocks of a piece of three, and where none can end."""
+    first, second, third = coded[TABLE_BYTES : head_bytes(size)].view("<u4").tolist()
+    return [(0, 0), (0, 63), (0, second), (0, second - 63), (0, 2**32 - 1), (1, first), (1, third + 1), (2, third + 4)]
 
 
 SPECIAL = {

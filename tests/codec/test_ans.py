@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ans_cases import SPECIAL, codes, rare
+from ans_cases import SPECIAL, codes, rare, with_end, with_words_before, wrong_ends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ from kvrail.codec.splitzip.entropy.format import (
     frequencies_of,
     num_blocks,
 )
-from kvrail.codec.splitzip.entropy.payload import TABLE_BYTES, head_bytes
+from kvrail.codec.splitzip.entropy.payload import head_bytes
 
 GOLDEN = Path(__file__).parent / "golden" / "ans_piece.bin"
 CODER = cpu.AnsCoder()
@@ -147,19 +147,13 @@ def test_any_byte_changed_is_refused():
 def test_ends_that_cross_are_refused():
     piece = codes(3 * BLOCK_BYTES)
     coded = compressed(piece)
-    ends = coded[TABLE_BYTES : head_bytes(piece.size)].view("<u4")
-    for number, end in (
-        (0, 0),
-        (0, 63),
-        (0, ends[1]),
-        (0, 2**32 - 1),
-        (1, ends[0]),
-        (1, ends[2] + 1),
-        (2, ends[2] + 4),
-    ):
-        wrong = coded.copy()
-        wrong[TABLE_BYTES : head_bytes(piece.size)].view("<u4")[number] = end
-        refused(wrong.tobytes(), piece.size)
+    for number, end in wrong_ends(coded, piece.size):
+        refused(with_end(coded, piece.size, number, end).tobytes(), piece.size)
+
+
+def test_words_that_no_lane_asks_for_are_refused():
+    piece = codes(700)
+    refused(with_words_before(compressed(piece), piece.size).tobytes(), piece.size)
 
 
 @settings(max_examples=100)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from ans_cases import SPECIAL, codes, rare
+from ans_cases import SPECIAL, codes, rare, with_end, with_words_before, wrong_ends
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 from test_entropy import in_pool, kv_block
 
@@ -14,12 +14,13 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_entropy.py covers these kernels on a GPU", allow_module_level=True)
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.splitzip.entropy import gpu, gpu_launch, reference
+from kvrail.codec.splitzip.entropy import cpu, gpu, gpu_launch, reference
 from kvrail.codec.splitzip.entropy.codec import splitzip_ans
 from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks
-from kvrail.codec.splitzip.entropy.payload import BODY, TABLE_BYTES, coded_bytes, head_bytes, pieces_of
+from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, TABLE_BYTES, coded_bytes, head_bytes, pieces_of
 from kvrail.codec.splitzip.one_stage.payload import parse_header
 from kvrail.codec.splitzip.tiles.format import WindowCode
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 
 CODE = WindowCode(4, True)
 POISON = 0xA5
@@ -30,11 +31,13 @@ PIECES = [
     pytest.param([codes(BLOCK_BYTES + 512), codes(100), codes(2048)], marks=pytest.mark.heavy),
     pytest.param([rare(2 * BLOCK_BYTES)], marks=pytest.mark.heavy),
 ]
+CODED = (1, 2, 64, 2, 32, 32)
+"""Pages of which codes are enough to be coded."""
 SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim; element type
-    ((1, 2, 16, 1, 32, 48), "bfloat16"),
+    (CODED, "bfloat16"),
     ((2, 1, 7, 3, 5, 9), "bfloat16"),
     ((1, 1, 1, 1, 1, 1), "float8_e4m3fn"),
-    pytest.param((1, 1, 64, 2, 32, 32), "float16", marks=pytest.mark.heavy),
+    pytest.param((1, 1, 64, 2, 40, 32), "float16", marks=pytest.mark.heavy),
     pytest.param((1, 2, 63, 1, 33, 31), "float8_e5m2", marks=pytest.mark.heavy),
 ]
 
@@ -97,6 +100,38 @@ def test_damage_is_seen_and_stays_in_its_piece(seed):
     assert decoded(wrong, sources, places, inner.numel())[1]
     for short in (head, head + 8, sources[0].stop - 16):
         assert decoded(payload, [slice(8, 8 + short)], places, inner.numel())[1]
+
+
+def decoded_alone(coded, size):
+    """Whether the kernels call a coded piece wrong that is all of a payload."""
+    return decoded(torch.from_numpy(coded), [slice(0, coded.size)], [slice(0, size)], size)[1]
+
+
+def test_words_that_no_lane_asks_for_are_seen():
+    piece = codes(256)
+    coded_piece = np.frombuffer(reference.encode(piece), dtype=np.uint8)
+    assert not decoded_alone(coded_piece.copy(), piece.size)
+    assert decoded_alone(with_words_before(coded_piece, piece.size), piece.size)
+
+
+@pytest.mark.heavy
+def test_ends_that_cross_are_seen():
+    piece = codes(3 * BLOCK_BYTES)
+    (coded_piece,) = cpu.AnsCoder().compress([piece])
+    for number, end in wrong_ends(coded_piece, piece.size)[3:6:2]:
+        assert decoded_alone(with_end(coded_piece, piece.size, number, end), piece.size), (number, end)
+
+
+def test_a_corrupt_piece_leaves_the_pages_alone():
+    block = kv_block(CODED)
+    payload, out = bytearray(splitzip_ans().encode(in_pool(block)).stages()[0]), scattered(block.spec, 3)
+    before = bits_of(out.pools)
+    significands, codes_length = LENGTHS.unpack_from(payload, HEADER_BYTES)[:2]
+    assert codes_length < significands // 2
+    payload[BODY + significands + codes_length - 100] ^= 1
+    with pytest.raises(CodecError, match="coded piece"):
+        gpu.decode(memoryview(payload), CODE, out)
+    assert bits_of(out.pools) == before
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)

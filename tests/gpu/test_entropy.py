@@ -15,13 +15,13 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "codec"))
 
-from ans_cases import SPECIAL, codes, rare  # noqa: E402
+from ans_cases import SPECIAL, codes, rare, with_end, with_words_before, wrong_ends  # noqa: E402
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of  # noqa: E402
 
 from kvrail.codec import registry  # noqa: E402
 from kvrail.codec.base import Block, CodecError, PagedBlock  # noqa: E402
 from kvrail.codec.splitzip.entropy import cpu, gpu_launch  # noqa: E402
-from kvrail.codec.splitzip.entropy.format import num_blocks  # noqa: E402
+from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks  # noqa: E402
 from kvrail.codec.splitzip.entropy.payload import coded_bytes  # noqa: E402
 from kvrail.codec.splitzip.tiles.format import FORMATS  # noqa: E402
 
@@ -104,6 +104,20 @@ def test_payloads_are_the_cpus_and_decode_at_either_end(codec, shape, dtype):
         restores(codec, device, pages, "cuda")
         restores(codec, wanted, pages, "cuda")
         restores(codec, host, pages, "cpu")
+
+
+def test_ends_that_cross_and_words_that_no_lane_asks_for_are_seen():
+    large, small = codes(3 * BLOCK_BYTES), codes(256)
+    coded_large, coded_small = cpu.AnsCoder().compress([large, small])
+    cases = [(with_end(coded_large, large.size, *where), large) for where in wrong_ends(coded_large, large.size)]
+    cases += [(with_words_before(coded_small, small.size), small), (coded_large, large), (coded_small, small)]
+    verdicts = []
+    for coded, piece in cases:
+        out, wrong = torch.zeros(piece.size, dtype=torch.uint8, device="cuda"), torch.zeros(1, dtype=torch.int32).cuda()
+        payload, source, place = torch.from_numpy(coded).cuda(), slice(0, coded.size), slice(0, piece.size)
+        gpu_launch.launch_decode_pieces(payload, [source], out, [place], wrong)
+        verdicts.append(bool(wrong.item()))
+    assert verdicts == [True] * (len(cases) - 2) + [False] * 2
 
 
 def test_it_is_smaller_than_any_fixed_width(codec):
