@@ -87,10 +87,15 @@ def model_kernel(counts, model, reciprocals):
 
 
 @triton.jit
-def _push(x, symbol, real, model, reciprocals, words, at):
+def _look_up(run, model, reciprocals, TURN: tl.constexpr):
+    """What the model has of a lane's symbol in one of its turns."""
+    symbol = (run >> (8 * TURN)) & 0xFF
+    return tl.load(model + symbol), tl.load(reciprocals + symbol).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _push(x, entry, reciprocal, real, words, at):
     """Code a symbol a lane, highest lane first; the states, and where the next words go."""
-    entry = tl.load(model + symbol)
-    reciprocal = tl.load(reciprocals + symbol).to(tl.uint64, bitcast=True)
     frequency = entry >> 16
     full = real & ((x >> (32 - BITS)) >= frequency)
     rank, count = ranks(full)
@@ -122,9 +127,15 @@ def encode_kernel(inner, table, model, reciprocals, slots, sizes, PIECES: tl.con
     for _ in range(tl.cdiv(size, LANES)):
         following = tl.load(source + (where - LANES), mask=where >= LANES, other=0)  # on its way meanwhile
         real = where < size
-        for turn in tl.static_range(RUN):
-            symbol = (run >> (8 * (RUN - 1 - turn))) & 0xFF
-            x, at = _push(x, symbol, real, model, reciprocals, words, at)
+        # All of a run are looked up before any word is stored, behind which no load could be brought forward.
+        first, by_first = _look_up(run, model, reciprocals, 0)
+        second, by_second = _look_up(run, model, reciprocals, 1)
+        third, by_third = _look_up(run, model, reciprocals, 2)
+        fourth, by_fourth = _look_up(run, model, reciprocals, 3)
+        x, at = _push(x, fourth, by_fourth, real, words, at)
+        x, at = _push(x, third, by_third, real, words, at)
+        x, at = _push(x, second, by_second, real, words, at)
+        x, at = _push(x, first, by_first, real, words, at)
         run = following
         where -= LANES
     tl.store(words + at + lane, x.to(tl.uint16))
