@@ -59,16 +59,26 @@ def _limits(row, number, head, room):
 
 
 @triton.jit
-def _pop(x, real, slots, words, at):
-    """A symbol a lane, lowest lane first; the states, and how many words are left, which may be less than none."""
+def _last_words(words, at):
+    """The last LANES of the words that are left, zeros where there are fewer: all that a turn can want."""
+    where = at - LANES + tl.arange(0, LANES)
+    return tl.load(words + where, mask=where >= 0, other=0).to(tl.uint32)
+
+
+@triton.jit
+def _pop(x, real, slots, words, at, window):
+    """A symbol a lane, lowest lane first; the states, how many words are left, which may be less than none, and the last.
+
+    The next turn's words are on their way while its symbols are looked up; here they only change lanes.
+    """
     entry = tl.load(slots + (x & (TOTAL - 1)))
     popped = (((entry >> 8) & (TOTAL - 1)) + 1) * (x >> BITS) + (entry >> 20)
     short = real & (popped < LOWEST)
     rank, count = ranks(short)
-    where = at - rank
-    word = tl.load(words + where, mask=short & (where >= 0), other=0).to(tl.uint32)
+    word = tl.gather(window, (LANES - rank) & (LANES - 1), 0)
     popped = tl.where(short, (popped << 16) | word, popped)
-    return tl.where(real, popped, x), entry & 0xFF, at - count
+    at -= count
+    return tl.where(real, popped, x), entry & 0xFF, at, _last_words(words, at)
 
 
 @triton.jit
@@ -98,11 +108,12 @@ def decode_kernel(payload, table, slots, inner, wrong, PIECES: tl.constexpr):
         at = tl.zeros([LANES], tl.int32) + count
         target = (inner + tl.load(row + 4) + number * BLOCK).to(tl.pointer_type(tl.uint32))
         size = tl.minimum(left, BLOCK).to(tl.int32) // RUN
+        window = _last_words(words, at)
         for start in range(0, size, LANES):
             real = start + lane < size
             run = tl.zeros([LANES], tl.uint32)
             for turn in tl.static_range(RUN):
-                x, symbol, at = _pop(x, real, slots, words, at)
+                x, symbol, at, window = _pop(x, real, slots, words, at, window)
                 run |= symbol << (8 * turn)
             tl.store(target + start + lane, run, mask=real)
         unlike = tl.sum((x != LOWEST).to(tl.int32), axis=0) + tl.max((at != 0).to(tl.int32), axis=0)
