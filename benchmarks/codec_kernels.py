@@ -2,13 +2,13 @@
 
     python -m benchmarks.codec_kernels [--mib 512] [--runs 20] [--codecs LIST] [--kv LIST] [--tables LIST]
 
-Every row is checked bit for bit first. The limit is the time to move the least bytes that the work can, at the rate of
-a copy in the same run. Codecs of one stage read the tensors once and write their payload once, or the reverse. Of
+Every row is checked bit for bit first. The limit is the time to move the least bytes that the work can, at the rate
+of a copy in the same run. Codecs of one stage read the tensors once and write their payload once, or the reverse. Of
 those with stages, encoding reads the tensors and writes all payloads. The first stage is read and the tensors are
-written; for the second, both are read and the tensors are written; the third of `lynx-exact` is read while the tensors
-are read and written. Times hold all launches and every byte of
-metadata. The KV of a prefill chunk is encoded in one launch, all layers, keys and values, and timed as a captured graph
-too. Lists have commas; without one, there is everything.
+written; for the second, both are read and the tensors are written; the third of `lynx-exact` is read while the
+tensors are read and written. Times hold all launches and every byte of metadata; those of `splitzip-ans`, whose
+payloads stay on the device, also every wait of the host. The KV of a prefill chunk is encoded in one launch, all
+layers, keys and values, and timed as a captured graph too. Lists have commas; without one, there is everything.
 """
 
 import argparse
@@ -25,13 +25,15 @@ from benchmarks.codec_data import Source
 from benchmarks.codec_gpu import captured, kernel_trial
 from benchmarks.codec_stage_kernels import StepFigures
 from benchmarks.codec_tables import Table
-from benchmarks.codec_trials import Figures, Trial, measure
+from benchmarks.codec_trials import Figures, Trial, measure, ours
+from kvrail.codec import registry
 from kvrail.codec.base import Block
 from kvrail.codec.splitzip.tiles.format import WindowCode
 
 FIXED, CHANNEL = WindowCode(4, False), WindowCode(3, True)
 ONE_STAGE = ("splitzip", "splitzip-channel")
-CODECS = (*ONE_STAGE, *codec_stage_kernels.CODECS)
+ENTROPY = "splitzip-ans"
+CODECS = (*ONE_STAGE, ENTROPY, *codec_stage_kernels.CODECS)
 TABLES = ("kernels", "chunk")
 SOURCES: dict[str, Callable[[float], Source]] = {
     "synthetic-0.04%": functools.partial(codec_data.synthetic, escapes=0.0004),
@@ -68,11 +70,13 @@ def prefill_chunk(source: Source) -> Source:
 
 
 def trials(block: Block, codecs: Collection[str]) -> Iterator[Trial]:
-    """Those of ONE_STAGE that are in `codecs`, `splitzip` with the windows that fit the block."""
+    """Those of one stage that are in `codecs`, `splitzip` with the windows that fit the block."""
     if "splitzip" in codecs:
         yield kernel_trial("splitzip", block, FIXED, codec_data.Windows(block, FIXED.window, shared=False))
     if "splitzip-channel" in codecs:
         yield kernel_trial("splitzip-channel", block, CHANNEL, None)
+    if ENTROPY in codecs:
+        yield ours(ENTROPY, registry.get(ENTROPY), block, on_device=True)
 
 
 def row(source: str, found: Figures) -> list[str]:
@@ -137,7 +141,7 @@ def chunk(runs: int, codecs: Collection[str]) -> Table:
     """One prefill chunk: time on the device, its limit, and what the host needs to launch it."""
     source = prefill_chunk(on_gpu(codec_data.synthetic(64, 0.0016)))
     rows, figures = [], []
-    for trial in trials(source.block, codecs):
+    for trial in trials(source.block, set(codecs) - {ENTROPY}):
         host = [host_seconds(call) for call in (trial.encode, lambda trial=trial: trial.decode(None))]
         for each in (trial, captured(trial)):
             found = measure(each, runs)

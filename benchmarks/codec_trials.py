@@ -93,8 +93,8 @@ def poisoned(block: Block) -> Block:
     return Block(*tensors)
 
 
-def ours(name: str, codec: Codec, block: Block) -> Trial:
-    """A codec of this project, as workers call it: pages to a payload on the host and back."""
+def ours(name: str, codec: Codec, block: Block, *, on_device: bool = False) -> Trial:
+    """A codec of this project, as workers call it: pages to a payload on the host, or on their device, and back."""
     out = poisoned(block)
     source, target = PagedBlock.whole(block), PagedBlock.whole(out)
 
@@ -108,7 +108,7 @@ def ours(name: str, codec: Codec, block: Block) -> Trial:
         name,
         block,
         out,
-        encode=lambda: codec.encode(source).stages()[0],
+        encode=lambda: codec.encode(source, on_device=on_device).stages()[0],
         decode=lambda payload: codec.decode(0, [payload], target),
         size=lambda payload: payload.nbytes,
         escapes=escapes,

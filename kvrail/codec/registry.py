@@ -1,6 +1,5 @@
 """Codecs by name. A codec's module, and torch with it, is imported when the codec is asked for, not before."""
 
-import functools
 import importlib
 from typing import TYPE_CHECKING
 
@@ -29,23 +28,14 @@ _UNCOMPILED = {"cpu": frozenset({"raw", "int8", "int4"}), "cuda": frozenset({"in
 LOSSY = frozenset({"int8", "int4", "lynx"})
 """Codecs that do not restore every bit: what their `exact` says, for who has not imported them."""
 
-# Modules that say whether what a codec needs is there.
-_NEEDS = {"splitzip-ans": "kvrail.codec.splitzip.entropy.coder_ans"}
-
 
 class UnknownCodecError(LookupError):
-    """No codec has this name, or what it needs is not there."""
+    """No codec has this name."""
 
 
-def known() -> tuple[str, ...]:
-    """Names of all codecs that there are, those that miss something here too."""
-    return tuple(_CODECS)
-
-
-@functools.cache
 def names() -> tuple[str, ...]:
-    """Names of all codecs that can be made here."""
-    return tuple(name for name in _CODECS if name not in _NEEDS or importlib.import_module(_NEEDS[name]).is_available())
+    """Names of all codecs that there are."""
+    return tuple(_CODECS)
 
 
 def compiles(name: str, device_kind: str) -> bool:
@@ -59,8 +49,7 @@ def get(name: str, codebook: "Codebook | None" = None) -> "Codec":
     codebook: for codecs that take one; without, they use the one that ships.
     """
     if name not in names():
-        why = f"needs {importlib.import_module(_NEEDS[name]).NEEDS}" if name in _NEEDS else "is unknown"
-        raise UnknownCodecError(f"codec {name!r} {why}; choose one of {', '.join(names())}")
+        raise UnknownCodecError(f"codec {name!r} is unknown; choose one of {', '.join(names())}")
     module, maker, calibrated = _CODECS[name]
     make = getattr(importlib.import_module(module), maker)
     codec: Codec = make(codebook) if calibrated else make()

@@ -89,7 +89,3 @@ def staged_codecs(monkeypatch):
     """The codecs of this module can be asked for by name."""
     for made in (Halves, LossyHalves, Noise):
         monkeypatch.setitem(registry._CODECS, made.name, (__name__, made.__name__, False))
-    clear = registry.names.cache_clear
-    clear()
-    yield
-    clear()

@@ -1,4 +1,4 @@
-"""splitzip-zstd: what conformance cannot see, namely that codes are coded, and what coded bytes may not do."""
+"""splitzip-zstd, splitzip-ans: what conformance cannot see: that codes are coded, and what coded bytes may not do."""
 
 import struct
 import time
@@ -13,10 +13,10 @@ from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
 from kvrail.codec.splitzip.entropy import coder_zstd
-from kvrail.codec.splitzip.entropy.codec import splitzip_zstd
+from kvrail.codec.splitzip.entropy.codec import splitzip_ans, splitzip_zstd
 from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 
-GOLDEN = Path(__file__).parent / "golden" / "splitzip_zstd_bf16.bin"
+GOLDEN = Path(__file__).parent / "golden"
 DEMO = Path(__file__).parents[2] / "models" / "kvrail-demo"
 LENGTHS = struct.Struct("<5Q")
 BODY = HEADER_BYTES + LENGTHS.size
@@ -32,8 +32,16 @@ SHAPES = [  # layers, pages, page_size, kv_heads, key_dim, value_dim
 ]
 
 
+MAKERS = {"splitzip-zstd": splitzip_zstd, "splitzip-ans": splitzip_ans}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def codec(request):
+    return MAKERS[request.param]()
+
+
 @pytest.fixture(scope="module")
-def codec():
+def zstd():
     return splitzip_zstd()
 
 
@@ -113,9 +121,10 @@ def test_restores_every_bit_and_no_other_page(codec, dtype, shape, first_layer):
     assert bits_of(out.pools) == bits_of(expected.pools)
 
 
+@pytest.mark.parametrize("make", [splitzip_zstd, lambda: splitzip_ans()._on_cpu], ids=MAKERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_inner_codec_gets_the_payload_that_it_made(dtype):
-    codec = splitzip_zstd()
+def test_inner_codec_gets_the_payload_that_it_made(dtype, make):
+    codec = make()
     inner = codec._inner = Inner(codec._inner)
     pages = in_pool(kv_block(SHAPES[0], dtype))
     codec.decode(0, [encode(codec, pages)], copy_of(pages))
@@ -154,15 +163,15 @@ def test_ratio_on_the_demo_model(codec, demo_kv):
         coded += encode(codec, pages).nbytes
         bits.append(bits_of_exponents(pages.gather()))
     assert raw / coded > 1.49
-    assert raw / coded > 16 / (8 + np.mean(bits))
+    assert raw / coded > 0.999 * 16 / (8 + np.mean(bits))  # zstd also finds rows that recur
 
 
-def test_significands_are_coded_where_tokens_recur(codec):
+def test_significands_are_coded_where_tokens_recur(zstd):
     block = kv_block((1, 4, 64, 4, 64, 64))
     block.values[0, 1:] = block.values[0, :1]
     plane = block.values.numel()
-    assert lengths_of(encode(codec, in_pool(block, first_layer=0)))[2] < plane / 3
-    assert lengths_of(encode(codec, in_pool(block, first_layer=1)))[2] == plane
+    assert lengths_of(encode(zstd, in_pool(block, first_layer=0)))[2] < plane / 3
+    assert lengths_of(encode(zstd, in_pool(block, first_layer=1)))[2] == plane
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -209,8 +218,8 @@ def test_any_cut_is_refused(codec, target):
     refused(codec, payload + b"\0", target)
 
 
-def test_coded_pieces_that_do_not_give_their_size_are_refused(codec, target):
-    payload = encode(codec, in_pool(kv_block(SHAPES[1])))
+def test_coded_pieces_that_do_not_give_their_size_are_refused(zstd, target):
+    payload = encode(zstd, in_pool(kv_block(SHAPES[1])))
     pieces = pieces_of(payload)
     size = zstandard.frame_content_size(pieces[1])
     assert len(pieces[1]) < size
@@ -223,7 +232,7 @@ def test_coded_pieces_that_do_not_give_their_size_are_refused(codec, target):
         (small.compress(bytes(1 << 24)), f"gives {1 << 24} bytes"),
         (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(size)), "gives -1 bytes"),
     ):
-        refused(codec, joined(payload, [pieces[0], wrong, *pieces[2:]]), target, match)
+        refused(zstd, joined(payload, [pieces[0], wrong, *pieces[2:]]), target, match)
 
 
 def test_an_error_waits_for_the_other_pieces(monkeypatch):
@@ -274,10 +283,12 @@ def golden_block():
 
 
 def test_golden_payload(codec):
-    """Other releases of zstd code otherwise, so what is pinned is that this payload can be read."""
-    block, payload = golden_block(), GOLDEN.read_bytes()
+    """Other releases of zstd code otherwise, so what is pinned of it is that this payload can be read."""
+    block, payload = golden_block(), (GOLDEN / f"{codec.name.replace('-', '_')}_bf16.bin").read_bytes()
     out = PagedBlock.whole(random_block(block.spec, 3))
     codec.decode(0, [memoryview(payload)], out)
     assert bits_of(out.pools) == bits_of(block)
     assert lengths_of(payload)[0] == block.keys.numel() and codec.encode(PagedBlock.whole(block)).stats().escapes
-    assert payload[:HEADER_BYTES] == bytes(encode(codec, PagedBlock.whole(block))[:HEADER_BYTES])
+    ours = bytes(encode(codec, PagedBlock.whole(block)))
+    assert payload[:HEADER_BYTES] == ours[:HEADER_BYTES]
+    assert payload == ours or codec.name == "splitzip-zstd"

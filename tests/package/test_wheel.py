@@ -59,7 +59,7 @@ def test_the_wheel_holds_our_package_and_nothing_else(wheel):
     assert "kvrail/py.typed" in ours
     assert wheel.stat().st_size < MOST_BYTES
     extras = set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE))
-    assert {"worker", "codec", "ucx", "ans", "otel"} <= extras
+    assert {"worker", "codec", "ucx", "otel"} <= extras
     required = re.findall(r"^Requires-Dist: ([a-z0-9-]+)[^;\n]*(;.*)?$", metadata, re.MULTILINE)
     assert not {name for name, when in required if "extra" not in when} & {"torch", "numpy", "transformers", "numba"}
 

@@ -53,6 +53,3 @@ def broken_anchors(monkeypatch):
     """The codecs of this module can be asked for by name."""
     for made in BROKEN:
         monkeypatch.setitem(registry._CODECS, made.name, (__name__, made.__name__, False))
-    registry.names.cache_clear()
-    yield
-    registry.names.cache_clear()

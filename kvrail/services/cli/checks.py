@@ -24,7 +24,7 @@ def check_worker(settings: WorkerSettings) -> None:
 
 def _check_codec(name: str, *, allow_lossy: bool) -> None:
     registry = importlib.import_module("kvrail.codec.registry")  # the one module there that is free of torch
-    known: tuple[str, ...] = registry.known()
+    known: tuple[str, ...] = registry.names()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"choose {AUTO} or one of {', '.join(known)}"

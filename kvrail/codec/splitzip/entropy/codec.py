@@ -1,14 +1,17 @@
 """`splitzip-zstd` and `splitzip-ans`: the window code, its codes entropy-coded. README.md has the layout.
 
 Wraps the codec of the window code and changes nothing of it: the inner payload is made and read by that codec, wherever
-the pages lie; here it is cut into pieces, of which those that entropy coding makes smaller travel so.
+the pages lie; here it is cut into pieces, of which those that entropy coding makes smaller travel so. `splitzip-ans`
+does all of it on the device where pages lie on CUDA.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from kvrail.codec.base import (
     BlockSpec,
@@ -23,14 +26,16 @@ from kvrail.codec.base import (
 )
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.backend import backend_of
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.splitzip.entropy.coder_ans import AnsCoder
 from kvrail.codec.splitzip.entropy.coder_zstd import ZstdCoder
-from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, cut, pieces_of
+from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, pieces_of, places_of
 from kvrail.codec.splitzip.one_stage.codec import WindowCodec
 from kvrail.codec.splitzip.one_stage.payload import parse_header
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+
+_PACKAGE = "kvrail.codec.splitzip.entropy"
 
 
 class EntropyCoder(Protocol):
@@ -111,9 +116,7 @@ class EntropyCodec:
         Raises CodecError, with `out` untouched, where the payload is not one of this codec and spec.
         """
         check_stage(self, stage, payloads)
-        if out.spec.dtype not in self.dtypes:
-            known = ", ".join(sorted(self.dtypes))
-            raise CodecError(f"{self.name} does not take dtype {out.spec.dtype}; it takes {known}")
+        check_dtype(self, out)
         inner = self._restore(host_bytes(self.name, payloads[0]), out.spec)
         self._inner.decode(0, [inner], out)
 
@@ -121,7 +124,7 @@ class EntropyCodec:
         """The inner payload, its lengths and header checked; the inner codec checks the rest."""
         layout = parse_header(payload, spec, self._code, 0, entropy_coded=True)
         places = pieces_of(layout)
-        coded = cut(payload, layout, places)
+        coded = [payload[piece] for piece in places_of(payload, payload.size, places)]
         inner = buffers.take(layout.size)
         inner[:HEADER_BYTES] = np.frombuffer(replace(layout, entropy_coded=False).header(), dtype=np.uint8)
         smaller = []
@@ -135,16 +138,65 @@ class EntropyCodec:
         return inner.data[: layout.size]
 
 
+class AnsCodec:
+    """A window code with a top a channel, its codes coded by rANS: on CUDA without a way over the host."""
+
+    def __init__(self, name: str, code: WindowCode) -> None:
+        self.name = name
+        self.num_stages = 1
+        self.exact = True
+        self.device_payloads = True
+        self.dtypes = frozenset(FORMATS)
+        self.parameters_id = 0
+        self._code = code
+
+    @functools.cached_property
+    def _on_cpu(self) -> EntropyCodec:
+        coder: EntropyCoder = backend_of(_PACKAGE, torch.device("cpu")).AnsCoder()
+        return EntropyCodec(_inner(self.name, self._code), self._code, coder)
+
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the inner encoding on the pages' device; `stages` codes its payload, where that lies.
+
+        Raises CodecError where the element type is none of `dtypes`, or a pool's tensor does not lie as the device
+        takes it; ValueError where payloads are to stay `on_device` and the pages lie on a CPU.
+        """
+        check_place(self, pages, on_device)
+        if pages.device.type != "cuda":
+            return self._on_cpu.encode(pages)
+        check_dtype(self, pages)
+        encoding: Encoding = backend_of(_PACKAGE, pages.device).AnsEncoding(pages, self._code, on_device)
+        return encoding
+
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
+        """Decode the one payload into `out`, on its device's current stream, which on CUDA is waited for.
+
+        Raises CodecError, with `out` untouched, where the payload is not one of this codec and spec.
+        """
+        if out.device.type != "cuda":
+            return self._on_cpu.decode(stage, payloads, out)
+        check_stage(self, stage, payloads)
+        check_dtype(self, out)
+        backend_of(_PACKAGE, out.device).decode(payloads[0], self._code, out)
+
+
+def check_dtype(codec: Codec, pages: PagedBlock) -> None:
+    """Raise CodecError where a codec does not take the element type of `pages`."""
+    dtype = pages.spec.dtype
+    if dtype not in codec.dtypes:
+        raise CodecError(f"{codec.name} does not take dtype {dtype}; it takes {', '.join(sorted(codec.dtypes))}")
+
+
+def _inner(name: str, code: WindowCode) -> WindowCodec:
+    return WindowCodec(name, dict.fromkeys(FORMATS, code), None)
+
+
 def splitzip_zstd(chunk: int = 4096) -> EntropyCodec:
     """Sixteen exponents below the largest of each channel in each page, the codes coded by zstd."""
-    return _entropy_codec("splitzip-zstd", ZstdCoder(), chunk)
-
-
-def splitzip_ans(chunk: int = 4096) -> EntropyCodec:
-    """The same window, the codes coded by nvCOMP's ANS on the CUDA device."""
-    return _entropy_codec("splitzip-ans", AnsCoder(), chunk)
-
-
-def _entropy_codec(name: str, coder: EntropyCoder, chunk: int) -> EntropyCodec:
     code = WindowCode(4, per_channel=True, chunk=chunk)
-    return EntropyCodec(WindowCodec(name, dict.fromkeys(FORMATS, code), None), code, coder)
+    return EntropyCodec(_inner("splitzip-zstd", code), code, ZstdCoder())
+
+
+def splitzip_ans(chunk: int = 4096) -> AnsCodec:
+    """The same window, the codes coded by rANS."""
+    return AnsCodec("splitzip-ans", WindowCode(4, per_channel=True, chunk=chunk))
