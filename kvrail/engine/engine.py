@@ -32,8 +32,7 @@ logger = logging.getLogger("kvrail.engine")
 
 MAX_FAILURES = 3
 """Failed steps in a row after which the engine gives up: the device is broken, not a request."""
-_ENQUEUE_S = 0.002
-"""So long before a step is expected to end, the next one is enqueued: what the host takes for that, and more."""
+
 
 LayerObserver = Callable[[range, Sequence[WrittenPages]], None]
 """Called on the engine's thread once some layers' work of a prefill step is enqueued: (layers, pages they complete).
@@ -203,8 +202,8 @@ class Engine:
     def step(self) -> None:
         """Take one step to its end.
 
-        While the device computes it, the text of tokens drawn before is made, and the next step is planned and
-        enqueued, if that can be done without knowing what this one draws.
+        While the device computes it, the next is planned and enqueued, if that can be done without knowing what it
+        draws, and the text of tokens drawn before is made.
         """
         if not self._runner.launches_async:
             self._emit_drawn()
@@ -215,7 +214,6 @@ class Engine:
         elif flight.undrawn:
             flight = self._draw(flight)
         if flight is not None:
-            self._await_arrivals(flight)
             self._flight = self._launch_ahead(flight)
         if self._runner.launches_async or flight is None:
             self._emit_drawn()
@@ -258,17 +256,6 @@ class Engine:
             self._step_failed([flight.step], error)
             return None
         return flight
-
-    def _await_arrivals(self, flight: Flight) -> None:
-        """Where KV is on its way, wait until `flight` is about to end: what arrives until then is in the next step."""
-        if not self._runner.launches_async or any(item.count > 1 for item in flight.step.work):
-            return
-        until = max(flight.begin, self._landed) + self.pace.decode.of(len(flight.step.work)) - _ENQUEUE_S
-        if until > perf_counter() and self._scheduler.num_receiving:
-            self._emit_drawn()
-            with self._changed:
-                while not self._stopping and self._scheduler.num_receiving and (left := until - perf_counter()) > 0:
-                    self._changed.wait(left)
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Enqueue the step behind `flight`; None where it depends on what that draws."""

@@ -15,10 +15,6 @@ class Line:
     base: float = 0.0
     each: float = 0.0
 
-    def of(self, size: int) -> float:
-        """Seconds of a step of `size`."""
-        return self.base + self.each * size
-
 
 class LineFit:
     """Least squares over steps that are forgotten exponentially."""

@@ -1,8 +1,6 @@
 """Steps that are enqueued before the draws of the step before are known give the output of steps that are not."""
 
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -35,30 +33,6 @@ def test_an_end_that_nobody_foresaw_costs_one_row_and_changes_nothing():
     assert bench.tokens("stops") == tokens[: tokens.index(stop) + 1]
     assert bench.tokens("other") == expected(other, 20)
     assert sum(len(step) for step in bench.machine.steps) == 20 + tokens.index(stop) + 1 + 1
-
-
-def test_kv_that_arrives_while_a_step_computes_is_in_the_next_one():
-    bench, prompt = Bench(ahead=True, **LIMITS), list(range(20))
-    bench.submit("runs", [1, 2, 3], max_tokens=20)
-    bench.step(2)
-    bench.submit("remote", prompt, max_tokens=4, remote=True)
-    transfer = Transfer(bench, "remote", prompt)
-    transfer.first()
-    for _ in range(100):
-        bench.engine.pace.note(0, 1, 60.0)  # steps take a minute
-
-    def arrive():
-        while not bench.engine._changed._waiters:
-            time.sleep(0.001)
-        transfer.exact()
-
-    with ThreadPoolExecutor(1) as pool:
-        arrived = pool.submit(arrive)
-        bench.engine.step()
-        arrived.result()
-    assert bench.machine.steps[-1] == [1, 1]
-    bench.run()
-    assert bench.tokens("remote") == expected(prompt, 4)
 
 
 def test_chunks_follow_one_another_ahead():
