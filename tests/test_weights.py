@@ -1,6 +1,7 @@
 """In which form a worker holds its weights: what the settings may ask for."""
 
 import shutil
+import weakref
 from types import SimpleNamespace
 from typing import Literal
 
@@ -87,6 +88,16 @@ def test_layers_are_held_where_they_can_and_compute_what_they_did(tmp_path, monk
     told = "\n".join(record.getMessage() for record in caplog.records)
     for reason in ("the embedding's, too", "they would take as much", "[64, 96] is no multiple of [16, 64]"):
         assert reason in told
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_a_weight_is_let_go_before_another_form_takes_its_place_on_the_device(form, monkeypatch):
+    monkeypatch.setattr(launch, "prepare", lambda *_: None)
+    model, alive = Model(), []
+    plain = [weakref.ref(model.query.weight), weakref.ref(model.output.weight)]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append([each() is not None for each in plain]))
+    hold(SimpleNamespace(model=model, layers=[], projections=[]), form, join=False)
+    assert alive[:2] == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize("form", list(FORMS))

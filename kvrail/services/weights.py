@@ -92,17 +92,12 @@ def _kept(part: torch.Tensor) -> torch.nn.Parameter:
 
 
 def _packed_for_layers(weight: PackedWeight) -> PackedWeight:
-    return PackedWeight(
-        weight.rows,
-        weight.columns,
-        _kept(weight.blocks[: FIXED_BYTES * len(weight.index)]),
-        *map(_kept, (weight.index, weight.counts, weight.shifts, weight.scales)),
-    )
+    parts = weight.parts | {"blocks": weight.blocks[: FIXED_BYTES * len(weight.index)]}
+    return PackedWeight(weight.rows, weight.columns, *map(_kept, parts.values()))
 
 
 def _tbe_for_layers(weight: TbeWeight) -> TbeWeight:
-    parts = weight.parts
-    parts |= {
+    parts = weight.parts | {
         "sign_mantissas": weight.sign_mantissas[:UNIT],
         "full_values": weight.full_values[: UNIT // weight.full_values.itemsize],
     }
@@ -113,9 +108,9 @@ def _tbe_for_layers(weight: TbeWeight) -> TbeWeight:
 class HeldForm(Generic[Held]):
     """A form in which a GPU holds weights, and multiplies by them, with the bits of the plain ones.
 
-    refusal: why a weight cannot have it, empty where it can. compress: a weight to it, on the weight's device. prepare:
-    what must be done before a capture. for_layers: the weight as the layers that share it keep it. linear: the layer,
-    of that, bias, first row and last.
+    refusal: why a weight cannot have it, empty where it can. compress: a weight to it, on the host. prepare: what must
+    be done on the device before a capture. for_layers: the weight as the layers that share it keep it. linear: the
+    layer, of that, bias, first row and last.
     """
 
     refusal: Callable[[torch.Tensor], str]
@@ -124,22 +119,30 @@ class HeldForm(Generic[Held]):
     for_layers: Callable[[Held], Held]
     linear: Callable[[Held, torch.Tensor | None, int, int], HeldLinear]
 
-    def hold(self, weight: torch.Tensor) -> Held | str:
-        """The weight in this form, ready; or why it stays plain."""
+    def on_host(self, weight: torch.Tensor) -> Held | str:
+        """The weight in this form; or why it stays plain."""
         if why := self.refusal(weight):
             return why
         held = self.compress(weight)
-        if held.nbytes >= weight.nbytes:
-            return "they would take as much"
-        self.prepare(held)
-        return held
+        return "they would take as much" if held.nbytes >= weight.nbytes else held
+
+    def on_device(self, held: Held, device: torch.device) -> Held:
+        """A weight from the host, ready, as layers keep it.
+
+        The allocator gives back first what it can: a weight that takes the place of a larger one, the plain one or
+        what packing it took, would keep the rest from others.
+        """
+        torch.cuda.empty_cache()
+        there: Held = held.to(device)
+        self.prepare(there)
+        return self.for_layers(there)
 
 
 FORMS: dict[str, HeldForm[PackedWeight] | HeldForm[TbeWeight]] = {
-    "packed": HeldForm(packed_refusal, pack, packed_prepare, _packed_for_layers, PackedLinear),
-    "tbe": HeldForm(
-        tbe_refusal, lambda weight: compress(weight).to(weight.device), tbe_prepare, _tbe_for_layers, TbeLinear
+    "packed": HeldForm(
+        packed_refusal, lambda weight: pack(weight).to("cpu"), packed_prepare, _packed_for_layers, PackedLinear
     ),
+    "tbe": HeldForm(tbe_refusal, compress, tbe_prepare, _tbe_for_layers, TbeLinear),
 }
 """What --weights may name besides plain."""
 
@@ -173,19 +176,23 @@ def hold(loaded: LoadedModel, name: str, *, join: bool) -> LoadedModel:
     before = after = 0
     plain: dict[str, int] = {}
     embedded = {id(module.weight) for module in loaded.model.modules() if isinstance(module, torch.nn.Embedding)}
-    for weight, places in _weights(loaded.model):
-        embeds = id(places[0][2].weight) in embedded
-        held = "they are the embedding's, too" if embeds else form.hold(weight)
+    for places in _places(loaded.model):
+        weight = places[0].module.weight.detach()
+        embeds = id(places[0].module.weight) in embedded
+        held = "they are the embedding's, too" if embeds else form.on_host(weight)
         before += weight.nbytes
         if isinstance(held, str):
             plain[held] = plain.get(held, 0) + 1
             after += weight.nbytes
             continue
         after += held.nbytes
-        shared = form.for_layers(held)  # type: ignore[arg-type]
-        for parent, child, module in places:
-            begin, end = (module.begin, module.end) if isinstance(module, JointLinear) else (0, held.rows)
-            setattr(parent, child, form.linear(shared, module.bias, begin, end))  # type: ignore[arg-type]
+        device = weight.device
+        cuts = [place.cut() for place in places]
+        del weight, places
+        shared = form.on_device(held, device)  # type: ignore[arg-type]
+        for cut in cuts:
+            layer = form.linear(shared, cut.bias, cut.begin, held.rows if cut.end is None else cut.end)  # type: ignore[arg-type]
+            setattr(cut.parent, cut.name, layer)
     for reason, count in plain.items():
         logger.warning("%d weights of linear layers stay plain: %s", count, reason)
     sizes = before / (1 << 30), after / (1 << 30)
@@ -193,16 +200,39 @@ def hold(loaded: LoadedModel, name: str, *, join: bool) -> LoadedModel:
     return loaded if plain else replace(loaded, least_rows=_LEAST_ROWS)
 
 
-_Place = tuple[torch.nn.Module, str, torch.nn.Linear | JointLinear]
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where a layer was that is to be replaced, its bias, and the rows that it takes of the weight; end None: all."""
+
+    parent: torch.nn.Module
+    name: str
+    bias: torch.Tensor | None
+    begin: int = 0
+    end: int | None = None
 
 
-def _weights(model: torch.nn.Module) -> Iterator[tuple[torch.Tensor, list[_Place]]]:
-    """Weights of linear layers, each with the layers that have it; none is held here when the next is asked for."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A linear layer of the model."""
+
+    parent: torch.nn.Module
+    name: str
+    module: torch.nn.Linear | JointLinear
+
+    def cut(self) -> _Cut:
+        """Take the layer out of the model, which keeps its weight no longer."""
+        setattr(self.parent, self.name, None)
+        if isinstance(self.module, JointLinear):
+            return _Cut(self.parent, self.name, self.module.bias, self.module.begin, self.module.end)
+        return _Cut(self.parent, self.name, self.module.bias)
+
+
+def _places(model: torch.nn.Module) -> Iterator[list[_Place]]:
+    """Linear layers, those together that have one weight; none of them is held here."""
     found: dict[int, list[_Place]] = {}
     for parent in model.modules():
         for name, module in parent.named_children():
             if type(module) in (torch.nn.Linear, JointLinear):
-                found.setdefault(id(module.weight), []).append((parent, name, module))  # type: ignore[arg-type]
+                found.setdefault(id(module.weight), []).append(_Place(parent, name, module))  # type: ignore[arg-type]
     while found:
-        places = found.pop(next(iter(found)))
-        yield places[0][2].weight.detach(), places
+        yield found.pop(next(iter(found)))

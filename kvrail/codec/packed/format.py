@@ -33,9 +33,18 @@ class PackedWeight:
     scales: torch.Tensor
 
     @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Its tensors, by their names, in order."""
+        return {name: getattr(self, name) for name in ("blocks", "index", "counts", "shifts", "scales")}
+
+    @property
     def nbytes(self) -> int:
         """Memory that it takes, in bytes."""
-        return sum(part.nbytes for part in (self.blocks, self.index, self.counts, self.shifts, self.scales))
+        return sum(part.nbytes for part in self.parts.values())
+
+    def to(self, device: torch.device | str) -> "PackedWeight":
+        """The same weight on another device."""
+        return PackedWeight(self.rows, self.columns, *(part.to(device) for part in self.parts.values()))
 
 
 def refusal(weight: torch.Tensor) -> str:
