@@ -18,6 +18,7 @@ import torch
 from benchmarks import codec_breakeven, codec_data, codec_gpu, codec_gpu_peers, codec_peers, codec_report, codec_tables
 from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures, Trial, measure, ours
+from benchmarks.shapes import card_of
 from kvrail.codec import registry
 from kvrail.codec.base import Block
 from kvrail.codec.splitzip.tiles.format import WindowCode
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     facts = codec_report.head(device, "benchmarks.codec")
     with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext():
         tables, coded, chunks = make_tables(options)
-    kind = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device).split()[-1].lower()
+    kind = "cpu" if device.type == "cpu" else card_of(torch.cuda.get_device_name(device))
     name = f"codec-{facts['date']}-{kind}"
     text = codec_report.markdown(facts, "KV codecs", GATE, tables)
     codec_report.write(options.out, name, facts, text, tables)

@@ -26,6 +26,7 @@ from benchmarks.codec_gpu import captured, kernel_trial
 from benchmarks.codec_stage_kernels import StepFigures
 from benchmarks.codec_tables import Table
 from benchmarks.codec_trials import Figures, Trial, measure, ours
+from benchmarks.shapes import card_of
 from kvrail.codec import registry
 from kvrail.codec.base import Block
 from kvrail.codec.splitzip.tiles.format import WindowCode
@@ -198,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
             tables += large(options.mib, options.runs, options.codecs, options.kv)
         if "chunk" in options.tables and set(ONE_STAGE) & set(options.codecs):
             tables.append(chunk(options.runs, options.codecs))
-    kind = torch.cuda.get_device_name(device).split()[-1].lower()
+    kind = card_of(torch.cuda.get_device_name(device))
     text = codec_report.markdown(facts, "Kernels of the codecs", "Every row was checked bit for bit first.", tables)
     codec_report.write(options.out, f"codec-kernels-{facts['date']}-{kind}", facts, text, tables)
     print(text)

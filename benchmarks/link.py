@@ -31,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import codec_report
 from benchmarks.codec_data import DEMO, SMALL_VOCABULARY, corpus
 from benchmarks.codec_tables import Table
-from benchmarks.shapes import SHAPES, weight_bytes, write_shape
+from benchmarks.shapes import SHAPES, card_of, weight_bytes, write_shape
 from kvrail.codec import registry
 from kvrail.text import load_tokenizer
 
@@ -244,7 +244,7 @@ def machine(device: str, facts: dict[str, str]) -> str:
         return device
     count, name = min(2, torch.cuda.device_count()), torch.cuda.get_device_name()
     facts["hardware"] = f"{count} {name} of one host"
-    return f"{count}x{name.split()[-1].lower()}"
+    return f"{count}x{card_of(name)}"
 
 
 def prompt_of(length: int, shape: str = "", number: int = 0) -> list[int]:

@@ -101,3 +101,8 @@ def write_shape(name: str, folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
+
+
+def card_of(name: str) -> str:
+    """A word for a GPU, for names of results: "h100" for "NVIDIA H100 80GB HBM3"."""
+    return name.removeprefix("NVIDIA ").split()[0].lower()

@@ -28,7 +28,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import SHAPES, card_of, write_shape
 from kvrail.codec.packed import gpu as packed_gpu
 from kvrail.codec.packed.format import PackedWeight
 from kvrail.codec.packed.torch_ops import pack
@@ -308,8 +308,7 @@ def write(arguments: argparse.Namespace, memory: float, products: list[dict], st
     command = f"python -m benchmarks.weights_gpu --shape {arguments.shape} --rounds {arguments.rounds}"
     text = markdown(device, command, arguments.shape, memory, products, stepped)
     print(text)
-    short = device.replace("NVIDIA ", "").split()[0].lower()
-    path = arguments.out / f"weights-gpu-{datetime.now(UTC):%Y-%m-%d}-{short}"
+    path = arguments.out / f"weights-gpu-{datetime.now(UTC):%Y-%m-%d}-{card_of(device)}"
     found = {"memory_gb_per_s": memory, "products": products, "steps": stepped}
     path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     path.with_suffix(".md").write_text(text)
