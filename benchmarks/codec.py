@@ -59,6 +59,7 @@ def all_codecs(block: Block, *, peers: bool) -> Iterator[Trial]:
     yield from registered(block)
     yield codec_tables.variant(FITTED, block, WindowCode(4, False))
     if block.keys.is_cuda:
+        yield ours("splitzip-ans, payload on the device", registry.get("splitzip-ans"), block, on_device=True)
         yield from codec_gpu.kernels(block)
         if peers:
             yield from codec_gpu_peers.peers(block)

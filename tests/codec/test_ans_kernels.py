@@ -7,7 +7,8 @@ import pytest
 import torch
 from ans_cases import SPECIAL, codes, rare, with_end, with_words_before, wrong_ends
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
-from test_entropy import in_pool, kv_block
+from test_entropy import in_pool, joined, kv_block
+from test_entropy import pieces_of as pieces_in
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -132,6 +133,28 @@ def test_a_corrupt_piece_leaves_the_pages_alone():
     with pytest.raises(CodecError, match="coded piece"):
         gpu.decode(memoryview(payload), CODE, out)
     assert bits_of(out.pools) == before
+
+
+def test_an_encoder_may_have_coded_any_piece():
+    block = kv_block((1, 1, 64, 2, 16, 16))
+    for tensor in (block.keys, block.values):
+        tensor.copy_(2.0 ** tensor.view(torch.int16).bitwise_and(1).float())  # significands all alike
+    codec, out = splitzip_ans(), scattered(block.spec, 3)
+    payload = codec.encode(in_pool(block)).stages()[0]
+    pieces = pieces_in(payload)
+    significands = [np.frombuffer(piece, dtype=np.uint8) for piece in (pieces[0], pieces[2])]
+    coded_pieces = [bytes(each) for each in cpu.AnsCoder().compress(significands)]
+    assert len(coded_pieces[0]) < len(pieces[0]) and len(coded_pieces[1]) < len(pieces[2])
+    other = joined(payload, [coded_pieces[0], pieces[1], coded_pieces[1], *pieces[3:]])
+    wanted = copy_of(out)
+    wanted.scatter(block)
+    for decode in (
+        lambda target: codec.decode(0, [memoryview(other)], target),
+        lambda target: gpu.decode(memoryview(other), CODE, target),
+    ):
+        target = copy_of(out)
+        decode(target)
+        assert bits_of(target.pools) == bits_of(wanted.pools)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=str)

@@ -19,7 +19,7 @@ LEAST_RATIO = {
     "splitzip-ans": 1.45,
     "lynx-exact": 1.2,
 }
-COUNTED = ("raw", "splitzip", "splitzip-channel", "splitzip-zstd")
+COUNTED = ("raw", "splitzip", "splitzip-channel", "splitzip-zstd", "splitzip-ans")
 """Codecs of one stage that encode on a CPU: each has an escape for what does not fit."""
 PROMPT = "A page of text about sockets, files and processes. " * 60
 

@@ -145,7 +145,7 @@ def test_a_payload_may_begin_at_any_address(codec):
         restores(codec, memory[shift : shift + payload.numel()], pages, "cuda")
 
 
-def test_damage_is_refused_and_pages_stay(codec):
+def test_corrupt_pieces_are_refused_and_pages_stay(codec):
     pages = log_normal(spec_of(SHAPES[0], "bfloat16"))
     payload = bytes(codec.encode(pages).stages()[0])
     lengths = LENGTHS.unpack_from(payload, HEADER_BYTES)
@@ -165,13 +165,13 @@ def test_damage_is_refused_and_pages_stay(codec):
     restores(codec, memoryview(payload), pages, "cuda")  # nothing stays broken
 
 
-def test_noise_and_cuts_are_refused_or_stay_in_their_pages(codec):
+def test_corrupt_payloads_are_refused_or_stay_in_their_pages(codec):
     pages = log_normal(spec_of(SHAPES[2], "bfloat16"))
     payload = bytes(codec.encode(pages).stages()[0])
     out, rng = scattered(pages.spec, 2, "cuda"), np.random.default_rng(1)
     others, fill = copy_of(out), random_block(pages.spec, 7, "cuda")
     others.scatter(fill)
-    for _ in range(200):
+    for _ in range(100):
         wrong = bytearray(payload)
         at = int(rng.integers(0, len(payload)))
         size = min(int(rng.integers(1, 400)), len(payload) - at)

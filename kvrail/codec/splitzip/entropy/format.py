@@ -20,6 +20,8 @@ RUN = 4
 """Neighbouring bytes of one lane: a word that a thread loads at once."""
 LOWEST_STATE = 1 << 16
 """States lie from here to 2^32, and begin and end here; a renormalisation moves sixteen bits."""
+MOST_PIECES = 5
+"""Of a payload: an encoder may have coded any of them."""
 STATE_WORDS = 2 * LANES
 """Words of sixteen bits that a block's states take."""
 RECIPROCAL_BITS = 44

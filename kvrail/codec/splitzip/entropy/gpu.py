@@ -229,9 +229,10 @@ def decode(payload: Payload, code: WindowCode, out: PagedBlock) -> None:
     if smaller:
         launch_decode_pieces(source, [came for came, _ in smaller], inner, [place for _, place in smaller], wrong)
     launch_check(inner, layout, code, wrong)
+    table = make_table(out, (None, None))
     if wrong.item():
         raise CodecError("a coded piece of a payload is corrupt, or counts and records in it don't fit each other")
-    launch_decode(inner, layout, make_table(out, (None, None)), out)
+    launch_decode(inner, layout, table, out)
 
 
 def _check_length(came: slice, place: slice) -> None:

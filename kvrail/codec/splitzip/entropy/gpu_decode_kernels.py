@@ -1,8 +1,9 @@
 """Triton: blocks of rANS back to bytes of pieces. A program has one warp, and each of its threads one lane of a block.
 
-Pieces are described by a table, int64 [PIECES, FIELDS]: its first block, its bytes, where its coded form begins in the
-payload, bytes of that, and where it goes in `inner`. Whatever a payload holds, no read leaves the coded form of its
-piece and no write the piece: what does not fit sets wrong, int32 [1], and ends the program.
+Pieces are described by a table, int64 [MOST_PIECES, FIELDS], whatever there are: a piece's first block, its bytes,
+where its coded form begins in the payload, bytes of that, and where it goes in `inner`. Whatever a payload holds, no
+read leaves the coded form of its piece and no write the piece: what does not fit sets wrong, int32 [1], and ends the
+program.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -27,7 +28,7 @@ from kvrail.codec.splitzip.entropy.gpu_encode_kernels import (
 FIELDS = tl.constexpr(5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["payload"])
 def slots_kernel(payload, table, slots, wrong, SLOTS: tl.constexpr):
     """Grid: pieces, TOTAL / SLOTS. From each piece's frequencies what its slots stand for, uint32 [pieces, TOTAL].
 
@@ -67,7 +68,7 @@ def _last_words(words, at):
 
 @triton.jit
 def _pop(x, real, slots, words, at, window):
-    """A symbol a lane, lowest lane first; the states, how many words are left, which may be less than none, and the last.
+    """A symbol a lane, lowest lane first; the states, how many words are left (perhaps less than none), and the last.
 
     The next turn's words are on their way while its symbols are looked up; here they only change lanes.
     """
@@ -81,13 +82,13 @@ def _pop(x, real, slots, words, at, window):
     return tl.where(real, popped, x), entry & 0xFF, at, _last_words(words, at)
 
 
-@triton.jit
-def decode_kernel(payload, table, slots, inner, wrong, PIECES: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["payload"])
+def decode_kernel(payload, table, slots, inner, wrong):
     """Grid: blocks of all pieces, each of which has a multiple of four bytes.
 
     slots: of slots_kernel; inner: uint8, where the pieces go.
     """
-    piece, row, number, left = block_of(table, tl.program_id(0).to(tl.int64), PIECES, FIELDS)
+    piece, row, number, left = block_of(table, tl.program_id(0).to(tl.int64), FIELDS)
     slots += piece * TOTAL
     blocks = tl.cdiv(tl.load(row + 1), BLOCK)
     head = payload + tl.load(row + 2) + 2 * SYMBOLS

@@ -1,7 +1,7 @@
 """Triton: bytes of pieces to blocks of rANS. A program has one warp, and each of its threads one lane of a block.
 
-Pieces are described by a table, int64 [PIECES, FIELDS]: its first block, its bytes, where it begins in `inner`, and,
-once that is known, where its coded form begins in the payload (less than 0: nowhere).
+Pieces are described by a table, int64 [MOST_PIECES, FIELDS], whatever there are: a piece's first block, its bytes,
+where it begins in `inner`, and, once that is known, where its coded form begins in the payload (less than 0: nowhere).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -13,6 +13,7 @@ from kvrail.codec.core.gpu_word_kernels import COMPILED
 from kvrail.codec.splitzip.entropy import format as code
 
 FIELDS = tl.constexpr(4)
+MOST_PIECES = tl.constexpr(code.MOST_PIECES)
 LANES = tl.constexpr(code.LANES)
 RUN = tl.constexpr(code.RUN)
 BLOCK = tl.constexpr(code.BLOCK_BYTES)
@@ -43,10 +44,10 @@ def ranks(chosen):
 
 
 @triton.jit
-def block_of(table, block, PIECES: tl.constexpr, COLUMNS: tl.constexpr):
+def block_of(table, block, COLUMNS: tl.constexpr):
     """A block's piece, that piece's row of the table, the block's number in it, and bytes of it from there on."""
     piece = 0
-    for other in tl.static_range(1, PIECES):
+    for other in tl.static_range(1, MOST_PIECES):
         piece += (block >= tl.load(table + other * COLUMNS)).to(tl.int32)
     row = table + piece * COLUMNS
     number = block - tl.load(row)
@@ -54,9 +55,9 @@ def block_of(table, block, PIECES: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def count_kernel(inner, table, counts, PIECES: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Grid: blocks of all pieces. Adds how often each byte occurs to counts, int64 [PIECES, 256]."""
-    piece, row, number, left = block_of(table, tl.program_id(0).to(tl.int64), PIECES, FIELDS)
+def count_kernel(inner, table, counts, AT_ONCE: tl.constexpr):
+    """Grid: blocks of all pieces. Adds how often each byte occurs to counts, int64 [pieces, 256]."""
+    piece, row, number, left = block_of(table, tl.program_id(0).to(tl.int64), FIELDS)
     source = inner + tl.load(row + 2) + number * BLOCK
     found = tl.zeros([SYMBOLS], tl.int32)
     size = tl.minimum(left, BLOCK).to(tl.int32)
@@ -107,13 +108,13 @@ def _push(x, entry, reciprocal, real, words, at):
 
 
 @triton.jit
-def encode_kernel(inner, table, model, reciprocals, slots, sizes, PIECES: tl.constexpr):
+def encode_kernel(inner, table, model, reciprocals, slots, sizes):
     """Grid: blocks of all pieces. Each into a slot of its own; every piece has a multiple of four bytes.
 
     slots: uint16 [blocks, SLOT]; sizes: int64 [blocks], words in each.
     """
     block = tl.program_id(0).to(tl.int64)
-    piece, row, number, left = block_of(table, block, PIECES, FIELDS)
+    piece, row, number, left = block_of(table, block, FIELDS)
     source = (inner + tl.load(row + 2) + number * BLOCK).to(tl.pointer_type(tl.uint32))
     model += piece * SYMBOLS
     reciprocals += piece * SYMBOLS
@@ -144,13 +145,13 @@ def encode_kernel(inner, table, model, reciprocals, slots, sizes, PIECES: tl.con
 
 
 @triton.jit
-def place_kernel(table, model, slots, ends, payload, PIECES: tl.constexpr, AT_ONCE: tl.constexpr):
+def place_kernel(table, model, slots, ends, payload, AT_ONCE: tl.constexpr):
     """Grid: blocks of all pieces. The pieces' coded forms into their places; ends: int64 [blocks], sums of the sizes.
 
     A piece's first program writes its frequencies, and its last the zeros behind it.
     """
     block = tl.program_id(0).to(tl.int64)
-    piece, row, number, _left = block_of(table, block, PIECES, FIELDS)
+    piece, row, number, _left = block_of(table, block, FIELDS)
     place = tl.load(row + 3)
     if place >= 0:
         first = tl.load(row)

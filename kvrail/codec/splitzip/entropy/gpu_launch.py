@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, LANES, STATE_WORDS, SYMBOLS, TOTAL, num_blocks
+from kvrail.codec.splitzip.entropy.format import (
+    BLOCK_BYTES,
+    LANES,
+    MOST_PIECES,
+    STATE_WORDS,
+    SYMBOLS,
+    TOTAL,
+    num_blocks,
+)
 from kvrail.codec.splitzip.entropy.gpu_decode_kernels import check_kernel, decode_kernel, slots_kernel
 from kvrail.codec.splitzip.entropy.gpu_encode_kernels import count_kernel, encode_kernel, model_kernel, place_kernel
 from kvrail.codec.splitzip.one_stage.payload import Layout
@@ -39,41 +47,43 @@ class CodedPieces:
     ends: torch.Tensor
 
 
-def device_table(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """Numbers on the device, int64 [rows, fields]; on CUDA the copy runs on the current stream."""
+def _table(
+    places: Sequence[slice], fields: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[torch.Tensor, int]:
+    """The table that kernels take, on the device, and blocks in all; on CUDA the copy runs on the current stream.
+
+    places: of the pieces uncoded; fields: what else a row has, behind its first block and its bytes.
+    """
+    blocks, rows = 0, []
+    for place, others in zip(places, fields, strict=True):
+        rows.append((blocks, place.stop - place.start, *others))
+        blocks += num_blocks(place.stop - place.start)
+    rows += [(blocks, 0, *(0 for _ in fields[0]))] * (MOST_PIECES - len(rows))
     table = torch.tensor(rows, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    moved = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return moved, blocks
 
 
 def launch_code(inner: torch.Tensor, places: Sequence[slice]) -> CodedPieces:
     """Launch the coding of some pieces of `inner`, uint8; each has a multiple of four bytes, and is not empty."""
-    blocks, rows = 0, []
-    for place in places:
-        rows.append((blocks, place.stop - place.start, place.start, -1))
-        blocks += num_blocks(place.stop - place.start)
     device, count = inner.device, len(places)
-    table = device_table(rows, device)
+    table, blocks = _table(places, [(place.start, -1) for place in places], device)
     counts = torch.zeros((count, SYMBOLS), dtype=torch.int64, device=device)
     model = torch.empty((count, SYMBOLS), dtype=torch.uint32, device=device)
     reciprocals = torch.empty((count, SYMBOLS), dtype=torch.int64, device=device)
     slots = torch.empty((blocks, BLOCK_BYTES + STATE_WORDS), dtype=torch.uint16, device=device)
     sizes = torch.empty(blocks, dtype=torch.int64, device=device)
-    count_kernel[(blocks,)](inner, table, counts, count, COUNT_AT_ONCE, num_warps=COUNT_WARPS)
+    count_kernel[(blocks,)](inner, table, counts, COUNT_AT_ONCE, num_warps=COUNT_WARPS)
     model_kernel[(count,)](counts, model, reciprocals, num_warps=1)
-    encode_kernel[(blocks,)](inner, table, model, reciprocals, slots, sizes, count, num_warps=LANES // 32)
+    encode_kernel[(blocks,)](inner, table, model, reciprocals, slots, sizes, num_warps=LANES // 32)
     return CodedPieces(tuple(places), model, slots, sizes.cumsum(0))
 
 
 def launch_place(coded: CodedPieces, offsets: Sequence[int], payload: torch.Tensor) -> None:
     """Launch the way of coded pieces to their offsets in `payload`, uint8; less than 0: such a piece stays away."""
-    blocks, rows = 0, []
-    for place, offset in zip(coded.places, offsets, strict=True):
-        rows.append((blocks, place.stop - place.start, place.start, offset))
-        blocks += num_blocks(place.stop - place.start)
-    table = device_table(rows, payload.device)
-    place_kernel[(blocks,)](
-        table, coded.model, coded.slots, coded.ends, payload, len(rows), PLACE_AT_ONCE, num_warps=PLACE_WARPS
-    )
+    fields = [(place.start, offset) for place, offset in zip(coded.places, offsets, strict=True)]
+    table, blocks = _table(coded.places, fields, payload.device)
+    place_kernel[(blocks,)](table, coded.model, coded.slots, coded.ends, payload, PLACE_AT_ONCE, num_warps=PLACE_WARPS)
 
 
 def launch_decode_pieces(
@@ -83,15 +93,12 @@ def launch_decode_pieces(
 
     sources begin at multiples of eight bytes and have heads at least; wrong: int32 [1], set to 1 where one is corrupt.
     """
-    blocks, rows = 0, []
-    for source, place in zip(sources, places, strict=True):
-        size = place.stop - place.start
-        rows.append((blocks, size, source.start, source.stop - source.start, place.start))
-        blocks += num_blocks(size)
-    table, count = device_table(rows, payload.device), len(rows)
+    fields = [(come.start, come.stop - come.start, place.start) for come, place in zip(sources, places, strict=True)]
+    table, blocks = _table(places, fields, payload.device)
+    count = len(places)
     slots = torch.empty((count, TOTAL), dtype=torch.uint32, device=payload.device)
     slots_kernel[(count, TOTAL // SLOTS_AT_ONCE)](payload, table, slots, wrong, SLOTS_AT_ONCE)
-    decode_kernel[(blocks,)](payload, table, slots, inner, wrong, count, num_warps=LANES // 32)
+    decode_kernel[(blocks,)](payload, table, slots, inner, wrong, num_warps=LANES // 32)
 
 
 def launch_check(inner: torch.Tensor, layout: Layout, code: WindowCode, wrong: torch.Tensor) -> None:
