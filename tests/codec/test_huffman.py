@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from kvrail import codec
 from kvrail.codec import tensors
 from kvrail.codec.base import CodecError
-from kvrail.codec.huffman import cpu_chunk_kernels, payload, reference
+from kvrail.codec.huffman import cpu, cpu_chunk_kernels, payload, reference
 from kvrail.codec.huffman.codec import HuffmanCodec
+from kvrail.codec.huffman.cpu_digest_kernels import SHORT, long_digest
 from kvrail.codec.huffman.format import FORMATS
 from kvrail.codec.registry import UnknownCodecError
 
@@ -196,6 +197,22 @@ def test_threads_change_nothing(threads):
     assert same(HUFFMAN.decode(packed, threads=threads), tensor)
 
 
+def test_more_chunks_than_one_call_takes(monkeypatch):
+    tensor = gaussian(5 * (1 << 18) + 3).bfloat16()
+    packed = codec.encode(tensor)
+    monkeypatch.setattr(cpu, "_CALL_BYTES", 1 << 20)
+    for threads in (1, 2):
+        for static in (False, True):
+            assert same(HUFFMAN.decode(HUFFMAN.encode(tensor, static=static, threads=threads), threads=threads), tensor)
+        assert packed == HUFFMAN.encode(tensor, threads=threads)
+
+
+def test_the_digest_of_kernels_is_xxh3():
+    data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
+    for size in (*range(SHORT + 1, SHORT + 140), *range(1020, 1100), *range(2040, 2120), 5000):
+        assert int(long_digest(data[:size])) == payload.digest(data[:size])
+
+
 def entropy_bytes(plane):
     counts = np.bincount(plane, minlength=256)
     share = counts[counts > 0] / plane.size
@@ -239,8 +256,10 @@ def test_kept_kernels_change_with_those_they_take_in():
     names = (
         "cpu_block_kernels.py",
         "cpu_code_kernels.py",
+        "cpu_digest_kernels.py",
         "cpu_field_kernels.py",
         "cpu_plane_kernels.py",
+        "cpu_shared_kernels.py",
         "cpu_word_kernels.py",
     )
     found = payload.digest(np.frombuffer(b"".join((folder / name).read_bytes() for name in names), np.uint8))
