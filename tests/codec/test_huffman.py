@@ -18,6 +18,8 @@ from kvrail.codec.base import CodecError
 from kvrail.codec.huffman import cpu, cpu_chunk_kernels, payload, reference
 from kvrail.codec.huffman.codec import HuffmanCodec
 from kvrail.codec.huffman.cpu_digest_kernels import SHORT, long_digest
+from kvrail.codec.huffman.cpu_plane_kernels import scatter_bits, scatter_words
+from kvrail.codec.huffman.cpu_word_kernels import DEPOSITS
 from kvrail.codec.huffman.format import FORMATS
 from kvrail.codec.registry import UnknownCodecError
 
@@ -170,6 +172,15 @@ def test_a_sample_unlike_the_rest_is_not_trusted():
     plane = lines.reshape(-1).numpy()
     ((mode, data, _),) = planes(codec.encode(lines.reshape(-1)))[1]
     assert (mode, data) == reference.encode_plane(plane.tobytes()) == reference.encode_block(plane.tobytes())
+
+
+@pytest.mark.skipif(not DEPOSITS, reason="needs an instruction that this core lacks")
+def test_marks_are_filled_word_by_word_as_bit_by_bit():
+    rng = np.random.default_rng(0)
+    marks, rest = rng.integers(0, 256, 500, dtype=np.uint8), rng.integers(0, 256, 8 * 500 + 8, dtype=np.uint8)
+    first, second = np.zeros(4003, np.uint8), np.zeros(4003, np.uint8)
+    assert scatter_bits(marks, rest, 7, first) == scatter_words(marks, rest, 7, second) == np.unpackbits(marks).sum()
+    assert (first[:4000] == second[:4000]).all() and (second[4000:] == 0).all()
 
 
 def test_the_reference_reads_shared_codes_and_deltas():

@@ -52,7 +52,7 @@ def _new_room(word_bytes: int, words: int) -> Room:
     return Room(
         np.empty((word_bytes, words), np.uint8),
         np.empty((STREAMS, 2 * words // STREAMS + 64), np.uint8),
-        np.empty((2, words), np.uint8),
+        np.empty((2, words + 8), np.uint8),
         np.empty(WINDOW, np.uint16),
         np.empty(2 * WINDOW, np.uint64),
         np.empty(256, np.uint64),
@@ -197,13 +197,13 @@ def decode(
     chunks = range(len(layout.digests)) if chunks is None else chunks
     item, size = layout.format.word_bytes, layout.chunk_bytes
     taken_off = _frozen(source[:0] if base is None else base[chunks.start * size : chunks.stop * size], item)
-    ends = layout.ends()
+    ends, sizes = layout.ends, layout.sizes[chunks.start : chunks.stop]
     start = layout.head_bytes + (int(ends[chunks.start - 1]) if chunks.start else 0)
     coded, ends = _frozen(source[start:]), ends[chunks.start : chunks.stop] - (start - layout.head_bytes)
     rows, digests = layout.rows[chunks.start : chunks.stop], layout.digests[chunks.start : chunks.stop]
     damaged = "chunk {} of {} does not match its checksum: the container is damaged"
-    for chunk in np.flatnonzero(np.diff(ends, prepend=0) <= SHORT):
-        if digest(coded[ends[chunk - 1] if chunk else 0 : ends[chunk]]) != digests[chunk]:
+    for chunk in (sizes <= SHORT).nonzero()[0]:
+        if digest(coded[ends[chunk] - sizes[chunk] : ends[chunk]]) != digests[chunk]:
             raise CodecError(damaged.format(chunks.start + chunk, len(layout.digests)))
     numbers, most = np.zeros(1, np.int64), max(1, _CALL_BYTES // size)
     index = (coded, ends, digests, rows, *_shared_tables(layout), taken_off, item, layout.format.rotated)

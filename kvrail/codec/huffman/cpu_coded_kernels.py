@@ -23,12 +23,14 @@ _ENDS = 4 * (STREAMS - 1)
 
 @njit(nogil=True)
 def write_number(target, place, number):
+    """A number of 32 bits to four bytes of `target` from `place` on, the lowest first."""
     for byte in range(4):
         target[place + byte] = u8((number >> (8 * byte)) & 255)
 
 
 @njit(nogil=True)
 def read_number(source, place):
+    """The inverse of write_number."""
     number = int64(0)
     for byte in range(4):
         number |= int64(source[place + byte]) << (8 * byte)

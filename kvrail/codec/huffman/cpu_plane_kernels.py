@@ -29,7 +29,15 @@ from kvrail.codec.huffman.cpu_coded_kernels import (
     write_number,
 )
 from kvrail.codec.huffman.cpu_field_kernels import choose_field, cut, field_bytes, paste, without_field
-from kvrail.codec.huffman.cpu_word_kernels import load_word, trailing_zeros
+from kvrail.codec.huffman.cpu_word_kernels import (
+    DEPOSITS,
+    deposited,
+    load_word,
+    set_bits,
+    store_word,
+    trailing_zeros,
+    words_at,
+)
 
 SPARSE_SHARE = 0.6
 """Share of the commonest byte from which on marking it by one bit a value is tried: below, its code has two bits."""
@@ -95,26 +103,49 @@ def _encode_sparse(source, counts, commonest, room, target):
 
 
 @njit(nogil=True)
-def _scatter(marks, rest, commonest, target):
-    """Fill `target` with the commonest byte and, at marks, the next of the rest; whether these come out even."""
-    set_marks = np.empty(256, np.int64)
-    for mark in range(256):
-        set_marks[mark] = sum([mark >> bit & 1 for bit in range(8)])
-    total, size = 0, target.size
-    for mark in range(marks.size):
-        total += set_marks[marks[mark]]
-    if total != rest.size or (size & 7 and marks[marks.size - 1] >> (size & 7) != 0):
-        return False
+def scatter_bits(marks, rest, commonest, target):
+    """Fill whole words of `target` with the commonest byte and, at marks, the next of the rest; how many those are."""
+    taken = uint64(0)
     target[:] = commonest
-    taken = uint64(0)  # never above the number of marks, so that no check is needed below
-    first = uint64(marks.ctypes.data)
-    for word in range(marks.size // 8):
-        bits = load_word(first + uint64(8 * word))
+    for mark in range(target.size // 8):
+        bits = u64(marks[mark])
         while bits:
-            target[uint64(64 * word) + trailing_zeros(bits)] = rest[taken]
+            target[uint64(8 * mark) + trailing_zeros(bits)] = rest[taken]
             taken += u64(1)
             bits &= bits - u64(1)
-    for place in range(marks.size // 8 * 64, size):
+    return taken
+
+
+@njit(nogil=True)
+def scatter_words(marks, rest, commonest, target):
+    """The same, a word at a time; eight bytes behind the rest are read too."""
+    masks = np.zeros(256, np.uint64)
+    for mark in range(256):
+        for bit in range(8):
+            masks[mark] |= u64(mark >> bit & 1) * u64(255) << u64(8 * bit)
+    first, out = uint64(rest.ctypes.data), uint64(target.ctypes.data)
+    source, common = first, u64(commonest) * u64(0x0101010101010101)
+    for mark in range(target.size // 8):
+        mask = masks[marks[mark]]
+        store_word(out + uint64(8 * mark), deposited(load_word(source), mask) | (common & ~mask))
+        source += set_bits(u64(marks[mark]))
+    return source - first
+
+
+@njit(nogil=True)
+def _scatter(marks, rest, commonest, target):
+    """Fill `target` with the commonest byte and, at marks, the next of the rest; whether these come out even."""
+    size, total = target.size, u64(0)
+    for word in words_at(marks.ctypes.data, marks.size // 8):
+        total += set_bits(word)
+    for mark in range(marks.size // 8 * 8, marks.size):
+        total += set_bits(u64(marks[mark]))
+    if total != u64(rest.size) or (size & 7 and marks[marks.size - 1] >> (size & 7) != 0):
+        return False
+    # What is taken is never above the number of marks, so that no check is needed below.
+    taken = scatter_words(marks, rest, commonest, target) if DEPOSITS else scatter_bits(marks, rest, commonest, target)
+    for place in range(size // 8 * 8, size):
+        target[place] = commonest
         if marks[place >> 3] >> (place & 7) & 1:
             target[place] = rest[taken]
             taken += u64(1)

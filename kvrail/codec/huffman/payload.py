@@ -3,6 +3,7 @@
 import math
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ MAX_CHUNK_BITS = 20
 MAX_DIMENSIONS = 32
 MAX_MODE = 5
 SIZE_BITS = 28
+_SIZES = np.uint32((1 << SIZE_BITS) - 1)
 
 
 def digest(data: Bytes) -> int:
@@ -30,7 +32,7 @@ def digest(data: Bytes) -> int:
     return digest_of(data.data, DigestKind.XXH3).value
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """What a container says before its chunks.
 
@@ -63,9 +65,16 @@ class Layout:
         tables = 0 if self.static is None else _TABLE_BYTES * self.format.word_bytes
         return HEADER_BYTES + 8 * len(self.shape) + tables + self.digests.nbytes + self.rows.nbytes
 
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Coded bytes of each chunk, int64 [chunks]."""
+        found: npt.NDArray[np.int64] = np.add.reduce(self.rows & _SIZES, axis=1, dtype=np.int64)
+        return found
+
+    @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
         """Where each chunk ends, counted from the first one's start, int64 [chunks]."""
-        return np.cumsum((self.rows & ((1 << SIZE_BITS) - 1)).sum(axis=1, dtype=np.int64))
+        return self.sizes.cumsum()
 
     def head(self) -> bytes:
         """All bytes before the first chunk."""
@@ -137,6 +146,6 @@ def _check(layout: Layout, container_bytes: int) -> None:
         raise CodecError(f"a tensor of {layout.raw_bytes} bytes does not have {chunks} chunks: the header is damaged")
     if chunks and int((layout.rows >> SIZE_BITS).max()) > MAX_MODE:
         raise CodecError(f"the index has a mode above {MAX_MODE}: it is damaged, or of a later version")
-    found = layout.head_bytes + (int(layout.ends()[-1]) if chunks else 0)
+    found = layout.head_bytes + (int(layout.ends[-1]) if chunks else 0)
     if found != container_bytes:
         raise CodecError(f"the chunks end at byte {found} of {container_bytes}: the container is cut off or too long")
