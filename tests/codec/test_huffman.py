@@ -18,7 +18,7 @@ from kvrail.codec.base import CodecError
 from kvrail.codec.huffman import cpu, cpu_chunk_kernels, payload, reference
 from kvrail.codec.huffman.codec import HuffmanCodec
 from kvrail.codec.huffman.cpu_digest_kernels import SHORT, long_digest
-from kvrail.codec.huffman.cpu_plane_kernels import scatter_bits, scatter_words
+from kvrail.codec.huffman.cpu_plane_kernels import gather_bits, gather_words, scatter_bits, scatter_words
 from kvrail.codec.huffman.cpu_word_kernels import DEPOSITS
 from kvrail.codec.huffman.format import FORMATS
 from kvrail.codec.registry import UnknownCodecError
@@ -181,6 +181,11 @@ def test_marks_are_filled_word_by_word_as_bit_by_bit():
     first, second = np.zeros(4003, np.uint8), np.zeros(4003, np.uint8)
     assert scatter_bits(marks, rest, 7, first) == scatter_words(marks, rest, 7, second) == np.unpackbits(marks).sum()
     assert (first[:4000] == second[:4000]).all() and (second[4000:] == 0).all()
+    again, left = np.zeros((2, 500), np.uint8), np.zeros((2, 4008), np.uint8)
+    found = gather_bits(second, 7, again[0], left[0])
+    assert found == gather_words(second, 7, again[1], left[1]) == (second[:4000] != 7).sum()
+    assert (again[0] == again[1]).all() and (left[0, :found] == left[1, :found]).all()
+    assert (np.unpackbits(again[1], bitorder="little") == (second[:4000] != 7)).all()
 
 
 def test_the_reference_reads_shared_codes_and_deltas():

@@ -32,6 +32,7 @@ from kvrail.codec.huffman.cpu_field_kernels import choose_field, cut, field_byte
 from kvrail.codec.huffman.cpu_word_kernels import (
     DEPOSITS,
     deposited,
+    extracted,
     load_word,
     set_bits,
     store_word,
@@ -65,12 +66,10 @@ def _is_sparse(counts, commonest, size):
 
 
 @njit(nogil=True)
-def _encode_sparse(source, counts, commonest, room, target):
-    """Marks of the bytes that are not the commonest, then those bytes; the size, or -1 where that is not smaller."""
-    none, size = np.zeros(256, np.uint8), source.size
-    marks, rest = room.spare[0, : (size + 7) // 8], room.spare[1]
+def gather_bits(source, commonest, marks, rest):
+    """Mark which bytes of whole words of `source` are not the commonest, and put those to `rest`; how many they are."""
     marked = uint64(0)
-    for group in range(size // 8):
+    for group in range(source.size // 8):
         bits = u64(0)
         for bit in range(8):
             symbol = source[8 * group + bit]
@@ -79,6 +78,31 @@ def _encode_sparse(source, counts, commonest, room, target):
             rest[marked] = symbol
             marked += other
         marks[group] = u8(bits)
+    return marked
+
+
+@njit(nogil=True)
+def gather_words(source, commonest, marks, rest):
+    """The same, a word at a time; up to eight bytes behind those of the rest are written too."""
+    first, out = uint64(source.ctypes.data), uint64(rest.ctypes.data)
+    ones, place = u64(0x0101010101010101), out
+    low, common = ones * u64(127), u64(commonest) * ones
+    for group in range(source.size // 8):
+        word = load_word(first + uint64(8 * group))
+        other = word ^ common
+        others = ((((other & low) + low) | other) >> u64(7)) & ones  # a one in each byte that is another
+        marks[group] = u8((others * u64(0x0102040810204080)) >> u64(56))
+        store_word(place, extracted(word, others * u64(255)))
+        place += set_bits(others)
+    return place - out
+
+
+@njit(nogil=True)
+def _encode_sparse(source, counts, commonest, room, target):
+    """Marks of the bytes that are not the commonest, then those bytes; the size, or -1 where that is not smaller."""
+    none, size = np.zeros(256, np.uint8), source.size
+    marks, rest = room.spare[0, : (size + 7) // 8], room.spare[1]
+    marked = gather_words(source, commonest, marks, rest) if DEPOSITS else gather_bits(source, commonest, marks, rest)
     if size & 7:
         marks[size // 8] = 0
     for place in range(size // 8 * 8, size):

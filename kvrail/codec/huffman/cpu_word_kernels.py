@@ -17,7 +17,7 @@ def _place(builder: Any, address: Any) -> Any:
 
 
 def _deposits() -> bool:
-    """Whether kernels are compiled for a core that has the instruction of `deposited`."""
+    """Whether kernels are compiled for a core that has the instructions of `deposited` and `extracted`."""
     if config.CPU_FEATURES is not None or config.CPU_NAME not in (None, "host"):
         return False
     try:
@@ -101,6 +101,20 @@ def deposited(typing_context: Any, word: Any, mask: Any) -> Any:
             return ir.Constant(ir.IntType(64), 0)
         kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 2)
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.bmi.pdep.64")
+        return builder.call(function, arguments)
+
+    return uint64(types.uint64, types.uint64), generate
+
+
+@intrinsic
+def extracted(typing_context: Any, word: Any, mask: Any) -> Any:
+    """The bits of `word` where `mask` has ones, in order, as the lowest. Where DEPOSITS does not hold, 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not DEPOSITS:
+            return ir.Constant(ir.IntType(64), 0)
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 2)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.bmi.pext.64")
         return builder.call(function, arguments)
 
     return uint64(types.uint64, types.uint64), generate
