@@ -27,8 +27,8 @@ from kvrail.codec.huffman.payload import Bytes, Layout, chunks_of, digest
 
 _MAX_THREADS = 8
 _ALIGNMENT = 64
-_LEAST = 2
-"""Chunks of a thread: to wake one takes as long as to decode one or two."""
+_LEAST = 3
+"""Chunks of a thread: to wake one takes as long as to decode one, and longer where cores are busy."""
 _CALL_BYTES = 1 << 26
 """Of a tensor, coded or decoded by one call: between calls Python looks whether it is to stop."""
 _KEPT_ROOMS: list["Room"] = []
