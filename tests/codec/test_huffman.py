@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from kvrail import codec
 from kvrail.codec import tensors
 from kvrail.codec.base import CodecError
-from kvrail.codec.huffman import cpu_chunk_kernels, payload, reference
+from kvrail.codec.huffman import cpu, cpu_chunk_kernels, payload, reference
 from kvrail.codec.huffman.codec import HuffmanCodec
+from kvrail.codec.huffman.cpu_digest_kernels import SHORT, long_digest
+from kvrail.codec.huffman.cpu_plane_kernels import gather_bits, gather_words, scatter_bits, scatter_words
+from kvrail.codec.huffman.cpu_word_kernels import DEPOSITS
 from kvrail.codec.huffman.format import FORMATS
 from kvrail.codec.registry import UnknownCodecError
 
@@ -162,6 +165,29 @@ def test_fields_are_cut_off_where_codes_are_long():
     ]
 
 
+def test_a_sample_unlike_the_rest_is_not_trusted():
+    lines = torch.randint(0, 16, (1000, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    lines[::5] = lines[::5] * lines[::5] // 15 * 15 // 16  # the sample: fewer high values
+    lines[:, 0] = torch.arange(1000) % 16
+    plane = lines.reshape(-1).numpy()
+    ((mode, data, _),) = planes(codec.encode(lines.reshape(-1)))[1]
+    assert (mode, data) == reference.encode_plane(plane.tobytes()) == reference.encode_block(plane.tobytes())
+
+
+@pytest.mark.skipif(not DEPOSITS, reason="needs an instruction that this core lacks")
+def test_marks_are_filled_word_by_word_as_bit_by_bit():
+    rng = np.random.default_rng(0)
+    marks, rest = rng.integers(0, 256, 500, dtype=np.uint8), rng.integers(0, 256, 8 * 500 + 8, dtype=np.uint8)
+    first, second = np.zeros(4003, np.uint8), np.zeros(4003, np.uint8)
+    assert scatter_bits(marks, rest, 7, first) == scatter_words(marks, rest, 7, second) == np.unpackbits(marks).sum()
+    assert (first[:4000] == second[:4000]).all() and (second[4000:] == 0).all()
+    again, left = np.zeros((2, 500), np.uint8), np.zeros((2, 4008), np.uint8)
+    found = gather_bits(second, 7, again[0], left[0])
+    assert found == gather_words(second, 7, again[1], left[1]) == (second[:4000] != 7).sum()
+    assert (again[0] == again[1]).all() and (left[0, :found] == left[1, :found]).all()
+    assert (np.unpackbits(again[1], bitorder="little") == (second[:4000] != 7)).all()
+
+
 def test_the_reference_reads_shared_codes_and_deltas():
     tensor, base = gaussian(30_000).bfloat16(), gaussian(30_000, seed=2).bfloat16()
     raw, taken_off = bits_of(tensor).numpy().tobytes(), bits_of(base).numpy().tobytes()
@@ -194,6 +220,22 @@ def test_threads_change_nothing(threads):
     packed = HUFFMAN.encode(tensor, threads=threads)
     assert packed == codec.encode(tensor)
     assert same(HUFFMAN.decode(packed, threads=threads), tensor)
+
+
+def test_more_chunks_than_one_call_takes(monkeypatch):
+    tensor = gaussian(5 * (1 << 18) + 3).bfloat16()
+    packed = codec.encode(tensor)
+    monkeypatch.setattr(cpu, "_CALL_BYTES", 1 << 20)
+    for threads in (1, 2):
+        for static in (False, True):
+            assert same(HUFFMAN.decode(HUFFMAN.encode(tensor, static=static, threads=threads), threads=threads), tensor)
+        assert packed == HUFFMAN.encode(tensor, threads=threads)
+
+
+def test_the_digest_of_kernels_is_xxh3():
+    data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
+    for size in (*range(SHORT + 1, SHORT + 140), *range(1020, 1100), *range(2040, 2120), 5000):
+        assert int(long_digest(data[:size])) == payload.digest(data[:size])
 
 
 def entropy_bytes(plane):
@@ -239,8 +281,11 @@ def test_kept_kernels_change_with_those_they_take_in():
     names = (
         "cpu_block_kernels.py",
         "cpu_code_kernels.py",
+        "cpu_coded_kernels.py",
+        "cpu_digest_kernels.py",
         "cpu_field_kernels.py",
         "cpu_plane_kernels.py",
+        "cpu_shared_kernels.py",
         "cpu_word_kernels.py",
     )
     found = payload.digest(np.frombuffer(b"".join((folder / name).read_bytes() for name in names), np.uint8))

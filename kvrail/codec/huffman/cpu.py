@@ -2,7 +2,6 @@
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,22 +13,24 @@ import numpy.typing as npt
 from kvrail.codec.base import CodecError
 from kvrail.codec.huffman.cpu_block_kernels import STREAMS
 from kvrail.codec.huffman.cpu_chunk_kernels import (
-    count_chunk,
+    HELD,
+    count_chunks,
     decode_chunks,
-    encode_chunk,
+    encode_chunks,
     static_lengths,
     static_tables,
 )
 from kvrail.codec.huffman.cpu_code_kernels import WINDOW
+from kvrail.codec.huffman.cpu_digest_kernels import SHORT
 from kvrail.codec.huffman.format import Format
 from kvrail.codec.huffman.payload import Bytes, Layout, chunks_of, digest
 
 _MAX_THREADS = 8
 _ALIGNMENT = 64
-_LEAST = 4
-"""Chunks of a thread: to wake one takes as long as to decode about two."""
-_GROUP_BYTES = 1 << 20
-"""Of a tensor, decoded by one call: between calls threads wait for the interpreter."""
+_LEAST = 3
+"""Chunks of a thread: to wake one takes as long as to decode one, and longer where cores are busy."""
+_CALL_BYTES = 1 << 26
+"""Of a tensor, coded or decoded by one call: between calls Python looks whether it is to stop."""
 _KEPT_ROOMS: list["Room"] = []
 """Working memory of the last chunks, for the next: taking it anew from the system costs as much as coding a chunk."""
 
@@ -51,12 +52,12 @@ def _new_room(word_bytes: int, words: int) -> Room:
     return Room(
         np.empty((word_bytes, words), np.uint8),
         np.empty((STREAMS, 2 * words // STREAMS + 64), np.uint8),
-        np.empty((2, words), np.uint8),
+        np.empty((2, words + 8), np.uint8),
         np.empty(WINDOW, np.uint16),
         np.empty(2 * WINDOW, np.uint64),
         np.empty(256, np.uint64),
         np.empty(words + 64, np.uint8),
-        np.empty(word_bytes * words, np.uint8),
+        np.empty((HELD, word_bytes * words), np.uint8),
     )
 
 
@@ -90,57 +91,26 @@ def fresh(size: int) -> Bytes:
     return memory[first : first + size]
 
 
-class _Line:
-    """Coded chunks, from several threads in any order, put one behind the other in memory.
-
-    Of the memory only what is written is taken from the system.
-    """
-
-    def __init__(self, head_bytes: int, most: int) -> None:
-        self._memory = np.empty(head_bytes + most, np.uint8)
-        self._end = head_bytes
-        self._lock = threading.Lock()
-        self._next = 0
-        self._waiting: dict[int, Bytes] = {}
-
-    def add(self, chunk: int, coded: Bytes) -> None:
-        """Put a chunk, which may be written over after that, where it belongs once all before it are there."""
-        ready = []
-        with self._lock:
-            self._waiting[chunk] = coded if chunk == self._next else coded.copy()
-            while self._next in self._waiting:
-                part = self._waiting.pop(self._next)
-                ready.append((self._end, part))
-                self._end += part.size
-                self._next += 1
-        for start, part in ready:
-            self._memory[start : start + part.size] = part
-
-    def complete(self, head: bytes) -> memoryview:
-        """All of it, behind `head`."""
-        self._memory[: len(head)] = np.frombuffer(head, np.uint8)
-        return self._memory[: self._end].data.toreadonly()
-
-
-def _on_threads(
-    threads: int, tasks: range, word_bytes: int, words: int, work: Callable[[int, Room], None], *, least: int = _LEAST
-) -> None:
-    """Call `work` with each of `tasks` and some thread's room; the first error ends all. least: tasks of a thread."""
-    waiting = iter(tasks)
+def _on_threads(threads: int, word_bytes: int, words: int, work: Callable[[Room], bool]) -> None:
+    """Call `work` with each thread's room until it says that nothing is left; the first error ends all."""
 
     def run() -> None:
         with _room(word_bytes, words) as room:
-            for task in waiting:
-                work(task, room)
+            while work(room):
+                pass
 
-    others = min(threads, len(tasks) // least) - 1  # this thread is one of them
-    pending = [_pool().submit(run) for _ in range(others)]
+    pending = [_pool().submit(run) for _ in range(threads - 1)]  # this thread is one of them
     try:
         run()
     finally:
         wait(pending)
     for done in pending:
         done.result()
+
+
+def _useful(threads: int, chunks: int) -> int:
+    """How many of these threads get enough to do."""
+    return max(1, min(threads, _MAX_THREADS, chunks // _LEAST))
 
 
 @functools.cache
@@ -181,31 +151,37 @@ def encode(
         np.zeros((chunks, item), np.uint32),
         np.zeros(chunks, np.uint64),
     )
-    line = _Line(layout.head_bytes, size)
+    head_bytes, most = layout.head_bytes, max(1, _CALL_BYTES // chunk_bytes)
+    out = np.empty(head_bytes + size, np.uint8)  # of which only what is written is taken from the system
+    places, numbers = np.full(chunks + 1, -1, np.int64), np.zeros(1, np.int64)
+    places[0] = head_bytes
+    tensor, index = (raw, taken_off, item, format.rotated, lengths), (layout.rows, layout.digests, places, out)
 
-    def work(chunk: int, room: Room) -> None:
-        place = slice(chunk * chunk_bytes, (chunk + 1) * chunk_bytes)
-        row = layout.rows[chunk]
-        written = encode_chunk(raw[place], taken_off[place], item, format.rotated, lengths, room, row)
-        layout.digests[chunk] = digest(room.coded[:written])
-        line.add(chunk, room.coded[:written])
+    def work(room: Room) -> bool:
+        more: bool = encode_chunks(*tensor, room, chunk_bytes, numbers, most, *index)
+        return more
 
-    _on_threads(threads, range(chunks), item, words, work)
-    return line.complete(layout.head())
+    _on_threads(_useful(threads, chunks), item, words, work)
+    for chunk in np.flatnonzero(np.diff(places) <= SHORT):
+        layout.digests[chunk] = digest(out[places[chunk] : places[chunk + 1]])
+    out[:head_bytes] = np.frombuffer(layout.head(), np.uint8)
+    return out[: int(places[-1])].data.toreadonly()
 
 
 def _measure(raw: Bytes, base: Bytes, format: Format, threads: int, lengths: Bytes) -> None:
     """Find the codes that chunks share."""
-    chunk_bytes = format.word_bytes << format.chunk_bits
-    counts = np.zeros((chunks_of(raw.size, chunk_bytes), format.word_bytes, 256), np.int64)
+    item, chunk_bytes = format.word_bytes, format.word_bytes << format.chunk_bits
+    numbers, most, found = np.zeros(1, np.int64), max(1, _CALL_BYTES // chunk_bytes), []
 
-    def work(chunk: int, room: Room) -> None:
-        place = slice(chunk * chunk_bytes, (chunk + 1) * chunk_bytes)
-        count_chunk(raw[place], base[place], format.word_bytes, format.rotated, room, counts[chunk])
+    def work(room: Room) -> bool:
+        counts = np.zeros((item, 256), np.int64)
+        found.append(counts)
+        more: bool = count_chunks(raw, base, item, format.rotated, room, chunk_bytes, numbers, most, counts)
+        return more
 
-    words = min(chunk_bytes, max(raw.size, 1)) // format.word_bytes + 1
-    _on_threads(threads, range(len(counts)), format.word_bytes, words, work)
-    for plane, total in enumerate(counts.sum(axis=0)):
+    words = min(chunk_bytes, max(raw.size, 1)) // item + 1
+    _on_threads(_useful(threads, chunks_of(raw.size, chunk_bytes)), item, words, work)
+    for plane, total in enumerate(np.sum(found, axis=0)):
         static_lengths(total, lengths[plane])
 
 
@@ -219,33 +195,30 @@ def decode(
     `out` has means nothing.
     """
     chunks = range(len(layout.digests)) if chunks is None else chunks
-    singles, levels = _shared_tables(layout)
-    ends, item = layout.ends(), layout.format.word_bytes
-    source = _frozen(source)
-    taken_off = _frozen(source[:0] if base is None else base, layout.format.word_bytes)
-    size = layout.chunk_bytes
+    item, size = layout.format.word_bytes, layout.chunk_bytes
+    taken_off = _frozen(source[:0] if base is None else base[chunks.start * size : chunks.stop * size], item)
+    ends, sizes = layout.ends, layout.sizes[chunks.start : chunks.stop]
+    start = layout.head_bytes + (int(ends[chunks.start - 1]) if chunks.start else 0)
+    coded, ends = _frozen(source[start:]), ends[chunks.start : chunks.stop] - (start - layout.head_bytes)
+    rows, digests = layout.rows[chunks.start : chunks.stop], layout.digests[chunks.start : chunks.stop]
+    damaged = "chunk {} of {} does not match its checksum: the container is damaged"
+    for chunk in (sizes <= SHORT).nonzero()[0]:
+        if digest(coded[ends[chunk] - sizes[chunk] : ends[chunk]]) != digests[chunk]:
+            raise CodecError(damaged.format(chunks.start + chunk, len(layout.digests)))
+    numbers, most = np.zeros(1, np.int64), max(1, _CALL_BYTES // size)
+    index = (coded, ends, digests, rows, *_shared_tables(layout), taken_off, item, layout.format.rotated)
 
-    group = max(1, min(_GROUP_BYTES // size, len(chunks) // (_LEAST * threads)))
-
-    def work(first: int, room: Room) -> None:
-        stop = min(first + group, chunks.stop)
-        start = layout.head_bytes + (int(ends[first - 1]) if first else 0)
-        coded, places = source[start:], ends[first:stop] - (start - layout.head_bytes)
-        for chunk, begin, end in zip(range(first, stop), (0, *places), places, strict=False):
-            if digest(coded[begin:end]) != int(layout.digests[chunk]):
-                raise CodecError(f"chunk {chunk} of {len(ends)} does not match its checksum: the container is damaged")
-        place = slice((first - chunks.start) * size, (stop - chunks.start) * size)
-        part = taken_off[first * size : stop * size]
-        rows = layout.rows[first:stop]
-        wrong = decode_chunks(
-            coded, places, rows, singles, levels, part, item, layout.format.rotated, room, out[place], size
+    def work(room: Room) -> bool:
+        wrong, more = decode_chunks(*index, room, size, numbers, most, out)
+        if wrong < 0:
+            return bool(more)
+        if not more:
+            raise CodecError(damaged.format(chunks.start + wrong, len(layout.digests)))
+        raise CodecError(
+            f"chunk {chunks.start + wrong} of {len(layout.digests)} does not decode; the encoder is at fault"
         )
-        if wrong >= 0:
-            raise CodecError(f"chunk {first + wrong} of {len(ends)} does not decode; the encoder is at fault")
 
-    words = min(size, max(out.size, 1)) // item + 1
-    least = -(-_LEAST // group)
-    _on_threads(threads, range(chunks.start, chunks.stop, group), item, words, work, least=least)
+    _on_threads(_useful(threads, len(chunks)), item, min(size, max(out.size, 1)) // item + 1, work)
 
 
 def _shared_tables(layout: Layout) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint64]]:

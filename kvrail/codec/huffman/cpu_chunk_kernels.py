@@ -1,4 +1,7 @@
-"""A chunk of words cut into planes of bytes, each coded, and back. Only these are called from Python.
+"""A chunk of words cut into planes of bytes, each coded, and back; and the loops in which a thread takes chunks.
+
+Only these are called from Python: several threads at once, each with its own `room`, and never for one chunk alone, for
+between calls threads wait for the interpreter.
 
 Numba keeps what it compiled until this file is another, and does not look at the files whose kernels it takes in.
 """
@@ -15,10 +18,15 @@ from numba import uint64 as u64
 
 from kvrail.codec.huffman.cpu_block_kernels import copy_bytes, count_bytes
 from kvrail.codec.huffman.cpu_code_kernels import code_lengths, write_tables
-from kvrail.codec.huffman.cpu_plane_kernels import RAW, decode_plane, encode_plane
+from kvrail.codec.huffman.cpu_coded_kernels import RAW
+from kvrail.codec.huffman.cpu_digest_kernels import SHORT, long_digest
+from kvrail.codec.huffman.cpu_plane_kernels import decode_plane, encode_plane
+from kvrail.codec.huffman.cpu_shared_kernels import is_known, publish, stop_all, take, wait_for
 from kvrail.codec.huffman.cpu_word_kernels import bytes_at
 
-KERNELS = "c2ca0a4c0c1e6a5b"
+HELD = 4
+"""Coded chunks that a thread holds until it is known where they begin: until those before are coded."""
+KERNELS = "d86b6c41308f3c75"
 """XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
 
@@ -129,34 +137,74 @@ def _join_chunk(places, base, item, rotated, raw):
         _join_eight(places, rotated, base.view(np.uint64), raw.view(np.uint64))
 
 
-@kept
-def count_chunk(raw, base, item, rotated, room, counts):
-    """Add the bytes of a chunk's planes to `counts`, int64 [item, 256]; the rest as in encode_chunk."""
-    planes = room.planes[:, : raw.size // item]
-    _split_chunk(raw, base, item, rotated, planes)
-    own = np.empty(256, np.int64)
-    for plane in range(item):
-        count_bytes(planes[plane], own)
-        counts[plane] += own
+@njit(nogil=True)
+def _part(whole, chunk, chunk_bytes):
+    """A chunk's bytes of a tensor, or none of none."""
+    return whole[chunk * chunk_bytes : min((chunk + 1) * chunk_bytes, whole.size)]
 
 
 @kept
-def encode_chunk(raw, base, item, rotated, static, room, row):
-    """Code a chunk, no larger than it is, into `room.coded`; its size.
+def count_chunks(raw, base, item, rotated, room, chunk_bytes, numbers, most, counts):
+    """Add the bytes of chunks' planes to `counts`, int64 [item, 256]; whether there may be more. As encode_chunks."""
+    own, chunks = np.empty(256, np.int64), (raw.size + chunk_bytes - 1) // chunk_bytes
+    for _ in range(most):
+        chunk = take(numbers)
+        if chunk >= chunks:
+            return False
+        part = _part(raw, chunk, chunk_bytes)
+        planes = room.planes[:, : part.size // item]
+        _split_chunk(part, _part(base, chunk, chunk_bytes), item, rotated, planes)
+        for plane in range(item):
+            count_bytes(planes[plane], own)
+            counts[plane] += own
+    return True
 
-    raw: uint8 [n * item], aligned: words of item bytes (1, 2, 4 or 8); base: as many or none: what is taken off by
-    exclusive or. rotated: whether words are rotated left by one bit first. static: uint8 [item, 256], lengths of codes
-    that need not be written, 0 where there are none. row: uint32 [item], gets each plane's size and, from bit 28 on,
-    its mode.
-    """
+
+@njit(nogil=True)
+def _encode_chunk(raw, base, item, rotated, static, room, row, coded):
+    """Code a chunk, no larger than it is, into `coded`; its size. As encode_chunks."""
     planes = room.planes[:, : raw.size // item]
     _split_chunk(raw, base, item, rotated, planes)
     written = 0
     for plane in range(item):
-        mode, size = encode_plane(planes[plane], static[plane], room, room.coded[written:])
+        mode, size = encode_plane(planes[plane], static[plane], room, coded[written:])
         row[plane] = u32(size | mode << 28)
         written += size
     return written
+
+
+@kept
+def encode_chunks(raw, base, item, rotated, static, room, chunk_bytes, numbers, most, rows, digests, places, out):
+    """Code chunks that no other thread has taken, `most` of them, one behind the other; whether there may be more.
+
+    raw: uint8 [n * item], aligned: words of item bytes (1, 2, 4 or 8); base: as many or none: what is taken off by
+    exclusive or. rotated: whether words are rotated left by one bit first. static: uint8 [item, 256], lengths of codes
+    that need not be written, 0 where there are none. numbers: int64 [1], the next chunk. rows: uint32 [chunks, item],
+    get each plane's size and, from bit 28 on, its mode; digests: uint64 [chunks], but for SHORT bytes and less; places:
+    int64 [chunks + 1], where in `out` each begins, the first one known, the others -1.
+    """
+    chunks = places.size - 1
+    held, sizes = np.empty(HELD, np.int64), np.empty(HELD, np.int64)
+    first, count, taken, chunk = 0, 0, 0, 0
+    while chunk < chunks:
+        chunk = take(numbers) if taken < most else chunks
+        taken += 1
+        if chunk < chunks:
+            line = (first + count) % HELD
+            part, taken_off = _part(raw, chunk, chunk_bytes), _part(base, chunk, chunk_bytes)
+            coded = room.coded[line]
+            size = _encode_chunk(part, taken_off, item, rotated, static, room, rows[chunk], coded)
+            if size > SHORT:
+                digests[chunk] = long_digest(coded[:size])
+            held[line], sizes[line] = chunk, size
+            count += 1
+        while count and (chunk >= chunks or count == HELD or is_known(places, held[first])):
+            place = wait_for(places, held[first])
+            publish(places, held[first] + 1, place + sizes[first])
+            copy_bytes(room.coded[first, : sizes[first]], out[place:])
+            first, count = (first + 1) % HELD, count - 1
+        first = first if count else 0  # what was used last is nearest
+    return taken > most
 
 
 @njit(nogil=True)
@@ -186,21 +234,28 @@ def _decode_chunk(source, row, singles, levels, base, item, rotated, room, raw):
 
 
 @kept
-def decode_chunks(source, ends, rows, singles, levels, base, item, rotated, room, raw, chunk_bytes):
-    """Fill `raw` from chunks one behind the other; the number of the first that does not fit, or -1 where all do.
+def decode_chunks(
+    source, ends, digests, rows, singles, levels, base, item, rotated, room, chunk_bytes, numbers, most, raw
+):
+    """Fill `raw` with chunks that no other thread has taken, `most` of them, each checked against its digest first.
 
-    ends: int64 [chunks], where each ends in `source`; rows: [chunks, item]; chunk_bytes: of each in `raw`, the last one
-    what is left. The rest as in _decode_chunk.
+    ends: int64 [chunks], where each ends in `source`; digests: uint64 [chunks]; rows: [chunks, item]; those of SHORT
+    bytes and less were checked before. Gives the number of a chunk that does not fit and whether it has its digest; -1
+    where all do, and whether there may be more. The rest as in _decode_chunk and encode_chunks.
     """
-    start = 0
-    for chunk in range(ends.size):
-        first, stop = chunk * chunk_bytes, min((chunk + 1) * chunk_bytes, raw.size)
-        taken_off = base[first:stop] if base.size else base
-        coded, row = source[start : ends[chunk]], rows[chunk]
-        if _decode_chunk(coded, row, singles, levels, taken_off, item, rotated, room, raw[first:stop]) >= 0:
-            return chunk
-        start = ends[chunk]
-    return -1
+    for _ in range(most):
+        chunk = take(numbers)
+        if chunk >= ends.size:
+            return -1, False
+        coded = source[ends[chunk - 1] if chunk else 0 : ends[chunk]]
+        if coded.size > SHORT and long_digest(coded) != digests[chunk]:
+            stop_all(numbers, ends.size)
+            return chunk, False
+        part, taken_off = _part(raw, chunk, chunk_bytes), _part(base, chunk, chunk_bytes)
+        if _decode_chunk(coded, rows[chunk], singles, levels, taken_off, item, rotated, room, part) >= 0:
+            stop_all(numbers, ends.size)
+            return chunk, True
+    return -1, True
 
 
 @kept

@@ -145,11 +145,50 @@ def write_codes(lengths, codes):
 
 
 @njit(nogil=True)
-def _longer(entry, single):
-    """The entry of a run that begins with a single symbol and goes on as `entry`, which has room for one more."""
-    symbols = ((entry & u64((1 << 56) - (1 << 8))) | (single & u64(255))) << u64(8)
-    number = (entry >> u64(56)) + u64(1)
-    return symbols | number << u64(56) | (entry & u64(63)) + (single >> u64(8))
+def _found_codes(lengths, codes):
+    """Symbols that have a code, each with its code and its bits, int64 [256, 3]; how many, or 0 where it is no code.
+
+    Where there is only one symbol, byte 0 gets the bit that it does not use.
+    """
+    firsts = np.zeros(MAX_BITS + 1, np.int64)
+    if not first_codes(lengths, firsts):
+        return 0
+    found = 0
+    for symbol in range(SYMBOLS):
+        bits = int64(lengths[symbol])
+        if bits:
+            codes[found, 0], codes[found, 1], codes[found, 2] = symbol, _reversed(firsts[bits], bits), bits
+            firsts[bits] += 1
+            found += 1
+    if found == 1:
+        codes[1, 0], codes[1, 1], codes[1, 2] = 0, 1, 1
+        return 2
+    return found
+
+
+@njit(nogil=True)
+def _shorter(entry, lengths):
+    """A run of MAX_RUN symbols without its last."""
+    last = lengths[(entry >> u64(8 * MAX_RUN)) & u64(255)]
+    return (entry & u64((1 << 8 * MAX_RUN) - 1)) - u64(last) | u64(MAX_RUN - 1) << u64(56)
+
+
+@njit(nogil=True)
+def _write_runs(symbol, code, bits, level, may_fill, lengths, levels):
+    """Runs of windows of `level` bits that begin with a symbol: that, and the run of the bits behind its code.
+
+    may_fill: whether that may have MAX_RUN symbols, whose last then has no place any more.
+    """
+    behind = uint64(1) << uint64(level - bits)  # where runs of so many bits begin, and how many there are
+    place, step = (uint64(1) << uint64(level)) | uint64(code), uint64(1) << uint64(bits)
+    one = (u64(symbol) << u64(8)) + (u64(1) << u64(56)) + u64(bits)
+    moved, kept = u64((1 << 48) - (1 << 8)), u64((255 << 56) | 63)
+    for run in range(behind):
+        entry = levels[behind | uint64(run)]
+        if may_fill and entry >> u64(56) == u64(MAX_RUN):
+            entry = _shorter(entry, lengths)
+        levels[place] = ((entry & moved) << u64(8)) + (entry & kept) + one
+        place += step
 
 
 @njit(nogil=True)
@@ -161,33 +200,20 @@ def write_tables(lengths, singles, levels):
     bits together from bit 0, their number from bit 56 on. From 2^b on lie the runs of windows of b bits: a run is its
     first symbol, and the run of the bits behind it, whose place is its own without that symbol's bits.
     """
-    firsts = np.zeros(MAX_BITS + 1, np.int64)
-    if not first_codes(lengths, firsts):
+    codes = np.empty((SYMBOLS, 3), np.int64)
+    found = _found_codes(lengths, codes)
+    if not found:
         return False
-    singles[:] = u16(1 << 8)  # of a code of one symbol, the bit that it does not use
-    shortest = MAX_BITS
-    for symbol in range(SYMBOLS):
-        bits = int64(lengths[symbol])
-        if bits:
-            code = _reversed(firsts[bits], bits)
-            firsts[bits] += 1
-            shortest = min(shortest, bits)
-            for window in range(code, WINDOW, 1 << bits):
-                singles[window] = u16(symbol | bits << 8)
+    for each in range(found):
+        for window in range(codes[each, 1], WINDOW, 1 << codes[each, 2]):
+            singles[window] = u16(codes[each, 0] | codes[each, 2] << 8)
+    shortest = codes[:found, 2].min()
     levels[1] = 0
     for level in range(1, MAX_BITS + 1):
         if MAX_BITS - shortest < level < MAX_BITS:
             continue  # no run of a whole window goes on with so many bits
-        first = uint64(1) << uint64(level)
-        for window in range(first):
-            single = u64(singles[window])
-            used = single >> u64(8)
-            if used > uint64(level):
-                levels[first | window] = u64(0)
-                continue
-            entry = levels[(first | window) >> used]
-            if entry >> u64(56) == u64(MAX_RUN):  # its last symbol has no place any more
-                last = lengths[(entry >> u64(8 * MAX_RUN)) & u64(255)]
-                entry = (entry & u64((1 << 8 * MAX_RUN) - 1)) - u64(last) | u64(MAX_RUN - 1) << u64(56)
-            levels[first | window] = _longer(entry, single)
+        levels[1 << level : 2 << level] = 0
+        for each in range(found):
+            if codes[each, 2] <= level:
+                _write_runs(codes[each, 0], codes[each, 1], codes[each, 2], level, shortest == 1, lengths, levels)
     return True

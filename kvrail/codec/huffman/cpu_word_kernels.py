@@ -6,14 +6,27 @@
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, njit, types, uint8, uint64, void
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 
 def _place(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, ir.PointerType(ir.IntType(64)))
+
+
+def _deposits() -> bool:
+    """Whether kernels are compiled for a core that has the instructions of `deposited` and `extracted`."""
+    if config.CPU_FEATURES is not None or config.CPU_NAME not in (None, "host"):
+        return False
+    try:
+        return bool(binding.get_host_cpu_features().get("bmi2", False))
+    except RuntimeError:  # llvmlite does not know this core
+        return False
+
+
+DEPOSITS = _deposits()
 
 
 @intrinsic
@@ -67,6 +80,44 @@ def trailing_zeros(typing_context: Any, word: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
     return uint64(types.uint64), generate
+
+
+@intrinsic
+def set_bits(typing_context: Any, word: Any) -> Any:
+    """How many bits of `word` are 1."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return uint64(types.uint64), generate
+
+
+@intrinsic
+def deposited(typing_context: Any, word: Any, mask: Any) -> Any:
+    """The lowest bits of `word`, in order, where `mask` has ones. Where DEPOSITS does not hold, 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not DEPOSITS:
+            return ir.Constant(ir.IntType(64), 0)
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 2)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.bmi.pdep.64")
+        return builder.call(function, arguments)
+
+    return uint64(types.uint64, types.uint64), generate
+
+
+@intrinsic
+def extracted(typing_context: Any, word: Any, mask: Any) -> Any:
+    """The bits of `word` where `mask` has ones, in order, as the lowest. Where DEPOSITS does not hold, 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if not DEPOSITS:
+            return ir.Constant(ir.IntType(64), 0)
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 2)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.bmi.pext.64")
+        return builder.call(function, arguments)
+
+    return uint64(types.uint64, types.uint64), generate
 
 
 @intrinsic

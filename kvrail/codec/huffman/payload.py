@@ -3,6 +3,7 @@
 import math
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ MAX_CHUNK_BITS = 20
 MAX_DIMENSIONS = 32
 MAX_MODE = 5
 SIZE_BITS = 28
+_DIGEST, _ROW = np.dtype("<u8"), np.dtype("<u4")
+_SIZES = np.uint32((1 << SIZE_BITS) - 1)
 
 
 def digest(data: Bytes) -> int:
@@ -30,7 +33,7 @@ def digest(data: Bytes) -> int:
     return digest_of(data.data, DigestKind.XXH3).value
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """What a container says before its chunks.
 
@@ -63,9 +66,16 @@ class Layout:
         tables = 0 if self.static is None else _TABLE_BYTES * self.format.word_bytes
         return HEADER_BYTES + 8 * len(self.shape) + tables + self.digests.nbytes + self.rows.nbytes
 
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Coded bytes of each chunk, int64 [chunks]."""
+        found: npt.NDArray[np.int64] = np.add.reduce(self.rows & _SIZES, axis=1, dtype=np.int64)
+        return found
+
+    @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
         """Where each chunk ends, counted from the first one's start, int64 [chunks]."""
-        return np.cumsum((self.rows & ((1 << SIZE_BITS) - 1)).sum(axis=1, dtype=np.int64))
+        return self.sizes.cumsum()
 
     def head(self) -> bytes:
         """All bytes before the first chunk."""
@@ -97,9 +107,7 @@ def parse(source: Bytes) -> Layout:
         raise CodecError(
             f"a huffman container has at least {HEADER_BYTES} bytes, this one {source.size}: it is cut off"
         )
-    magic, version, number, flags, chunk_bits, ndim, planes, base, chunks, check = _HEADER.unpack(
-        source[:HEADER_BYTES].tobytes()
-    )
+    magic, version, number, flags, chunk_bits, ndim, planes, base, chunks, check = _HEADER.unpack_from(source.data)
     if magic != MAGIC:
         raise CodecError(f"this is no huffman container: it begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
@@ -114,17 +122,17 @@ def parse(source: Bytes) -> Layout:
     head = start + chunks * (8 + 4 * planes)
     if head > source.size:
         raise CodecError(f"the index of {chunks} chunks ends at byte {head} of {source.size}: the container is cut off")
-    cleared = source[:head].copy()
-    cleared[HEADER_BYTES - 8 : HEADER_BYTES] = 0
+    text = source[:head].tobytes()
+    cleared = np.frombuffer(text[: HEADER_BYTES - 8] + bytes(8) + text[HEADER_BYTES:], dtype=np.uint8)
     if digest(cleared) != check:
         raise CodecError("header and index do not match their checksum: the container is damaged")
-    shape = struct.unpack(f"<{ndim}Q", source[HEADER_BYTES : HEADER_BYTES + 8 * ndim].tobytes())
+    shape = struct.unpack_from(f"<{ndim}Q", text, HEADER_BYTES)
     static = None
     if tables:
-        packed = source[start - tables : start].reshape(planes, _TABLE_BYTES)
+        packed = cleared[start - tables : start].reshape(planes, _TABLE_BYTES)
         static = np.stack((packed & 15, packed >> 4), axis=2).reshape(planes, 256)
-    digests = np.frombuffer(source[start : start + 8 * chunks].tobytes(), dtype="<u8")
-    rows = np.frombuffer(source[start + 8 * chunks : head].tobytes(), dtype="<u4").reshape(chunks, planes)
+    digests = np.frombuffer(text, _DIGEST, chunks, start)
+    rows = np.frombuffer(text, _ROW, chunks * planes, start + 8 * chunks).reshape(chunks, planes)
     layout = Layout(known, shape, chunk_bits, base if flags & _DELTA else None, static, rows, digests)
     _check(layout, source.size)
     return layout
@@ -135,8 +143,8 @@ def _check(layout: Layout, container_bytes: int) -> None:
     chunks = len(layout.digests)
     if chunks != chunks_of(layout.raw_bytes, layout.chunk_bytes):
         raise CodecError(f"a tensor of {layout.raw_bytes} bytes does not have {chunks} chunks: the header is damaged")
-    if chunks and int((layout.rows >> SIZE_BITS).max()) > MAX_MODE:
+    if chunks and int(layout.rows.max()) >> SIZE_BITS > MAX_MODE:
         raise CodecError(f"the index has a mode above {MAX_MODE}: it is damaged, or of a later version")
-    found = layout.head_bytes + (int(layout.ends()[-1]) if chunks else 0)
+    found = layout.head_bytes + (int(layout.ends[-1]) if chunks else 0)
     if found != container_bytes:
         raise CodecError(f"the chunks end at byte {found} of {container_bytes}: the container is cut off or too long")

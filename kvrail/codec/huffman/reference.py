@@ -15,6 +15,7 @@ RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
 LEAST_SAVING = 32
 LINE, SAMPLED, SAMPLE_LEAST = 64, 5, 1 << 14
 MOST_SHIFT, DEAREST, NOTHING, ENOUGH = 1, 300, 2000, 5
+SURPRISE = 64
 
 
 def planes_of(raw: bytes, base: bytes, format: Format) -> list[bytes]:
@@ -161,7 +162,31 @@ def _parts_of(bits: int, size: int) -> Iterator[tuple[int, int, int]]:
             done += part
 
 
-def _encode_fields(plane: bytes, sample: bytes, shift: int, bits: int) -> bytes:
+def _possible(block: bytes, values: int) -> list[int]:
+    """Values from the first to the last that occurs, in the lower half of `values` and in the upper."""
+    found: list[int] = []
+    for half in (range(values // 2), range(values // 2, values)):
+        seen = [value for value in half if value in set(block)]
+        found += range(seen[0], seen[-1] + 1) if seen else ()
+    return found
+
+
+def _encode_rest(block: bytes, sample: dict[int, int], values: int) -> tuple[int, bytes]:
+    """Mode and bytes of a block of values below `values` whose code is made for a sample, where that suits."""
+    possible = _possible(block, values)
+    unseen = [value for value in possible if value not in sample]
+    if 4 * len(unseen) <= len(possible) and len(possible) > 1:
+        counts = sample | {value: sample.get(value, 0) + 1 for value in possible}
+        lengths = lengths_of(counts)
+        bits = sum(counts[value] * lengths[value] for value in counts)
+        expected, coded = bits * len(block) // (8 * sum(counts.values())), _coded(block, lengths)
+        if len(coded) <= expected + expected // SURPRISE + SURPRISE:
+            return HUFFMAN, coded
+    return encode_block(block)
+
+
+def _encode_sampled(plane: bytes, sample: bytes) -> tuple[int, bytes]:
+    shift, bits = choose_field(sample)
     fields = b""
     for low, part, step in _parts_of(bits, len(plane)):
         packed = [0] * step
@@ -169,12 +194,9 @@ def _encode_fields(plane: bytes, sample: bytes, shift: int, bits: int) -> bytes:
             packed[at % step] |= (byte >> (shift + low) & ((1 << part) - 1)) << part * (at // step)
         fields += bytes(packed)
     rest = bytes(rest_of(byte, shift, bits) for byte in plane)
-    seen, values = Counter(rest_of(byte, shift, bits) for byte in sample), 256 >> bits
-    if 4 * (values - len(seen)) <= values:
-        mode, coded = HUFFMAN, _coded(rest, lengths_of({value: seen[value] + 1 for value in range(values)}))
-    else:
-        mode, coded = encode_block(rest)
-    return bytes([shift, bits, mode]) + bytes(5) + fields + coded
+    seen = Counter(rest_of(byte, shift, bits) for byte in sample)
+    mode, coded = _encode_rest(rest, dict(seen), 256 >> bits)
+    return (FIELDS, bytes([shift, bits, mode]) + bytes(5) + fields + coded) if bits else (mode, coded)
 
 
 def _decode_fields(coded: bytes, size: int) -> bytes:
@@ -197,11 +219,10 @@ def encode_plane(plane: bytes) -> tuple[int, bytes]:
         seen = _counted(sample)
         if _entropy_bits(seen) > 8 * (len(sample) - len(sample) // LEAST_SAVING):
             return RAW, plane
-        shift, bits = choose_field(sample) if max(seen.values()) < 0.6 * len(sample) else (0, 0)
-        if bits:
-            coded = _encode_fields(plane, sample, shift, bits)
+        if max(seen.values()) < 0.6 * len(sample):
+            mode, coded = _encode_sampled(plane, sample)
             if len(coded) <= len(plane) - len(plane) // LEAST_SAVING:
-                return FIELDS, coded
+                return mode, coded
     counts = _counted(plane)
     commonest = min(counts, key=lambda symbol: (-counts[symbol], symbol))
     if len(plane) >= 256 and 0.6 <= counts[commonest] / len(plane) < 1:

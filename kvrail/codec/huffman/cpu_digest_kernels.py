@@ -1,0 +1,129 @@
+"""XXH3-64 of more than 240 bytes, for kernels on a CPU: what `payload.digest` gives, without the interpreter.
+
+Eight sums of 64 bits take in a stripe of 64 bytes at a time, each with eight bytes of a secret that moves on by eight
+bytes a stripe; after 16 stripes, a block, they are scrambled (the xxHash specification, version 0.2.0, XXH3 for large
+inputs).
+"""
+
+# Numba gives arguments their types.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, arg-type, call-arg"
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types, uint64, void
+from numba import uint64 as u64
+from numba.extending import intrinsic
+
+from kvrail.codec.huffman.cpu_word_kernels import load_word
+
+SHORT = 240
+"""Bytes up to which XXH3 is another function."""
+_STRIPE, _BLOCK, _STRIPES = 64, 1024, 16
+_SECRET = np.frombuffer(
+    bytes.fromhex(
+        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+        "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+        "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+        "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+    ),
+    np.uint8,
+)
+_SCRAMBLING, _LAST, _MERGING = 128, 121, 11
+"""Where in the secret lies what scrambles a block, goes with the last stripe, and merges the sums."""
+_PRIME = 0x9E3779B1
+_SUMS = np.array(
+    [
+        0xC2B2AE3D,
+        0x9E3779B185EBCA87,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0x85EBCA77C2B2AE63,
+        0x85EBCA77,
+        0x27D4EB2F165667C5,
+        0x9E3779B1,
+    ],
+    np.uint64,
+)
+_EIGHT = ir.VectorType(ir.IntType(64), 8)
+
+
+def _all(number: int) -> Any:
+    return ir.Constant(_EIGHT, [ir.Constant(ir.IntType(64), number)] * 8)
+
+
+def _eight(builder: Any, address: Any, offset: int) -> Any:
+    """Where eight words lie, `offset` bytes behind an address."""
+    return builder.inttoptr(builder.add(address, ir.Constant(ir.IntType(64), offset)), ir.PointerType(_EIGHT))
+
+
+def _take_in(builder: Any, sums: Any, data: Any, secret: Any, stripe: int) -> Any:
+    """The sums with one more stripe: its words cross over in pairs, and the halves of the keyed ones are multiplied."""
+    words = builder.load(_eight(builder, data, _STRIPE * stripe), align=1)
+    keyed = builder.xor(words, builder.load(_eight(builder, secret, 8 * stripe), align=1))
+    product = builder.mul(builder.and_(keyed, _all(0xFFFFFFFF)), builder.lshr(keyed, _all(32)))
+    crossed = ir.Constant(ir.VectorType(ir.IntType(32), 8), [ir.Constant(ir.IntType(32), i ^ 1) for i in range(8)])
+    return builder.add(builder.add(sums, builder.shuffle_vector(words, words, crossed)), product)
+
+
+@intrinsic
+def _add_block(typing_context: Any, sums: Any, data: Any, secret: Any) -> Any:
+    """Take in the block at `data`, and scramble; all three are addresses."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, data, secret = arguments
+        found = builder.load(_eight(builder, sums, 0), align=1)
+        for stripe in range(_STRIPES):
+            found = _take_in(builder, found, data, secret, stripe)
+        found = builder.xor(found, builder.lshr(found, _all(47)))
+        found = builder.xor(found, builder.load(_eight(builder, secret, _SCRAMBLING), align=1))
+        builder.store(builder.mul(found, _all(_PRIME)), _eight(builder, sums, 0), align=1)
+        return context.get_dummy_value()
+
+    return void(types.uint64, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def _add_stripe(typing_context: Any, sums: Any, data: Any, secret: Any) -> Any:
+    """Take in the stripe at `data`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        sums, data, secret = arguments
+        found = _take_in(builder, builder.load(_eight(builder, sums, 0), align=1), data, secret, 0)
+        builder.store(found, _eight(builder, sums, 0), align=1)
+        return context.get_dummy_value()
+
+    return void(types.uint64, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def _folded(typing_context: Any, first: Any, second: Any) -> Any:
+    """The exclusive or of both halves of a product of 128 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(each, wide) for each in arguments))
+        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+        return builder.xor(builder.trunc(product, ir.IntType(64)), high)
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@njit(nogil=True)
+def long_digest(source):
+    """XXH3-64 of `source`, uint8, which has more than SHORT bytes."""
+    sums, secrets = _SUMS.copy(), _SECRET.copy()
+    data, secret, out = uint64(source.ctypes.data), uint64(secrets.ctypes.data), uint64(sums.ctypes.data)
+    blocks = (source.size - 1) // _BLOCK
+    for block in range(blocks):
+        _add_block(out, data + uint64(_BLOCK * block), secret)
+    for stripe in range((source.size - 1 - _BLOCK * blocks) // _STRIPE):
+        _add_stripe(out, data + uint64(_BLOCK * blocks + _STRIPE * stripe), secret + uint64(8 * stripe))
+    _add_stripe(out, data + uint64(source.size - _STRIPE), secret + uint64(_LAST))
+    found = u64(source.size) * u64(0x9E3779B185EBCA87)
+    for pair in range(4):
+        key = secret + uint64(_MERGING + 16 * pair)
+        found += _folded(sums[2 * pair] ^ load_word(key), sums[2 * pair + 1] ^ load_word(key + uint64(8)))
+    found = (found ^ (found >> u64(37))) * u64(0x165667919E3779F9)
+    return found ^ (found >> u64(32))
