@@ -31,8 +31,8 @@ _COMPANY = 40
 class _Extent:
     """Tokens of the sequence that is tried, of those computed one by one in its middle, and of its compared logits.
 
-    digested: tokens at its beginning whose KV makes the digest. Kernels that add in another order may differ in one
-    element of a hundred thousand; a digest of few tokens would not tell.
+    digested: tokens at its beginning whose KV makes the digest. Kernels that add in another order may differ in few
+    elements only; a digest of few tokens would not tell.
     """
 
     tokens: int
