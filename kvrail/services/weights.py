@@ -176,10 +176,8 @@ def hold(loaded: LoadedModel, name: str, *, join: bool) -> LoadedModel:
     before = after = 0
     plain: dict[str, int] = {}
     embedded = {id(module.weight) for module in loaded.model.modules() if isinstance(module, torch.nn.Embedding)}
-    for places in _places(loaded.model):
-        weight = places[0].module.weight.detach()
-        embeds = id(places[0].module.weight) in embedded
-        held = "they are the embedding's, too" if embeds else form.on_host(weight)
+    for weight, places in _weights(loaded.model):
+        held = "they are the embedding's, too" if id(weight) in embedded else form.on_host(weight.detach())
         before += weight.nbytes
         if isinstance(held, str):
             plain[held] = plain.get(held, 0) + 1
@@ -187,12 +185,13 @@ def hold(loaded: LoadedModel, name: str, *, join: bool) -> LoadedModel:
             continue
         after += held.nbytes
         device = weight.device
-        cuts = [place.cut() for place in places]
-        del weight, places
+        del weight
+        for place in places:
+            setattr(place.parent, place.name, None)  # nobody keeps the weight any more
         shared = form.on_device(held, device)  # type: ignore[arg-type]
-        for cut in cuts:
-            layer = form.linear(shared, cut.bias, cut.begin, held.rows if cut.end is None else cut.end)  # type: ignore[arg-type]
-            setattr(cut.parent, cut.name, layer)
+        for place in places:
+            layer = form.linear(shared, place.bias, place.begin, place.end)  # type: ignore[arg-type]
+            setattr(place.parent, place.name, layer)
     for reason, count in plain.items():
         logger.warning("%d weights of linear layers stay plain: %s", count, reason)
     sizes = before / (1 << 30), after / (1 << 30)
@@ -201,38 +200,24 @@ def hold(loaded: LoadedModel, name: str, *, join: bool) -> LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """Where a layer was that is to be replaced, its bias, and the rows that it takes of the weight; end None: all."""
+class _Place:
+    """Where a linear layer is, its bias, and which rows of its weight it takes."""
 
     parent: torch.nn.Module
     name: str
     bias: torch.Tensor | None
-    begin: int = 0
-    end: int | None = None
+    begin: int
+    end: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A linear layer of the model."""
-
-    parent: torch.nn.Module
-    name: str
-    module: torch.nn.Linear | JointLinear
-
-    def cut(self) -> _Cut:
-        """Take the layer out of the model, which keeps its weight no longer."""
-        setattr(self.parent, self.name, None)
-        if isinstance(self.module, JointLinear):
-            return _Cut(self.parent, self.name, self.module.bias, self.module.begin, self.module.end)
-        return _Cut(self.parent, self.name, self.module.bias)
-
-
-def _places(model: torch.nn.Module) -> Iterator[list[_Place]]:
-    """Linear layers, those together that have one weight; none of them is held here."""
-    found: dict[int, list[_Place]] = {}
+def _weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, list[_Place]]]:
+    """Weights of linear layers, each with where it is used; one that was yielded is not kept here."""
+    found: dict[int, tuple[torch.nn.Parameter, list[_Place]]] = {}
     for parent in model.modules():
         for name, module in parent.named_children():
             if type(module) in (torch.nn.Linear, JointLinear):
-                found.setdefault(id(module.weight), []).append(_Place(parent, name, module))  # type: ignore[arg-type]
+                begin, end = getattr(module, "begin", 0), getattr(module, "end", module.weight.shape[0])  # type: ignore[index]
+                _, places = found.setdefault(id(module.weight), (module.weight, []))  # type: ignore[arg-type]
+                places.append(_Place(parent, name, module.bias, begin, end))  # type: ignore[arg-type]
     while found:
         yield found.pop(next(iter(found)))

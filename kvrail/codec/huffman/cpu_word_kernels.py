@@ -92,16 +92,20 @@ def set_bits(typing_context: Any, word: Any) -> Any:
     return uint64(types.uint64), generate
 
 
+def _instruction(builder: Any, name: str, arguments: Any) -> Any:
+    """A call of the processor's, of two words; 0 where DEPOSITS does not hold."""
+    if not DEPOSITS:
+        return ir.Constant(ir.IntType(64), 0)
+    kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 2)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
 @intrinsic
 def deposited(typing_context: Any, word: Any, mask: Any) -> Any:
     """The lowest bits of `word`, in order, where `mask` has ones. Where DEPOSITS does not hold, 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not DEPOSITS:
-            return ir.Constant(ir.IntType(64), 0)
-        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 2)
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.bmi.pdep.64")
-        return builder.call(function, arguments)
+        return _instruction(builder, "llvm.x86.bmi.pdep.64", arguments)
 
     return uint64(types.uint64, types.uint64), generate
 
@@ -111,11 +115,7 @@ def extracted(typing_context: Any, word: Any, mask: Any) -> Any:
     """The bits of `word` where `mask` has ones, in order, as the lowest. Where DEPOSITS does not hold, 0."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if not DEPOSITS:
-            return ir.Constant(ir.IntType(64), 0)
-        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 2)
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.bmi.pext.64")
-        return builder.call(function, arguments)
+        return _instruction(builder, "llvm.x86.bmi.pext.64", arguments)
 
     return uint64(types.uint64, types.uint64), generate
 
