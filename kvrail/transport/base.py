@@ -68,7 +68,8 @@ class Outlet(Protocol):
         """Send the next payload: the k-th call of `send` meets the k-th of `receive`. Several may be under way.
 
         On a device it must be complete: work that writes it has finished, not merely been launched. Returns once the
-        payload is read no more. Raises TransferAbortedError where the other end is gone or `aclose` was called.
+        payload is read no more; whether it was taken for good, the receiver alone knows. Raises TransferAbortedError
+        where the other end is known to be gone or `aclose` was called.
         """
 
     async def aclose(self) -> None:

@@ -1,6 +1,6 @@
 """How a UCX carrier calls itself: its worker's address and what its device is.
 
-Packed, little-endian: b"kvux", a byte of version (1), a byte of flags (1 = payloads may lie on a CUDA device), that
+Packed, little-endian: b"kvux", a byte of version (2), a byte of flags (1 = payloads may lie on a CUDA device), that
 device's UUID in 16 bytes or zeros, CRC-32 of all else in 4, UCX's worker address.
 """
 
@@ -17,7 +17,7 @@ from kvrail.transport.base import MAX_ADDRESS_BYTES
 _HEAD = struct.Struct("<4sBB16s")
 _CHECK = struct.Struct("<I")
 _MAGIC = b"kvux"
-_VERSION = 1
+_VERSION = 2
 _ON_DEVICE = 1
 
 

@@ -12,6 +12,9 @@ from kvrail.transport.ucx.worker import Operation, UcxWorker
 
 LINGER_S = 30.0
 """So long after its end an attempt waits for the other end's word that it has ended, too."""
+ACKNOWLEDGED_BELOW = 1 << 16
+"""Shorter payloads are acknowledged: UCX may take a copy of one, and its send end, though nobody receives it. The send
+of a longer one ends when the receiver has read it."""
 _SETTLE_S = 0.05
 
 

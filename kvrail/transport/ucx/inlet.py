@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.transport.regions import PooledRegion, RegionPool
-from kvrail.transport.ucx.attempt import LINGER_S, Attempt
+from kvrail.transport.ucx.attempt import ACKNOWLEDGED_BELOW, LINGER_S, Attempt
 from kvrail.transport.ucx.bell import Bell
 from kvrail.transport.ucx.quarantine import Quarantine
 from kvrail.transport.ucx.tags import PAYLOADS, Kind
@@ -72,7 +72,8 @@ class UcxInlet:
             self._check(number)  # the link may have gone while the pool was waited for
             self._post(landing, size)
             await self._land(landing, size)
-            self._attempt.send(bytes(8), Kind.ACK, number)
+            if size < ACKNOWLEDGED_BELOW:
+                self._attempt.send(bytes(8), Kind.ACK, number)
         except BaseException:
             await asyncio.shield(self._give_back(landing))
             raise
@@ -113,6 +114,8 @@ class UcxInlet:
         await self._attempt.sweep(Kind.BODY)
 
     async def _take(self, pool: RegionPool, size: int, number: int) -> PooledRegion:
+        if (region := pool.take_now(size)) is not None:
+            return region
         taking = self._loop.create_task(pool.take(size))
         try:
             await self._wait({taking}, number)

@@ -8,7 +8,7 @@ import torch
 
 from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.transport.base import Payload
-from kvrail.transport.ucx.attempt import LINGER_S, Attempt
+from kvrail.transport.ucx.attempt import ACKNOWLEDGED_BELOW, LINGER_S, Attempt
 from kvrail.transport.ucx.bell import Bell
 from kvrail.transport.ucx.tags import PAYLOADS, Kind
 from kvrail.transport.ucx.worker import Operation
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class UcxOutlet:
-    """Sends each payload, then its size, and waits for the receiver's word that it has both.
+    """Sends each payload, then its size, and waits for the receiver's word that it has both where it is a short one.
 
     The size follows once UCX has read the payload and nobody has given up, and the receiver takes no payload without:
     so whatever UCX reads of a payload that was given up, of memory that may serve something else by then, is not taken
@@ -41,18 +41,18 @@ class UcxOutlet:
         self._check(payload)
         number = self._number
         self._number += 1
-        arrived = self._attempt.receive(bytearray(8), Kind.ACK, number)
-        self._unacknowledged.add(number)
-        arrived.add_done_callback(lambda _: self._unacknowledged.discard(number))
-        reading = {self._read(payload, number)} if payload.nbytes else set()
-        while not self._given_up and (left := [each for each in reading if not each.done()]):
+        awaited = [self._read(payload, number)] if payload.nbytes else []
+        arrived = self._acknowledgement(number) if payload.nbytes < ACKNOWLEDGED_BELOW else None
+        while not self._given_up and (left := [each for each in awaited if not each.done()]):
             await self._bell.wait(left)
-        if self._ending is None and all(each.done() and each.exception() is None for each in reading):
+        if self._ending is None and all(each.done() and each.exception() is None for each in awaited):
             self._attempt.send(payload.nbytes.to_bytes(8, "little"), Kind.SIZE, number)
-        while not arrived.done() and not self._stop.done():
-            await self._bell.wait({arrived})
-        failed = [each.exception() for each in (arrived, *reading) if each.done()]
-        if self._ending is not None or not arrived.done() or any(failed):
+        if arrived is not None:
+            awaited.append(arrived)
+            while not arrived.done() and not self._stop.done():
+                await self._bell.wait({arrived})
+        failed = [each.exception() for each in awaited if each.done()]
+        if self._ending is not None or self._stop.done() or len(failed) < len(awaited) or any(failed):
             reason = "the outlet was closed" if self._ending is not None else f"the receiver is gone {failed}"
             raise TransferAbortedError(f"payload {number} was not sent: {reason}")
         self._attempt.count(payload.nbytes)
@@ -105,6 +105,13 @@ class UcxOutlet:
                 raise FrameError(f"a payload of {payload.dtype}, shape {tuple(payload.shape)}, is not contiguous bytes")
         elif not payload.c_contiguous:
             raise FrameError(f"a payload of {payload.nbytes} bytes is not contiguous")
+
+    def _acknowledgement(self, number: int) -> Operation:
+        """The receiver's word that it has a payload."""
+        arrived = self._attempt.receive(bytearray(8), Kind.ACK, number)
+        self._unacknowledged.add(number)
+        arrived.add_done_callback(lambda _: self._unacknowledged.discard(number))
+        return arrived
 
     def _read(self, buffer: Any, number: int) -> Operation:
         operation = self._attempt.send(buffer, Kind.BODY, number)

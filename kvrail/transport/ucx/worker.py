@@ -25,8 +25,13 @@ _NOTIFIER_NS = 500_000_000
 _POOLED = 64
 """UCXX keeps 100 futures ready, and complains where more are begun before its thread has made others."""
 
-Operation = asyncio.Task[None]
-"""A send or receive under way: ends when UCX touches its buffer no more. Never cancelled; awaited through `wait`."""
+Operation = asyncio.Future[None]
+"""A send or receive under way: ends when UCX touches its buffer no more.
+
+UCXX's own future, which it never lets go of where the request failed. So nobody awaits it or asks for its result, which
+would leave a traceback in the error, and in that whole frames with their buffers; `exception` is asked. Nobody cancels
+it.
+"""
 
 
 class UcxWorker:
@@ -35,7 +40,7 @@ class UcxWorker:
     def __init__(self, settings: UcxSettings, device: torch.device | None) -> None:
         self._library: Library = load()
         self._loop = asyncio.get_running_loop()
-        self._operations: set[Operation] = set()
+        self._operations: dict[Operation, tuple[Any, Any]] = {}
         self._begun = 0
         api = self._library.api
         config = settings.config(on_device=device is not None)
@@ -130,15 +135,14 @@ class UcxWorker:
         self._begun += 1
         if self._begun % _POOLED == 0:
             self._worker.populate_python_futures_pool()
-        operation = self._loop.create_task(_finish(request, buffer))
-        self._operations.add(operation)
+        operation: Operation = request.future
+        self._operations[operation] = request, buffer  # both live as long as UCX needs them
         operation.add_done_callback(self._forget)
         return operation
 
     def _forget(self, operation: Operation) -> None:
-        self._operations.discard(operation)
-        if not operation.cancelled():
-            operation.exception()  # looked at: whoever needs it asks the operation
+        del self._operations[operation]
+        operation.exception()  # looked at: whoever needs it asks the operation
 
     def _notify(self) -> None:
         """Hand completions to the event loop, until the worker is closed."""
@@ -164,21 +168,6 @@ class UcxWorker:
         self._worker.clear_python_futures_pool()
         # UCX closes its port, and whoever connects is refused, when the last of these is gone.
         self._own = self._worker = self._context = None
-
-
-async def _finish(request: Any, buffer: Any) -> None:
-    """Wait for a request; its buffer lives as long.
-
-    UCXX never lets go of a failed request's future. What it raises is in there and must hold no traceback: this frame
-    has the buffer, and so all of its pool.
-    """
-    try:
-        await request.wait()
-    except Exception as error:  # noqa: BLE001 whatever it is, it is raised anew
-        error.__traceback__ = None
-        raise type(error)(*error.args) from None
-    finally:
-        del buffer
 
 
 def _use_device(device: torch.device) -> None:
