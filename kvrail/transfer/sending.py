@@ -51,11 +51,11 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class _StagePayload:
-    """One stage of one block, encoded; the header's number is given when it leaves."""
+    """One stage of one block, encoded; the header's number is given when it leaves, and the digest where it must wait."""
 
     header: FrameHeader
     payload: Payload
-    digest: Digest
+    digest: Digest | None
 
 
 class PageSender:
@@ -96,6 +96,7 @@ class PageSender:
         self._asking = asyncio.Semaphore(2 * link.slots)  # as many wait as may end at once, or later stages slip in
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
         self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
+        self._digesting = asyncio.Lock()  # one by one, that a block's stages leave in order
         self._next_sequence = 0
 
     def begin(self, source: PageSource, cached_pages: int, ready: torch.Event | None) -> None:
@@ -157,12 +158,13 @@ class PageSender:
             async with self._link.turn(self._order), _together() as sending:
                 async with self._encoding:
                     stages = await in_thread(self._executor, self._encode, piece)
-                    now = len(stages) if piece.first_page >= self._recent_page else 1
-                    for stage in stages[:now]:
-                        sending.create_task(self._send(stage))
+                    for stage in stages:
+                        if stage.digest is not None:
+                            sending.create_task(self._send(stage))
                     await asyncio.sleep(0)  # they are announced: whoever has a turn now may take what follows at once
-                for stage in stages[now:]:
-                    self._hold(stage)
+                for stage in stages:
+                    if stage.digest is None:
+                        self._hold(stage)
         finally:
             self._asking.release()
 
@@ -179,9 +181,15 @@ class PageSender:
             async with self._link.turn(self._order, later=True):
                 async with self._encoding:
                     pass  # first stages that had their turns before this one are announced
-                *_, stage = heapq.heappop(self._later)
+                async with self._digesting:
+                    *_, stage = heapq.heappop(self._later)
+                    try:
+                        digest = await in_thread(self._executor, digest_of, stage.payload)
+                    except BaseException:
+                        self._release(stage)
+                        raise
                 try:
-                    await self._send(stage)
+                    await self._send(replace(stage, digest=digest))
                 finally:
                     self._release(stage)
         finally:
@@ -204,13 +212,14 @@ class PageSender:
         header = replace(stage.header, sequence=self._next_sequence)
         self._next_sequence += 1
         size = stage.payload.nbytes
+        assert stage.digest is not None
         head = pack_head(header, stage.digest)
         self._announce(Announcement(head, size, isinstance(stage.payload, torch.Tensor)))
         await self._outlet.send(stage.payload)
         self._observer.sent(header, size, perf_counter() - begin)
 
     def _encode(self, piece: Piece) -> list[_StagePayload]:
-        """All stages of one piece, complete, with their digests."""
+        """All stages of one piece, complete, with the digests of those that leave at once."""
         assert self._source is not None
         codec, source, outgoing = self._codec, self._source, self.outgoing
         layers = range(piece.first_layer, piece.end_layer)
@@ -221,7 +230,8 @@ class PageSender:
             pages = source.block(layers, piece.first_page, piece.end_page)
             encoding = codec.encode(pages, on_device=outgoing.on_device)
             payloads = encoding.stages()
-            digests = [digest_of(payload) for payload in payloads]
+            now = len(payloads) if piece.first_page >= self._recent_page else 1
+            digests = [digest_of(payload) for payload in payloads[:now]]
         seconds = perf_counter() - begin
         header = FrameHeader(
             request_id=outgoing.request_id,
@@ -235,8 +245,8 @@ class PageSender:
         )
         self._observer.encoded(header, seconds, encoding.stats())
         return [
-            _StagePayload(replace(header, stage=stage), payload, digest)
-            for stage, (payload, digest) in enumerate(zip(payloads, digests, strict=True))
+            _StagePayload(replace(header, stage=stage), payload, digests[stage] if stage < now else None)
+            for stage, payload in enumerate(payloads)
         ]
 
 

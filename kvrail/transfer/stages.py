@@ -3,6 +3,7 @@
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 
 from kvrail.codec.frame import FrameHeader
@@ -31,17 +32,25 @@ class KeptStages:
             self._drop(bounds)
 
     def add(self, header: FrameHeader, payload: Payload) -> list[Payload]:
-        """Payloads of all stages of a frame's block up to its own; the last stage's are kept no longer."""
+        """Payloads of all stages of a frame's block up to its own, that as it came; the last stage's keeps none."""
         earlier = self._payloads.get(header.bounds, [])
         if header.stage == header.num_stages - 1:
             self._drop(header.bounds)
-            return [*earlier, payload]
-        copied = payload.clone() if isinstance(payload, torch.Tensor) else memoryview(bytes(payload))
-        self._payloads[header.bounds] = [*earlier, copied]
-        self._observer.kept(copied.nbytes)
-        return self._payloads[header.bounds]
+        else:
+            self._payloads[header.bounds] = [*earlier, _copy_of(payload)]
+            self._observer.kept(payload.nbytes)
+        return [*earlier, payload]
 
     def _drop(self, bounds: tuple[int, int, int, int]) -> None:
         dropped = sum(payload.nbytes for payload in self._payloads.pop(bounds, ()))
         if dropped:
             self._observer.kept(-dropped)
+
+
+def _copy_of(payload: Payload) -> Payload:
+    """The same in memory of its own. `bytes` would hold the interpreter's lock, for milliseconds a payload."""
+    if isinstance(payload, torch.Tensor):
+        return payload.clone()
+    copy = np.empty(payload.nbytes, dtype=np.uint8)
+    np.copyto(copy, np.frombuffer(payload, dtype=np.uint8))
+    return copy.data.toreadonly()

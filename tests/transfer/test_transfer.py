@@ -6,8 +6,10 @@ import time
 import pytest
 import torch
 
+from kvrail.codec.core.digest import digest_of
 from kvrail.codec.frame import unpack_head
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
+from kvrail.transfer import sending
 from kvrail.transfer.sending import Outgoing
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.inproc import InprocCarrier
@@ -136,3 +138,18 @@ async def test_a_later_stage_waits_for_first_stages_whose_turn_came_before(monke
     headers = [unpack_head(each.head, each.payload_bytes, 1 << 20)[0] for each in heads[:-1]]
     recent = first_recent_page(TOKENS, LAYOUT.page_size)
     assert [(header.first_page, header.stage) for header in headers] == [(0, 0), (recent, 0), (recent, 1), (0, 1)]
+
+
+async def test_a_blocks_stages_leave_in_order_however_long_the_digest_of_one_takes(monkeypatch):
+    both = Transfers("lynx-exact", frame_bytes=1 << 20, cached_pages=PAGES)
+    taken = []
+
+    def slow_for_the_second_stage(payload):
+        taken.append(payload)
+        if len(taken) == 1 + both.codec.num_stages + 1:  # the first stage of the block, all of recent pages, then this
+            time.sleep(0.05)
+        return digest_of(payload)
+
+    monkeypatch.setattr(sending, "digest_of", slow_for_the_second_stage)
+    await both.run()
+    assert len(taken) == 2 * both.codec.num_stages
