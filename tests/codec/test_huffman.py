@@ -17,7 +17,7 @@ from kvrail.codec import tensors
 from kvrail.codec.base import CodecError
 from kvrail.codec.huffman import cpu, cpu_chunk_kernels, payload, reference
 from kvrail.codec.huffman.codec import HuffmanCodec
-from kvrail.codec.huffman.cpu_digest_kernels import SHORT, long_digest
+from kvrail.codec.huffman.cpu_digest_kernels import SHORT, copied_digest, long_digest
 from kvrail.codec.huffman.cpu_plane_kernels import gather_bits, gather_words, scatter_bits, scatter_words
 from kvrail.codec.huffman.cpu_word_kernels import DEPOSITS
 from kvrail.codec.huffman.format import FORMATS
@@ -236,6 +236,9 @@ def test_the_digest_of_kernels_is_xxh3():
     data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
     for size in (*range(SHORT + 1, SHORT + 140), *range(1020, 1100), *range(2040, 2120), 5000):
         assert int(long_digest(data[:size])) == payload.digest(data[:size])
+        copy = np.zeros(size + 64, np.uint8)
+        assert int(copied_digest(data[:size], copy)) == payload.digest(data[:size])
+        assert (copy[:size] == data[:size]).all() and not copy[size:].any()
 
 
 def entropy_bytes(plane):

@@ -73,6 +73,20 @@ def test_every_flipped_bit_is_seen(kind):
     codec.decode(memoryview(container))
 
 
+def test_a_byte_of_a_chunk_that_is_only_copied_is_refused_by_number():
+    raw = torch.randint(0, 256, (4 * (1 << 17) + 300,), dtype=torch.uint8)
+    container = bytearray(codec.encode(raw))
+    head = parse(np.frombuffer(container, np.uint8)).head_bytes
+    assert len(container) == head + raw.numel()
+    for place in (0, (1 << 17) - 1, 1 << 17, 3 * (1 << 17) + 1024, raw.numel() - 1):
+        container[head + place] ^= 16
+        for threads in (1, 2):
+            with pytest.raises(CodecError, match=f"chunk {place >> 17} of 5 does not match its checksum"):
+                HUFFMAN.decode(memoryview(container), threads=threads)
+        container[head + place] ^= 16
+    assert torch.equal(HUFFMAN.decode(memoryview(container)), raw)
+
+
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_what_is_cut_off_or_too_long_is_refused(kind):
     container = CONTAINERS[kind]()

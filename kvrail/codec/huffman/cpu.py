@@ -103,8 +103,9 @@ def _on_threads(threads: int, word_bytes: int, words: int, work: Callable[[Room]
     try:
         run()
     finally:
-        wait(pending)
-    for done in pending:
+        begun = [each for each in pending if not each.cancel()]  # who has not woken by now finds nothing left
+        wait(begun)
+    for done in begun:
         done.result()
 
 

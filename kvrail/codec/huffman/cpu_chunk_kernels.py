@@ -19,14 +19,14 @@ from numba import uint64 as u64
 from kvrail.codec.huffman.cpu_block_kernels import copy_bytes, count_bytes
 from kvrail.codec.huffman.cpu_code_kernels import code_lengths, write_tables
 from kvrail.codec.huffman.cpu_coded_kernels import RAW
-from kvrail.codec.huffman.cpu_digest_kernels import SHORT, long_digest
+from kvrail.codec.huffman.cpu_digest_kernels import SHORT, copied_digest, long_digest
 from kvrail.codec.huffman.cpu_plane_kernels import decode_plane, encode_plane
 from kvrail.codec.huffman.cpu_shared_kernels import is_known, publish, stop_all, take, wait_for
 from kvrail.codec.huffman.cpu_word_kernels import bytes_at
 
 HELD = 4
 """Coded chunks that a thread holds until it is known where they begin: until those before are coded."""
-KERNELS = "932088d04828aca4"
+KERNELS = "9a87cda5d3691fad"
 """XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
 
@@ -192,16 +192,17 @@ def encode_chunks(raw, base, item, rotated, static, room, chunk_bytes, numbers, 
         if chunk < chunks:
             line = (first + count) % HELD
             part, taken_off = _part(raw, chunk, chunk_bytes), _part(base, chunk, chunk_bytes)
-            coded = room.coded[line]
-            size = _encode_chunk(part, taken_off, item, rotated, static, room, rows[chunk], coded)
-            if size > SHORT:
-                digests[chunk] = long_digest(coded[:size])
-            held[line], sizes[line] = chunk, size
+            held[line] = chunk
+            sizes[line] = _encode_chunk(part, taken_off, item, rotated, static, room, rows[chunk], room.coded[line])
             count += 1
         while count and (chunk >= chunks or count == HELD or is_known(places, held[first])):
-            place = wait_for(places, held[first])
-            publish(places, held[first] + 1, place + sizes[first])
-            copy_bytes(room.coded[first, : sizes[first]], out[place:])
+            done, size = held[first], sizes[first]
+            place = wait_for(places, done)
+            publish(places, done + 1, place + size)
+            if size > SHORT:
+                digests[done] = copied_digest(room.coded[first, :size], out[place:])
+            else:
+                copy_bytes(room.coded[first, :size], out[place:])
             first, count = (first + 1) % HELD, count - 1
         first = first if count else 0  # what was used last is nearest
     return taken > most
@@ -233,12 +234,19 @@ def _decode_chunk(source, row, singles, levels, base, item, rotated, room, raw):
     return -1
 
 
+@njit(nogil=True)
+def _is_plain(row, base, raw):
+    """Whether a coded chunk is the very bytes of `raw`."""
+    return row.size == 1 and base.size == 0 and row[0] == u32(raw.size | RAW << 28)
+
+
 @kept
 def decode_chunks(
     source, ends, digests, rows, singles, levels, base, item, rotated, room, chunk_bytes, numbers, most, raw
 ):
-    """Fill `raw` with chunks that no other thread has taken, `most` of them, each checked against its digest first.
+    """Fill `raw` with chunks that no other thread has taken, `most` of them, each checked against its digest.
 
+    Checked before it is decoded; what is only copied, as it is, for reading memory twice takes longer than the rest.
     ends: int64 [chunks], where each ends in `source`; digests: uint64 [chunks]; rows: [chunks, item]; those of SHORT
     bytes and less were checked before. Gives the number of a chunk that does not fit and whether it has its digest; -1
     where all do, and whether there may be more. The rest as in _decode_chunk and encode_chunks.
@@ -248,11 +256,16 @@ def decode_chunks(
         if chunk >= ends.size:
             return -1, False
         coded = source[ends[chunk - 1] if chunk else 0 : ends[chunk]]
-        if coded.size > SHORT and long_digest(coded) != digests[chunk]:
+        part, taken_off = _part(raw, chunk, chunk_bytes), _part(base, chunk, chunk_bytes)
+        row, found, copied = rows[chunk], digests[chunk], False
+        if coded.size > SHORT and _is_plain(row, taken_off, part):
+            found, copied = copied_digest(coded, part), True
+        elif coded.size > SHORT:
+            found = long_digest(coded)
+        if found != digests[chunk]:
             stop_all(numbers, ends.size)
             return chunk, False
-        part, taken_off = _part(raw, chunk, chunk_bytes), _part(base, chunk, chunk_bytes)
-        if _decode_chunk(coded, rows[chunk], singles, levels, taken_off, item, rotated, room, part) >= 0:
+        if not copied and _decode_chunk(coded, row, singles, levels, taken_off, item, rotated, room, part) >= 0:
             stop_all(numbers, ends.size)
             return chunk, True
     return -1, True

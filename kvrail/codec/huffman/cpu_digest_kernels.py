@@ -16,7 +16,7 @@ from numba import njit, types, uint64, void
 from numba import uint64 as u64
 from numba.extending import intrinsic
 
-from kvrail.codec.huffman.cpu_word_kernels import load_word
+from kvrail.codec.huffman.cpu_word_kernels import copy_memory, load_word
 
 SHORT = 240
 """Bytes up to which XXH3 is another function."""
@@ -58,30 +58,47 @@ def _eight(builder: Any, address: Any, offset: int) -> Any:
     return builder.inttoptr(builder.add(address, ir.Constant(ir.IntType(64), offset)), ir.PointerType(_EIGHT))
 
 
-def _take_in(builder: Any, sums: Any, data: Any, secret: Any, stripe: int) -> Any:
+def _take_in(builder: Any, sums: Any, words: Any, secret: Any, stripe: int) -> Any:
     """The sums with one more stripe: its words cross over in pairs, and the halves of the keyed ones are multiplied."""
-    words = builder.load(_eight(builder, data, _STRIPE * stripe), align=1)
     keyed = builder.xor(words, builder.load(_eight(builder, secret, 8 * stripe), align=1))
     product = builder.mul(builder.and_(keyed, _all(0xFFFFFFFF)), builder.lshr(keyed, _all(32)))
     crossed = ir.Constant(ir.VectorType(ir.IntType(32), 8), [ir.Constant(ir.IntType(32), i ^ 1) for i in range(8)])
     return builder.add(builder.add(sums, builder.shuffle_vector(words, words, crossed)), product)
 
 
+def _take_in_block(builder: Any, sums: Any, data: Any, secret: Any, target: Any = None) -> None:
+    """Take in the block at `data`, and scramble; what is loaded is stored at `target`, where there is one."""
+    found = builder.load(_eight(builder, sums, 0), align=1)
+    for stripe in range(_STRIPES):
+        words = builder.load(_eight(builder, data, _STRIPE * stripe), align=1)
+        if target is not None:
+            builder.store(words, _eight(builder, target, _STRIPE * stripe), align=1)
+        found = _take_in(builder, found, words, secret, stripe)
+    found = builder.xor(found, builder.lshr(found, _all(47)))
+    found = builder.xor(found, builder.load(_eight(builder, secret, _SCRAMBLING), align=1))
+    builder.store(builder.mul(found, _all(_PRIME)), _eight(builder, sums, 0), align=1)
+
+
 @intrinsic
 def _add_block(typing_context: Any, sums: Any, data: Any, secret: Any) -> Any:
-    """Take in the block at `data`, and scramble; all three are addresses."""
+    """Take in the block at `data`; all three are addresses."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, data, secret = arguments
-        found = builder.load(_eight(builder, sums, 0), align=1)
-        for stripe in range(_STRIPES):
-            found = _take_in(builder, found, data, secret, stripe)
-        found = builder.xor(found, builder.lshr(found, _all(47)))
-        found = builder.xor(found, builder.load(_eight(builder, secret, _SCRAMBLING), align=1))
-        builder.store(builder.mul(found, _all(_PRIME)), _eight(builder, sums, 0), align=1)
+        _take_in_block(builder, *arguments)
         return context.get_dummy_value()
 
     return void(types.uint64, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def _copy_block(typing_context: Any, sums: Any, data: Any, secret: Any, target: Any) -> Any:
+    """The same, and copy the block to `target`."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _take_in_block(builder, *arguments)
+        return context.get_dummy_value()
+
+    return void(types.uint64, types.uint64, types.uint64, types.uint64), generate
 
 
 @intrinsic
@@ -90,7 +107,8 @@ def _add_stripe(typing_context: Any, sums: Any, data: Any, secret: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         sums, data, secret = arguments
-        found = _take_in(builder, builder.load(_eight(builder, sums, 0), align=1), data, secret, 0)
+        words = builder.load(_eight(builder, data, 0), align=1)
+        found = _take_in(builder, builder.load(_eight(builder, sums, 0), align=1), words, secret, 0)
         builder.store(found, _eight(builder, sums, 0), align=1)
         return context.get_dummy_value()
 
@@ -111,13 +129,9 @@ def _folded(typing_context: Any, first: Any, second: Any) -> Any:
 
 
 @njit(nogil=True)
-def long_digest(source):
-    """XXH3-64 of `source`, uint8, which has more than SHORT bytes."""
-    sums, secrets = _SUMS.copy(), _SECRET.copy()
+def _digest_of(source, blocks, sums, secrets):
+    """XXH3-64 of `source`, of which `sums` have taken in the first `blocks` blocks: all that are not the last one."""
     data, secret, out = uint64(source.ctypes.data), uint64(secrets.ctypes.data), uint64(sums.ctypes.data)
-    blocks = (source.size - 1) // _BLOCK
-    for block in range(blocks):
-        _add_block(out, data + uint64(_BLOCK * block), secret)
     for stripe in range((source.size - 1 - _BLOCK * blocks) // _STRIPE):
         _add_stripe(out, data + uint64(_BLOCK * blocks + _STRIPE * stripe), secret + uint64(8 * stripe))
     _add_stripe(out, data + uint64(source.size - _STRIPE), secret + uint64(_LAST))
@@ -127,3 +141,26 @@ def long_digest(source):
         found += _folded(sums[2 * pair] ^ load_word(key), sums[2 * pair + 1] ^ load_word(key + uint64(8)))
     found = (found ^ (found >> u64(37))) * u64(0x165667919E3779F9)
     return found ^ (found >> u64(32))
+
+
+@njit(nogil=True)
+def long_digest(source):
+    """XXH3-64 of `source`, uint8, which has more than SHORT bytes."""
+    sums, secrets = _SUMS.copy(), _SECRET.copy()
+    data, secret, out = uint64(source.ctypes.data), uint64(secrets.ctypes.data), uint64(sums.ctypes.data)
+    blocks = (source.size - 1) // _BLOCK
+    for block in range(blocks):
+        _add_block(out, data + uint64(_BLOCK * block), secret)
+    return _digest_of(source, blocks, sums, secrets)
+
+
+@njit(nogil=True)
+def copied_digest(source, target):
+    """long_digest of `source`, which is copied to the start of `target` as it is read, for one pass is faster."""
+    sums, secrets = _SUMS.copy(), _SECRET.copy()
+    data, secret, out = uint64(source.ctypes.data), uint64(secrets.ctypes.data), uint64(sums.ctypes.data)
+    to, blocks = uint64(target.ctypes.data), (source.size - 1) // _BLOCK
+    for block in range(blocks):
+        _copy_block(out, data + uint64(_BLOCK * block), secret, to + uint64(_BLOCK * block))
+    copy_memory(to + uint64(_BLOCK * blocks), data + uint64(_BLOCK * blocks), uint64(source.size - _BLOCK * blocks))
+    return _digest_of(source, blocks, sums, secrets)
