@@ -51,7 +51,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class _StagePayload:
-    """One stage of one block, encoded; the header's number is given when it leaves, and the digest where it must wait."""
+    """One stage of one block, encoded. The header's number, and the digest of what waits, are made when it leaves."""
 
     header: FrameHeader
     payload: Payload

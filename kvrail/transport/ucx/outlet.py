@@ -51,8 +51,9 @@ class UcxOutlet:
             awaited.append(arrived)
             while not arrived.done() and not self._stop.done():
                 await self._bell.wait({arrived})
+        unwanted = arrived is None and self._stop.done()  # the receiver ended before it could have taken the payload
         failed = [each.exception() for each in awaited if each.done()]
-        if self._ending is not None or self._stop.done() or len(failed) < len(awaited) or any(failed):
+        if self._ending is not None or unwanted or len(failed) < len(awaited) or any(failed):
             reason = "the outlet was closed" if self._ending is not None else f"the receiver is gone {failed}"
             raise TransferAbortedError(f"payload {number} was not sent: {reason}")
         self._attempt.count(payload.nbytes)

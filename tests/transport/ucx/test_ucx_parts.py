@@ -1,20 +1,22 @@
-"""What of the carrier needs no UCX: addresses, tags, settings, the reasons why it cannot start, the quarantine."""
+"""What of the carrier needs no UCX: addresses, tags, settings, the reasons why it cannot start, quarantine, outlet."""
 
 import asyncio
 import importlib.util
 import os
 import uuid
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.errors import ConfigError, IncompatibleError
+from kvrail.errors import ConfigError, IncompatibleError, TransferAbortedError
 from kvrail.transport.base import MAX_ADDRESS_BYTES
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.ucx import UcxCarrier, UcxSettings, available, library
 from kvrail.transport.ucx.address import UcxAddress
+from kvrail.transport.ucx.outlet import UcxOutlet
 from kvrail.transport.ucx.quarantine import Quarantine
 from kvrail.transport.ucx.tags import DIRECTION_MASK, PAYLOADS, Kind, shorten, tag
 
@@ -128,3 +130,45 @@ async def test_the_quarantine_keeps_a_region_until_ucx_lets_go(caplog):
 
 async def _ended(event):
     await event.wait()
+
+
+class Messages:
+    """An attempt without UCX: each message is a future that the test ends."""
+
+    def __init__(self):
+        self.link = SimpleNamespace(alive=True)
+        self.made, self.counted = {}, []
+        self.count = self.counted.append
+
+    def send(self, buffer, kind, number=0):
+        return self.made.setdefault(kind, asyncio.get_running_loop().create_future())
+
+    receive = send
+
+
+@pytest.mark.parametrize(("size", "came"), [(1000, Kind.ACK), (1000, None), (1 << 20, None)])
+async def test_a_receiver_that_ends_in_the_same_moment_has_a_payload_only_if_it_said_so(size, came):
+    attempt = Messages()
+    outlet = UcxOutlet(attempt, on_device=False)
+    sending = asyncio.create_task(outlet.send(memoryview(bytes(size))))
+    await asyncio.sleep(0)
+    for kind in (Kind.BODY, Kind.STOP, *([came] if came else [])):
+        attempt.made[kind].set_result(None)
+    if came:
+        await sending
+        assert attempt.counted == [size]
+    else:
+        with pytest.raises(TransferAbortedError, match="gone"):
+            await sending
+        assert not attempt.counted
+
+
+async def test_a_long_payload_is_sent_once_it_is_read_and_its_size_has_left():
+    attempt = Messages()
+    outlet = UcxOutlet(attempt, on_device=False)
+    sending = asyncio.create_task(outlet.send(memoryview(bytes(1 << 20))))
+    await asyncio.sleep(0)
+    assert Kind.SIZE not in attempt.made and not sending.done()
+    attempt.made[Kind.BODY].set_result(None)
+    await sending
+    assert set(attempt.made) == {Kind.STOP, Kind.BODY, Kind.SIZE} and attempt.counted == [1 << 20]
