@@ -3,13 +3,18 @@
 Triton reads the variable when a kernel is defined, its own library's at its import, which may be that of transformers.
 """
 
+import gc
 import os
 import signal
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.scratch import remove_all
+
+TESTS = Path(__file__).parent
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -38,6 +43,36 @@ settings.register_profile(
     derandomize=os.environ.get("CI") == "true",
 )
 settings.load_profile("untimed")
+
+
+LONG = (
+    "cli/test_up.py",
+    "e2e/test_progressive_benchmark.py",
+    "e2e/test_worker_end.py",
+    "e2e/test_progressive_link.py",
+    "package/test_wheel.py",
+    "cluster/test_load.py",
+    "e2e/test_openai_client.py",
+    "e2e/test_codecs.py",
+    "e2e/test_lost_workers.py",
+    "tracing/test_traces.py",
+    "codec/test_ans_kernels.py",
+    "engine/test_attention_kernels.py",
+    "transport/carriers/test_carriers_processes.py",
+)
+"""Files that take longest: begun last, one would have all other cores wait for it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first, all else in the order that it has."""
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONG)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks at all that tests and libraries are: it takes a good part of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
