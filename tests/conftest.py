@@ -46,21 +46,24 @@ settings.load_profile("untimed")
 
 
 LONG = (
+    "cluster/test_load.py",
+    "engine/test_attention_kernels.py",
+    "codec/test_ans_kernels.py",
     "cli/test_up.py",
     "e2e/test_progressive_benchmark.py",
     "e2e/test_worker_end.py",
     "e2e/test_progressive_link.py",
     "package/test_wheel.py",
-    "cluster/test_load.py",
     "e2e/test_openai_client.py",
     "e2e/test_codecs.py",
     "e2e/test_lost_workers.py",
     "tracing/test_traces.py",
-    "codec/test_ans_kernels.py",
-    "engine/test_attention_kernels.py",
     "transport/carriers/test_carriers_processes.py",
 )
-"""Files that take longest: begun last, one would have all other cores wait for it."""
+"""Files that take longest: begun last, one would have all other cores wait for it.
+
+The first compiles the codecs' kernels, which the processes of later ones then find.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -76,5 +79,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Tiny models do not stay behind."""
+    """Tiny models do not stay behind, and libraries see that all they made is freed."""
+    gc.unfreeze()
     remove_all()
