@@ -55,7 +55,7 @@ up: $(VENV)/.worker  ## a cluster with the demo model on this machine, on http:/
 	@exec $(BIN)/kvrail up $(ARGS)
 
 test: lint  ## everything that CI checks, but for the compose cluster; one process a core, each with one thread
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-heavy: $(VENV)/.dev  ## kernels on large pages in Triton's interpreter; minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m heavy -n auto --maxprocesses 8 $(ARGS)

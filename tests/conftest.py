@@ -3,13 +3,18 @@
 Triton reads the variable when a kernel is defined, its own library's at its import, which may be that of transformers.
 """
 
+import gc
 import os
 import signal
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.scratch import remove_all
+
+TESTS = Path(__file__).parent
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -40,6 +45,40 @@ settings.register_profile(
 settings.load_profile("untimed")
 
 
+LONG = (
+    "cluster/test_load.py",
+    "engine/test_attention_kernels.py",
+    "codec/test_ans_kernels.py",
+    "cli/test_up.py",
+    "e2e/test_progressive_benchmark.py",
+    "e2e/test_worker_end.py",
+    "e2e/test_progressive_link.py",
+    "package/test_wheel.py",
+    "e2e/test_openai_client.py",
+    "e2e/test_codecs.py",
+    "e2e/test_lost_workers.py",
+    "tracing/test_traces.py",
+    "transport/carriers/test_carriers_processes.py",
+)
+"""Files that take longest: begun last, one would have all other cores wait for it.
+
+The first compiles the codecs' kernels, which the processes of later ones then find.
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files first, all else in the order that it has."""
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONG)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks at all that tests and libraries are: it takes a good part of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
-    """Tiny models do not stay behind."""
+    """Tiny models do not stay behind, and libraries see that all they made is freed."""
+    gc.unfreeze()
     remove_all()

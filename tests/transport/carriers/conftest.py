@@ -4,11 +4,11 @@ import os
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 
 import pytest
 
 from kvrail.transport.base import Carrier, Peer
+from tests import children
 from tests.transport.carriers.kinds import PARAMETERS, Kind
 from tests.transport.carriers.peer import HOST
 
@@ -100,7 +100,7 @@ def pool_bytes():
 @pytest.fixture
 async def ends(kind, pool_bytes):
     """Two ends in this process. After the test nothing of it is left: regions, descriptors, threads."""
-    resource_tracker.ensure_running()  # it comes with the first process, and keeps a descriptor
+    children.ready()
     sender = await kind.start(pool_bytes)
     receiver = sender if kind.one_object else await kind.start(pool_bytes)
     if kind.pool is not None:

@@ -1,12 +1,12 @@
 """An end of an attempt in a process of its own, told what to do through a pipe."""
 
 import asyncio
-import multiprocessing
 import os
 import random
 import signal
 
 from kvrail.transport.base import Peer
+from tests import children
 from tests.transport.carriers.kinds import CARRIERS
 
 HOST = "127.0.0.1"
@@ -64,9 +64,9 @@ class PeerProcess:
 
     def __init__(self, kind, pool_bytes=1 << 20):
         self.address = b""  # once it has said it
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(kind.name, pool_bytes, theirs), daemon=True)
+        processes = children.context()
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=_main, args=(kind.name, pool_bytes, theirs), daemon=True)
         self._process.start()
         theirs.close()
 

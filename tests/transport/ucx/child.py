@@ -1,12 +1,12 @@
 """An end of an attempt in a process of its own, which the test stops and kills."""
 
 import asyncio
-import multiprocessing
 import os
 import signal
 
 from kvrail.transport.base import Peer
 from kvrail.transport.ucx import UcxCarrier, available
+from tests import children
 from tests.transport.ucx.starting import CMA, TCP
 
 SETTINGS = {"tcp": TCP, "cma": CMA}
@@ -45,9 +45,9 @@ class SenderProcess:
     """Sends what it is told to."""
 
     def __init__(self, transport):
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_main, args=(transport, theirs), daemon=True)
+        processes = children.context()
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=_main, args=(transport, theirs), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -10,11 +10,13 @@ assert not (os.environ.get("CI") and available()), available()  # a skip would h
 LOOPBACK = MappingProxyType({"NET_DEVICES": "lo"})
 TCP = UcxSettings(transports="tcp,self", extra=LOOPBACK)
 CMA = UcxSettings(transports="tcp,cma,self", extra=LOOPBACK)
+GRACE_S = 0.5
+"""A peer that stands still gets so long."""
 
 
-async def start_tcp(pool_bytes, **others):
-    return await UcxCarrier.start(host_bytes=pool_bytes, settings=TCP, **others)
+async def start_tcp(pool_bytes):
+    return await UcxCarrier.start(host_bytes=pool_bytes, settings=TCP, grace_s=GRACE_S)
 
 
-async def start_cma(pool_bytes, **others):
-    return await UcxCarrier.start(host_bytes=pool_bytes, settings=CMA, **others)
+async def start_cma(pool_bytes):
+    return await UcxCarrier.start(host_bytes=pool_bytes, settings=CMA, grace_s=GRACE_S)
