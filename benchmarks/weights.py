@@ -26,6 +26,9 @@ from kvrail.codec.huffman.format import FORMATS
 GATE = "Nothing is timed before it gave every byte back."
 HUFFMAN = HuffmanCodec()
 ZSTD_CHUNK = 1 << 20
+RUN_BYTES = 1 << 24
+"""A run is as many calls as take in so many bytes. One call of a small tensor, after another coder's, would tell what
+it takes to find code that has left the caches; models have tensors one after the other."""
 EXPONENTS = {  # shift and mask of a value's exponent
     torch.bfloat16: (7, 0xFF),
     torch.float8_e4m3fn: (3, 0x0F),
@@ -44,10 +47,11 @@ ZIPNN_TYPES = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"} |
 
 @dataclass(frozen=True, slots=True)
 class Coder:
-    """A compressor of one sample: both directions, on some threads."""
+    """A compressor of one sample: both directions, on some threads. prepare: what one call of `encode` is given."""
 
     name: str
-    encode: Callable[[], Any]
+    prepare: Callable[[], Any]
+    encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
     size: Callable[[Any], int]
     plain: Callable[[Any], bytes]
@@ -62,7 +66,8 @@ def ours(sample: Sample, threads: int, static: bool) -> Coder:
     """The tensor codec; static: chunks share codes."""
     return Coder(
         "huffman, shared codes" if static else "huffman",
-        lambda: HUFFMAN.encode(sample.tensor, base=sample.base, static=static, threads=threads),
+        lambda: sample.tensor,
+        lambda tensor: HUFFMAN.encode(tensor, base=sample.base, static=static, threads=threads),
         lambda packed: HUFFMAN.decode(packed, base=sample.base, threads=threads),
         len,
         lambda tensor: bytes_of(tensor).tobytes(),
@@ -79,10 +84,10 @@ def zipnn(sample: Sample, threads: int) -> Coder | None:
     options = {"input_format": "byte", "bytearray_dtype": dtype, "threads": threads}
     raw = bytes_of(sample.tensor).tobytes()
     if sample.base is None:
-        # It overwrites what it compresses, so it gets a copy, which is not timed as a run begins with `prepared`.
         return Coder(
             "ZipNN",
-            lambda: ZipNN(**options).compress(bytearray(raw)),
+            lambda: bytearray(raw),  # it overwrites what it compresses
+            lambda copy: ZipNN(**options).compress(copy),
             lambda packed: ZipNN(**options).decompress(packed),
             len,
             bytes,
@@ -91,7 +96,8 @@ def zipnn(sample: Sample, threads: int) -> Coder | None:
     options["delta_compressed_type"] = "byte"
     return Coder(
         "ZipNN",
-        lambda: ZipNN(**options).compress(bytearray(raw), delta_second_data=base),
+        lambda: bytearray(raw),
+        lambda copy: ZipNN(**options).compress(copy, delta_second_data=base),
         lambda packed: ZipNN(**options).decompress(packed, delta_second_data=base),
         len,
         bytes,
@@ -113,7 +119,8 @@ def zstd(sample: Sample, threads: int) -> Coder:
 
     return Coder(
         "zstd, level 3",
-        lambda: list(pool.map(lambda chunk: zstandard.ZstdCompressor(level=3).compress(chunk), chunks)),
+        lambda: chunks,
+        lambda chunks: list(pool.map(lambda chunk: zstandard.ZstdCompressor(level=3).compress(chunk), chunks)),
         lambda parts: list(pool.map(lambda part: zstandard.ZstdDecompressor().decompress(part), parts)),
         lambda parts: sum(map(len, parts)),
         plain,
@@ -147,11 +154,12 @@ def fields(sample: Sample) -> tuple[float, float] | None:
     return exponent, rest
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds that a call took, and what it gave."""
+def timed(call: Callable[[Any], Any], given: Sequence[Any]) -> float:
+    """Seconds of a call, the mean over what they are given one after the other."""
     begun = time.perf_counter()
-    found = call()
-    return time.perf_counter() - begun, found
+    for each in given:
+        call(each)
+    return (time.perf_counter() - begun) / len(given)
 
 
 def measure(sample: Sample, threads: int, runs: int) -> list[tuple[str, float, float, float]]:
@@ -159,16 +167,16 @@ def measure(sample: Sample, threads: int, runs: int) -> list[tuple[str, float, f
     raw = bytes_of(sample.tensor).tobytes()
     found = [ours(sample, threads, False), ours(sample, threads, True), zipnn(sample, threads), zstd(sample, threads)]
     coders = [coder for coder in found if coder is not None]
-    packed = []
+    packed, calls = [], max(1, RUN_BYTES // len(raw))
     for coder in coders:
-        packed.append(coder.encode())
+        packed.append(coder.encode(coder.prepare()))
         if coder.plain(coder.decode(packed[-1])) != raw:
             raise RuntimeError(f"{coder.name} did not give {sample.name} back")
     times: dict[str, tuple[list[float], list[float]]] = {coder.name: ([], []) for coder in coders}
     for _ in range(runs):
         for coder, coded in zip(coders, packed, strict=True):
-            times[coder.name][0].append(timed(coder.encode)[0])
-            times[coder.name][1].append(timed(lambda coder=coder, coded=coded: coder.decode(coded))[0])
+            times[coder.name][0].append(timed(coder.encode, [coder.prepare() for _ in range(calls)]))
+            times[coder.name][1].append(timed(coder.decode, [coded] * calls))
     return [
         (
             coder.name,
@@ -229,7 +237,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts["load at the end"] = f"{os.getloadavg()[0]:.1f}"
     header = ("tensors", "codec", "of the size")
     header += tuple(f"{way} GB/s, {count} thr." for count in threads for way in ("compress", "decompress"))
-    notes = f"Medians of {options.runs} runs in turn; uncompressed bytes a second, from memory to memory."
+    notes = (
+        f"Medians of {options.runs} runs in turn, each as many calls as take in {RUN_BYTES >> 20} MiB; uncompressed"
+        " bytes a second, from memory to memory."
+    )
     fields_header = ("tensors", "exponents", "signs, mantissas", "bound", "huffman", "bound over huffman", "paper")
     fields_notes = (
         "Order-0 entropy of each field over its size, chunk by chunk, and of both over the tensor's size. The codec is"
