@@ -120,9 +120,9 @@ def test_the_wheel_serves_with_no_more_than_it_asks_for(wheel, tmp_path):
 
 
 def take_kernels(packages):
-    """What numba has compiled of the checkout's files serves the same files elsewhere; else it compiles them anew, which takes longer.
+    """What numba has compiled of the checkout's files serves the same files elsewhere.
 
-    It knows a file by its time and size, and compiles anew what it does not know.
+    It knows a file by its time and size, and compiles anew what it does not know, which takes longer.
     """
     for path in tracked("kvrail"):
         place = packages / path
