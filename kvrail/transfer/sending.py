@@ -13,7 +13,7 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -181,17 +181,12 @@ class PageSender:
             async with self._link.turn(self._order, later=True):
                 async with self._encoding:
                     pass  # first stages that had their turns before this one are announced
-                async with self._digesting:
-                    *_, stage = heapq.heappop(self._later)
-                    try:
+                with ExitStack() as held:
+                    async with self._digesting:
+                        *_, stage = heapq.heappop(self._later)
+                        held.callback(self._release, stage)
                         digest = await in_thread(self._executor, digest_of, stage.payload)
-                    except BaseException:
-                        self._release(stage)
-                        raise
-                try:
                     await self._send(replace(stage, digest=digest))
-                finally:
-                    self._release(stage)
         finally:
             self._leaving.release()
 

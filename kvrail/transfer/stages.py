@@ -32,7 +32,10 @@ class KeptStages:
             self._drop(bounds)
 
     def add(self, header: FrameHeader, payload: Payload) -> list[Payload]:
-        """Payloads of all stages of a frame's block up to its own, that as it came; the last stage's keeps none."""
+        """Payloads of all stages of a frame's block up to its own, which is given as it came.
+
+        The last stage lets go of what was kept of its block.
+        """
         earlier = self._payloads.get(header.bounds, [])
         if header.stage == header.num_stages - 1:
             self._drop(header.bounds)
