@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import os
 import uuid
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,15 @@ def test_a_damaged_address_is_refused(worker, data):
 def test_what_is_no_address_is_refused(packed):
     with pytest.raises(IncompatibleError):
         UcxAddress.unpack(packed)
+
+
+def test_an_address_of_another_version_is_refused_by_number():
+    packed = bytearray(UcxAddress(b"worker").pack())
+    packed[4] -= 1
+    head, begin = bytes(packed[:22]), 26
+    packed[22:begin] = zlib.crc32(head + packed[begin:]).to_bytes(4, "little")
+    with pytest.raises(IncompatibleError, match=f"version {packed[4]}, this end reads {packed[4] + 1}; update both"):
+        UcxAddress.unpack(bytes(packed))
 
 
 def test_an_address_that_is_too_long_is_refused():
