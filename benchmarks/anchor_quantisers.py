@@ -87,6 +87,23 @@ def _levels(x: torch.Tensor, kept: int) -> Coarse:
     return Coarse(tensor, 4 + kept + TILE_BITS, 11 + TILE_BITS + sparse)
 
 
+def coded(mantissa: int) -> Quantiser:
+    """Stage 0 of `splitzip-progressive-ans`: sign, exponent, the mantissa's top bits; exponents cost their entropy."""
+    return partial(_coded, mantissa=mantissa)
+
+
+def _coded(x: torch.Tensor, mantissa: int) -> Coarse:
+    bits = _pages(x).view(torch.int16).int()
+    exponent = bits >> 7 & 255
+    distance = _channel_top(exponent) - exponent
+    middle = 1 << 6 - mantissa if mantissa < 7 else 0
+    rebuilt = bits & -(1 << 7 - mantissa) | middle
+    records = 16 * (distance >= 16).sum().item() + 8 * _wide_escapes(distance, 16)
+    exponents = _entropy((distance & 15).flatten()) + TILE_BITS + records / x.numel() + 16 / TILE
+    stage0 = exponents + 1 + mantissa
+    return Coarse(_unpaged(rebuilt.short().view(torch.bfloat16), x), stage0, exponents + 8)
+
+
 def fixed_point(bits: int) -> Quantiser:
     """Sign and the top bits of the magnitude, in units of a power of two by channel and page.
 

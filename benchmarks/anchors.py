@@ -24,6 +24,7 @@ from benchmarks.anchor_quantisers import (
     CHANNEL,
     TOKEN,
     Quantiser,
+    coded,
     error_bounded,
     fixed_point,
     levels,
@@ -100,6 +101,8 @@ def progressive() -> list[Candidate]:
     for recent in (0, 16, 64):
         name = f"levels K2 V1, last {recent}" if recent else "levels K2 V1"
         found.append(uniform_layers(name, levels(2), levels(1), recent))
+    for k, v in ((2, 1), (2, 2), (3, 1), (3, 2)):
+        found.append(uniform_layers(f"coded K{k} V{v}, last 16", coded(k), coded(v), 16))
     return [*found, *_fixed_points()]
 
 

@@ -178,6 +178,7 @@ class Codec(Protocol):
     dtypes: frozenset[str]  # element types that it takes
     parameters_id: int  # 64 bits that must be equal at both ends; 0 where nothing but the name matters
     device_payloads: bool  # whether payloads may lie on a CUDA device, at either end
+    reads_earlier_payloads: bool  # whether a stage is decoded from the payloads of those before it, too
 
     def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the encoding of `pages` on their device's current stream.
@@ -190,22 +191,23 @@ class Codec(Protocol):
     def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
         """Have `out` hold stage `stage`, on its device's current stream.
 
-        payloads: of all stages up to this one, 0 to `stage`, in pinned or pageable host memory, or on the device of
-        `out` where the codec has `device_payloads`; complete. Stages of a block arrive in order, so that a codec may
-        use the earlier payloads or what they left in `out`. Payloads must stay as they are until the work that this
-        enqueued on the current stream is done: pinned memory is read by that work, and only what is pageable is copied
-        before this returns. On a CPU all is done when it returns.
+        payloads: of all stages up to this one, 0 to `stage`; where the codec has no `reads_earlier_payloads`, of this
+        one alone will do, and it relies on what the others left in `out`. They are complete, in pinned or pageable host
+        memory, or on the device of `out` where the codec has `device_payloads`. Stages of a block arrive in order.
+        Payloads must stay as they are until the work that this enqueued on the current stream is done: pinned memory is
+        read by that work, and only what is pageable is copied before this returns. On a CPU all is done when it
+        returns.
         Raises CodecError, with `out` untouched, where a payload does not fit or lies where this codec takes none, or
         there is one too many or too few.
         """
 
 
 def check_stage(codec: Codec, stage: int, payloads: Sequence[Payload]) -> None:
-    """Raise CodecError where a codec has no such stage, or the payloads are not as many as there are up to it."""
+    """Raise CodecError where a codec has no such stage, or the payloads are not those that it is decoded from."""
     if not 0 <= stage < codec.num_stages:
         known = "stage 0 alone" if codec.num_stages == 1 else f"stages 0 to {codec.num_stages - 1}"
         raise CodecError(f"{codec.name} has {known}, not {stage}")
-    if len(payloads) != stage + 1:
+    if len(payloads) != stage + 1 and (codec.reads_earlier_payloads or len(payloads) != 1):
         raise CodecError(
             f"stage {stage} of {codec.name} is decoded from the payloads of stages 0 to {stage}: {stage + 1}, not"
             f" {len(payloads)}"

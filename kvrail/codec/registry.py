@@ -13,6 +13,7 @@ _CODECS = {
     "splitzip": ("kvrail.codec.splitzip.one_stage.codec", "splitzip", True),
     "splitzip-channel": ("kvrail.codec.splitzip.one_stage.codec", "splitzip_channel", False),
     "splitzip-progressive": ("kvrail.codec.splitzip.progressive.codec", "ProgressiveCodec", False),
+    "splitzip-progressive-ans": ("kvrail.codec.splitzip.progressive_ans.codec", "ProgressiveAnsCodec", False),
     "splitzip-zstd": ("kvrail.codec.splitzip.entropy.codec", "splitzip_zstd", False),
     "splitzip-ans": ("kvrail.codec.splitzip.entropy.codec", "splitzip_ans", False),
     "int8": ("kvrail.codec.integer.codec", "int8", False),

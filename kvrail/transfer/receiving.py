@@ -76,7 +76,7 @@ class PageReceiver:
         reading = asyncio.create_task(self._read(announced, inlet))
         reading.add_done_callback(lambda _: self._changed.set())
         try:
-            with KeptStages(self._observer) as kept:
+            with KeptStages(self._observer, self._codec.reads_earlier_payloads) as kept:
                 while (region := await self._next(reading)) is not None:
                     await self._take(self._arrivals.popleft().header, region, kept)
                     self._room.release()

@@ -1,4 +1,4 @@
-"""Payloads of earlier stages, which stay here until the last stage of their pages has come: later ones need them."""
+"""Payloads of earlier stages, kept until the last stage of their pages has come, where that is decoded from them."""
 
 from types import TracebackType
 from typing import Self
@@ -14,12 +14,14 @@ from kvrail.transport.base import Payload
 class KeptStages:
     """What one attempt keeps, block by block; nothing once it is left, however it ends.
 
+    wanted: whether the codec decodes a stage from the payloads of those before it; else nothing is kept.
     Payloads are kept as copies: the regions into which they came are few, and others wait for them. Frames must have
     been admitted: stages of a block come in order.
     """
 
-    def __init__(self, observer: ReceivingObserver) -> None:
+    def __init__(self, observer: ReceivingObserver, wanted: bool) -> None:
         self._observer = observer
+        self._wanted = wanted
         self._payloads: dict[tuple[int, int, int, int], list[Payload]] = {}  # by a block's bounds
 
     def __enter__(self) -> Self:
@@ -32,10 +34,12 @@ class KeptStages:
             self._drop(bounds)
 
     def add(self, header: FrameHeader, payload: Payload) -> list[Payload]:
-        """Payloads of all stages of a frame's block up to its own, which is given as it came.
+        """The payloads from which a frame's stage is decoded: those of earlier stages, and its own as it came.
 
         The last stage lets go of what was kept of its block.
         """
+        if not self._wanted:
+            return [payload]
         earlier = self._payloads.get(header.bounds, [])
         if header.stage == header.num_stages - 1:
             self._drop(header.bounds)

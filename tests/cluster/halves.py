@@ -28,6 +28,7 @@ class Halves:
     num_stages = 2
     exact = True
     device_payloads = False
+    reads_earlier_payloads = True
     dtypes = frozenset({"bfloat16"})
     parameters_id = 0
     last_bits = LAST_BITS

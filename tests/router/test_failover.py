@@ -176,11 +176,17 @@ async def test_a_prefill_worker_of_other_pages_is_not_asked(tokenizer: Tokenizer
     async with run_cluster(tokenizer, decode=1, prefill=1) as cluster:
         cluster.prefill[0].status = status(layout=common_pb2.KVLayout(page_size=32))
         cluster.decode[0].status = status(layout=common_pb2.KVLayout(page_size=16))
-        pool = cluster.service.pool
-        await until(lambda: able_prefill(pool) == [])
-        (entry,) = (await cluster.http.get("/health")).json()["prefill_workers"].values()
-        assert entry["state"] == "incompatible"
-        assert "page_size 32, decode workers of 16" in entry["detail"]
+
+        async def told() -> dict[str, str]:
+            (entry,) = (await cluster.http.get("/health")).json()["prefill_workers"].values()
+            return entry
+
+        async def asked_both() -> bool:
+            return "page_size 32, decode workers of 16" in (await told()).get("detail", "")
+
+        await until(asked_both)
+        assert (await told())["state"] == "incompatible"
+        assert able_prefill(cluster.service.pool) == []
 
 
 async def test_what_runs_on_a_worker_that_hangs_goes_on_elsewhere(

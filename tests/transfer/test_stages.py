@@ -37,7 +37,7 @@ def add(kept, *args, **options):
 
 
 def test_a_stage_is_given_those_before_it_of_the_same_pages(observer):
-    with KeptStages(observer) as kept:
+    with KeptStages(observer, True) as kept:
         assert add(kept, 0, 0) == [b"0 of 0, 0"]
         assert add(kept, 0, 2) == [b"0 of 0, 2"]
         assert add(kept, 0, 0, first_layer=1) == [b"0 of 1, 0"]
@@ -52,20 +52,20 @@ def test_a_stage_is_given_those_before_it_of_the_same_pages(observer):
 
 
 def test_of_one_stage_nothing_is_kept(observer):
-    with KeptStages(observer) as kept:
+    with KeptStages(observer, True) as kept:
         for page in (0, 2, 4):
             assert add(kept, 0, page, num_stages=1) == [f"0 of 0, {page}".encode()]
         assert observer.total == 0
 
 
 def test_what_is_kept_goes_with_the_attempt(observer):
-    with pytest.raises(RuntimeError), KeptStages(observer) as kept:
+    with pytest.raises(RuntimeError), KeptStages(observer, True) as kept:
         add(kept, 0, 0)
         add(kept, 1, 0)
         add(kept, 0, 2)
         raise RuntimeError
     assert observer.total == 0
-    with KeptStages(observer) as kept:
+    with KeptStages(observer, True) as kept:
         assert add(kept, 0, 0) == [b"0 of 0, 0"]
         assert observer.total == 9
     assert observer.total == 0

@@ -92,6 +92,7 @@ class IntegerCodec:
         self.num_stages = 1
         self.exact = False
         self.device_payloads = False
+        self.reads_earlier_payloads = False
         self.dtypes = frozenset(FORMATS)
         self.parameters_id = 0
         self._code = code

@@ -29,6 +29,7 @@ class LynxCodec:
         self.num_stages = EXACT + 1 if exact else EXACT
         self.exact = exact
         self.device_payloads = False
+        self.reads_earlier_payloads = True
         self.dtypes = frozenset(FORMATS)
         self.parameters_id = code.id
         self._code = code

@@ -63,6 +63,7 @@ class RawCodec:
         self.num_stages = 1
         self.exact = True
         self.device_payloads = True
+        self.reads_earlier_payloads = False
         self.dtypes = frozenset(FLOATS)
         self.parameters_id = 0
 

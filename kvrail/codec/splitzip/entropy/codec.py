@@ -53,6 +53,35 @@ class EntropyCoder(Protocol):
         """Fill each of `pieces` from its coded form; raises CodecError where that doesn't give exactly its bytes."""
 
 
+def coded_pieces(coder: EntropyCoder, pieces: Sequence[Bytes], tried: Sequence[int]) -> list[Bytes]:
+    """The pieces as they travel: those whose numbers are in `tried` coded, where that makes them smaller."""
+    travelling, tried = list(pieces), [number for number in tried if pieces[number].size]
+    for number, coded in zip(tried, coder.compress([pieces[number] for number in tried]), strict=True):
+        if coded.size < pieces[number].size:
+            travelling[number] = coded
+    return travelling
+
+
+def joined_pieces(header: bytes, pieces: Sequence[Bytes]) -> memoryview:
+    """A payload of pieces as they travel, with their lengths behind its header."""
+    head = np.frombuffer(header + LENGTHS.pack(*(piece.size for piece in pieces)), dtype=np.uint8)
+    size = BODY + sum(piece.size for piece in pieces)
+    memory = buffers.take(size)
+    np.concatenate([head, *pieces], out=memory[:size])
+    return memory.data[:size]
+
+
+def restore_pieces(coder: EntropyCoder, came: Sequence[Bytes], pieces: Sequence[Bytes]) -> None:
+    """Fill each of `pieces` from what came of it; raises CodecError where a coded one doesn't give its bytes."""
+    smaller = []
+    for source, target in zip(came, pieces, strict=True):
+        if source.size < target.size:
+            smaller.append((source, target))
+        else:
+            target[:] = source
+    coder.decompress([source for source, _ in smaller], [target for _, target in smaller])
+
+
 @dataclass(frozen=True, slots=True)
 class _EntropyEncoding:
     """An inner encoding whose payload will be coded. tried: numbers of the pieces that are worth a try."""
@@ -67,16 +96,8 @@ class _EntropyEncoding:
         """Wait for the inner payload and code it."""
         inner = host_bytes("entropy coding", self.inner.stages()[0])
         layout = parse_header(inner, self.spec, self.code, 0, entropy_coded=False)
-        pieces = [inner[piece] for piece in pieces_of(layout)]
-        tried = [number for number in self.tried if pieces[number].size]
-        for number, coded in zip(tried, self.coder.compress([pieces[number] for number in tried]), strict=True):
-            if coded.size < pieces[number].size:
-                pieces[number] = coded
-        header = replace(layout, entropy_coded=True).header() + LENGTHS.pack(*(piece.size for piece in pieces))
-        size = BODY + sum(piece.size for piece in pieces)
-        memory = buffers.take(size)
-        np.concatenate([np.frombuffer(header, dtype=np.uint8), *pieces], out=memory[:size])
-        return [memory.data[:size]]
+        pieces = coded_pieces(self.coder, [inner[piece] for piece in pieces_of(layout)], self.tried)
+        return [joined_pieces(replace(layout, entropy_coded=True).header(), pieces)]
 
     def stats(self) -> EncodingStats:
         """Those of the inner encoding."""
@@ -94,6 +115,7 @@ class EntropyCodec:
         self.num_stages = 1
         self.exact = True
         self.device_payloads = False
+        self.reads_earlier_payloads = False
         self.dtypes = inner.dtypes
         self.parameters_id = inner.parameters_id
         self._inner = inner
@@ -127,14 +149,7 @@ class EntropyCodec:
         coded = [payload[piece] for piece in places_of(payload, payload.size, places)]
         inner = buffers.take(layout.size)
         inner[:HEADER_BYTES] = np.frombuffer(replace(layout, entropy_coded=False).header(), dtype=np.uint8)
-        smaller = []
-        for source, place in zip(coded, places, strict=True):
-            target = inner[place]
-            if source.size < target.size:
-                smaller.append((source, target))
-            else:
-                target[:] = source
-        self._coder.decompress([source for source, _ in smaller], [target for _, target in smaller])
+        restore_pieces(self._coder, coded, [inner[place] for place in places])
         return inner.data[: layout.size]
 
 
@@ -146,6 +161,7 @@ class AnsCodec:
         self.num_stages = 1
         self.exact = True
         self.device_payloads = True
+        self.reads_earlier_payloads = False
         self.dtypes = frozenset(FORMATS)
         self.parameters_id = 0
         self._code = code

@@ -88,22 +88,22 @@ class AnsEncoding:
         self._totals = torch.empty((2, 2), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._totals.copy_(self._buffers.totals, non_blocking=True)
         for dense, plan in zip(self._buffers.dense(plans), plans, strict=True):
-            _clear(dense, [section.end for section in plan.sections.values()] if tiles_of(plan) else [])
+            clear_after(dense, [section.end for section in plan.sections.values()] if tiles_of(plan) else [])
         codes = _code_places(plans)
         self._batches = [_Batch.launch(self._inner, codes)] if codes else []
         self._event = record(device)
         self._parts: list[Part] = []
-        self._payload: torch.Tensor | None = None
+        self._payloads: list[torch.Tensor] = []
 
     def stages(self) -> list[Payload]:
-        """Wait for the work, code what is left and give the one payload."""
-        if self._payload is None:
+        """Wait for the work, code what is left and give the payloads: one, or one of each stage."""
+        if not self._payloads:
             with torch.cuda.stream(self._stream):
                 self._wait()
-                self._payload = self._finish()
+                self._payloads = self._finish()
                 self._wait()
             del self._inner, self._buffers, self._batches
-        return [self._payload if self._on_device else self._payload.numpy().data]
+        return [payload if self._on_device else payload.numpy().data for payload in self._payloads]
 
     def stats(self) -> EncodingStats:
         """What it came to; after `stages`."""
@@ -113,8 +113,8 @@ class AnsEncoding:
         if self._event is not None:
             self._event.synchronize()
 
-    def _finish(self) -> torch.Tensor:
-        """Launch what completes the payload."""
+    def _finish(self) -> list[torch.Tensor]:
+        """Launch what completes the payloads."""
         for plan, (records, extensions) in zip(self._plans, self._totals.tolist(), strict=True):
             raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
             self._parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
@@ -129,7 +129,11 @@ class AnsEncoding:
             self._batches.append(_Batch.launch(inner, tried))
             self._event = record(inner.device)
             self._wait()
-        return self._assemble(layout, inner)
+        payloads = self._assemble(layout, inner)
+        if not self._on_device:
+            payloads = [host_memory(each.numel(), each.device).copy_(each, non_blocking=True) for each in payloads]
+        self._event = record(inner.device)
+        return payloads
 
     def _moved(self, layout: Layout) -> torch.Tensor:
         """The inner payload up to its escapes, made anew where a tensor travels raw: what follows it moves."""
@@ -139,7 +143,7 @@ class AnsEncoding:
         for part, pool, made, at in zip(layout.parts, pools, dense, layout.dense_offsets, strict=False):
             source = pool.index_select(1, index).flatten() if part.raw else made
             inner[at : at + source.numel()] = source
-            _clear(inner, [at + source.numel()])
+            clear_after(inner, [at + source.numel()])
         scales = self._buffers.scales(self._plans)
         inner[layout.scale_offset : layout.scale_offset + scales.numel()] = scales
         return inner
@@ -152,25 +156,27 @@ class AnsEncoding:
             ends += [at + 2 * part.records, beyond + part.extensions]
             inner[at : ends[-2]] = slots.packed_records[: part.records].view(torch.uint8)
             inner[beyond : ends[-1]] = slots.packed_extensions[: part.extensions]
-        _clear(inner, ends)
+        clear_after(inner, ends)
 
-    def _assemble(self, layout: Layout, inner: torch.Tensor) -> torch.Tensor:
-        """Launch what brings header, coded pieces and all others into a payload."""
-        places, coded = pieces_of(layout), {n: size for batch in self._batches for n, size in batch.lengths().items()}
-        lengths = [coded.get(number, place.stop - place.start) for number, place in enumerate(places)]
-        head = replace(layout, entropy_coded=True).header() + LENGTHS.pack(*lengths)
-        payload = torch.empty(BODY + sum(lengths), dtype=torch.uint8, device=inner.device)
-        payload[:BODY] = to_device(np.frombuffer(head, dtype=np.uint8), inner.device)
+    def _assemble(self, layout: Layout, inner: torch.Tensor) -> list[torch.Tensor]:
+        """Launch what brings header and pieces together; the payloads, on the device."""
+        header = replace(layout, entropy_coded=True).header()
+        return [self._joined(header, [inner[place] for place in pieces_of(layout)])]
+
+    def _joined(self, header: bytes, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Launch what brings a header, the pieces that were coded, and all others as they are into a payload."""
+        coded = {number: length for batch in self._batches for number, length in batch.lengths().items()}
+        lengths = [coded.get(number, piece.numel()) for number, piece in enumerate(pieces)]
+        head = np.frombuffer(header + LENGTHS.pack(*lengths), dtype=np.uint8)
+        payload = torch.empty(BODY + sum(lengths), dtype=torch.uint8, device=self._inner.device)
+        payload[:BODY] = to_device(head, payload.device)
         offsets = list(accumulate(lengths, initial=BODY))
-        for number, (place, length) in enumerate(zip(places, lengths, strict=True)):
-            if length == place.stop - place.start:
-                payload[offsets[number] : offsets[number] + length] = inner[place]
+        for number, (piece, length) in enumerate(zip(pieces, lengths, strict=True)):
+            if length == piece.numel():
+                payload[offsets[number] : offsets[number] + length] = piece
                 offsets[number] = -1
         for batch in self._batches:
             launch_place(batch.coded, [offsets[number] for number in batch.numbers], payload)
-        if not self._on_device:
-            payload = host_memory(payload.numel(), payload.device).copy_(payload, non_blocking=True)
-        self._event = record(inner.device)
         return payload
 
 
@@ -199,7 +205,7 @@ def _may_shrink(place: slice) -> bool:
     return coded_bytes(size, STATE_WORDS * num_blocks(size)) < size
 
 
-def _clear(target: torch.Tensor, ends: Sequence[int]) -> None:
+def clear_after(target: torch.Tensor, ends: Sequence[int]) -> None:
     """Write the zeros from each of `ends` to the next section."""
     for end in ends:
         if end < aligned(end):
@@ -213,22 +219,41 @@ def decode(payload: Payload, code: WindowCode, out: PagedBlock) -> None:
     are not contiguous.
     """
     byte_pools(out)
-    source, head = _on_device(payload, out.device)
+    source, head = on_device(payload, out.device)
     layout = parse_header(head, out.spec, code, 0, entropy_coded=True)
     places = pieces_of(layout)
-    sources = places_of(head, source.numel(), places)
+    came = places_of(head, source.numel(), places)
     inner = torch.empty(layout.size, dtype=torch.uint8, device=out.device)
-    wrong = torch.zeros(1, dtype=torch.int32, device=out.device)
+    wrong = restore_pieces(source, came, inner, places)
+    decode_inner(inner, layout, wrong, out)
+
+
+def restore_pieces(
+    source: torch.Tensor, came: Sequence[slice], target: torch.Tensor, places: Sequence[slice]
+) -> torch.Tensor:
+    """Fill `places` of `target` from the pieces that came, coded where they are shorter; source, target: uint8.
+
+    Gives int32 [1], which is 1 when all is done where a coded piece is corrupt. Raises CodecError where one cannot be.
+    """
+    wrong = torch.zeros(1, dtype=torch.int32, device=target.device)
     smaller = []
-    for came, place in zip(sources, places, strict=True):
-        if came.stop - came.start < place.stop - place.start:
-            _check_length(came, place)
-            smaller.append((came, place))
+    for piece, place in zip(came, places, strict=True):
+        if piece.stop - piece.start < place.stop - place.start:
+            _check_length(piece, place)
+            smaller.append((piece, place))
         else:
-            inner[place] = source[came]
+            target[place] = source[piece]
     if smaller:
-        launch_decode_pieces(source, [came for came, _ in smaller], inner, [place for _, place in smaller], wrong)
-    launch_check(inner, layout, code, wrong)
+        launch_decode_pieces(source, [piece for piece, _ in smaller], target, [place for _, place in smaller], wrong)
+    return wrong
+
+
+def decode_inner(inner: torch.Tensor, layout: Layout, wrong: torch.Tensor, out: PagedBlock) -> None:
+    """Decode the payload in one stage, uint8 on the device, once the device has found it sound, into `out`.
+
+    wrong: int32 [1], 1 where what it was made from is not. Raises CodecError, with `out` untouched, where it is not.
+    """
+    launch_check(inner, layout, layout.keys.plan.code, wrong)
     table = make_table(out, (None, None))
     if wrong.item():
         raise CodecError("a coded piece of a payload is corrupt, or counts and records in it don't fit each other")
@@ -244,7 +269,7 @@ def _check_length(came: slice, place: slice) -> None:
         raise CodecError(f"a coded piece of a payload has {length} bytes from {came.start} on, which are not eights")
 
 
-def _on_device(payload: Payload, device: torch.device) -> tuple[torch.Tensor, Bytes]:
+def on_device(payload: Payload, device: torch.device) -> tuple[torch.Tensor, Bytes]:
     """A payload, uint8 [n], on the device from an address on that its words can have; and its first bytes."""
     if not isinstance(payload, torch.Tensor):
         source = host_bytes("splitzip-ans", payload)

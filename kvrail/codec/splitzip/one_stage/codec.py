@@ -32,6 +32,7 @@ class WindowCodec:
         self.num_stages = 1
         self.exact = True
         self.device_payloads = False
+        self.reads_earlier_payloads = False
         self.dtypes = frozenset(codes)
         self.parameters_id = 0 if codebook is None else codebook.id
         self._codes = codes

@@ -30,6 +30,7 @@ class ProgressiveCodec:
         self.num_stages = 2
         self.exact = True
         self.device_payloads = False
+        self.reads_earlier_payloads = True
         self.dtypes = frozenset(FORMATS)
         self._cut = cut or Cut()
         self.parameters_id = VERSION << 16 | self._cut.keys << 8 | self._cut.values

@@ -1,0 +1,1 @@
+"""The entropy-coded form in two stages, the first of which is enough to draft on: for slow links."""

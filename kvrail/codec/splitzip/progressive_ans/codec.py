@@ -1,0 +1,74 @@
+"""The codec `splitzip-progressive-ans`: `splitzip-ans` in two stages, the first without the low mantissa bits."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from kvrail.codec.core.backend import Backend, backend_of
+from kvrail.codec.core.host import host_bytes
+from kvrail.codec.splitzip.progressive_ans.payload import VERSION, StageLayout, parse_first, parse_rest
+from kvrail.codec.splitzip.progressive_ans.plan import KEPT_BITS, Plans, cut_plans
+from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
+
+if TYPE_CHECKING:
+    from kvrail.codec.splitzip.progressive_ans import cpu, gpu, reference
+
+    _BACKENDS: tuple[Backend[Plans, StageLayout], ...] = (cpu, gpu, reference)
+
+
+class ProgressiveAnsCodec:
+    """Exponents and the top of mantissas, entropy-coded, then the low mantissa bits: exact, on CPU and CUDA.
+
+    kept: mantissa bits of keys and of values that the first stage shows, where elements have 16 bits; chunk: values of
+    a tile at most. Made once; any thread may use it. Raises ValueError where a number of bits is not in KEPT_BITS.
+    """
+
+    def __init__(self, kept: tuple[int, int] = (3, 1), chunk: int = 4096) -> None:
+        for bits in kept:
+            if bits not in KEPT_BITS:
+                known = f"{KEPT_BITS[0]} to {KEPT_BITS[-1]}"
+                raise ValueError(f"the first stage shows {bits} mantissa bits; choose {known}")
+        self.name = "splitzip-progressive-ans"
+        self.num_stages = 2
+        self.exact = True
+        self.device_payloads = False
+        self.reads_earlier_payloads = False
+        self.dtypes = frozenset(FORMATS)
+        self.parameters_id = VERSION << 16 | kept[0] << 8 | kept[1]
+        self._kept = kept
+        self._code = WindowCode(4, per_channel=True, chunk=chunk)
+
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
+
+        Raises CodecError where the element type is none of `dtypes`, or a pool's tensor does not lie as the device
+        takes it; ValueError where payloads are to stay `on_device`.
+        """
+        check_place(self, pages, on_device)
+        return _backend(pages.device).encode(pages, self._plans(pages))
+
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
+        """Check a stage's payload, then write what it says into `out`, on its device's current stream.
+
+        Stage 0 gives every value its sign, its exponent and the middle of what its mantissa may be; on CUDA the stream
+        is waited for. Stage 1 replaces the low mantissa bits of what stage 0 left in `out`, which may be read
+        meanwhile. Raises CodecError, with `out` untouched, where the payload is not that stage of this codec, its
+        parameters and spec.
+        """
+        check_stage(self, stage, payloads)
+        source, plans = host_bytes(self.name, payloads[-1]), self._plans(out)
+        layout = parse_first(source, out.spec, plans) if stage == 0 else parse_rest(source, plans)
+        _backend(out.device).decode(stage, [source], [layout], plans, out)
+
+    def _plans(self, pages: PagedBlock) -> Plans:
+        spec = pages.spec
+        if spec.dtype not in self.dtypes:
+            raise CodecError(f"{self.name} does not take dtype {spec.dtype}; it takes {', '.join(sorted(self.dtypes))}")
+        return cut_plans(spec, self._code, self._kept)
+
+
+def _backend(device: torch.device) -> Backend[Plans, StageLayout]:
+    backend: Backend[Plans, StageLayout] = backend_of("kvrail.codec.splitzip.progressive_ans", device)
+    return backend
