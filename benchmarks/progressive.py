@@ -48,7 +48,7 @@ from benchmarks.progressive_tables import Drafted, lynx_table, parts_table, rati
 from benchmarks.shapes import SHAPES
 from kvrail.codec import registry
 
-CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive,lynx,lynx-exact,int8,int4,auto"
+CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive,splitzip-progressive-ans,lynx,lynx-exact,int8,int4,auto"
 DRAFTS_TOKENS = "3000,4000"
 OUTPUT_TOKENS = 80
 """More than the most drafts, and than the last token whose time is told."""

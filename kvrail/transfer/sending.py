@@ -51,7 +51,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class _StagePayload:
-    """One stage of one block, encoded. The header's number, and the digest of what waits, are made when it leaves."""
+    """One stage of one block, encoded. Header's number and, in host memory, digest are made when it leaves."""
 
     header: FrameHeader
     payload: Payload
@@ -96,7 +96,7 @@ class PageSender:
         self._asking = asyncio.Semaphore(2 * link.slots)  # as many wait as may end at once, or later stages slip in
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
         self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
-        self._digesting = asyncio.Lock()  # one by one, that a block's stages leave in order
+        self._digesting = asyncio.Lock()  # one by one, in the order of leaving, while the next block is encoded
         self._next_sequence = 0
 
     def begin(self, source: PageSource, cached_pages: int, ready: torch.Event | None) -> None:
@@ -158,13 +158,12 @@ class PageSender:
             async with self._link.turn(self._order), _together() as sending:
                 async with self._encoding:
                     stages = await in_thread(self._executor, self._encode, piece)
-                    for stage in stages:
-                        if stage.digest is not None:
-                            sending.create_task(self._send(stage))
-                    await asyncio.sleep(0)  # they are announced: whoever has a turn now may take what follows at once
-                for stage in stages:
-                    if stage.digest is None:
-                        self._hold(stage)
+                    now = len(stages) if piece.first_page >= self._recent_page else 1
+                    for stage in stages[:now]:
+                        sending.create_task(self._send(stage))
+                    await asyncio.sleep(0)  # they are next to leave: whoever has a turn now may take what follows
+                for stage in stages[now:]:
+                    self._hold(stage)
         finally:
             self._asking.release()
 
@@ -180,13 +179,11 @@ class PageSender:
         try:
             async with self._link.turn(self._order, later=True):
                 async with self._encoding:
-                    pass  # first stages that had their turns before this one are announced
+                    pass  # first stages that had their turns before this one are next to leave
+                *_, stage = heapq.heappop(self._later)
                 with ExitStack() as held:
-                    async with self._digesting:
-                        *_, stage = heapq.heappop(self._later)
-                        held.callback(self._release, stage)
-                        digest = await in_thread(self._executor, digest_of, stage.payload)
-                    await self._send(replace(stage, digest=digest))
+                    held.callback(self._release, stage)
+                    await self._send(stage)
         finally:
             self._leaving.release()
 
@@ -202,6 +199,13 @@ class PageSender:
         self._observer.held(-stage.payload.nbytes)
 
     async def _send(self, stage: _StagePayload) -> None:
+        """Send one stage; stages are announced in the order of the calls."""
+        async with self._digesting:
+            if stage.digest is None:
+                stage = replace(stage, digest=await in_thread(self._executor, digest_of, stage.payload))
+        await self._leave(stage)
+
+    async def _leave(self, stage: _StagePayload) -> None:
         """Announce and carry one stage. Nothing waits between the two: numbers, announcements and payloads agree."""
         begin = perf_counter()
         header = replace(stage.header, sequence=self._next_sequence)
@@ -214,7 +218,7 @@ class PageSender:
         self._observer.sent(header, size, perf_counter() - begin)
 
     def _encode(self, piece: Piece) -> list[_StagePayload]:
-        """All stages of one piece, complete, with the digests of those that leave at once."""
+        """All stages of one piece, complete, with the digests of those that lie on a device."""
         assert self._source is not None
         codec, source, outgoing = self._codec, self._source, self.outgoing
         layers = range(piece.first_layer, piece.end_layer)
@@ -225,8 +229,7 @@ class PageSender:
             pages = source.block(layers, piece.first_page, piece.end_page)
             encoding = codec.encode(pages, on_device=outgoing.on_device)
             payloads = encoding.stages()
-            now = len(payloads) if piece.first_page >= self._recent_page else 1
-            digests = [digest_of(payload) for payload in payloads[:now]]
+            digests = [digest_of(payload) if isinstance(payload, torch.Tensor) else None for payload in payloads]
         seconds = perf_counter() - begin
         header = FrameHeader(
             request_id=outgoing.request_id,
@@ -240,8 +243,8 @@ class PageSender:
         )
         self._observer.encoded(header, seconds, encoding.stats())
         return [
-            _StagePayload(replace(header, stage=stage), payload, digests[stage] if stage < now else None)
-            for stage, payload in enumerate(payloads)
+            _StagePayload(replace(header, stage=stage), payload, digest)
+            for stage, (payload, digest) in enumerate(zip(payloads, digests, strict=True))
         ]
 
 

@@ -16,6 +16,7 @@ PROPER = {"rate_limit_error", "service_unavailable_error", "timeout_error"}
 BETWEEN = "\n---\n"
 """Between the texts of several sequences."""
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "from", "its", "bark")
+CODECS = ("raw", "splitzip", "splitzip-progressive", "splitzip-progressive-ans", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def bodies(count: int, seed: int) -> list[dict[str, Any]]:
                 "n": rng.choice([1, 1, 1, 3]),
                 "ignore_eos": True,
                 "stream": rng.random() < 0.7,
-                "kvrail": {"codec": rng.choice(["raw", "splitzip", "splitzip-progressive", "auto"])},
+                "kvrail": {"codec": rng.choice(CODECS)},
             }
         )
     return made

@@ -30,14 +30,14 @@ def hold_later_stages(monkeypatch, until):
 
 def on_send(monkeypatch, hook):
     """`await hook(sender, header, stage)` before each frame leaves; it may raise, wait, or give another stage."""
-    send = PageSender._send
+    leave = PageSender._leave
 
     async def hooked(sender, stage):
         header = replace(stage.header, sequence=sender._next_sequence)
         changed = await hook(sender, header, stage)
-        await send(sender, changed or stage)
+        await leave(sender, changed or stage)
 
-    monkeypatch.setattr(PageSender, "_send", hooked)
+    monkeypatch.setattr(PageSender, "_leave", hooked)
 
 
 def with_payload(stage, payload, *, sealed=False):

@@ -15,6 +15,7 @@ LEAST_RATIO = {
     "splitzip": 1.30,
     "splitzip-channel": 1.38,
     "splitzip-progressive": 1.37,
+    "splitzip-progressive-ans": 1.44,
     "splitzip-zstd": 1.49,
     "splitzip-ans": 1.45,
     "lynx-exact": 1.2,

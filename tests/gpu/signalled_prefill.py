@@ -11,7 +11,7 @@ from kvrail.services.cli.main import main
 from kvrail.transfer.sending import PageSender
 
 ORDER = Path(sys.argv[1])
-send = PageSender._send
+leave = PageSender._leave
 
 
 def obey(frames):
@@ -26,9 +26,9 @@ def obey(frames):
 
 async def signalled(sender, stage):
     obey(sender._next_sequence)
-    await send(sender, stage)
+    await leave(sender, stage)
 
 
 if __name__ == "__main__":
-    PageSender._send = signalled
+    PageSender._leave = signalled
     sys.exit(main(["prefill", *sys.argv[2:]]))

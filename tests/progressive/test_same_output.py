@@ -27,7 +27,14 @@ DEVICE = os.environ.get("KVRAIL_EQUALITY_DEVICE", "cpu")
 SHORTEST, LONGEST = 500, 4000
 OUTPUT = 48
 MAX_DRAFTS = 64
-EXACT = ("splitzip", "splitzip-channel", "splitzip-zstd", "splitzip-progressive", "lynx-exact")
+EXACT = (
+    "splitzip",
+    "splitzip-channel",
+    "splitzip-zstd",
+    "splitzip-progressive",
+    "splitzip-progressive-ans",
+    "lynx-exact",
+)
 SHARED = {"kv_dtype": "bfloat16", "num_pages": 500, "max_batch_tokens": 1024, "max_frame_bytes": 1 << 20}
 DECODE = {"prefix_cache": False, "transfer_timeout_s": 3600}
 """Every request fetches its whole prompt, and waits for drafts however slow the machine is."""

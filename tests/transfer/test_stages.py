@@ -69,3 +69,10 @@ def test_what_is_kept_goes_with_the_attempt(observer):
         assert add(kept, 0, 0) == [b"0 of 0, 0"]
         assert observer.total == 9
     assert observer.total == 0
+
+
+def test_nothing_is_kept_for_a_codec_that_completes_what_lies_in_the_pages(observer):
+    with KeptStages(observer, False) as kept:
+        assert add(kept, 0, 0) == [b"0 of 0, 0"]
+        assert add(kept, 1, 0) == [b"1 of 0, 0"]
+        assert observer.total == 0

@@ -15,9 +15,11 @@ from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.inproc import InprocCarrier
 from tests.transfer.ends import LAYOUT, PAGES, TOKENS, Transfers
 
+CODECS = ("raw", "splitzip-channel", "splitzip-progressive", "splitzip-progressive-ans", "lynx-exact")
+
 
 @pytest.mark.parametrize("held_pages", [0, 2, 5])
-@pytest.mark.parametrize("name", ["raw", "splitzip-channel", "splitzip-progressive", "lynx-exact"])
+@pytest.mark.parametrize("name", CODECS)
 async def test_every_page_arrives_bit_for_bit(name, held_pages):
     both = Transfers(name, held_pages)
     await both.run()
@@ -58,7 +60,7 @@ class Losing(InprocCarrier):
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-@pytest.mark.parametrize("name", ["raw", "splitzip-progressive"])
+@pytest.mark.parametrize("name", ["raw", "splitzip-progressive", "splitzip-progressive-ans"])
 async def test_what_the_carrier_raises_ends_it_and_nothing_is_kept(name, after):
     both = Transfers(name)
     both.carrier = Losing(after, TransferAbortedError("the sender is gone"))
@@ -107,7 +109,7 @@ async def test_a_head_of_another_request_takes_no_memory():
     assert not both.observer.frames and not both.sink.writes
 
 
-@pytest.mark.parametrize("name", ["raw", "splitzip-progressive"])
+@pytest.mark.parametrize("name", ["raw", "splitzip-progressive", "splitzip-progressive-ans"])
 async def test_cancelled_at_any_moment_it_leaves_nothing(name):
     for moment in range(1, 60, 3):
         both = Transfers(name)
