@@ -177,11 +177,24 @@ def test_payloads_of_too_few_or_too_many_stages_are_refused(name):
     out, payloads = scattered(spec, 2), codec.encode(scattered(spec, 1)).stages()
     for stage in range(codec.num_stages):
         before = bits_of(out.pools)
-        for wrong in ([], payloads[1 : stage + 1], [*payloads[: stage + 1], payloads[stage]]):
+        wrongs = [[], payloads[1 : stage + 1], [*payloads[: stage + 1], payloads[stage]]]
+        for wrong in wrongs if codec.reads_earlier_payloads or not stage else wrongs[::2]:  # its own alone will do then
             with pytest.raises(CodecError, match=rf"stages 0 to {stage}: {stage + 1}, not {len(wrong)}"):
                 codec.decode(stage, wrong, out)
         assert bits_of(out.pools) == before
         codec.decode(stage, payloads[: stage + 1], out)
+
+
+@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.get(name).reads_earlier_payloads])
+def test_a_stage_s_own_payload_will_do_where_earlier_ones_are_not_read(name):
+    codec = registry.get(name)
+    spec = spec_of((2, 3, 16, 2, 32, 32), sorted(codec.dtypes)[0])
+    payloads = codec.encode(scattered(spec, 1)).stages()
+    out, other = scattered(spec, 2), scattered(spec, 2)
+    for stage in range(codec.num_stages):
+        codec.decode(stage, payloads[stage : stage + 1], out)
+        codec.decode(stage, payloads[: stage + 1], other)
+        assert bits_of(out.pools) == bits_of(other.pools)
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -18,7 +18,7 @@ BREACHES = [
     ("a codec imports core and base alone", "kvrail/codec/raw/breach.py", "import kvrail.codec.frame"),
     ("a codec imports core and base alone", "kvrail/codec/core/breach.py", "import kvrail.codec.raw.codec"),
     (
-        "forms of splitzip share tiles; only entropy wraps another form",
+        "forms of splitzip share tiles; entropy and progressive_ans wrap another form",
         "kvrail/codec/splitzip/progressive/breach.py",
         "import kvrail.codec.splitzip.one_stage.payload",
     ),
