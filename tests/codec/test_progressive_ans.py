@@ -15,7 +15,6 @@ from progressive_cases import every_pattern, kv_pages
 from test_splitzip import SHAPES, golden_pages
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
-from kvrail.codec.core import cpu as core_cpu
 from kvrail.codec.splitzip.entropy import reference as rans
 from kvrail.codec.splitzip.entropy.codec import splitzip_ans
 from kvrail.codec.splitzip.progressive.codec import ProgressiveCodec
@@ -168,33 +167,6 @@ def test_an_encoder_may_have_coded_any_piece():
     codec.decode(0, [first], plain)
     codec.decode(0, [memoryview(pieces.joined())], other)
     assert bits_of(plain.pools) == bits_of(other.pools)
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-def test_many_threads_give_the_same_payloads(dtype, monkeypatch):
-    pages = kv_pages(spec_of((3, 5, 48, 2, 40, 24), dtype), 10, outliers=0.003)
-    codec = ProgressiveAnsCodec(chunk=1024)
-    one = [bytes(stage) for stage in codec.encode(pages).stages()]
-    monkeypatch.setattr(core_cpu, "BYTES_PER_THREAD", 1)
-    monkeypatch.setattr(core_cpu, "MAX_THREADS", 3)
-    out = scattered(pages.spec, 11)
-    expected = copy_of(out)
-    expected.scatter(pages.gather())
-    assert [bytes(stage) for stage in codec.encode(pages).stages()] == one
-    decode_stages(codec, [memoryview(payload) for payload in one], out)
-    assert bits_of(out.pools) == bits_of(expected.pools)
-
-
-def test_pool_that_is_not_contiguous_is_refused():
-    pages, codec = PagedBlock.whole(random_block(spec_of((1, 2, 8, 2, 16, 16), "bfloat16"))), ProgressiveAnsCodec()
-    stages = codec.encode(pages).stages()
-    wide = random_block(spec_of((1, 2, 8, 2, 32, 32), "bfloat16"))
-    pages = PagedBlock.whole(Block(wide.keys[..., :16], wide.values[..., :16]))
-    with pytest.raises(CodecError, match="not contiguous"):
-        codec.encode(pages)
-    for stage in range(2):
-        with pytest.raises(CodecError, match="not contiguous"):
-            codec.decode(stage, [stages[stage]], pages)
 
 
 @pytest.mark.parametrize("kept", [(0, 1), (1, 7)])

@@ -1,24 +1,20 @@
 """The payloads of the two stages: what README.md says of their headers, and where tensors lie in them."""
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.splitzip.progressive.plan import Plans
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, Layout, Part, check_body, checked_part, scale_bytes_of
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, StageHeader, check_body, checked_part, scale_bytes_of
 
 MAGIC = b"SPLP"
 VERSION = 2
-_HEADER = struct.Struct("<4s8B4s4Q16s")
 
 
-def _kind(stage: int, plans: Plans) -> tuple[int, ...]:
-    """What must be equal at both ends, in the header's order."""
+def _header(stage: int, plans: Plans) -> StageHeader:
     keys, values = plans
-    code, mantissa_bits = keys.code, keys.format.mantissa_bits
-    return (code.code_bits, code.position_bits, stage, mantissa_bits, keys.kept_bits, values.kept_bits)
+    return StageHeader(MAGIC, VERSION, stage, keys, (keys.kept_bits, values.kept_bits))
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,7 @@ class StageLayout(Layout):
         """The first HEADER_BYTES bytes."""
         keys, values = self.parts
         counts = (keys.records, keys.extensions, values.records, values.extensions)
-        flags = keys.raw | values.raw << 1
-        return _HEADER.pack(MAGIC, VERSION, flags, *_kind(self.stage, self.plans), b"", *counts, b"")
+        return _header(self.stage, self.plans).packed((keys.raw, values.raw), counts)
 
 
 class RestPart(Part):
@@ -59,10 +54,10 @@ def layouts_of(plans: Plans, parts: Sequence[Part], scale_bytes: int) -> tuple[S
 
 def parse_anchor(payload: Bytes, spec: BlockSpec, plans: Plans) -> StageLayout:
     """The layout of a first stage that came, all of it checked; raises CodecError, naming what is wrong."""
-    flags, counts = _parse_header(payload, 0, plans)
+    raw, counts = _header(0, plans).parsed(payload)
     if any(counts):
         raise CodecError(f"a first stage says that it has escapes: {counts}")
-    parts = [checked_part(plan, bool(flags >> number & 1), 0, 0) for number, plan in enumerate(plans)]
+    parts = [checked_part(plan, raw[number], 0, 0) for number, plan in enumerate(plans)]
     layout, _ = layouts_of(plans, parts, scale_bytes_of(spec))
     if payload.size != layout.size:
         raise CodecError(f"a first stage has {payload.size} bytes; by its header it has {layout.size}")
@@ -71,11 +66,8 @@ def parse_anchor(payload: Bytes, spec: BlockSpec, plans: Plans) -> StageLayout:
 
 def parse_rest(payload: Bytes, plans: Plans) -> StageLayout:
     """The layout of a second stage that came, all of it checked; raises CodecError, naming what is wrong."""
-    flags, counts = _parse_header(payload, 1, plans)
-    parts = [
-        checked_part(plan, bool(flags >> number & 1), *counts[2 * number : 2 * number + 2])
-        for number, plan in enumerate(plans)
-    ]
+    raw, counts = _header(1, plans).parsed(payload)
+    parts = [checked_part(plan, raw[number], *counts[2 * number : 2 * number + 2]) for number, plan in enumerate(plans)]
     _, layout = layouts_of(plans, parts, 0)
     check_body(payload, layout)
     return layout
@@ -88,22 +80,3 @@ def parse_both(first: Bytes, second: Bytes, spec: BlockSpec, plans: Plans) -> tu
     if raw != later:
         raise CodecError(f"keys and values travel raw {raw} by a first stage and {later} by a second: of other blocks")
     return layouts
-
-
-def _parse_header(payload: Bytes, stage: int, plans: Plans) -> tuple[int, tuple[int, ...]]:
-    """Flags, and the numbers of records and extensions."""
-    if payload.size < HEADER_BYTES:
-        raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
-    magic, version, flags, *kind, gap, keys, far_keys, values, far_values, end = _HEADER.unpack_from(payload.data)
-    if (magic, version) != (MAGIC, VERSION):
-        raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
-    if any(gap + end) or flags > 3:
-        raise CodecError(
-            f"a payload's header has {(gap + end).hex()} and flags {flags}, which version {VERSION} has not"
-        )
-    if tuple(kind) != _kind(stage, plans):
-        raise CodecError(
-            "a payload has (code bits, position bits, stage, mantissa bits of the element type, of keys and of values"
-            f" in the first stage) {tuple(kind)}; expected {_kind(stage, plans)}"
-        )
-    return flags, (keys, far_keys, values, far_values)

@@ -1,7 +1,5 @@
 """The payloads of the two stages: their headers, and where everything lies. README.md has the layout."""
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -10,7 +8,7 @@ from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.splitzip.entropy.payload import pieces_of, places_of
 from kvrail.codec.splitzip.one_stage.payload import Layout
 from kvrail.codec.splitzip.progressive_ans.plan import Plans
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, checked_part, scale_bytes_of
+from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, StageHeader, checked_part, scale_bytes_of
 
 MAGIC = b"SPLA"
 VERSION = 1
@@ -18,7 +16,6 @@ SHOWN = (0, 2)
 """Numbers of the first stage's pieces that have significands, of keys and of values."""
 CODED = (1, 3, 4)
 """Numbers of the pieces that an encoder tries to make smaller."""
-_HEADER = struct.Struct("<4s8B4s4Q16s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +47,12 @@ def first_header(layout: Layout, plans: Plans) -> bytes:
     """The first HEADER_BYTES bytes of a first stage; layout: of the payload in one stage."""
     keys, values = layout.parts
     counts = (keys.records, keys.extensions, values.records, values.extensions)
-    return _HEADER.pack(MAGIC, VERSION, keys.raw | values.raw << 1, *_kind(0, plans), b"", *counts, b"")
+    return _header(0, plans).packed((keys.raw, values.raw), counts)
 
 
 def rest_header(layout: RestLayout, plans: Plans) -> bytes:
     """The first HEADER_BYTES bytes of a second stage."""
-    flags = layout.raw[0] | layout.raw[1] << 1
-    return _HEADER.pack(MAGIC, VERSION, flags, *_kind(1, plans), b"", 0, 0, 0, 0, b"")
+    return _header(1, plans).packed(layout.raw)
 
 
 def uncoded_pieces(layout: Layout, plans: Plans) -> list[slice]:
@@ -79,10 +75,9 @@ def parse_first(payload: Bytes, spec: BlockSpec, plans: Plans) -> FirstLayout:
 
     What is in the pieces is checked when they are decoded.
     """
-    flags, counts = _parse_header(payload, 0, plans)
+    raw, counts = _header(0, plans).parsed(payload)
     parts = [
-        checked_part(plan.whole, bool(flags >> number & 1), *counts[2 * number : 2 * number + 2])
-        for number, plan in enumerate(plans)
+        checked_part(plan.whole, raw[number], *counts[2 * number : 2 * number + 2]) for number, plan in enumerate(plans)
     ]
     layout = Layout(parts[0], parts[1], scale_bytes_of(spec), 0)
     return FirstLayout(layout, tuple(places_of(payload, payload.size, uncoded_pieces(layout, plans))))
@@ -90,36 +85,15 @@ def parse_first(payload: Bytes, spec: BlockSpec, plans: Plans) -> FirstLayout:
 
 def parse_rest(payload: Bytes, plans: Plans) -> RestLayout:
     """The layout of a second stage that came, all of it checked; raises CodecError, naming what is wrong."""
-    flags, counts = _parse_header(payload, 1, plans)
+    raw, counts = _header(1, plans).parsed(payload)
     if any(counts):
         raise CodecError(f"a second stage says that it has escapes: {counts}")
-    layout = rest_layout((bool(flags & 1), bool(flags & 2)), plans)
+    layout = rest_layout(raw, plans)
     if payload.size != layout.size:
         raise CodecError(f"a second stage has {payload.size} bytes; by its header it has {layout.size}")
     return layout
 
 
-def _kind(stage: int, plans: Plans) -> tuple[int, ...]:
-    """What must be equal at both ends, in the header's order."""
+def _header(stage: int, plans: Plans) -> StageHeader:
     keys, values = plans
-    code, mantissa_bits = keys.whole.code, keys.whole.format.mantissa_bits
-    return (code.code_bits, code.position_bits, stage, mantissa_bits, keys.kept_bits, values.kept_bits)
-
-
-def _parse_header(payload: Bytes, stage: int, plans: Plans) -> tuple[int, Sequence[int]]:
-    """Flags, and the numbers of records and extensions."""
-    if payload.size < HEADER_BYTES:
-        raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
-    magic, version, flags, *kind, gap, keys, far_keys, values, far_values, end = _HEADER.unpack_from(payload.data)
-    if (magic, version) != (MAGIC, VERSION):
-        raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
-    if any(gap + end) or flags > 3:
-        raise CodecError(
-            f"a payload's header has {(gap + end).hex()} and flags {flags}, which version {VERSION} has not"
-        )
-    if tuple(kind) != _kind(stage, plans):
-        raise CodecError(
-            "a payload has (code bits, position bits, stage, mantissa bits of the element type, of keys and of values"
-            f" in the first stage) {tuple(kind)}; expected {_kind(stage, plans)}"
-        )
-    return flags, (keys, far_keys, values, far_values)
+    return StageHeader(MAGIC, VERSION, stage, keys.whole, (keys.kept_bits, values.kept_bits))

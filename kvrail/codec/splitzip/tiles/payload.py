@@ -1,5 +1,6 @@
 """What the payloads of all forms are: header, dense parts, scales, escapes; what is checked of one that came."""
 
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP, TensorPlan, variab
 
 HEADER_BYTES = 64
 """Of each form's header."""
+_STAGE_HEADER = struct.Struct("<4s8B4s4Q16s")
 WIDE = 0x8000
 """Bit of a tile's count that says that its records have extensions."""
 
@@ -83,6 +85,54 @@ class Layout(ABC):
     @abstractmethod
     def header(self) -> bytes:
         """The first HEADER_BYTES bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageHeader:
+    """The header of a payload in two stages, as the README.md of those forms have it.
+
+    Here is what must be equal at both ends: the form's magic and version, and all that a stage's layout depends on.
+
+    plan: of the keys; kept_bits: mantissa bits that the first stage shows of keys and of values.
+    """
+
+    magic: bytes
+    version: int
+    stage: int
+    plan: TensorPlan
+    kept_bits: tuple[int, int]
+
+    def packed(self, raw: tuple[bool, bool], counts: tuple[int, int, int, int] = (0, 0, 0, 0)) -> bytes:
+        """HEADER_BYTES bytes. raw: which of keys and values travel as they are; counts: records and extensions."""
+        flags = raw[0] | raw[1] << 1
+        return _STAGE_HEADER.pack(self.magic, self.version, flags, *self._kind, b"", *counts, b"")
+
+    def parsed(self, payload: Bytes) -> tuple[tuple[bool, bool], tuple[int, int, int, int]]:
+        """Arguments of `packed` by a payload that came; raises CodecError, naming what is wrong."""
+        if payload.size < HEADER_BYTES:
+            raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
+        magic, version, flags, *kind, gap, keys, far_keys, values, far_values, end = _STAGE_HEADER.unpack_from(
+            payload.data
+        )
+        if (magic, version) != (self.magic, self.version):
+            raise CodecError(
+                f"a payload begins with {magic!r}, version {version}; it must be {self.magic!r}, version {self.version}"
+            )
+        if any(gap + end) or flags > 3:
+            raise CodecError(
+                f"a payload's header has {(gap + end).hex()} and flags {flags}, which version {version} has not"
+            )
+        if tuple(kind) != self._kind:
+            raise CodecError(
+                "a payload has (code bits, position bits, stage, mantissa bits of the element type, of keys and of"
+                f" values in the first stage) {tuple(kind)}; expected {self._kind}"
+            )
+        return (bool(flags & 1), bool(flags & 2)), (keys, far_keys, values, far_values)
+
+    @property
+    def _kind(self) -> tuple[int, ...]:
+        code, mantissa_bits = self.plan.code, self.plan.format.mantissa_bits
+        return (code.code_bits, code.position_bits, self.stage, mantissa_bits, *self.kept_bits)
 
 
 def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
