@@ -219,7 +219,7 @@ def decode(payload: Payload, code: WindowCode, out: PagedBlock) -> None:
     are not contiguous.
     """
     byte_pools(out)
-    source, head = on_device(payload, out.device)
+    source, head = _on_device(payload, out.device)
     layout = parse_header(head, out.spec, code, 0, entropy_coded=True)
     places = pieces_of(layout)
     came = places_of(head, source.numel(), places)
@@ -269,7 +269,7 @@ def _check_length(came: slice, place: slice) -> None:
         raise CodecError(f"a coded piece of a payload has {length} bytes from {came.start} on, which are not eights")
 
 
-def on_device(payload: Payload, device: torch.device) -> tuple[torch.Tensor, Bytes]:
+def _on_device(payload: Payload, device: torch.device) -> tuple[torch.Tensor, Bytes]:
     """A payload, uint8 [n], on the device from an address on that its words can have; and its first bytes."""
     if not isinstance(payload, torch.Tensor):
         source = host_bytes("splitzip-ans", payload)
