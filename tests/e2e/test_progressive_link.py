@@ -15,22 +15,23 @@ TOKENS, OUTPUT_TOKENS = 700, 40
 RATE = "10mbit"
 """The second stage of so many tokens takes more than a second: there is time to draft on any machine."""
 PORTS = range(18720, 18724)
-CODEC = "splitzip-progressive"
+CODECS = ("splitzip-progressive", "splitzip-progressive-ans")
 
 
 def in_namespace(spaces, folder):
-    """What a client of the cluster gets with raw on an open link and with CODEC on a slow one."""
+    """What a client gets with raw on an open link, then on a slow one with CODECS: one quietly, then each."""
     small = ["--max-frame-bytes", "524288"]  # a later stage's frame that left early holds up little
     flags = [*small, "--transfer-timeout-s", "200"]
     cluster = Cluster(folder, PREFILL_HOST, DECODE_HOST, spaces[0], PORTS, prefill_flags=small, decode_flags=flags)
     try:
         raw = ask(cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS, "raw", provisional=True)
         limit(spaces, RATE)
-        slow = ask(cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS, CODEC, provisional=True)
-        quiet = ask(cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS, CODEC, provisional=False)
+        asked = cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS
+        quiet = ask(*asked, CODECS[0], provisional=False)
+        slow = [ask(*asked, codec, provisional=True) for codec in CODECS]
     finally:
         cluster.stop()
-    return [(trace.text, trace.verified, trace.shown, trace.usage) for trace in (raw, slow, quiet)]
+    return [(trace.text, trace.verified, trace.shown, trace.usage) for trace in (raw, quiet, *slow)]
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +49,21 @@ def answers(tmp_path_factory):
 
 
 def test_drafts_are_made_and_the_text_is_raws(answers):
-    raw, slow, quiet = answers
-    assert slow[0] == quiet[0] == raw[0] != ""
-    for _, _, _, usage in (slow, quiet):
-        assert (usage["codec"], usage["lossy"]) == (CODEC, False)
+    raw, *others = answers
+    for (text, _, _, usage), codec in zip(others, (CODECS[0], *CODECS), strict=True):
+        assert text == raw[0] != ""
+        assert (usage["codec"], usage["lossy"]) == (codec, False)
         assert 0 < usage["drafts_accepted"] <= usage["drafts_proposed"]
     assert raw[3]["drafts_proposed"] == 0
 
 
 def test_drafts_are_shown_before_they_are_verified_to_those_who_ask(answers):
-    raw, slow, quiet = answers
-    drafted = [each for each in slow[2] if each not in slow[1]]
-    assert [count for _, count in drafted] == list(range(2, slow[3]["drafts_proposed"] + 2))
-    assert [count for _, count in slow[1]][:2] == [1, 2]
-    assert drafted[-1][0] < slow[1][1][0]  # the last draft came before the second verified token
+    raw, quiet, *shown = answers
+    for _, verified, seen, usage in shown:
+        drafted = [each for each in seen if each not in verified]
+        assert [count for _, count in drafted] == list(range(2, usage["drafts_proposed"] + 2))
+        assert [count for _, count in verified][:2] == [1, 2]
+        assert drafted[-1][0] < verified[1][0]  # the last draft came before the second verified token
     assert (quiet[1], raw[1]) == (quiet[2], raw[2])
 
 

@@ -61,11 +61,11 @@ class UcxInlet:
     async def receive(self, size: int, *, on_device: bool) -> PooledRegion:
         """As `Inlet.receive` says."""
         number = self._number
+        pool = self._pools.device if on_device else self._pools.host
+        if pool is None:  # whether the sender is there still or not
+            raise FrameError(f"payload {number} lies on a device, and this worker receives in host memory only")
         self._check(number)
         self._number += 1
-        pool = self._pools.device if on_device else self._pools.host
-        if pool is None:
-            raise FrameError(f"payload {number} lies on a device, and this worker receives in host memory only")
         landing = _Landing(number, await self._take(pool, size, number))
         self._posted.add(landing)
         try:
