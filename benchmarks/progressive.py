@@ -161,8 +161,9 @@ class Report:
         facts = codec_report.head(torch.device(options.device), "benchmarks.progressive")
         facts["command"] = _told(options, facts["command"].split(" --namespaces")[0])
         kind = "-cold" if options.cold else "" if options.rates else "-drafts"
-        shape = f"-{options.shape}-{options.rates.replace(',', '-')}" if options.shape else ""
-        self._name = f"progressive{kind}{shape}-{facts['date']}-{machine(options.device, facts)}"
+        shape = f"-{options.shape}" if options.shape else ""
+        rates = f"-{options.rates.replace(',', '-')}" if options.rates else ""
+        self._name = f"progressive{kind}{shape}{rates}-{facts['date']}-{machine(options.device, facts)}"
         model = f"random weights of {options.shape}" if options.shape else "demo model"
         cache = f"prefix cache of the prefill worker {'cold' if options.cold else 'warm'}"
         self._title = f"Progressive delivery, {model}, {cache}"
