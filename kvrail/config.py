@@ -177,6 +177,12 @@ class RouterSettings(ServiceSettings):
     policy: Literal["prefix-aware", "least-load", "power-of-two", "round-robin"] = Field(
         "prefix-aware", description="how workers are chosen (docs/scheduling.md)"
     )
+    prefill_wait_s: float = Field(
+        0.5,
+        ge=0,
+        description="seconds that a prompt waits for a prefill worker at most, as far as a decode worker has time to"
+        " compute it sooner; 0: as long as it takes",
+    )
     newcomer_share: float = Field(
         0.1, ge=0, le=0.5, description="share of all room that one client's requests leave to other clients"
     )
@@ -216,7 +222,9 @@ class WorkerSettings(ServiceSettings):
     )
     page_size: PositiveInt = Field(64, description="tokens a page; equal on every worker")
     kv_memory_gib: float = Field(
-        0.0, ge=0, description="memory for pages in GiB; 0: 2 GiB on a CPU, 85 % of what is free on CUDA"
+        0.0,
+        ge=0,
+        description="memory for pages in GiB; 0: 2 GiB on a CPU; on CUDA 85 % of what is free, a tenth of the GPU left",
     )
     num_pages: int = Field(0, ge=0, description="pages; overrides --kv-memory-gib where not 0")
     max_model_len: int = Field(0, ge=0, description="context limit in tokens; 0: the model's own")
@@ -242,6 +250,11 @@ class WorkerSettings(ServiceSettings):
     )
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
+    )
+    ucx_polling: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="ucx polls instead of sleeping, a core of each worker for a shorter way; auto: on a GPU, where the"
+        " worker may use 8 cores",
     )
     ucx_in_clear: bool = Field(
         False, description="let ucx carry KV beside TLS, unencrypted: whoever reads that network reads prompts"

@@ -143,6 +143,7 @@ class Worker:
                 prefill_each=prefill.each,
                 decode_base=decode.base,
                 decode_each=decode.each,
+                prefill_full=self.engine.pace.full_prefill,
             ),
             max_batch_tokens=settings.max_batch_tokens,
             metrics_port=self.ports.metrics,
@@ -211,6 +212,8 @@ def build_worker(
     registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
     tokenizer = load_tokenizer(settings.model) if detokenize else None
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    sampler.warm_up()
     events = EventRouter(asyncio.get_running_loop())
     measured = EngineMetrics(registry, name, receives=decodes, drafts=max_drafts > 0)
     measured.show_cache(
@@ -222,7 +225,7 @@ def build_worker(
     show_process(registry, __version__, PROTOCOL_VERSION)
     engine = Engine(
         runner,
-        Sampler(loaded.vocab_size, loaded.device),
+        sampler,
         Scheduler(pool, _limits(settings, loaded)),
         ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
         tokenizer,
@@ -346,6 +349,7 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls
     add: puts the worker's service on the server. tls: its certificate. Raises where the engine has given up or hangs.
     """
     settings = worker.settings
+    loops.keep_what_is_here()
     rpc = await build_server(tls=tls)
     add(rpc)
     bound = rpc.bind(settings.host, port)

@@ -16,22 +16,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.simulator.cluster import Outcome, Simulation
+from benchmarks.simulator.cluster import PREFILL_WAIT_S, Outcome, Simulation
 from benchmarks.simulator.trace import Request, Shape, generate, read_trace, write_trace
 from benchmarks.simulator.workers import Speed
 from kvrail.services.router.policy import POLICIES
 
-HEADER = "| policy | TTFT mean ms | p50 | p99 | tokens/s | cache hits | imbalance | mean to round-robin |"
+HEADER = (
+    "| policy | TTFT mean ms | p50 | p99 | tokens/s | cache hits | imbalance | of decode workers | to round-robin |"
+)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A row for each policy."""
     reference = next((each.mean for each in outcomes if each.policy == "round-robin"), 0.0)
-    rows = [HEADER, "|---" * 8 + "|"]
+    rows = [HEADER, "|---" * 9 + "|"]
     for each in outcomes:
         change = f"{each.mean / reference - 1:+.1%}" if reference else ""
         times = " | ".join(f"{1e3 * seconds:.1f}" for seconds in (each.mean, each.quantile(0.5), each.quantile(0.99)))
-        rates = f"{each.tokens_per_s:,.0f} | {each.hit_rate:.1%} | {each.imbalance:.2f}"
+        rates = f"{each.tokens_per_s:,.0f} | {each.hit_rate:.1%} | {each.imbalance:.2f} | {each.helped}"
         rows.append(f"| {each.policy} | {times} | {rates} | {change} |")
     return "\n".join(rows)
 
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--load", type=float, default=0.7, help="share of the prefill workers' rate, caches left out")
     parser.add_argument("--pages", type=int, default=5300, help="pages of 64 tokens a worker: its prefix cache")
+    parser.add_argument("--prefill-wait-s", type=float, default=PREFILL_WAIT_S, help="as the router's; 0: any time")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--trace", type=Path, nargs="*", help="files of traces")
     parser.add_argument("--write", type=Path, help="a folder to write the traces to, instead of simulating")
@@ -66,7 +69,10 @@ def main() -> None:
             continue
         begin, outcomes = time.perf_counter(), []
         for policy in arguments.policies.split(","):
-            outcomes.append(Simulation(policy, arguments.workers, pages=arguments.pages).run(trace))
+            simulation = Simulation(
+                policy, arguments.workers, pages=arguments.pages, prefill_wait_s=arguments.prefill_wait_s
+            )
+            outcomes.append(simulation.run(trace))
         print(f"\n{name}: {len(trace):,} requests, {arguments.workers} + {arguments.workers} workers of", end=" ")
         print(f"{arguments.pages:,} pages, load {arguments.load:g} ({time.perf_counter() - begin:.0f} s)\n")
         print(table(outcomes))

@@ -1,5 +1,6 @@
 """A cluster on a simulated clock: the router's queue, policy and page index are the router's own code."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from kvrail.services.router.queueing import FairQueue, Ticket
 
 REPORT_S = 0.5
 """The router's --status-interval-s."""
+PREFILL_WAIT_S = 0.5
+"""The router's --prefill-wait-s."""
 MAX_RUNNING = 64
 STEP_TOKENS = 2048
 SHARE = 0.1
@@ -20,13 +23,17 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a trace under one policy. imbalance: the busiest prefill worker's time over the mean."""
+    """What came of a trace under one policy.
+
+    imbalance: the busiest prefill worker's time over the mean. helped: prompts that decode workers computed.
+    """
 
     policy: str
     jobs: Sequence[Job]
     seconds: float
     hit_rate: float
     imbalance: float
+    helped: int
     times: list[float] = field(default_factory=list)
 
     @property
@@ -45,10 +52,17 @@ class Outcome:
 
 
 class Simulation:
-    """One trace through so many prefill and as many decode workers."""
+    """One trace through so many prefill and as many decode workers.
 
-    def __init__(self, policy: str, workers: int, *, pages: int, page_size: int = 64) -> None:
+    prefill_wait_s: that a prompt waits for a prefill worker at most, where a decode worker has time; 0: any time.
+    """
+
+    def __init__(
+        self, policy: str, workers: int, *, pages: int, page_size: int = 64, prefill_wait_s: float = PREFILL_WAIT_S
+    ) -> None:
         self._clock = Clock()
+        self._prefill_wait_s = prefill_wait_s or math.inf
+        self._helped = 0
         self._name = policy
         self._policy = POLICIES[policy]
         self._queue = FairQueue(SHARE)
@@ -83,6 +97,7 @@ class Simulation:
             self._clock.now,
             sum(job.found for job in jobs) / prompt,
             max(busy) * len(busy) / (sum(busy) or 1.0),
+            self._helped,
             [job.first_token - job.arrival for job in jobs],
         )
 
@@ -98,6 +113,8 @@ class Simulation:
         self._waiting[ticket] = job, ask
         self._queue.add(ticket)
         self._serve()
+        if ticket in self._waiting and self._prefill_wait_s < math.inf:
+            self._clock.at(self._clock.now + self._prefill_wait_s, self._serve)
 
     def _serve(self) -> None:
         while self._waiting and self._serve_next():
@@ -109,29 +126,36 @@ class Simulation:
         passed: list[Ticket] = []
         for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
             job, ask = self._waiting[ticket]
-            choice = choose(self._policy, ask, decode, prefill, urgent=not self._computing[ticket.client])
+            urgent, spare_s = not self._computing[ticket.client], job.arrival + self._prefill_wait_s - self._clock.now
+            choice = choose(self._policy, ask, decode, prefill, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._waiting[ticket]
                 self._queue.granted(ticket, passed)
-                computing = self._prefill[choice.prefill[0].target]
+                computing = self._prefill[choice.prefill[0].target] if choice.prefill else None
                 self._send(ticket, job, self._decode[choice.decode.target], computing, choice.computed_tokens)
                 return True
             passed.append(ticket)
         return False
 
-    def _send(self, ticket: Ticket, job: Job, decode: SimDecode, prefill: SimPrefill, cached: int) -> None:
-        missing = job.tokens - cached
+    def _send(self, ticket: Ticket, job: Job, decode: SimDecode, prefill: SimPrefill | None, cached: int) -> None:
+        """To a decode worker, which computes the prompt where there is no prefill worker."""
+        missing, computing = job.tokens - cached, prefill or decode
+        fetch_s = missing * self._speed.fetch_s if prefill else 0.0
         self._computing[ticket.client] += missing
-        for worker, tokens in ((prefill, missing), (decode, 0)):
-            worker.count(1, tokens)
-            worker.pages.expect(job.pages)
+        self._helped += prefill is None
+        decode.count(1, 0)
+        decode.pages.expect(job.pages)
+        computing.count(1 if prefill else 0, missing)
+        if prefill:
+            prefill.pages.expect(job.pages)
 
         def first_token() -> None:
             job.first_token = self._clock.now + self._speed.overhead_s
-            prefill.count(-1, -missing)
-            prefill.pages.settle(job.pages)
+            computing.count(-1 if prefill else 0, -missing)
+            if prefill:
+                prefill.pages.settle(job.pages)
             self._computing[ticket.client] -= missing
-            self._clock.at(self._clock.now + missing * self._speed.fetch_s, lambda: decode.begin(job, end))
+            self._clock.at(self._clock.now + fetch_s, lambda: decode.begin(job, end))
             self._serve()
 
         def end() -> None:
@@ -143,4 +167,5 @@ class Simulation:
             self._open -= 1
             self._serve()
 
-        self._clock.at(self._clock.now + self._speed.overhead_s, lambda: prefill.submit(job, first_token))
+        begin = prefill.submit if prefill else decode.compute
+        self._clock.at(self._clock.now + self._speed.overhead_s, lambda: begin(job, first_token))

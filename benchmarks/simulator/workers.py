@@ -16,13 +16,15 @@ from kvrail.wire.v1 import common_pb2
 class Speed:
     """What a worker's hardware gives; the defaults are Qwen3-8B on an H200 (README, "Measured").
 
-    prefill_s: of a prompt's token. step_s: of a decode step, each_s: that each sequence adds. fetch_s: until the KV of
-    a token has come from a prefill worker. overhead_s: of a request on its way.
+    prefill_s: of a prompt's token. step_s: of a decode step, each_s: that each sequence adds. mixed_tokens: of prompts,
+    that a decode worker computes in a step. fetch_s: until the KV of a token has come from a prefill worker.
+    overhead_s: of a request on its way.
     """
 
     prefill_s: float = 1 / 40_000
     step_s: float = 5.2e-3
     each_s: float = 1.8e-5
+    mixed_tokens: int = 512
     fetch_s: float = 3e-6
     overhead_s: float = 2e-3
 
@@ -38,7 +40,7 @@ class Job:
     pages: list[int]
     first_token: float = 0.0
     end: float = 0.0
-    found: int = 0  # tokens that its prefill worker had
+    found: int = 0  # tokens that the worker had that computed it
 
 
 class Clock:
@@ -75,6 +77,7 @@ class SimWorker:
     pages: WorkerPages = field(default_factory=WorkerPages)
     requests: int = 0
     backlog: int = 0
+    began: float = 0.0
     busy_s: float = 0.0
     prefilled: int = 0
     pool: PagePool = field(init=False)
@@ -85,12 +88,14 @@ class SimWorker:
 
     def candidate(self, *, computes: bool) -> Candidate:
         """As the router's policy sees it; computes: whether it computes prompts."""
-        if self._seen is None:
+        if self._seen is None or self.backlog:
             self._seen = Candidate(self.name, WorkerState.HEALTHY, self._load(computes), self.pages)
         return self._seen
 
     def count(self, requests: int, backlog: int) -> None:
         """So many requests, and tokens to compute, have come or gone."""
+        if backlog < 0 or not self.backlog:
+            self.began = self.clock.now
         self.requests += requests
         self.backlog += backlog
         self._seen = None
@@ -100,9 +105,11 @@ class SimWorker:
             requests=self.requests,
             sequences=self.requests,
             backlog=self.backlog,
+            computing_s=self.clock.now - self.began if self.backlog else 0.0,
             max_running=self.max_running,
             pages_free=self.pool.counts().free,
             token_s=self.speed.prefill_s if computes else self.speed.fetch_s,
+            compute_s=self.speed.prefill_s,
             sequence_s=self.speed.each_s,
             step_tokens=self.step_tokens,
         )
@@ -171,23 +178,54 @@ class SimPrefill(SimWorker):
 
 @dataclass(eq=False)
 class SimDecode(SimWorker):
-    """All its sequences get a token in each step, which takes longer the more they are."""
+    """All its sequences get a token in each step; the more they are the longer it takes, and with part of a prompt."""
 
     _steps: float = 0.0  # done since the beginning
     _since: float = 0.0
-    _running: list[tuple[float, int, Job, list[int], Callable[[], object]]] = field(default_factory=list)
+    _running: list[tuple[float, int, Callable[[], object]]] = field(default_factory=list)
+    _prompts: deque[tuple[Job, Callable[[], object]]] = field(default_factory=deque)
     _changes: int = 0
 
     @property
     def _step_s(self) -> float:
-        return self.speed.step_s + self.speed.each_s * len(self._running)
+        mixed = self.speed.mixed_tokens * self.speed.prefill_s if self._prompts else 0.0
+        return self.speed.step_s + self.speed.each_s * len(self._running) + mixed
 
     def begin(self, job: Job, done: Callable[[], object]) -> None:
         """A request whose first token is there decodes the rest; `done` is called at its end."""
-        self._advance()
         table, _ = self.hold(job)
         self.publish(job, table)
-        heapq.heappush(self._running, (self._steps + job.output - 1, job.number, job, table, done))
+        self._run(job, job.output - 1, table, done)
+
+    def compute(self, job: Job, done: Callable[[], object]) -> None:
+        """Compute a prompt beside the sequences that decode; `done` is called when its first token is drawn."""
+        self._advance()
+        self._prompts.append((job, done))
+        if len(self._prompts) == 1:
+            self._next_prompt()
+
+    def _next_prompt(self) -> None:
+        job, done = self._prompts[0]
+        table, job.found = self.hold(job)
+
+        def end() -> None:
+            self._prompts.popleft()
+            done()
+            if self._prompts:
+                self._next_prompt()
+
+        self.publish(job, table)
+        self._run(job, -(-(job.tokens - job.found) // self.speed.mixed_tokens), table, end)
+
+    def _run(self, job: Job, steps: int, table: list[int], done: Callable[[], object]) -> None:
+        """Hold a table for so many steps more."""
+        self._advance()
+
+        def end() -> None:
+            self.pool.release(table)
+            done()
+
+        heapq.heappush(self._running, (self._steps + steps, job.number, end))
         self._wait()
 
     def _advance(self) -> None:
@@ -206,7 +244,6 @@ class SimDecode(SimWorker):
         if change != self._changes:
             return  # others have come or gone since
         self._advance()
-        _, _, _, table, done = heapq.heappop(self._running)
-        self.pool.release(table)
-        done()
+        *_, end = heapq.heappop(self._running)
+        end()
         self._wait()

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 WEIGHT = 0.05
 """Of the newest step in the running means; the first ones weigh more."""
+FULL_TOKENS = 128
+"""Of prompts in a step: from so many on it takes its time by tokens, rather than by what any step takes."""
 LEAST_SPREAD = 0.05
 """Standard deviation of the sizes, as a share of their mean, below which they tell nothing of the slope."""
 
@@ -32,6 +34,11 @@ class LineFit:
         self._xx += weight * (size * size - self._xx)
         self._xy += weight * (size * seconds - self._xy)
 
+    @property
+    def mean(self) -> float:
+        """Seconds for one of all that was computed; 0: nothing was measured."""
+        return self._y / self._x if self._count else 0.0
+
     def line(self) -> Line:
         """The line; through zero where all steps were of about one size, or where more took less."""
         if not self._count:
@@ -39,21 +46,23 @@ class LineFit:
         spread = self._xx - self._x * self._x
         slope = (self._xy - self._x * self._y) / spread if spread > (LEAST_SPREAD * self._x) ** 2 else 0.0
         if slope <= 0:
-            return Line(0.0, self._y / self._x)
+            return Line(0.0, self.mean)
         base = self._y - slope * self._x
-        return Line(base, slope) if base >= 0 else Line(0.0, self._y / self._x)
+        return Line(base, slope) if base >= 0 else Line(0.0, self.mean)
 
 
 class StepPace:
     """Steps that compute prompts, by their tokens; and steps that only decode, by their sequences."""
 
     def __init__(self) -> None:
-        self._prefill, self._decode = LineFit(), LineFit()
+        self._prefill, self._decode, self._full = LineFit(), LineFit(), LineFit()
 
     def note(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
         """A step computed so many tokens of prompts and decoded so many sequences."""
         if prompt_tokens:
             self._prefill.note(prompt_tokens, seconds)
+            if prompt_tokens >= FULL_TOKENS:
+                self._full.note(prompt_tokens, seconds)
         elif sequences:
             self._decode.note(sequences, seconds)
 
@@ -61,6 +70,11 @@ class StepPace:
     def prefill(self) -> Line:
         """Seconds of a step with so many tokens of prompts, whatever decodes beside them."""
         return self._prefill.line()
+
+    @property
+    def full_prefill(self) -> float:
+        """Seconds a token of steps with many tokens of prompts, whatever decodes beside them; 0: not measured."""
+        return self._full.mean
 
     @property
     def decode(self) -> Line:

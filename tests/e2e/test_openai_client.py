@@ -25,7 +25,7 @@ LONG = "A page of text about sockets, files and processes. " * 40
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with started(tmp_path_factory, "--kv-dtype", "float32") as cluster:
+    with started(tmp_path_factory, "--kv-dtype", "float32", "--prefill-wait-s", "0.01") as cluster:
         yield cluster
 
 
@@ -58,6 +58,25 @@ def test_long_prompts_cross_from_the_prefill_worker(cluster):
     again = cluster.client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=24)
     assert again.choices[0].message.content == answer.choices[0].message.content
     assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_the_decode_worker_computes_prompts_that_would_wait_for_the_prefill_worker(cluster):
+    def ask(number):
+        prompt = f"{number} lines. {LONG * 2}"
+        answer = cluster.client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=16)
+        return answer.choices[0].text, answer.usage.model_extra["kvrail"]["prefill_worker"]
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(8)))
+    here = sum(not worker for _, worker in together)
+    assert 0 < here < len(together)
+    placed = {
+        labels["reason"]: n
+        for name, labels, n in processes.samples(cluster.metrics["router"])
+        if name == "kvrail_placements_total" and labels["role"] == "decode"
+    }
+    assert placed["overflow"] == here
+    assert [text for text, _ in together] == [ask(number)[0] for number in range(8)]
 
 
 def test_streaming_with_usage_says_the_same(cluster):

@@ -87,7 +87,10 @@ def test_a_line_through_steps():
     pace = StepPace()
     pace.note(0, 4, 0.02)
     pace.note(100, 4, 0.5)
-    assert (pace.decode.each, pace.prefill.each) == (0.005, 0.005)
+    assert (pace.decode.each, pace.prefill.each, pace.full_prefill) == (0.005, 0.005, 0.0)
+    pace.note(300, 4, 0.5)
+    pace.note(500, 4, 1.1)
+    assert abs(pace.full_prefill - 0.002) < 1e-9
 
 
 def test_two_pages_of_one_digest_break_nothing():

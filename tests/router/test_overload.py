@@ -232,3 +232,29 @@ async def test_what_a_worker_refuses_goes_before_the_others(tokenizer: Tokenizer
         refuse.set()
         assert [(await task).status_code for task in asked] == [200] * 3
         assert seen == [1, 1, 2, 3]
+
+
+async def test_a_prompt_that_waits_too_long_for_a_prefill_worker_is_computed_by_a_decode_worker(tokenizer: Tokenizer):
+    """All at once: one is computed, one that waited is sent without prefill workers; then nobody has time."""
+    async with run_cluster(tokenizer, prefill_wait_s=0.2, status_interval_s=60) as cluster:
+        for fake in (*cluster.decode, *cluster.prefill):
+            fake.status.max_batch_tokens, fake.status.pace.prefill_each = 1, 1e-6
+        for each in cluster.service.pool.workers:
+            await each.ask()
+        decode = cluster.decode[0]
+        decode.script = hanging()
+        began = asyncio.get_running_loop().time()
+        asked = [asyncio.create_task(cluster.chat()) for _ in range(3)]
+        await until(lambda: len(decode.requests) == 2)
+        assert asyncio.get_running_loop().time() - began > 0.19
+        assert [bool(request.prefill_workers) for request in decode.requests] == [True, False]
+        assert await cluster.metric('kvrail_placements_total{reason="overflow",role="decode"}') == 1
+        await asyncio.sleep(0.5)
+        assert len(decode.requests) == 2
+        for each in asked:
+            each.cancel()
+        await asyncio.wait(asked)
+        await until(lambda: not cluster.service.pool.decode[next(iter(cluster.service.pool.decode))].backlog)
+        decode.script = write_output
+        assert (await cluster.chat()).status_code == 200
+        assert decode.requests[-1].prefill_workers

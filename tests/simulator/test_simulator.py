@@ -43,6 +43,18 @@ def test_a_hot_prefix_is_spread():
     assert outcome.hit_rate > 0.5
 
 
+def test_decode_workers_help_where_prompts_come_faster_than_they_are_computed():
+    """And nowhere else; what a decode worker computes beside the others costs these less than the wait was."""
+    more, usual = (list(generate(Shape(1200, rate * 8 * 40_000 / 2200, share=0.0))) for rate in (1.1, 0.7))
+    alone = Simulation("prefix-aware", 8, pages=5300, prefill_wait_s=0).run(more)
+    helped = Simulation("prefix-aware", 8, pages=5300).run(more)
+    assert (alone.helped, Simulation("prefix-aware", 8, pages=5300).run(usual).helped) == (0, 0)
+    assert helped.helped > 0
+    assert helped.quantile(0.99) < 0.75 < alone.quantile(0.99)
+    ends = [sum(job.end - job.arrival for job in outcome.jobs) for outcome in (helped, alone)]
+    assert ends[0] < ends[1]
+
+
 def test_ours_and_mooncakes_form(tmp_path):
     requests = list(generate(Shape(50, 10.0)))
     write_trace(tmp_path / "ours.jsonl", requests)

@@ -4,6 +4,7 @@ What workers have no room for waits here, not with them: a worker's queue is fir
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ class Turn:
     ticket: Ticket
     ask: Ask
     granted: asyncio.Future["Place"] | None = None
+    since: float = 0.0  # when it began to wait
 
     def cancel(self) -> None:
         """The server gives up what waits."""
@@ -73,7 +75,7 @@ class Place:
         """The first token has come: nothing of the prompt is to be computed any more."""
         if self._computing is not None:
             computing, self._computing = self._computing, None
-            computing.backlog -= self._tokens
+            computing.computed(self._tokens)
             if computing is not self.worker:
                 computing.leave(1, 1, self.turn.ask.pages)
             self.dispatcher.first_token(self.turn.ticket.client, self._tokens)
@@ -97,16 +99,23 @@ class Place:
 class Dispatcher:
     """Gives prompts their places. Belongs to one event loop.
 
-    share: of all places, that a greedy client leaves to newcomers.
+    share: of all places, that a greedy client leaves to newcomers. prefill_wait_s: that a prompt waits for a prefill
+    worker before a decode worker may compute it; 0: as long as it takes.
     """
 
     def __init__(
-        self, pool: WorkerPool, metrics: RouterMetrics, share: float, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: WorkerPool,
+        metrics: RouterMetrics,
+        share: float,
+        prefill_wait_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = FairQueue(share)
         self.pace = Pace(clock)
         self._pool = pool
         self._metrics = metrics
+        self._prefill_wait_s = prefill_wait_s or math.inf
         self._clock = clock
         self._turns: dict[Ticket, Turn] = {}
         self._computing: Counter[str] = Counter()  # tokens of prompts on their way to their first tokens, by client
@@ -138,13 +147,15 @@ class Dispatcher:
 
         again: a place came to nothing; the prompt goes before the others of its client.
         """
-        began = self._clock()
-        ticket, turn.granted = turn.ticket, asyncio.get_running_loop().create_future()
+        turn.since = self._clock()
+        loop = asyncio.get_running_loop()
+        ticket, turn.granted = turn.ticket, loop.create_future()
         ticket.places = self._pool.places(turn.ask.n)
         self._turns[ticket] = turn
         (self.queue.put_back if again else self.queue.add)(ticket)
         self._metrics.queue_place.observe(len(self.queue) - 1)
         self.serve()
+        patience = None if math.isinf(self._prefill_wait_s) else loop.call_later(self._prefill_wait_s, self.serve)
         place: Place | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -154,9 +165,11 @@ class Dispatcher:
                 f"no worker had room within the {timeout_s:.3g} s that were left to the request; {len(self.queue)} wait"
             ) from None
         finally:
+            if patience is not None:
+                patience.cancel()
             if place is None:
                 self._withdraw(turn, turn.granted)
-        self._metrics.queue_seconds.observe(self._clock() - began)
+        self._metrics.queue_seconds.observe(self._clock() - turn.since)
         return place
 
     def _withdraw(self, turn: Turn, granted: "asyncio.Future[Place]") -> None:
@@ -195,7 +208,8 @@ class Dispatcher:
             if granted is None or granted.done():  # it has just been given up
                 self._drop(ticket)
                 return True
-            choice = choose(self._pool.policy, turn.ask, decode, prefill, urgent=not self._computing[ticket.client])
+            urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
+            choice = choose(self._pool.policy, turn.ask, decode, prefill, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._turns[ticket]
                 self.queue.granted(ticket, passed)
@@ -211,7 +225,7 @@ class Dispatcher:
         tokens = ask.prompt_tokens - choice.computed_tokens
         began, places = self._pool.begin(worker), worker.load().places(ask.n)
         worker.take(ask.n, places, ask.pages)
-        computing.backlog += tokens
+        computing.compute(tokens)
         if computing is not worker:
             computing.take(1, 1, ask.pages)
         self._computing[turn.ticket.client] += tokens

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import resource
 import signal
@@ -14,7 +13,7 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI
 
-from kvrail import logs
+from kvrail import logs, loops
 from kvrail.config import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.rpc.http_side import SideServer, side_config
@@ -185,8 +184,7 @@ def run(settings: RouterSettings) -> int:
     scheme = "https" if settings.ssl_cert else "http"
     log.info("listening on %s://%s:%d", scheme, settings.host, listener.getsockname()[1])
     open_admin(server, settings, app.state.tls)
-    gc.collect()
-    gc.freeze()  # what is here stays: without it each full collection would look at all of it while requests wait
+    loops.keep_what_is_here()
     server.run(sockets=[listener])
     log.info("stopped")
     return 0

@@ -4,8 +4,9 @@ One policy serves both roles, and the simulator (benchmarks/simulator) runs thes
 tells how they compare.
 """
 
+import math
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -54,18 +55,21 @@ class Load:
     """How busy a worker is.
 
     requests: prompts that it has; sequences: theirs that it computes at once. backlog: tokens of prompts that it has
-    still to compute. max_running: sequences that it computes at once. refused: it has just said that it is full.
-    pages_free: pages that nothing holds. token_s: seconds that a token of a prompt costs it, sequence_s: that a
-    sequence adds to each step; 0: not measured. step_tokens: that one of its steps computes; 0: not known.
+    still to compute, computing_s: seconds since it began with the first of them. max_running: sequences that it computes at once. refused: it has just said that it is full.
+    pages_free: pages that nothing holds. token_s: seconds that a token of a prompt costs it, compute_s: in which it
+    computes one, sequence_s: that a sequence adds to each step; 0: not measured. step_tokens: that one of its steps
+    computes; 0: not known.
     """
 
     requests: int = 0
     sequences: int = 0
     backlog: int = 0
+    computing_s: float = 0.0
     max_running: int = 0
     refused: bool = False
     pages_free: int = 0
     token_s: float = 0.0
+    compute_s: float = 0.0
     sequence_s: float = 0.0
     step_tokens: int = 0
 
@@ -76,6 +80,11 @@ class Load:
     def has_room(self, n: int = 1) -> bool:
         """Whether it would compute a prompt's n sequences at once, as far as it ever does."""
         return not self.refused and self.sequences + self.places(n) <= self.max_running
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds in which it has computed what it has; 0 where its pace is not known."""
+        return max(0.0, self.backlog * self.compute_s - self.computing_s)
 
     def has_time(self, tokens: int) -> bool:
         """Whether it would begin soon with so many tokens: it is given what keeps it at work, and no more."""
@@ -122,24 +131,48 @@ class Choice:
 
 
 def choose(
-    policy: Policy, request: Ask, decode: Sequence[Candidate], prefill: Sequence[Candidate], *, urgent: bool
+    policy: Policy,
+    request: Ask,
+    decode: Sequence[Candidate],
+    prefill: Sequence[Candidate],
+    *,
+    urgent: bool,
+    spare_s: float = math.inf,
 ) -> Choice | None:
     """The best workers that have room for a request now; None where it has to wait.
 
     urgent: it is the only prompt of its client that is not computed yet; then it waits for no other client's prompts.
+    spare_s: seconds that it may still wait for a prefill worker; beyond them a decode worker with time computes it.
     """
     loads = {each.target: each.load for each in (*decode, *prefill)}
-    chosen = next((each for each in policy.order(request, decode) if loads[each.target].has_room(request.n)), None)
-    if chosen is None:
+    roomy = [each for each in policy.order(request, decode) if loads[each.target].has_room(request.n)]
+    if not roomy:
         return None
     # It draws one token.
     others = [] if request.local else policy.order(replace(request, n=1, output_tokens=0), prefill)
-    computing = others or [chosen]
+    computing = others or roomy[:1]
     in_time = [each for each in computing if loads[each.target].has_time(request.prompt_tokens - each.cached_tokens)]
+    first = in_time[0] if in_time else computing[0]
+    if others and not in_time and loads[first.target].wait_s > spare_s:
+        helper = _helper(request, roomy, first, loads)
+        if helper is not None:
+            return Choice(replace(helper, reason="overflow"), [])
     if not in_time and not urgent:
         return None
-    first = in_time[0] if in_time else computing[0]
-    return Choice(chosen, [first, *(each for each in others if each is not first)] if others else [])
+    return Choice(roomy[0], [first, *(each for each in others if each is not first)] if others else [])
+
+
+def _helper(
+    request: Ask, decode: Sequence[Placement], prefill: Placement, loads: Mapping[str, Load]
+) -> Placement | None:
+    """The first of the decode workers that has time for a prompt and would have computed it no later than a prefill worker."""
+    busy = loads[prefill.target]
+    there = busy.wait_s + (request.prompt_tokens - prefill.cached_tokens) * busy.compute_s
+    for each in decode:
+        load, missing = loads[each.target], request.prompt_tokens - each.cached_tokens
+        if load.has_time(missing) and (load.backlog + missing) * (load.compute_s or busy.compute_s) <= there:
+            return each
+    return None
 
 
 def able(candidates: Sequence[Candidate]) -> list[Candidate]:

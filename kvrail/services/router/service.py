@@ -64,7 +64,7 @@ class RouterService:
         self._look_at_certificates = show_certificates(self.registry, certificate_ends)
         self._exposition = Exposition(self.registry, settings.metrics_names)
         self.pool = WorkerPool(settings, self.metrics, tls)
-        self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share)
+        self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)

@@ -49,6 +49,7 @@ class Worker:
         self._last_heard = monotonic()
         self._client = client
         self.requests = self.backlog = 0
+        self._began = 0.0  # with the first of the backlog
         self.refused = False
         self.pages = WorkerPages()
         self._sequences = self._places = 0  # of our requests; the second: computed at once
@@ -102,6 +103,17 @@ class Worker:
         self._most = max(self._most, self._sequences)
         self.pages.expect(pages)
 
+    def compute(self, tokens: int) -> None:
+        """It is to compute so many tokens of a prompt."""
+        if not self.backlog:
+            self._began = monotonic()
+        self.backlog += tokens
+
+    def computed(self, tokens: int) -> None:
+        """It has computed them, or nobody wants it to any more; it begins with the next."""
+        self.backlog -= tokens
+        self._began = monotonic()
+
     def leave(self, sequences: int, places: int, pages: Sequence[int]) -> None:
         """It is done there, or lost."""
         self.requests -= 1
@@ -118,10 +130,13 @@ class Worker:
             requests=self.requests,
             sequences=self._places + self._others,
             backlog=self.backlog,
+            computing_s=monotonic() - self._began if self.backlog else 0.0,
             max_running=answer.max_running,
             refused=self.refused,
             pages_free=answer.pages_free,
             token_s=pace.prefill_each if computes else pace.fetch_each,
+            # Of a decode worker's few tokens beside many sequences nothing follows for a whole prompt.
+            compute_s=pace.prefill_full or (pace.prefill_each if computes else 0.0),
             sequence_s=pace.decode_each,
             step_tokens=answer.max_batch_tokens,
         )

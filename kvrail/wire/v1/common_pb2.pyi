@@ -161,18 +161,20 @@ class HeldPages(_message.Message):
     def __init__(self, anew: _Optional[bool] = ..., added_to: _Optional[int] = ..., removed_to: _Optional[int] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class Pace(_message.Message):
-    __slots__ = ("prefill_base", "prefill_each", "decode_base", "decode_each", "fetch_each")
+    __slots__ = ("prefill_base", "prefill_each", "decode_base", "decode_each", "fetch_each", "prefill_full")
     PREFILL_BASE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_EACH_FIELD_NUMBER: _ClassVar[int]
     DECODE_BASE_FIELD_NUMBER: _ClassVar[int]
     DECODE_EACH_FIELD_NUMBER: _ClassVar[int]
     FETCH_EACH_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FULL_FIELD_NUMBER: _ClassVar[int]
     prefill_base: float
     prefill_each: float
     decode_base: float
     decode_each: float
     fetch_each: float
-    def __init__(self, prefill_base: _Optional[float] = ..., prefill_each: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_each: _Optional[float] = ..., fetch_each: _Optional[float] = ...) -> None: ...
+    prefill_full: float
+    def __init__(self, prefill_base: _Optional[float] = ..., prefill_each: _Optional[float] = ..., decode_base: _Optional[float] = ..., decode_each: _Optional[float] = ..., fetch_each: _Optional[float] = ..., prefill_full: _Optional[float] = ...) -> None: ...
 
 class CodecBytes(_message.Message):
     __slots__ = ("codec", "raw_bytes", "payload_bytes")
