@@ -39,6 +39,17 @@ def test_bytes_are_what_the_layout_says(dtype: str) -> None:
     assert cache.bytes == cache.layout.page_bytes * cache.num_pages
 
 
+def test_pages_leave_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, gib = KVLayout(64, 64, 8, 128, 128, "bfloat16"), 1 << 30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for free, total, fits in ((64, 80, 54.4), (17, 80, 9), (7, 24, 4.6)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, f=free, t=total: (f * gib, t * gib))
+        assert pages_that_fit(layout, "cuda") == int(fits * gib) // layout.page_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 * gib, 80 * gib))
+    with pytest.raises(ConfigError, match="raise kv_memory_gib"):
+        pages_that_fit(layout, "cuda")
+
+
 def test_pages_that_fit() -> None:
     layout = KVLayout(4, 2, 8, 6, 16, "bfloat16")
     assert pages_that_fit(layout, "cpu", 0.5) == (1 << 29) // layout.page_bytes
