@@ -42,6 +42,7 @@ def end(status: int) -> int:
     `status` at once.
     """
     _stop.set()
+    gc.unfreeze()
     gc.collect()  # gRPC's poller ends with the last server and channel
     deadline = time.monotonic() + WAIT_S
     for thread in _threads:

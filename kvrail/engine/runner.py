@@ -92,6 +92,8 @@ class ModelRunner:
             self.execute(slices)
         if self._wants_graphs:
             self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens, self._least)
+        fed = Feed(torch.zeros(1, dtype=torch.int64, device=self.loaded.device), [0])
+        self.execute([SequenceSlice([0], 0, range(self.cache.num_pages), 1)], feed=fed)
         torch.cuda.synchronize(self.loaded.device)
         logger.info(
             "warmed up: layers %s, steps %s",

@@ -8,7 +8,9 @@ decoding without drafts would have got.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,9 +18,10 @@ from kvrail.engine.batch import NOT_DRAWN, SampledToken, SampleRow
 from kvrail.engine.draw import DrawParams, draw_on_cpu
 from kvrail.engine.edits import edit_logits, is_edited
 from kvrail.engine.logprobs import token_logprobs
-from kvrail.engine.masks import Masks, mask_on_cpu
+from kvrail.engine.masks import BITS, Masks, mask_on_cpu
 from kvrail.engine.readback import Readback, to_list
 from kvrail.errors import ConfigError
+from kvrail.sampling import SamplingParams
 
 Draw = Callable[[Tensor, Sequence[DrawParams]], Tensor]
 """Token ids, int64 [R], where the logits are."""
@@ -34,7 +37,25 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
+        self._device = device
         self._draw, self._mask = _kernels_for(device)
+
+    def warm_up(self) -> None:
+        """Have all that draws compiled and loaded, so that no request waits for it."""
+        asked = SamplingParams(max_tokens=1, temperature=0.0)
+        kinds = [
+            asked,
+            replace(asked, temperature=0.5, top_p=0.5, top_k=2, min_p=0.1),
+            replace(asked, logprobs=2),
+            replace(asked, logit_bias={0: 1.0}, repetition_penalty=1.1, frequency_penalty=0.1, presence_penalty=0.1),
+        ]
+        words = np.full((1, -(-self._vocab_size // BITS)), -1, np.int32)
+        logits = torch.zeros(2, self._vocab_size, device=self._device)
+        for count in (1, 2):
+            for params in kinds:
+                rows = [SampleRow(params, 0, 1, [0], [0], (1,) if params.logit_bias else ())] * count
+                self.sample(logits[:count], rows)
+            self.begin(logits[:count], rows, Masks(words, np.zeros(count, np.int32))).wait()
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Draw one token for each row.
