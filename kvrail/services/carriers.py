@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,9 @@ from kvrail.transport.regions import ALIGNMENT, RegionPool
 from kvrail.transport.sockets import SocketCarrier
 
 logger = logging.getLogger("kvrail.carriers")
+
+POLLING_CORES = 8
+"""Where a worker on a GPU may use so many, one of them polls UCX by itself."""
 
 
 class Carriers:
@@ -100,12 +104,21 @@ async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) 
     if settings.transport == "auto" and (obstacle := ucx.available()):
         return None, obstacle
     on_cuda = device.type == "cuda"
+    polls = settings.ucx_polling == "on" or (settings.ucx_polling == "auto" and on_cuda and _cores() >= POLLING_CORES)
     try:
         return await ucx.UcxCarrier.start(
-            host_bytes=pool_bytes, device=device if on_cuda else None, device_bytes=pool_bytes if on_cuda else 0
+            host_bytes=pool_bytes,
+            device=device if on_cuda else None,
+            device_bytes=pool_bytes if on_cuda else 0,
+            settings=ucx.UcxSettings(spin=polls),
         ), ""
     except (KvrailError, RuntimeError, OSError) as error:
         if settings.transport != "auto":
             raise
         logger.warning("transport ucx does not start: %s", error)
         return None, str(error)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
