@@ -87,9 +87,11 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def measure(url: str, model: str, vocab: int, streams: int, args: argparse.Namespace) -> dict[str, object]:
+async def measure(
+    url: str, model: str, vocab: int, streams: int, prompt_tokens: int, args: argparse.Namespace
+) -> dict[str, object]:
     """One row: `streams` at once until `rounds` times as many have been answered."""
-    rng = random.Random(streams)
+    rng = random.Random(f"{streams} {prompt_tokens}")
     total = streams * args.rounds
     limits = httpx.Limits(max_connections=streams + 8)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
@@ -98,7 +100,7 @@ async def measure(url: str, model: str, vocab: int, streams: int, args: argparse
 
         async def worker() -> None:
             for _ in todo:
-                prompt = [rng.randrange(vocab) for _ in range(args.prompt_tokens)]
+                prompt = [rng.randrange(vocab) for _ in range(prompt_tokens)]
                 done.append(await ask(client, model, prompt, args.output_tokens))
 
         begin = time.perf_counter()
@@ -109,6 +111,7 @@ async def measure(url: str, model: str, vocab: int, streams: int, args: argparse
     stages = {name for stream in done for name in stream.stages}
     return {
         "streams": streams,
+        "prompt_tokens": prompt_tokens,
         "requests": total,
         "requests_per_s": total / seconds,
         "output_tokens_per_s": sum(stream.tokens for stream in done) / seconds,
@@ -172,6 +175,13 @@ def wait_healthy(url: str, process: subprocess.Popen[bytes], log: str) -> None:
     raise SystemExit(f"the cluster is not healthy after 300 s:\n{Path(log).read_text()[-4000:]}")
 
 
+def workloads(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Streams and tokens of each of their prompts, a pair for each row."""
+    for each in args.streams.split(","):
+        streams, _, tokens = each.partition("x")
+        yield int(streams), int(tokens or args.prompt_tokens)
+
+
 def table(rows: list[dict[str, object]]) -> str:
     """Rows as a Markdown table."""
     names = [name for name in rows[0] if name not in ("stage_median_ms", "codecs")]
@@ -192,20 +202,21 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="kvrail-demo")
     parser.add_argument("--vocab", type=int, default=8000, help="token ids of prompts are below this")
-    parser.add_argument("--streams", default="1,8,32", help="numbers of streams, with commas")
+    parser.add_argument("--streams", default="1,8,32", help="numbers of streams, with commas; 8x8000: of such prompts")
     parser.add_argument("--rounds", type=int, default=4, help="requests of each stream")
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of streams without a number of their own")
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--log-lines", type=int, default=5, help="lines of the cluster's log to show at the end")
     parser.add_argument("--out", type=Path, help="folder for the results")
     args = parser.parse_args()
     with started(args) as (url, model, vocab):
         asyncio.run(check(url, model, vocab, args))
-        rows = [asyncio.run(measure(url, model, vocab, int(count), args)) for count in args.streams.split(",")]
-    text = f"{args.prompt_tokens} tokens in, {args.output_tokens} out\n\n{table(rows)}\n"
+        rows = [asyncio.run(measure(url, model, vocab, *each, args)) for each in workloads(args)]
+    text = f"{args.output_tokens} tokens out\n\n{table(rows)}\n"
     sys.stdout.write(text)
     for row in rows:
-        sys.stdout.write(f"{row['streams']} streams, codecs {row['codecs']}, median ms: {row['stage_median_ms']}\n")
+        of = f"{row['streams']} streams of {row['prompt_tokens']}"
+        sys.stdout.write(f"{of}, codecs {row['codecs']}, median ms: {row['stage_median_ms']}\n")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         head = {"date": datetime.now(UTC).date().isoformat(), "command": " ".join(sys.argv[1:])}

@@ -6,7 +6,8 @@
 Two processes, payloads compared first. A round goes from the first receive to the last payload; figures are medians.
 `at once` is how many payloads are under way. CPU seconds per GB are of all threads of both processes.
 `bare` is UCXX with the carrier's settings and neither sizes, acknowledgements nor regions. `ucx_perftest` comes with
-libucx's wheel or Debian's ucx-utils; it spins unless told to sleep. `copy_` is torch's, from one GPU to the other.
+libucx's wheel or Debian's ucx-utils; it polls unless told to sleep. `copy_` is torch's, from one GPU to the other. By
+default workers on GPUs poll, and others sleep.
 """
 
 import argparse
@@ -280,19 +281,19 @@ async def between_gpus(options: argparse.Namespace) -> None:
     """Device memory, from GPU 1 to GPU 0."""
     if torch.cuda.device_count() < 2:
         raise SystemExit(f"--cuda needs two GPUs, here are {torch.cuda.device_count()}")
-    sleeping, spinning = UcxSettings(), UcxSettings(spin=True)
+    sleeping, polling = UcxSettings(), UcxSettings(spin=True)
     roads = [
-        Road("carrier", sleeping, cuda=True),
-        Road("carrier, spinning", spinning, cuda=True),
-        Road("bare", sleeping, bare=True, cuda=True),
+        Road("carrier, sleeping", sleeping, cuda=True),
+        Road("carrier, polling", polling, cuda=True),
+        Road("bare, sleeping", sleeping, bare=True, cuda=True),
         Road("bare, deaths go unnoticed", replace(sleeping, peer_failure=False), bare=True, cuda=True),
     ]
     signal.alarm(LIMIT_S)
     head("/copy_")
     async with sender_process() as pipe:
         for mib in options.mib or [8, 64, 512]:
-            for at_once in (1, 4):
-                load = Load(mib * MIB, max(4, 4096 // mib // 4 * 4), at_once)
+            for at_once in (1, 4, 8):
+                load = Load(mib * MIB, max(8, 4096 // mib // 8 * 8), at_once)
                 copy = await asyncio.to_thread(measure_copy, load, 3)
                 show("copy_", load, copy)
                 for road in roads:
