@@ -1,10 +1,10 @@
 """Chunks of a tensor on several threads of a CPU: numba's kernels run without the interpreter's lock."""
 
-import functools
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -33,10 +33,14 @@ _LEAST = 3
 """Chunks of a thread: to wake one takes as long as to decode one, and longer where cores are busy."""
 _PLAIN = 16
 """So many chunks that are only copied, as 8-bit words without a base may be, take as long as one that is decoded."""
+_LIBRARY = ctypes.PyDLL(None)  # whose calls keep the interpreter's lock
 _CALL_BYTES = 1 << 26
 """Of a tensor, coded or decoded by one call: between calls Python looks whether it is to stop."""
 _KEPT_ROOMS: list["Room"] = []
 """Working memory of the last chunks, for the next: taking it anew from the system costs as much as coding a chunk."""
+_HELPERS: list["_Helper"] = []
+_IDLE: list["_Helper"] = []
+"""Threads beside the callers', and those that have nothing to do: the one that had last is the first to be asked."""
 
 
 class Room(NamedTuple):
@@ -79,6 +83,14 @@ def _room(word_bytes: int, words: int) -> Iterator[Room]:
         _KEPT_ROOMS.append(room)
 
 
+def _core() -> int:
+    """The core that this thread runs on; -1 where the C library does not say."""
+    try:
+        return int(_LIBRARY.sched_getcpu())
+    except AttributeError:
+        return -1
+
+
 def default_threads() -> int:
     """Threads where nobody says how many: the cores this process may use, eight at most."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -104,6 +116,7 @@ def _on_threads(threads: int, word_bytes: int, words: int, work: Callable[[Room]
                 pass
 
     helping = [_Help(run) for _ in range(threads - 1)]  # this thread is one of them
+    _ask(helping)
     try:
         run()
     finally:
@@ -124,42 +137,84 @@ class _Help:
         self._taken, self._done = threading.Lock(), threading.Lock()
         self._done.acquire()
         self._error: BaseException | None = None
-        _helpers().put(self)
+        self.helper: _Helper | None = None
 
     def give(self) -> None:
-        """Called by the other thread."""
+        """Called by the other thread, which then is idle."""
         if self._taken.acquire(blocking=False):
             try:
                 self._run()
             except BaseException as error:  # noqa: BLE001 the caller raises it
                 self._error = error
+            self._leave()
             self._done.release()
 
     def error(self) -> BaseException | None:
         """What the other thread's call raised; waits for its end where it has begun, and else there will be none."""
-        if not self._taken.acquire(blocking=False):
+        if self._taken.acquire(blocking=False):
+            self._leave()
+        else:
             self._done.acquire()
         return self._error
+
+    def _leave(self) -> None:
+        if self.helper is not None:
+            _IDLE.append(self.helper)
+
+
+class _Helper(threading.Thread):
+    """A thread beside the caller's that waits for calls, kept: to start one takes as long as to decode ten chunks.
+
+    While much of a processor is busy, Linux looks for no idle core and wakes a thread on the core of the one that
+    wakes it, where it gains nothing, call after call. So a helper may run on all cores but its caller's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="kvrail-huffman", daemon=True)
+        self._calls: SimpleQueue[_Help] = SimpleQueue()
+        self._avoided = -1
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self._calls.get().give()
+
+    def ask(self, help: _Help, core: int) -> None:
+        """Have a call made. core: where the caller runs; -1 where that is not known."""
+        help.helper = self
+        if core != self._avoided and self.native_id is not None:
+            self._avoided = core
+            with suppress(OSError):  # there is no other core, or a sandbox forbids it
+                os.sched_setaffinity(self.native_id, os.sched_getaffinity(0) - {core})
+        self._calls.put(help)
+
+
+def _ask(helping: list[_Help]) -> None:
+    """Hand calls to threads that are idle, as many as there are or may be."""
+    core = _core() if helping else -1
+    for help in helping:
+        try:
+            helper = _IDLE.pop()
+        except IndexError:
+            if len(_HELPERS) >= _MAX_THREADS - 1:
+                return
+            helper = _Helper()
+            _HELPERS.append(helper)
+        helper.ask(help, core)
+
+
+def _forget_helpers() -> None:
+    """A child has none of its parent's threads."""
+    _HELPERS.clear()
+    _IDLE.clear()
+
+
+os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def _useful(threads: int, chunks: int) -> int:
     """How many of these threads get enough to do with so many chunks to code or decode."""
     return max(1, min(threads, _MAX_THREADS, chunks // _LEAST))
-
-
-@functools.cache
-def _helpers() -> SimpleQueue[_Help]:
-    """Where threads beside the caller's wait for calls, kept: to start one takes as long as to decode ten chunks."""
-    os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of its parent's threads
-    calls: SimpleQueue[_Help] = SimpleQueue()
-
-    def help() -> None:
-        while True:
-            calls.get().give()
-
-    for number in range(_MAX_THREADS - 1):
-        threading.Thread(target=help, name=f"kvrail-huffman-{number}", daemon=True).start()
-    return calls
 
 
 def _frozen(data: Bytes, word_bytes: int = 1) -> Bytes:
