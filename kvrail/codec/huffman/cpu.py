@@ -103,7 +103,7 @@ def fresh(size: int) -> Bytes:
     lasts longer than decoding into them.
     """
     memory = np.empty(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
+    first = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[first : first + size]
 
 
@@ -219,9 +219,12 @@ def _useful(threads: int, chunks: int) -> int:
 
 def _frozen(data: Bytes, word_bytes: int = 1) -> Bytes:
     """The same bytes, aligned for words and read-only, as the kernels are compiled for."""
-    view = data.view() if data.ctypes.data % word_bytes == 0 else data.copy()
+    view = data.view() if word_bytes == 1 or data.ctypes.data % word_bytes == 0 else data.copy()
     view.flags.writeable = False
     return view
+
+
+_NOTHING = _frozen(np.empty(0, np.uint8))
 
 
 def encode(
@@ -231,7 +234,7 @@ def encode(
 
     raw, base: uint8, as many. static: one code a plane for all chunks that it suits, at the cost of a pass more.
     """
-    raw, taken_off = (_frozen(data, format.word_bytes) for data in (raw, raw[:0] if base is None else base))
+    raw, taken_off = (_frozen(data, format.word_bytes) for data in (raw, _NOTHING if base is None else base))
     size, chunk_bytes = raw.size, format.word_bytes << format.chunk_bits
     chunks, words = chunks_of(size, chunk_bytes), min(chunk_bytes, max(size, 1)) // format.word_bytes + 1
     item = format.word_bytes
@@ -293,7 +296,7 @@ def decode(
     """
     chunks = range(len(layout.digests)) if chunks is None else chunks
     item, size = layout.format.word_bytes, layout.chunk_bytes
-    taken_off = _frozen(source[:0] if base is None else base[chunks.start * size : chunks.stop * size], item)
+    taken_off = _NOTHING if base is None else _frozen(base[chunks.start * size : chunks.stop * size], item)
     ends, sizes = layout.ends, layout.sizes[chunks.start : chunks.stop]
     start = layout.head_bytes + (int(ends[chunks.start - 1]) if chunks.start else 0)
     coded, ends = _frozen(source[start:]), ends[chunks.start : chunks.stop] - (start - layout.head_bytes)
@@ -315,8 +318,11 @@ def decode(
             f"chunk {chunks.start + wrong} of {len(layout.digests)} does not decode; the encoder is at fault"
         )
 
-    plain = int(np.count_nonzero(rows >> SIZE_BITS == RAW)) if item == 1 and base is None else 0
-    useful = _useful(threads, len(chunks) - plain + plain // _PLAIN)
+    useful = _useful(threads, len(chunks))
+    if useful > 1 and item == 1 and base is None:
+        none_shrank = len(coded) == out.size  # so no chunk needs to be looked at
+        plain = len(chunks) if none_shrank else int(np.count_nonzero(rows >> SIZE_BITS == RAW))
+        useful = _useful(threads, len(chunks) - plain + plain // _PLAIN)
     _on_threads(useful, item, min(size, max(out.size, 1)) // item + 1, work)
 
 
@@ -325,7 +331,9 @@ def _shared_tables(layout: Layout) -> tuple[npt.NDArray[np.uint16], npt.NDArray[
     planes = layout.format.word_bytes
     columns = 0 if layout.static is None else WINDOW
     singles, levels = np.empty((planes, columns), np.uint16), np.empty((planes, 2 * columns), np.uint64)
-    for plane, lengths in enumerate(() if layout.static is None else layout.static):
+    if layout.static is None:
+        return singles, levels
+    for plane, lengths in enumerate(layout.static):
         if not static_tables(lengths, singles[plane], levels[plane]):
             raise CodecError(f"the shared code of byte plane {plane} is no prefix code: the container is damaged")
     return singles, levels
