@@ -1,6 +1,7 @@
 """The tensor codec huffman: every bit comes back, the kernels equal the reference, chunks can be had alone."""
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -220,6 +221,25 @@ def test_threads_change_nothing(threads):
     packed = HUFFMAN.encode(tensor, threads=threads)
     assert packed == codec.encode(tensor)
     assert same(HUFFMAN.decode(packed, threads=threads), tensor)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is no other core")
+def test_a_helping_thread_runs_on_another_core():
+    tensor = gaussian(6 * (1 << 17)).to(torch.float8_e4m3fn)
+    packed = HUFFMAN.encode(tensor, threads=2)
+    cores = os.sched_getaffinity(0)
+    try:
+        for core in sorted(cores)[:2]:
+            os.sched_setaffinity(0, {core})
+            os.sched_setaffinity(0, cores)  # it stays where it is for a while
+            before = cpu._core()
+            assert same(HUFFMAN.decode(packed, threads=2), tensor)
+            if cpu._core() == before:
+                helper = cpu._IDLE[-1]
+                assert os.sched_getaffinity(helper.native_id) == cores - {before}
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert len(cpu._IDLE) == len(cpu._HELPERS)  # none is lost
 
 
 def test_more_chunks_than_one_call_takes(monkeypatch):

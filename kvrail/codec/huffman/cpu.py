@@ -1,10 +1,10 @@
 """Chunks of a tensor on several threads of a CPU: numba's kernels run without the interpreter's lock."""
 
-import functools
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -33,10 +33,14 @@ _LEAST = 3
 """Chunks of a thread: to wake one takes as long as to decode one, and longer where cores are busy."""
 _PLAIN = 16
 """So many chunks that are only copied, as 8-bit words without a base may be, take as long as one that is decoded."""
+_LIBRARY = ctypes.PyDLL(None)  # whose calls keep the interpreter's lock
 _CALL_BYTES = 1 << 26
 """Of a tensor, coded or decoded by one call: between calls Python looks whether it is to stop."""
 _KEPT_ROOMS: list["Room"] = []
 """Working memory of the last chunks, for the next: taking it anew from the system costs as much as coding a chunk."""
+_HELPERS: list["_Helper"] = []
+_IDLE: list["_Helper"] = []
+"""Threads beside the callers', and those that have nothing to do: the one that had last is the first to be asked."""
 
 
 class Room(NamedTuple):
@@ -79,6 +83,14 @@ def _room(word_bytes: int, words: int) -> Iterator[Room]:
         _KEPT_ROOMS.append(room)
 
 
+def _core() -> int:
+    """The core that this thread runs on; -1 where the C library does not say."""
+    try:
+        return int(_LIBRARY.sched_getcpu())
+    except AttributeError:
+        return -1
+
+
 def default_threads() -> int:
     """Threads where nobody says how many: the cores this process may use, eight at most."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
@@ -91,7 +103,7 @@ def fresh(size: int) -> Bytes:
     lasts longer than decoding into them.
     """
     memory = np.empty(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
+    first = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[first : first + size]
 
 
@@ -104,6 +116,7 @@ def _on_threads(threads: int, word_bytes: int, words: int, work: Callable[[Room]
                 pass
 
     helping = [_Help(run) for _ in range(threads - 1)]  # this thread is one of them
+    _ask(helping)
     try:
         run()
     finally:
@@ -124,22 +137,79 @@ class _Help:
         self._taken, self._done = threading.Lock(), threading.Lock()
         self._done.acquire()
         self._error: BaseException | None = None
-        _helpers().put(self)
+        self.helper: _Helper | None = None
 
     def give(self) -> None:
-        """Called by the other thread."""
+        """Called by the other thread, which then is idle."""
         if self._taken.acquire(blocking=False):
             try:
                 self._run()
             except BaseException as error:  # noqa: BLE001 the caller raises it
                 self._error = error
+            self._leave()
             self._done.release()
 
     def error(self) -> BaseException | None:
         """What the other thread's call raised; waits for its end where it has begun, and else there will be none."""
-        if not self._taken.acquire(blocking=False):
+        if self._taken.acquire(blocking=False):
+            self._leave()
+        else:
             self._done.acquire()
         return self._error
+
+    def _leave(self) -> None:
+        if self.helper is not None:
+            _IDLE.append(self.helper)
+
+
+class _Helper(threading.Thread):
+    """A thread beside the caller's that waits for calls, kept: to start one takes as long as to decode ten chunks.
+
+    While much of a processor is busy, Linux looks for no idle core and wakes a thread on the core of the one that
+    wakes it, where it gains nothing, call after call. So a helper may run on all cores but its caller's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="kvrail-huffman", daemon=True)
+        self._calls: SimpleQueue[_Help] = SimpleQueue()
+        self._avoided = -1
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self._calls.get().give()
+
+    def ask(self, help: _Help, core: int) -> None:
+        """Have a call made. core: where the caller runs; -1 where that is not known."""
+        help.helper = self
+        if core != self._avoided and self.native_id is not None:
+            self._avoided = core
+            with suppress(OSError):  # there is no other core, or a sandbox forbids it
+                os.sched_setaffinity(self.native_id, os.sched_getaffinity(0) - {core})
+        self._calls.put(help)
+
+
+def _ask(helping: list[_Help]) -> None:
+    """Hand calls to threads that are idle, as many as there are or may be."""
+    core = _core() if helping else -1
+    for help in helping:
+        try:
+            helper = _IDLE.pop()
+        except IndexError:
+            if len(_HELPERS) >= _MAX_THREADS - 1:
+                return
+            helper = _Helper()
+            _HELPERS.append(helper)
+        helper.ask(help, core)
+
+
+def _forget_helpers() -> None:
+    """A child has none of its parent's threads."""
+    _HELPERS.clear()
+    _IDLE.clear()
+
+
+os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def _useful(threads: int, chunks: int) -> int:
@@ -147,26 +217,14 @@ def _useful(threads: int, chunks: int) -> int:
     return max(1, min(threads, _MAX_THREADS, chunks // _LEAST))
 
 
-@functools.cache
-def _helpers() -> SimpleQueue[_Help]:
-    """Where threads beside the caller's wait for calls, kept: to start one takes as long as to decode ten chunks."""
-    os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of its parent's threads
-    calls: SimpleQueue[_Help] = SimpleQueue()
-
-    def help() -> None:
-        while True:
-            calls.get().give()
-
-    for number in range(_MAX_THREADS - 1):
-        threading.Thread(target=help, name=f"kvrail-huffman-{number}", daemon=True).start()
-    return calls
-
-
 def _frozen(data: Bytes, word_bytes: int = 1) -> Bytes:
     """The same bytes, aligned for words and read-only, as the kernels are compiled for."""
-    view = data.view() if data.ctypes.data % word_bytes == 0 else data.copy()
+    view = data.view() if word_bytes == 1 or data.ctypes.data % word_bytes == 0 else data.copy()
     view.flags.writeable = False
     return view
+
+
+_NOTHING = _frozen(np.empty(0, np.uint8))
 
 
 def encode(
@@ -176,7 +234,7 @@ def encode(
 
     raw, base: uint8, as many. static: one code a plane for all chunks that it suits, at the cost of a pass more.
     """
-    raw, taken_off = (_frozen(data, format.word_bytes) for data in (raw, raw[:0] if base is None else base))
+    raw, taken_off = (_frozen(data, format.word_bytes) for data in (raw, _NOTHING if base is None else base))
     size, chunk_bytes = raw.size, format.word_bytes << format.chunk_bits
     chunks, words = chunks_of(size, chunk_bytes), min(chunk_bytes, max(size, 1)) // format.word_bytes + 1
     item = format.word_bytes
@@ -238,7 +296,7 @@ def decode(
     """
     chunks = range(len(layout.digests)) if chunks is None else chunks
     item, size = layout.format.word_bytes, layout.chunk_bytes
-    taken_off = _frozen(source[:0] if base is None else base[chunks.start * size : chunks.stop * size], item)
+    taken_off = _NOTHING if base is None else _frozen(base[chunks.start * size : chunks.stop * size], item)
     ends, sizes = layout.ends, layout.sizes[chunks.start : chunks.stop]
     start = layout.head_bytes + (int(ends[chunks.start - 1]) if chunks.start else 0)
     coded, ends = _frozen(source[start:]), ends[chunks.start : chunks.stop] - (start - layout.head_bytes)
@@ -260,8 +318,11 @@ def decode(
             f"chunk {chunks.start + wrong} of {len(layout.digests)} does not decode; the encoder is at fault"
         )
 
-    plain = int(np.count_nonzero(rows >> SIZE_BITS == RAW)) if item == 1 and base is None else 0
-    useful = _useful(threads, len(chunks) - plain + plain // _PLAIN)
+    useful = _useful(threads, len(chunks))
+    if useful > 1 and item == 1 and base is None:
+        none_shrank = len(coded) == out.size  # so no chunk needs to be looked at
+        plain = len(chunks) if none_shrank else int(np.count_nonzero(rows >> SIZE_BITS == RAW))
+        useful = _useful(threads, len(chunks) - plain + plain // _PLAIN)
     _on_threads(useful, item, min(size, max(out.size, 1)) // item + 1, work)
 
 
@@ -270,7 +331,9 @@ def _shared_tables(layout: Layout) -> tuple[npt.NDArray[np.uint16], npt.NDArray[
     planes = layout.format.word_bytes
     columns = 0 if layout.static is None else WINDOW
     singles, levels = np.empty((planes, columns), np.uint16), np.empty((planes, 2 * columns), np.uint64)
-    for plane, lengths in enumerate(() if layout.static is None else layout.static):
+    if layout.static is None:
+        return singles, levels
+    for plane, lengths in enumerate(layout.static):
         if not static_tables(lengths, singles[plane], levels[plane]):
             raise CodecError(f"the shared code of byte plane {plane} is no prefix code: the container is damaged")
     return singles, levels

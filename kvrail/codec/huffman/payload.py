@@ -69,7 +69,10 @@ class Layout:
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
         """Coded bytes of each chunk, int64 [chunks]."""
-        found: npt.NDArray[np.int64] = np.add.reduce(self.rows & _SIZES, axis=1, dtype=np.int64)
+        sizes = self.rows & _SIZES
+        if sizes.shape[1] == 1:
+            return sizes[:, 0].astype(np.int64)
+        found: npt.NDArray[np.int64] = np.add.reduce(sizes, axis=1, dtype=np.int64)
         return found
 
     @cached_property
