@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import kernels
 from tests.scratch import remove_all
 
 TESTS = Path(__file__).parent
@@ -31,6 +32,10 @@ if not torch.cuda.is_available():
         return self.rewrite()(*args, **kwargs)
 
     InterpretedFunction.__call__ = call_from_kernel
+
+# Where several processes run the tests, each needs all that numba compiles when it collects them.
+if (name := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+    kernels.compile_all(int(name.removeprefix("gw")))
 
 # A shell that starts the tests in the background ignores Ctrl-C; the processes that tests start must not inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,10 +65,7 @@ LONG = (
     "tracing/test_traces.py",
     "transport/carriers/test_carriers_processes.py",
 )
-"""Files that take longest: begun last, one would have all other cores wait for it.
-
-The first compiles the codecs' kernels, which the processes of later ones then find.
-"""
+"""Files that take longest: begun last, one would have all other cores wait for it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

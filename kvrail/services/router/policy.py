@@ -55,10 +55,10 @@ class Load:
     """How busy a worker is.
 
     requests: prompts that it has; sequences: theirs that it computes at once. backlog: tokens of prompts that it has
-    still to compute, computing_s: seconds since it began with the first of them. max_running: sequences that it computes at once. refused: it has just said that it is full.
-    pages_free: pages that nothing holds. token_s: seconds that a token of a prompt costs it, compute_s: in which it
-    computes one, sequence_s: that a sequence adds to each step; 0: not measured. step_tokens: that one of its steps
-    computes; 0: not known.
+    still to compute; computing_s: seconds since it began with the first of them. max_running: sequences that it
+    computes at once. refused: it has just said that it is full. pages_free: pages that nothing holds. token_s: seconds
+    that a token of a prompt costs it, compute_s: in which it computes one, sequence_s: that a sequence adds to each
+    step; 0: not measured. step_tokens: that one of its steps computes; 0: not known.
     """
 
     requests: int = 0
@@ -165,7 +165,7 @@ def choose(
 def _helper(
     request: Ask, decode: Sequence[Placement], prefill: Placement, loads: Mapping[str, Load]
 ) -> Placement | None:
-    """The first of the decode workers that has time for a prompt and would have computed it no later than a prefill worker."""
+    """The first decode worker that has time for a prompt and would have computed it no later than a prefill worker."""
     busy = loads[prefill.target]
     there = busy.wait_s + (request.prompt_tokens - prefill.cached_tokens) * busy.compute_s
     for each in decode:

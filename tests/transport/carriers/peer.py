@@ -1,6 +1,7 @@
 """An end of an attempt in a process of its own, told what to do through a pipe."""
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -10,10 +11,21 @@ from tests import children
 from tests.transport.carriers.kinds import CARRIERS
 
 HOST = "127.0.0.1"
+KEPT_BYTES = 4 << 20
+"""Patterns of so many bytes are made once: tests ask for the same again and again, and compare with them."""
+
+
+@functools.lru_cache(maxsize=16)
+def _small_pattern(size, seed):
+    return _pattern(size, seed)
 
 
 def pattern(size, seed=0):
     """Bytes of which none is zero, and neighbouring blocks are not in step with pages."""
+    return _small_pattern(size, seed) if size <= KEPT_BYTES else _pattern(size, seed)
+
+
+def _pattern(size, seed):
     block = random.Random(seed).randbytes(65_521).replace(b"\0", b"\1")
     return (block * (size // len(block) + 1))[:size]
 

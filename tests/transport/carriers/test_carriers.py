@@ -29,12 +29,17 @@ async def test_payloads_arrive_whole_and_in_order(ends):
     assert await ends.transfer(2, payloads) == payloads  # all under way at once
 
 
+@pytest.fixture(scope="module")
+def gibibyte():
+    return pattern(1 << 30)
+
+
 @pytest.mark.parametrize("pool_bytes", [1 << 30])
-async def test_a_gibibyte(ends):
+async def test_a_gibibyte(ends, gibibyte):
     def tensor(payload):
         return payload if isinstance(payload, torch.Tensor) else torch.frombuffer(payload, dtype=torch.uint8)
 
-    payload = ends.kind.payload(pattern(1 << 30))
+    payload = ends.kind.payload(gibibyte)
     async with ends.attempt(1) as (outlet, inlet):
         sending = asyncio.create_task(outlet.send(payload))
         region = await ends.receive(inlet, 1 << 30)
