@@ -96,10 +96,13 @@ class Bench:
             self._ask(prompt, self._codecs[0], FEWEST_TOKENS)
             self.say(f"{len(prompt)} tokens, prompt {number}, are computed")
 
-    def times(self, rate: str, prompts: Sequence[Sequence[int]], extra: Sequence[int]) -> dict[str, list[Trace]]:
+    def times(
+        self, rate: str, prompts: Sequence[Sequence[int]], extra: Sequence[int], *, cold: bool = False
+    ) -> dict[str, list[Trace]]:
         """Answers to `prompts` by codec, in turn, after one to `extra` each that is not counted.
 
-        Raises SystemExit where an exact codec gives another text.
+        Unless cold, each prompt is computed right before: a prefill worker's pages may not hold several. Raises
+        SystemExit where an exact codec gives another text.
         """
         limit(self._spaces, rate)
         for codec in self._codecs:
@@ -107,6 +110,9 @@ class Bench:
         self.say(f"{len(extra)} tokens at {rate}: every codec is warm")
         found: dict[str, list[Trace]] = {codec: [] for codec in self._codecs}
         for number, prompt in enumerate(prompts):
+            if not cold:
+                self.compute([prompt])
+                limit(self._spaces, rate)
             for codec in self._codecs:
                 trace = self._ask(prompt, codec, seed=self._imposed.count(codec, number))
                 self._check(codec, number, trace, found[self._codecs[0]])
@@ -210,10 +216,8 @@ def measure_times(bench: Bench, report: Report, options: argparse.Namespace, imp
     found = {length: prompts_of(length, options) for length in map(int, options.tokens.split(","))}
     bench.try_codecs(prompt_of(WARM_UP_TOKENS, options.shape))
     for length, (*prompts, extra) in found.items():
-        if not options.cold:
-            bench.compute([*prompts, extra])
         for rate in options.rates.split(","):
-            answers = bench.times(rate, prompts, extra)
+            answers = bench.times(rate, prompts, extra, cold=options.cold)
             unlike = imposed.accepted.keys()
             table = times_table(length, rate, answers, unlike=unlike, words=not options.shape, notes=imposed.notes())
             lynx = lynx_table(length, rate, answers, options.shape)

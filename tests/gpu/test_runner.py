@@ -1,8 +1,10 @@
 """Whole models on CUDA: float32 against a CPU, served types against float64, captured steps against eager ones."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,9 +12,14 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from kvrail.engine.batch import Feed, SequenceSlice  # noqa: E402
+from kvrail.engine.batch import Feed, SampleRow, SequenceSlice  # noqa: E402
+from kvrail.engine.mask_kernel import _mask_kernel  # noqa: E402
+from kvrail.engine.masks import Masks  # noqa: E402
 from kvrail.engine.packing import pack  # noqa: E402
 from kvrail.engine.runner import ModelRunner  # noqa: E402
+from kvrail.engine.sampler import Sampler  # noqa: E402
+from kvrail.engine.sampling_kernels import _draw_kernel  # noqa: E402
+from kvrail.sampling import SamplingParams  # noqa: E402
 from kvrail.services.pages import paged_block  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
 from tests.engine.mixed_steps import steps_of  # noqa: E402
@@ -214,3 +221,17 @@ def test_pages_move_between_pools_bit_for_bit() -> None:
     target.scatter(source.gather())
     moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], 1)])
     assert torch.equal(moved, first.execute([SequenceSlice(ids[39:], 39, [1, 2, 3], 1)]))
+
+
+def test_after_a_warm_up_nothing_that_draws_is_compiled() -> None:
+    compiled = [kernel.device_caches[torch.cuda.current_device()][0] for kernel in (_draw_kernel, _mask_kernel)]
+    sampler = Sampler(4096, torch.device("cuda"))
+    sampler.warm_up()
+    before = [len(each) for each in compiled]
+    assert all(before)
+    logits = torch.randn(7, 4096, device="cuda")
+    params = SamplingParams(max_tokens=1, temperature=0.8, top_k=5, logprobs=3, logit_bias={1: 2.0})
+    masks = Masks(np.full((3, 128), -1, np.int32), np.arange(7, dtype=np.int32) % 3)
+    sampler.begin(logits, [SampleRow(params, 0, 9, [1], [2])] * 7, masks).wait()
+    sampler.begin(logits[2:5], [SampleRow(replace(params, logprobs=None), 1, 9, [1], [2])] * 3).wait()
+    assert [len(each) for each in compiled] == before

@@ -34,8 +34,12 @@ def bench(monkeypatch):
 
 def test_every_codec_is_asked_once_before_its_answers_count(bench):
     answers = bench.times("1gbit", [[1], [2]], [3])
-    turns = [(codec, [prompt]) for prompt in (3, 1, 2) for codec in CODECS]
-    assert bench.calls == ["1gbit", *turns]
+    warm, first, second = ([(codec, [prompt]) for codec in CODECS] for prompt in (3, 1, 2))
+    computed = [["unlimited", (CODECS[0], [prompt]), "1gbit"] for prompt in (1, 2)]
+    assert bench.calls == ["1gbit", *warm, *computed[0], *first, *computed[1], *second]
+    bench.calls.clear()
+    bench.times("1gbit", [[1], [2]], [3], cold=True)
+    assert bench.calls == ["1gbit", *warm, *first, *second]
     assert {codec: len(traces) for codec, traces in answers.items()} == dict.fromkeys(CODECS, 2)
 
 

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrail.config import PrefillSettings
 from kvrail.errors import ConfigError, IncompatibleError, TransferAbortedError
+from kvrail.services import carriers
 from kvrail.transport.base import MAX_ADDRESS_BYTES
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.ucx import UcxCarrier, UcxSettings, available, library
@@ -182,3 +184,26 @@ async def test_a_long_payload_is_sent_once_it_is_read_and_its_size_has_left():
     attempt.made[Kind.BODY].set_result(None)
     await sending
     assert set(attempt.made) == {Kind.STOP, Kind.BODY, Kind.SIZE} and attempt.counted == [1 << 20]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "cores", "polls"),
+    [
+        ("auto", "cuda", 8, True),
+        ("auto", "cuda", 7, False),
+        ("auto", "cpu", 64, False),
+        ("on", "cpu", 1, True),
+        ("off", "cuda", 64, False),
+    ],
+)
+async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, asked, device, cores, polls):
+    spins = []
+
+    async def start(**options):
+        spins.append(options["settings"].spin)
+
+    monkeypatch.setattr(carriers.ucx.UcxCarrier, "start", start)
+    monkeypatch.setattr(carriers, "_cores", lambda: cores)
+    settings = PrefillSettings(transport="ucx", ucx_polling=asked)
+    assert await carriers._ucx(settings, torch.device(device), 1024) == (None, "")
+    assert spins == [polls]
