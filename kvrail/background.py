@@ -3,7 +3,7 @@
 A daemon thread that comes back to Python after the interpreter has begun to go is ended by force. Where C++ lies on
 its stack (a compiler of kernels, torch, gRPC) that unwinding is not survived: the process ends with SIGABRT and
 "exception not rethrown". So these threads are asked to stop, and waited for; and where one is in a compiler, which
-cannot be asked, the process ends without the interpreter's own end. A worker always does: nothing is left to that.
+cannot be asked, the process ends without the interpreter's own end.
 """
 
 import gc
@@ -35,24 +35,22 @@ def start(name: str, work: Callable[[], None]) -> None:
     thread.start()
 
 
-def end(status: int, *, at_once: bool = False) -> int:
+def end(status: int) -> int:
     """Wait for these threads, once nothing but the process's end is left to do; returns `status`.
 
-    Where one still runs after WAIT_S, or at_once, this does not return: logs and streams are flushed, and the process
-    ends with `status`. at_once: where torch is loaded, the interpreter's own end takes more than a second.
+    Where one still runs after WAIT_S, this does not return: logs and streams are flushed, and the process ends with
+    `status` at once.
     """
     _stop.set()
-    if not at_once:
-        gc.unfreeze()
-        gc.collect()  # gRPC's poller ends with the last server and channel
+    gc.unfreeze()
+    gc.collect()  # gRPC's poller ends with the last server and channel
     deadline = time.monotonic() + WAIT_S
     for thread in _threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     names = [thread.name for thread in _threads if thread.is_alive()]
-    if names:
-        log.debug("ending without waiting for: %s", ", ".join(names))
-    elif not at_once:
+    if not names:
         return status
+    log.debug("ending without waiting for: %s", ", ".join(names))
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

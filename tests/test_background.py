@@ -24,12 +24,12 @@ background.start("work", {work})
 begun.wait()
 print("last words", end="")
 logging.getLogger().warning("last line")
-sys.exit(background.end({status}, at_once={at_once}))
+sys.exit(background.end({status}))
 """
 
 
-def run(work: str, status: int, at_once: bool = False) -> subprocess.CompletedProcess[str]:
-    script = SCRIPT.format(work=work, status=status, at_once=at_once)
+def run(work: str, status: int) -> subprocess.CompletedProcess[str]:
+    script = SCRIPT.format(work=work, status=status)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
 
 
@@ -44,9 +44,3 @@ def test_a_thread_that_looks_is_waited_for(status: int):
 def test_a_thread_that_cannot_be_asked_never_meets_the_interpreters_end(status: int):
     done = run("stubborn", status)
     assert (done.returncode, done.stderr, done.stdout) == (status, "last line\n", "last words")
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_where_it_is_to_be_at_once_threads_are_waited_for_all_the_same(status: int):
-    done = run("polite", status, at_once=True)
-    assert (done.returncode, done.stderr, done.stdout) == (status, "last line\n", "last wordsasked to stop\n")

@@ -115,6 +115,9 @@ def _from_trailer(trailer: bytes, message: str) -> KvrailError | None:
 _UNLIKE_TLS = re.compile("failed to connect.*(Socket closed|handshake failed|Verification Check failed)", re.DOTALL)
 """What gRPC says where one end asks for TLS and the other has none, or where a certificate is refused."""
 
+_BROKEN_OFF = "Internal error from Core"
+"""What grpc.aio says of itself, not of its peer, where the connection ends in the middle of an operation."""
+
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> KvrailError:
     """Give the error that a peer raised, or the one that its plain status means; `peer` is named in the latter."""
@@ -130,6 +133,8 @@ def from_status(code: grpc.StatusCode, details: str, trailers: Iterable[bytes] =
     message = f"{peer or 'the peer'} answered {code.name}: {details}"
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "message larger than max" in details:
         return FrameError(message)  # gRPC's own bound, not a lack of capacity: to retry would not help
+    if code is grpc.StatusCode.INTERNAL and details == _BROKEN_OFF:
+        return WorkerUnavailableError(message)
     if code is grpc.StatusCode.UNAVAILABLE and _UNLIKE_TLS.search(details):
         message += "; compare --tls-ca, --tls-cert and --tls-key of both ends, and see the worker's log"
     return _FOREIGN.get(code, KvrailError)(message)

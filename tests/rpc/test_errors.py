@@ -123,6 +123,8 @@ class Foreign(grpc.RpcError):
         (grpc.StatusCode.INVALID_ARGUMENT, "bad", errors.InvalidRequestError),
         (grpc.StatusCode.UNIMPLEMENTED, "no such method", errors.IncompatibleError),
         (grpc.StatusCode.UNKNOWN, "?", KvrailError),
+        (grpc.StatusCode.INTERNAL, "a fault", KvrailError),
+        (grpc.StatusCode.INTERNAL, "Internal error from Core", errors.WorkerUnavailableError),  # a connection broke off
     ],
 )
 def test_plain_status_of_an_unknown_peer(code, details, cls):

@@ -65,7 +65,7 @@ def run(role: str, arguments: argparse.Namespace) -> int:
     if role != "router":
         logger.info("loading PyTorch and transformers")
     status = cast(int, importlib.import_module(f"kvrail.services.{role}.main").run(settings))
-    return background.end(status, at_once=role != "router")
+    return background.end(status)
 
 
 def check_worker_installed(command: str) -> None:
