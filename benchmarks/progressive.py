@@ -92,9 +92,9 @@ class Bench:
     def compute(self, prompts: Sequence[Sequence[int]]) -> None:
         """Every prompt once, with nothing in the way: the prefill worker has its KV from here on."""
         limit(self._spaces, UNLIMITED)
-        for number, prompt in enumerate(prompts):
+        for prompt in prompts:
             self._ask(prompt, self._codecs[0], FEWEST_TOKENS)
-            self.say(f"{len(prompt)} tokens, prompt {number}, are computed")
+            self.say(f"a prompt of {len(prompt)} tokens is computed")
 
     def times(
         self, rate: str, prompts: Sequence[Sequence[int]], extra: Sequence[int], *, cold: bool = False

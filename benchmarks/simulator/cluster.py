@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 from benchmarks.simulator.trace import Request
 from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimWorker, Speed
+from kvrail.config import RouterSettings
 from kvrail.services.router.policy import POLICIES, Ask, choose
 from kvrail.services.router.queueing import FairQueue, Ticket
 
-REPORT_S = 0.5
-"""The router's --status-interval-s."""
-PREFILL_WAIT_S = 0.5
-"""The router's --prefill-wait-s."""
+REPORT_S: float = RouterSettings.model_fields["status_interval_s"].default
+PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default
 MAX_RUNNING = 64
 STEP_TOKENS = 2048
 SHARE = 0.1
