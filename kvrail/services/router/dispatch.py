@@ -147,7 +147,9 @@ class Dispatcher:
 
         again: a place came to nothing; the prompt goes before the others of its client.
         """
-        turn.since = self._clock()
+        began = self._clock()
+        if not again:
+            turn.since = began
         loop = asyncio.get_running_loop()
         ticket, turn.granted = turn.ticket, loop.create_future()
         ticket.places = self._pool.places(turn.ask.n)
@@ -169,7 +171,7 @@ class Dispatcher:
                 patience.cancel()
             if place is None:
                 self._withdraw(turn, turn.granted)
-        self._metrics.queue_seconds.observe(self._clock() - turn.since)
+        self._metrics.queue_seconds.observe(self._clock() - began)
         return place
 
     def _withdraw(self, turn: Turn, granted: "asyncio.Future[Place]") -> None:
