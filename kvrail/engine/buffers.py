@@ -1,5 +1,6 @@
 """The integers of a step of fixed size: filled on the host, read on the device at addresses that never change."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 
 from kvrail.engine.attention.meta import BLOCK_FIELDS, Extents, StepMeta
 from kvrail.engine.batch import Feed
-from kvrail.engine.inputs import fill_meta, take_fed
+from kvrail.engine.draw import WORDS, DrawParams, draw_words
+from kvrail.engine.inputs import fill_meta
 from kvrail.engine.packing import PackedStep, idle_blocks, most_blocks, query_blocks
 
 _ALIGN = 16
@@ -19,25 +21,26 @@ class StepSize:
     """What a step of fixed size holds at most.
 
     logit_rows: rows of logits; 0: one for every token. queries: the most queries of a block (see attention.meta); 0: no
-    sequence has more than one new token.
+    sequence has more than one new token. draws: rows of logits from which the step draws by itself.
     """
 
     extents: Extents
     logit_rows: int = 0
     queries: int = 0
+    draws: int = 0
 
     def starts(self) -> list[int]:
         """Where each of `Sections` begins in a buffer, and where it ends."""
-        tokens, rows = self.extents.tokens, self.extents.rows
+        tokens, rows, wide = self.extents.tokens, self.extents.rows, 8 * self.logit_rows
         begins = [0]
-        for count in (8 * tokens, 8 * tokens, 8 * self.logit_rows, 8 * rows, 4 * self.extents.words()):
+        for count in (8 * tokens, 8 * tokens, wide, 8 * rows, 4 * WORDS * self.draws, 4 * self.extents.words()):
             begins.append(begins[-1] + -(-count // _ALIGN) * _ALIGN)
         return begins
 
 
 def decode_size(rows: int, width: int, kv_heads: int, tokens: int = 0) -> StepSize:
     """Of at most `rows` sequences with one new token each and page tables of `width` pages, padded to `tokens`."""
-    return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads))
+    return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads), draws=rows)
 
 
 def mixed_size(tokens: int, sequences: int, width: int, kv_heads: int, logit_rows: int, queries: int) -> StepSize:
@@ -50,14 +53,15 @@ def mixed_size(tokens: int, sequences: int, width: int, kv_heads: int, logit_row
 class Sections:
     """Parts of a buffer.
 
-    token_ids, positions: int64 [tokens]; logit_rows: int64; fed_rows: int64, see batch.Feed; data: int32, see
-    attention.meta.
+    token_ids, positions: int64 [tokens]; logit_rows: int64; fed_rows: int64 [rows], see batch.Feed, or -1: the host
+    knows the token; draws: int32 [draws, WORDS], see draw.draw_words; data: int32, see attention.meta.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
     fed_rows: torch.Tensor
+    draws: torch.Tensor
     data: torch.Tensor
 
 
@@ -68,8 +72,9 @@ def sections(buffer: torch.Tensor, size: StepSize) -> Sections:
     def wide(number: int, count: int) -> torch.Tensor:
         return buffer[begins[number] : begins[number] + 8 * count].view(torch.int64)
 
-    data = buffer[begins[4] : begins[4] + 4 * size.extents.words()].view(torch.int32)
-    return Sections(wide(0, tokens), wide(1, tokens), wide(2, size.logit_rows), wide(3, rows), data)
+    draws = buffer[begins[4] : begins[4] + 4 * WORDS * size.draws].view(torch.int32).view(-1, WORDS)
+    data = buffer[begins[5] : begins[5] + 4 * size.extents.words()].view(torch.int32)
+    return Sections(wide(0, tokens), wide(1, tokens), wide(2, size.logit_rows), wide(3, rows), draws, data)
 
 
 class StepBuffer:
@@ -83,6 +88,9 @@ class StepBuffer:
         self._positions: npt.NDArray[np.int64] = here.positions.numpy()
         self._logit_rows: npt.NDArray[np.int64] = here.logit_rows.numpy()
         self._fed_rows: npt.NDArray[np.int64] = here.fed_rows.numpy()
+        self._fed_rows[:] = -1
+        self._draws: npt.NDArray[np.int32] = here.draws.numpy()
+        self._random = False  # whether some of `_draws` are no greedy ones
         self._meta: StepMeta = size.extents.sections(here.data.numpy())
         self._meta.slots[:] = -1
         if size.queries:
@@ -91,22 +99,41 @@ class StepBuffer:
         self.device = self.host.to(device, copy=True)
         self.there = sections(self.device, size)
 
-    def fill(self, packed: PackedStep, feed: Feed | None = None) -> None:
-        """Write a step that fits. Token ids, positions and rows behind its own keep what they had: nobody looks."""
+    def fill(self, packed: PackedStep, feed: Feed | None = None, draws: Sequence[DrawParams] = ()) -> None:
+        """Write a step that fits. Token ids, positions and rows behind its own keep what they had: nobody looks.
+
+        draws: of its rows of logits, where it is to draw by itself; rows that have none draw greedily.
+        """
         tokens, size = len(packed.token_ids), self.size
         self._token_ids[:tokens] = packed.token_ids
         self._positions[:tokens] = packed.positions
         if size.logit_rows:
             self._logit_rows[: len(packed.logit_rows)] = packed.logit_rows
+        self._fed_rows[:tokens] = -1
         if feed is not None:
             self._fed_rows[: len(feed.rows)] = feed.rows
+        self._fill_draws(draws)
         blocks = np.zeros((0, BLOCK_FIELDS), np.int64)
         if size.queries:
             blocks = query_blocks(packed, size.queries, size.extents.tokens)
         fill_meta(self._meta, packed, blocks)
 
-    def send(self, feed: Feed | None = None) -> None:
-        """Enqueue the copy of what was filled in, and of what the device alone knows."""
+    def send(self) -> None:
+        """Enqueue the copy of what was filled in."""
         self.device.copy_(self.host, non_blocking=True)
-        if feed is not None:
-            take_fed(self.there.token_ids, feed, self.there.fed_rows[: len(feed.rows)])
+
+    def take_fed(self, drawn: torch.Tensor) -> None:
+        """Enqueue the copy of tokens that the device alone knows; drawn: int64, what Feed.rows count in.
+
+        Token 0 stands for what was not drawn, whose request is about to fail.
+        """
+        rows = self.there.fed_rows
+        known = self.there.token_ids[: len(rows)]
+        torch.where(rows < 0, known, drawn[rows.clamp(min=0)].clamp(min=0), out=known)
+
+    def _fill_draws(self, draws: Sequence[DrawParams]) -> None:
+        random = any(each.temperature for each in draws)
+        if random or self._random:
+            self._draws[:] = 0
+            self._draws[: len(draws)] = draw_words(draws) if random else 0
+        self._random = random

@@ -49,13 +49,32 @@ class DrawParams:
     def of(cls, row: SampleRow) -> "DrawParams":
         """Take them from the request's parameters and the row's place."""
         params = row.params
+        if params.greedy:
+            return GREEDY
         return cls(
-            temperature=0.0 if params.greedy else params.temperature,
+            temperature=params.temperature,
             top_k=params.top_k,
             top_p=float(np.float32(params.top_p)),
             min_score=float(np.float32(math.log(params.min_p))) if params.min_p > 0 else -math.inf,
             key=noise_key(params.seed, row.index, row.position),
         )
+
+
+GREEDY = DrawParams(0.0, 0, 1.0, -math.inf, (0, 0))
+WORDS = 6
+"""Of a row's parameters where a kernel reads them: see `draw_words`."""
+
+
+def draw_words(params: Sequence[DrawParams]) -> npt.NDArray[np.int32]:
+    """Parameters as int32 [R, WORDS]: k0, k1, temperature, depth of min_p, top_k, top_p, the floats by their bits."""
+    words = np.empty((len(params), WORDS), dtype=np.int32)
+    floats = words.view(np.float32)
+    words[:, :2] = np.array([param.key for param in params], dtype=np.uint32).view(np.int32)
+    floats[:, 2] = [param.temperature for param in params]
+    floats[:, 3] = [abs(param.min_score) for param in params]
+    words[:, 4] = [param.top_k for param in params]
+    floats[:, 5] = [param.top_p for param in params]
+    return words
 
 
 def draw_on_cpu(logits: Tensor, params: Sequence[DrawParams]) -> list[int]:

@@ -14,6 +14,7 @@ from time import perf_counter
 
 from kvrail.engine.batch import Drawing, Feed, SampledToken
 from kvrail.engine.book import RequestBook
+from kvrail.engine.draw import DrawParams
 from kvrail.engine.events import Delivery, Failed, PageLease
 from kvrail.engine.flight import Draws, Flight, Runner
 from kvrail.engine.ledger import Cursor, HeldPages
@@ -242,11 +243,18 @@ class Engine:
         waits = feed is not None and step.constrained()
         try:
             flight = Flight(step, begin, None if waits else self._masks.begin(step))
-            flight.computed(self._runner.execute(step.slices, self._observer(step), feed))
+            draws = self._draws_of(step) if self._runner.launches_async else ()
+            logits = self._runner.execute(step.slices, self._observer(step), feed, draws)
+            flight.computed(logits, self._runner.drawn if draws else None)
         except Exception as error:  # noqa: BLE001 whatever broke a step, its requests must hear of it
             self._step_failed([step], error)
             return None
         return flight if waits else self._draw(flight)
+
+    def _draws_of(self, step: Step) -> Sequence[DrawParams]:
+        """What the step may draw by itself: a token from each row of logits, or none."""
+        plain = step.logit_rows == list(range(len(step.slices))) and not step.constrained()
+        return self._sampler.params_of(step.rows) if plain else ()
 
     def _draw(self, flight: Flight) -> Flight | None:
         """Enqueue a computed step's draws; None where that failed."""

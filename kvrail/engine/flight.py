@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from kvrail.engine.batch import Drawing, Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.draw import DrawParams
 from kvrail.engine.masks import MaskFinder, Masks
 from kvrail.engine.planning import Step
 from kvrail.engine.scoring import Scores
@@ -33,15 +34,35 @@ class Runner(Protocol):
         slices: Sequence[SequenceSlice],
         on_layer: Callable[[int], None] | None = None,
         feed: Feed | None = None,
+        draws: Sequence[DrawParams] = (),
     ) -> torch.Tensor:
-        """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices."""
+        """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices.
+
+        draws: for each row of logits what to draw from it, if the step can do that by itself.
+        """
+
+    @property
+    def drawn(self) -> torch.Tensor | None:
+        """Token ids that the last step drew by itself, int64 [rows]; valid as long as its logits."""
 
 
 class Draws(Protocol):
     """Draws tokens from logits (kvrail.engine.sampler)."""
 
-    def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow], masks: Masks | None = None) -> Drawing:
-        """One token a row, of those that its mask allows; may return before the device has drawn them."""
+    def params_of(self, rows: Sequence[SampleRow]) -> list[DrawParams]:
+        """What the rows' draws depend on beside their logits; empty where they take more than that."""
+
+    def begin(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SampleRow],
+        masks: Masks | None = None,
+        drawn: torch.Tensor | None = None,
+    ) -> Drawing:
+        """One token a row, of those that its mask allows; may return before the device has drawn them.
+
+        drawn: the tokens, where the step has drawn them.
+        """
 
 
 class Flight:
@@ -53,6 +74,7 @@ class Flight:
         self.drawing: Drawing | None = None
         self._masks = masks
         self._logits: torch.Tensor | None = None
+        self._drawn: torch.Tensor | None = None
         self._scores: Scores | None = None
 
     @property
@@ -60,8 +82,9 @@ class Flight:
         """Whether `draw` is still to be called."""
         return self._logits is not None
 
-    def computed(self, logits: torch.Tensor) -> None:
-        """Take in the logits that the device computes; they are valid until it is given the next step."""
+    def computed(self, logits: torch.Tensor, drawn: torch.Tensor | None = None) -> None:
+        """Take in what the device computes; it is valid until the device is given the next step."""
+        self._drawn = drawn
         if self.step.scoring:
             self._scores = Scores(logits, self.step.scoring)
         rows = self.step.logit_rows
@@ -80,7 +103,7 @@ class Flight:
         masks = None if self._masks is None else self._masks.result()
         if masks is not None:
             self.step.stuck.update(masks.stuck)
-        self.drawing = sampler.begin(self._logits, self.step.rows, masks)
+        self.drawing = sampler.begin(self._logits, self.step.rows, masks, self._drawn)
         self._logits = None
 
     def land(self) -> Sequence[SampledToken]:

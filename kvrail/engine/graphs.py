@@ -4,14 +4,17 @@ A graph replays fixed shapes over fixed addresses, so there is one for each of a
 are copied to where the graph reads them. Attention reads every length from there. Tokens that pad a step to its size
 store nothing and attend to nothing.
 
-There are two kinds. Steps in which each sequence has one new token are one graph each. All others are captured for
-numbers of tokens, for any mix of chunks and decodes, as one graph for each group of layers: between two of them the
-host can be told that the group's pages are under way.
+There are two kinds. Steps in which each sequence has one new token are one graph each, their draws included. All others
+are captured for numbers of tokens, for any mix of chunks and decodes, as one graph for each group of layers: between
+two of them the host can be told that the group's pages are under way.
+
+Beside transfers a launch's price is the interpreter's lock, which each call into torch gives away and wants back. So
+all that can be is captured: a decode step is three calls.
 """
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,6 +26,7 @@ from kvrail.engine.attention.step import PagedStep
 from kvrail.engine.batch import Feed
 from kvrail.engine.buffers import StepBuffer, StepSize, decode_size, mixed_size
 from kvrail.engine.cache import PagedCache
+from kvrail.engine.draw import DrawParams
 from kvrail.engine.inputs import StepInputs
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.packing import PackedStep
@@ -52,7 +56,8 @@ class _Captured:
 class StepGraphs:
     """Captured steps of one model over one page pool. All sizes share one memory pool: only one runs at a time.
 
-    least: tokens to which every step is padded at least.
+    least: tokens to which every step is padded at least. drawn: int64 [rows], what the last step drew by itself, if it
+    did.
     """
 
     def __init__(
@@ -60,8 +65,10 @@ class StepGraphs:
     ) -> None:
         from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
 
+        self.drawn: torch.Tensor | None = None
         self._loaded = loaded
         self._cache = cache
+        self._draws = torch.zeros(max(max_tokens, max_running), dtype=torch.int64, device=loaded.device)
         self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
@@ -99,23 +106,33 @@ class StepGraphs:
         )
 
     def run(
-        self, packed: PackedStep, on_layer: Callable[[int], None] | None = None, feed: Feed | None = None
+        self,
+        packed: PackedStep,
+        on_layer: Callable[[int], None] | None = None,
+        feed: Feed | None = None,
+        draws: Sequence[DrawParams] = (),
     ) -> torch.Tensor | None:
         """Replay `packed`: float32 logits [rows, vocab], valid until the next call; None where no size holds it.
 
-        on_layer, feed: see ModelRunner.execute.
+        on_layer, feed, draws: see ModelRunner.execute. `drawn` is valid until the next call, too.
         """
+        self.drawn = None
         step = self._size_for(packed, on_layer is not None)
-        if step is None:
+        if step is None or (feed is not None and len(feed.tokens) > len(self._draws)):
             return None
-        self._copied.synchronize()  # the host arrays are free again once the last copy has read them
-        step.buffer.fill(packed, feed)
-        step.buffer.send(feed)
+        if not self._copied.query():
+            self._copied.synchronize()  # the host arrays are free again once the last copy has read them
+        step.buffer.fill(packed, feed, draws)
+        step.buffer.send()
         self._copied.record()
+        if feed is not None and feed.tokens.data_ptr() != self._draws.data_ptr():
+            self._draws[: len(feed.tokens)].copy_(feed.tokens)
         for graph, layer in step.graphs:
             graph.replay()
             if on_layer is not None and layer is not None:
                 on_layer(layer)
+        if draws and step.buffer.size.draws:
+            self.drawn = self._draws[: len(draws)]
         return step.logits[: len(packed.logit_rows)]
 
     def _size_for(self, packed: PackedStep, grouped: bool) -> _Captured | None:
@@ -139,17 +156,25 @@ class StepGraphs:
         ends = set(range(group - 1, self._last_layer, group)) | {self._last_layer} if group else set()
         try:
             for _ in range(2):
-                self._loaded.logits(self._inputs(buffer, None))
+                self._compute(buffer, None)
             torch.cuda.synchronize(self._loaded.device)
             with recorder.recording():
-                logits = self._loaded.logits(
-                    self._inputs(buffer, lambda layer: recorder.cut(layer) if layer in ends else None)
-                )
+                logits = self._compute(buffer, lambda layer: recorder.cut(layer) if layer in ends else None)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise ConfigError(f"steps cannot be captured ({error}); set cuda_graphs to false") from error
         return _Captured(buffer, recorder.graphs, logits)
+
+    def _compute(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        """What is captured of a step: tokens that the step before drew, the model, draws."""
+        from kvrail.engine.sampling_kernels import launch_draw  # needs triton
+
+        buffer.take_fed(self._draws)
+        logits = self._loaded.logits(self._inputs(buffer, on_layer))
+        if draws := buffer.size.draws:
+            launch_draw(logits[:draws], buffer.there.draws, self._draws[:draws])
+        return logits
 
     def _inputs(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> StepInputs:
         cache, there, size = self._cache, buffer.there, buffer.size

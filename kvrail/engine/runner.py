@@ -8,6 +8,7 @@ import torch
 
 from kvrail.engine.batch import Feed, SequenceSlice
 from kvrail.engine.cache import PagedCache
+from kvrail.engine.draw import DrawParams
 from kvrail.engine.fusion import compile_layers
 from kvrail.engine.graphs import StepGraphs, batch_sizes
 from kvrail.engine.inputs import step_inputs
@@ -67,6 +68,11 @@ class ModelRunner:
         """Whether `execute` returns before the device has finished."""
         return self.loaded.device.type == "cuda"
 
+    @property
+    def drawn(self) -> torch.Tensor | None:
+        """Token ids, int64 [rows] on the device, that the last step drew by itself, if it did; valid until the next."""
+        return None if self._graphs is None else self._graphs.drawn
+
     def bind_thread(self) -> None:
         """Give the calling thread what computes: the model's GPU, where kernels and captures go, or the CPU's cores."""
         if self.launches_async:
@@ -106,12 +112,14 @@ class ModelRunner:
         slices: Sequence[SequenceSlice],
         on_layer: Callable[[int], None] | None = None,
         feed: Feed | None = None,
+        draws: Sequence[DrawParams] = (),
     ) -> torch.Tensor:
         """Compute the slices' new tokens and keep their KV in the pages.
 
         Returns float32 logits [rows, vocab] on the device, `num_logits` rows a slice, in order; on CUDA they are valid
         until the next call. on_layer(i) is called on the host once the work of all layers up to i has been enqueued, in
         order, for the last layer and for some or all of those before. feed: stands for the tokens of the first slices.
+        draws: for each row of logits what to draw from it, if the step can do that by itself: see `drawn`.
         """
         packed = pack(slices, self.loaded.layout.page_size)
         tokens, sequences = len(packed.token_ids), len(packed.plan)
@@ -124,7 +132,7 @@ class ModelRunner:
             if piece.copied_page is not None:
                 self.cache.copy_page(piece.copied_page, piece.page_table[piece.start // self.loaded.layout.page_size])
         if self._graphs is not None:
-            logits = self._graphs.run(packed, on_layer, feed)
+            logits = self._graphs.run(packed, on_layer, feed, draws)
             if logits is not None:
                 return logits
         inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer, feed, self._least)

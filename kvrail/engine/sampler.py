@@ -64,11 +64,23 @@ class Sampler:
         """
         return self.begin(logits, rows).wait()
 
-    def begin(self, logits: Tensor, rows: Sequence[SampleRow], masks: Masks | None = None) -> "Draws":
+    def params_of(self, rows: Sequence[SampleRow]) -> list[DrawParams]:
+        """What the rows' draws depend on beside their logits.
+
+        Empty where some row's logits are edited or its log probabilities asked.
+        """
+        return [DrawParams.of(row) for row in rows] if _are_plain(rows) else []
+
+    def begin(
+        self, logits: Tensor, rows: Sequence[SampleRow], masks: Masks | None = None, drawn: Tensor | None = None
+    ) -> "Draws":
         """The same, without waiting for the tokens unless some row's logits are edited or its log probabilities asked.
 
-        masks: which tokens may be drawn; None: all. On a CPU everything is done here.
+        masks: which tokens may be drawn; None: all. drawn: int64 [R] on the device, the tokens, where the step itself
+        has drawn them as `params_of` says. On a CPU everything is done here.
         """
+        if drawn is not None:
+            return Draws(drawn)
         if logits.shape != (len(rows), self._vocab_size) or logits.dtype != torch.float32:
             raise ValueError(
                 f"logits are {logits.dtype} {tuple(logits.shape)}; expected float32 {(len(rows), self._vocab_size)}"
@@ -76,7 +88,7 @@ class Sampler:
         if not rows:
             return Draws(None, [])
         raw, logits = logits, logits if masks is None else self._mask(logits, masks)
-        plain = not any(row.params.logprobs is not None or is_edited(row) for row in rows)
+        plain = _are_plain(rows)
         if plain and all(row.params.greedy for row in rows):
             peaks, token_ids = logits.max(dim=-1)
             return Draws(token_ids.masked_fill_(~peaks.isfinite(), NOT_DRAWN))
@@ -98,6 +110,11 @@ class Draws:
             assert self._readback is not None
             self._known = [SampledToken(token_id) for token_id in self._readback.wait()]
         return self._known
+
+
+def _are_plain(rows: Sequence[SampleRow]) -> bool:
+    """Whether the draws depend on logits and parameters alone, and give no more than tokens."""
+    return not any(row.params.logprobs is not None or is_edited(row) for row in rows)
 
 
 def _kernels_for(device: torch.device) -> tuple[Draw, Mask]:

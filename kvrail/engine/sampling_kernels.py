@@ -5,19 +5,18 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvrail.engine.batch import NOT_DRAWN
-from kvrail.engine.draw import MASS_SCALE, DrawParams
+from kvrail.engine.draw import MASS_SCALE, WORDS, DrawParams, draw_words
 from kvrail.engine.inputs import upload
 from kvrail.engine.noise import LARGEST_V, MULTIPLIER_1, MULTIPLIER_2, MULTIPLIER_3
 from kvrail.engine.readback import to_list
 
-PARAMS = tl.constexpr(6)  # int32 words a row: k0, k1, temperature, depth of min_p, top_k, top_p (floats by their bits)
+PARAMS = tl.constexpr(WORDS)  # a row: see draw.draw_words
 INFINITE_DEPTH = tl.constexpr(0x7F800000)  # bits of +inf
 MASS = tl.constexpr(MASS_SCALE)
 V_LIMIT = tl.constexpr(LARGEST_V)
@@ -138,16 +137,18 @@ def draw_on_cuda(logits: Tensor, params: Sequence[DrawParams], block: int = 1638
 
 def begin_draw(logits: Tensor, params: Sequence[DrawParams], block: int = 16384) -> Tensor:
     """The same, enqueued: int64 [R] on the device."""
-    words = np.empty((len(params), PARAMS.value), dtype=np.int32)
-    floats = words.view(np.float32)
-    words[:, :2] = np.array([param.key for param in params], dtype=np.uint32).view(np.int32)
-    floats[:, 2] = [param.temperature for param in params]
-    floats[:, 3] = [abs(param.min_score) for param in params]
-    words[:, 4] = [param.top_k for param in params]
-    floats[:, 5] = [param.top_p for param in params]
+    words = draw_words(params)
     out = torch.empty(len(params), dtype=torch.int64, device=logits.device)
     (uploaded,) = upload([words], logits.device) if logits.is_cuda else (torch.from_numpy(words),)
-    _draw_kernel[(len(params),)](
-        logits, uploaded, out, logits.stride(0), logits.shape[1], BLOCK=block, num_warps=max(1, block // 1024)
-    )
+    launch_draw(logits, uploaded, out, block)
     return out
+
+
+def launch_draw(logits: Tensor, words: Tensor, out: Tensor, block: int = 16384) -> None:
+    """Enqueue the draw of one token id from each row of `logits`, float32 [R, V], into `out`, int64 [R].
+
+    words: int32 [R, WORDS] on the same device, of draw.draw_words.
+    """
+    _draw_kernel[(len(out),)](
+        logits, words, out, logits.stride(0), logits.shape[1], BLOCK=block, num_warps=max(1, block // 1024)
+    )

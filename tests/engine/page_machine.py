@@ -6,12 +6,13 @@ preemption or transfer changes the output. `expected` is the same machine withou
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from kvrail.engine.batch import Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.draw import GREEDY, DrawParams
 
 VOCAB = 101
 
@@ -28,11 +29,13 @@ def expected(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
 
 
 class PageMachine:
-    """ahead: steps are enqueued before the draws of the one before are known, as on a GPU."""
+    """ahead: steps are enqueued before the draws of the one before are known, and draw by themselves, as on a GPU."""
 
     def __init__(self, num_pages: int, page_size: int, *, ahead: bool = False) -> None:
         self.launches_async = ahead
-        self.fed = 0
+        self.fed = self.drew = 0
+        self.drawn: torch.Tensor | None = None
+        self._draws = torch.zeros(4096, dtype=torch.int64)  # all steps draw into the same memory
         self.cells = np.full((num_pages, page_size), -1, dtype=np.int64)
         self.page_size = page_size
         self.steps: list[list[int]] = []
@@ -53,6 +56,7 @@ class PageMachine:
         slices: Sequence[SequenceSlice],
         on_layer: Callable[[int], None] | None = None,
         feed: Feed | None = None,
+        draws: Sequence[DrawParams] = (),
     ) -> torch.Tensor:
         self.steps.append([len(piece.token_ids) for piece in slices])
         if feed is not None:
@@ -75,7 +79,13 @@ class PageMachine:
         if on_layer is not None:
             on_layer(0)
         self.meanwhile()
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+        logits = torch.stack(rows) if rows else torch.empty(0, VOCAB)
+        self.drawn = None
+        if draws and all(len(piece.token_ids) == 1 for piece in slices):
+            assert all(draw == GREEDY for draw in draws)
+            self.drew += len(draws)
+            self.drawn = self._draws[: len(draws)].copy_(logits.argmax(1))
+        return logits
 
 
 @dataclass
@@ -83,12 +93,16 @@ class Drawn:
     """Draws that are known at once and asked for once."""
 
     tokens: torch.Tensor
+    known: list[int] = field(init=False)
     asked: bool = False
+
+    def __post_init__(self) -> None:
+        self.known = self.tokens.tolist()
 
     def wait(self) -> list[SampledToken]:
         assert not self.asked
         self.asked = True
-        return [SampledToken(token) for token in self.tokens.tolist()]
+        return [SampledToken(token) for token in self.known]
 
 
 class FirstIndexShift:
@@ -97,7 +111,22 @@ class FirstIndexShift:
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         return self.begin(logits, rows).wait()
 
-    def begin(self, logits: torch.Tensor, rows: Sequence[SampleRow], masks: None = None) -> Drawn:
+    def params_of(self, rows: Sequence[SampleRow]) -> list[DrawParams]:
+        return [] if any(self._shifts(rows)) else [GREEDY] * len(rows)
+
+    def begin(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SampleRow],
+        masks: None = None,
+        drawn: torch.Tensor | None = None,
+    ) -> Drawn:
         assert logits.shape == (len(rows), VOCAB)
-        first = [ask.index if ask.position == len(ask.prompt_ids) else 0 for ask in rows]
+        if drawn is not None:
+            return Drawn(drawn)
+        first = self._shifts(rows)
         return Drawn((logits.argmax(1) + torch.tensor(first)) % VOCAB)
+
+    @staticmethod
+    def _shifts(rows: Sequence[SampleRow]) -> list[int]:
+        return [ask.index if ask.position == len(ask.prompt_ids) else 0 for ask in rows]

@@ -17,7 +17,7 @@ def test_decode_steps_are_enqueued_before_tokens_are_known():
     bench.submit("r", [1, 2, 3], max_tokens=20)
     bench.run()
     assert bench.tokens("r") == expected([1, 2, 3], 20)
-    assert bench.machine.fed == 19  # all but the first, which the prompt gives
+    assert bench.machine.fed == bench.machine.drew == 19  # all but the first, which the prompt gives
     assert bench.machine.steps == [[3]] + [[1]] * 19  # what ends by its length has no step too many
     assert bench.events["r"][-1] == Finished(20)
 
@@ -178,10 +178,10 @@ def test_steps_that_fail_only_where_they_are_enqueued_ahead_end_the_engine(monke
     bench = Bench(ahead=True, **LIMITS)
     execute = bench.machine.execute
 
-    def failing(slices, on_layer=None, feed=None):
+    def failing(slices, on_layer=None, feed=None, draws=()):
         if feed is not None:
             raise RuntimeError("the device is broken")
-        return execute(slices, on_layer, feed)
+        return execute(slices, on_layer, feed, draws)
 
     monkeypatch.setattr(bench.machine, "execute", failing)
     for number in range(MAX_FAILURES):

@@ -293,13 +293,13 @@ def test_a_row_that_cannot_be_drawn_fails_its_request_and_no_other(ahead):
     bench.step(4)
     begin, shot = bench.engine._sampler.begin, []
 
-    def undrawn(logits, rows, masks=None):
-        drawn = begin(logits, rows)
+    def undrawn(logits, rows, masks=None, drawn=None):
+        drawing = begin(logits, rows, masks, drawn)
         for i, asked in enumerate(rows):
             if list(asked.prompt_ids) == [4, 5] and asked.position == 10:
-                drawn.tokens[i] = NOT_DRAWN
+                drawing.tokens[i] = drawing.known[i] = NOT_DRAWN
                 shot.append(asked)
-        return drawn
+        return drawing
 
     bench.engine._sampler.begin = undrawn
     bench.run()

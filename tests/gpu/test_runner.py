@@ -178,6 +178,35 @@ def test_tokens_that_the_host_does_not_know(graphs: bool) -> None:
         assert torch.equal(runner.execute(unknown, None, Feed(drawn, order)), wanted)
 
 
+def test_a_captured_decode_step_draws_what_the_sampler_does() -> None:
+    """Greedy rows and random ones; then a step is fed by such draws, and one by draws that the sampler made."""
+    runner = graph_runner("llama", compile=False)
+    sampler = Sampler(runner.loaded.vocab_size, torch.device("cuda"))
+    kinds = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 2.0, "top_k": 5, "top_p": 0.8}]
+    asked = [SamplingParams(max_tokens=9, seed=i, **kinds[i % 3]) for i in range(5)]
+    tables = [list(range(6 * i, 6 * i + 6)) for i in range(5)]
+    ids = [tokens(20 + 5 * i, i) for i in range(5)]
+    runner.execute([SequenceSlice(seq[:-1], 0, table, 0) for seq, table in zip(ids, tables, strict=True)])
+    assert runner.drawn is None
+    for random in (True, False, True):
+        rows = [SampleRow(asked[i if random else 0], 0, len(ids[i]), ids[i], []) for i in range(5)]
+        step = [SequenceSlice(ids[i][-1:], len(ids[i]) - 1, tables[i], 1) for i in range(5)]
+        logits = runner.execute(step, None, None, sampler.params_of(rows))
+        assert runner.drawn is not None
+        drawn, wanted = runner.drawn.tolist(), [each.token_id for each in sampler.sample(logits, rows)]
+        assert drawn == wanted
+        order = [3, 1, 4]
+        known = [SequenceSlice([wanted[i]], len(ids[i]), tables[i], 1) for i in order]
+        unknown = [SequenceSlice([0], len(ids[i]), tables[i], 1) for i in order]
+        expected = runner.execute(known).clone()
+        assert runner.drawn is None
+        for own in (True, False):
+            runner.execute(step, None, None, sampler.params_of(rows))
+            assert torch.equal(
+                runner.execute(unknown, None, Feed(runner.drawn.clone() if not own else runner.drawn, order)), expected
+            )
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_many_logits_over_a_prefix_match_captured_steps(name: str) -> None:
     runner = graph_runner(name, compile=False)
