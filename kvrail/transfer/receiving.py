@@ -68,7 +68,7 @@ class PageReceiver:
         self._changed = asyncio.Event()
 
     async def run(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
-        """Receive all frames, in order, until `announced` says that there are no more. The pages are written then.
+        """Receive frames, in order, until all pages are written; what `announced` says after that is left to be read.
 
         Raises FrameError where a frame is wrong or missing, what `announced` and `inlet` raise, and
         WorkerUnavailableError after too long a silence. However it ends, nothing writes pages any more.
@@ -77,7 +77,7 @@ class PageReceiver:
         reading.add_done_callback(lambda _: self._changed.set())
         try:
             with KeptStages(self._observer, self._codec.reads_earlier_payloads) as kept:
-                while (region := await self._next(reading)) is not None:
+                while not self._guard.complete() and (region := await self._next(reading)) is not None:
                     await self._take(self._arrivals.popleft().header, region, kept)
                     self._room.release()
         finally:

@@ -11,6 +11,8 @@ from kvrail.breaker import FAILURES
 from kvrail.codec.base import Block, PagedBlock
 from kvrail.codec.raw.codec import RawCodec
 from kvrail.errors import InvalidRequestError, KvrailError, OverloadedError, WorkerUnavailableError
+from kvrail.rpc.prefill_replies import PrefillReplies
+from kvrail.services.decode import fetching
 from kvrail.services.prefill import story
 from kvrail.wire.v1 import prefill_pb2
 from tests.cluster.cluster import TRANSPORTS, cluster
@@ -101,6 +103,29 @@ async def test_a_worker_lost_mid_transfer(llama, monkeypatch, transport, after):
         assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
         assert value(c.decode, "alternate") == 1
         await c.settled()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ending", ["is silent", "fails"])
+async def test_once_the_pages_are_complete_the_calls_end_matters_to_nobody(llama, monkeypatch, transport, ending):
+    """The engine decodes on the KV though the prefill worker never says that this was all."""
+    reached = asyncio.Event()
+
+    async def commit(replies, spans=()):
+        reached.set()
+        if ending == "fails":
+            raise WorkerUnavailableError("the worker died")
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(PrefillReplies, "commit", commit)
+    monkeypatch.setattr(fetching, "HEARD_S", 0.1)
+    async with cluster(llama, transport) as c:
+        answer = await c.ask(prompt_of(300))
+        assert reached.is_set() and answer.summary.prefill_worker
+        assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
+        await c.settled()
+        assert c.decode.transfers.transfers["received", "committed"].value == 1
+        assert value(c.decode, "local") == value(c.decode, "alternate") == 0
 
 
 def note_pages(monkeypatch, worker):

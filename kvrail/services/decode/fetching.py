@@ -1,5 +1,6 @@
 """Where a prompt's KV comes from: the first prefill worker that can send it, else this worker's own engine."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,9 @@ logger = logging.getLogger("kvrail.decode")
 DECODER_THREADS = 4
 AVOIDED_S = 300.0
 """So long a transport by which nothing came from a worker is not offered to it, where there is another."""
+
+HEARD_S = 1.0
+"""So long a request that has come to its end waits for that of its prefill call, which comes within a step or never."""
 
 
 class PrefillWorkers(Protocol):
@@ -135,15 +139,15 @@ class Fetcher:
         asked, metrics = progress.request, self._worker.transfers
         outcome = "aborted"
         try:
-            committed = await self._fetch(workers, codec_name, admitted, progress, time_remaining)
-            outcome = "committed" if committed else "failed"
+            if await self._fetch(workers, codec_name, admitted, progress, time_remaining):
+                return
+            outcome = "failed"
         except Exception:
-            outcome, committed = "failed", False
+            outcome = "failed"
             logger.exception("fetching KV failed")
         finally:
-            metrics.transfers["received", outcome].inc()
-        if committed:
-            self._worker.engine.receive_kv(asked.request_id)
+            metrics.transfers["received", "committed" if progress.committed else outcome].inc()
+        if progress.committed:
             return
         try:
             self._local.take(asked.request_id, len(asked.prompt_ids) - admitted.cached_tokens)
@@ -155,6 +159,18 @@ class Fetcher:
         logger.warning("no prefill worker could be used; the prompt is computed here")
         progress.falls_back = True
         self._worker.engine.compute_here(asked.request_id)
+
+    async def leave(self, fetching: asyncio.Task[None], progress: Progress) -> None:
+        """End the fetching of a request that has come to its end; a call whose pages all came may end by itself."""
+        if progress.committed:
+            await self.heard(fetching)
+        fetching.cancel()
+        await asyncio.wait([fetching])
+        self.computed(progress)
+
+    async def heard(self, fetching: asyncio.Task[None]) -> None:
+        """Wait for the end of a call whose pages all came, but not for a worker that is lost."""
+        await asyncio.wait([fetching], timeout=HEARD_S)
 
     def computed(self, progress: Progress) -> None:
         """A prompt that fell back is computed, or nobody waits for it any more."""
@@ -169,7 +185,7 @@ class Fetcher:
         progress: Progress,
         time_remaining: Callable[[], float | None],
     ) -> bool:
-        """Whether a worker has filled the pages; then nothing writes them any more."""
+        """Whether a worker has filled the pages, or nobody asks for them any more; then nothing writes them."""
         asked, engine, metrics = progress.request, self._worker.engine, self._worker.transfers
         codec = self._choose(codec_name, workers, asked, admitted, progress)
         await self._codecs.ready(codec.name)
@@ -191,18 +207,9 @@ class Fetcher:
                 self._silence_s,
             )
             for number, worker in enumerate(workers):
-                address = worker.address
                 if number:
                     metrics.fallbacks["alternate"].inc()
-                if await self._fetch_from(worker, fetch, time_remaining):
-                    progress.prefill_worker = address
-                    progress.received = fetch.received
-                    progress.promise.received(address, fetch.received.numerics)
-                    if (exposed := progress.exposed_s()) is not None:
-                        metrics.exposed_seconds.observe(exposed)
-                    self._chooser.observe_link(address, codec.name, fetch.watch.sample())
-                    if not codec.exact:
-                        metrics.lossy_requests.inc()
+                if await self._fetch_from(worker, fetch, progress, time_remaining):
                     return True
                 if fetch.drafting:  # the next transfer writes the same pages
                     engine.drop_drafts(asked.request_id)
@@ -210,7 +217,9 @@ class Fetcher:
         finally:
             engine.release_lease(lease)
 
-    async def _fetch_from(self, worker: Asked, fetch: Fetch, time_remaining: Callable[[], float | None]) -> bool:
+    async def _fetch_from(
+        self, worker: Asked, fetch: Fetch, progress: Progress, time_remaining: Callable[[], float | None]
+    ) -> bool:
         """Whether one worker has filled the pages."""
         address, breaker = worker.address, self._breakers.of(worker)
         if not breaker.allows:
@@ -221,10 +230,17 @@ class Fetcher:
         now = monotonic()
         avoided = [name for (peer, name), until in self._avoided.items() if peer == address and until > now]
         began = breaker.begin()
-        try:
-            await fetch.fetch(client, time_remaining(), link, avoided)
+
+        def committed() -> None:
             breaker.succeeded(began)
+            self._commit(address, fetch, progress)
+
+        try:
+            await fetch.fetch(client, time_remaining(), link, committed, avoided)
         except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
+            if progress.committed:
+                logger.warning("the way from prefill worker %s could not be closed: %s", address, error)
+                return True
             logger.warning("prefill worker %s failed: %s", address, error)
             if not isinstance(error, OverloadedError | DeadlineError):
                 breaker.failed(began)
@@ -236,6 +252,18 @@ class Fetcher:
         finally:
             breaker.left(began)
         return True
+
+    def _commit(self, address: str, fetch: Fetch, progress: Progress) -> None:
+        """A worker has filled the pages: the engine goes on with them at once."""
+        metrics, received = self._worker.transfers, fetch.received
+        self._worker.engine.receive_kv(progress.request.request_id)
+        progress.committed, progress.prefill_worker, progress.received = True, address, received
+        progress.promise.received(address, received.numerics)
+        if (exposed := progress.exposed_s()) is not None:
+            metrics.exposed_seconds.observe(exposed)
+        self._chooser.observe_link(address, received.codec, fetch.watch.sample())
+        if received.lossy:
+            metrics.lossy_requests.inc()
 
     def _choose(
         self, name: str, workers: Sequence[Asked], asked: EngineRequest, admitted: Admitted, progress: Progress

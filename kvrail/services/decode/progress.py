@@ -48,6 +48,7 @@ class Progress:
     cached_tokens: int = 0
     prefill_worker: str = ""
     codec_reason: str = ""
+    committed: bool = False  # a prefill worker's KV is in the pages
     falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
     drafts: DraftLog = field(init=False)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from kvrail.engine.events import Admitted, Output
+from kvrail.engine.events import Admitted, Finished, Output
 from kvrail.engine.requests import EngineRequest, Resumed
 from kvrail.errors import WorkerUnavailableError
 from kvrail.lifecycle import Timeline
@@ -87,6 +87,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         fetching: asyncio.Task[None] | None = None
         try:
             async for event in events:
+                if isinstance(event, Finished) and fetching is not None and progress.spans is not None:
+                    await self._fetcher.heard(fetching)  # its end brings the prefill worker's spans
                 reply = progress.take(event)
                 if progress.falls_back and isinstance(event, Output):
                     self._fetcher.computed(progress)
@@ -100,9 +102,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         finally:
             events.close()
             if fetching is not None:
-                fetching.cancel()
-                await asyncio.wait([fetching])
-                self._fetcher.computed(progress)
+                await self._fetcher.leave(fetching, progress)
 
     def _check(self, request: decode_pb2.GenerateRequest) -> str:
         """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""

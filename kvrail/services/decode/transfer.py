@@ -1,8 +1,9 @@
 """One attempt to fetch a prompt's first tokens and KV from one prefill worker into pages that are reserved here."""
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Executor
 from time import perf_counter
 
@@ -36,6 +37,8 @@ from kvrail.wire.convert import (
 )
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker import Worker
+
+logger = logging.getLogger("kvrail.decode")
 
 
 class Fetch:
@@ -72,10 +75,16 @@ class Fetch:
         self.watch = LinkWatch()
 
     async def fetch(
-        self, client: PrefillClient, timeout_s: float | None, link_bytes_per_s: int, avoided: Collection[str] = ()
+        self,
+        client: PrefillClient,
+        timeout_s: float | None,
+        link_bytes_per_s: int,
+        committed: Callable[[], None],
+        avoided: Collection[str] = (),
     ) -> None:
         """Receive everything, or raise; then nothing of the attempt is written any more.
 
+        committed: called once the pages hold everything; the call's end is heard after that, and changes nothing.
         link_bytes_per_s: of the link from there, 0 where it is not known. avoided: transports that are not offered, if
         there are others. Whatever is raised, another worker may succeed.
         """
@@ -91,18 +100,24 @@ class Fetch:
                 first = asyncio.create_task(self._take_first_tokens(call))
                 await self._receive(call, inlet)
                 await first
-                self._adopt_spans(call)
+                self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
+                self._timeline.mark(Stage.KV_COMPLETE)
+                self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
+                committed()
+                await self._hear_out(call)
             finally:
                 if first is not None:
                     first.cancel()
                     await asyncio.wait([first])
                 await self._close(inlet, call, client.host, key)
-        self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
-        self._timeline.mark(Stage.KV_COMPLETE)
-        self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
 
-    def _adopt_spans(self, call: PrefillCall) -> None:
-        """Put the prefill worker's spans beside those made here."""
+    async def _hear_out(self, call: PrefillCall) -> None:
+        """Follow the call to its end, and put the prefill worker's spans beside those made here."""
+        try:
+            while await unless_silent(call.announced(), self._silence_s) is not None:
+                pass
+        except KvrailError as error:
+            logger.info("a prefill worker's call failed after its pages had come: %s", error)
         zero = self._timeline.get(Stage.PREFILL_QUEUED)
         if self._spans is not None and zero is not None:
             self._spans.adopt(spans_from_proto(call.spans), zero)
