@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.shapes import SHAPES, write_shape
 from kvrail.engine.batch import SampleRow, SequenceSlice
+from kvrail.engine.chunks import Limits
 from kvrail.engine.engine import Engine
 from kvrail.engine.events import Delivery, Failed, Finished
 from kvrail.engine.loader import LoadedModel, load_model
@@ -33,7 +34,7 @@ from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import EngineRequest, ModelLimits
 from kvrail.engine.runner import ModelRunner
 from kvrail.engine.sampler import Sampler
-from kvrail.engine.scheduler import Limits, Scheduler
+from kvrail.engine.scheduler import Scheduler
 from kvrail.errors import KvrailError
 from kvrail.metrics import EngineMetrics
 from kvrail.sampling import SamplingParams

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from kvrail.engine.attention.registry import NAME
 from kvrail.engine.batch import SampleRow, SequenceSlice
+from kvrail.engine.chunks import Limits
 from kvrail.engine.engine import Engine
 from kvrail.engine.events import Delivery, Output
 from kvrail.engine.loader import LoadedModel
@@ -20,7 +21,7 @@ from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import EngineRequest, ModelLimits
 from kvrail.engine.runner import ModelRunner
 from kvrail.engine.sampler import Sampler
-from kvrail.engine.scheduler import Limits, Scheduler
+from kvrail.engine.scheduler import Scheduler
 from kvrail.metrics import EngineMetrics
 from kvrail.sampling import SamplingParams
 

@@ -14,6 +14,7 @@ from kvrail.calls import ActiveCalls
 from kvrail.config import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.cache import PagedCache, pages_that_fit
+from kvrail.engine.chunks import Limits
 from kvrail.engine.engine import Engine, LayerObserver
 from kvrail.engine.invariance import Finding
 from kvrail.engine.ledger import Cursor
@@ -22,7 +23,7 @@ from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import ModelLimits
 from kvrail.engine.runner import ModelRunner
 from kvrail.engine.sampler import Sampler
-from kvrail.engine.scheduler import Limits, Scheduler
+from kvrail.engine.scheduler import Scheduler
 from kvrail.engine.streams import SideStream
 from kvrail.engine.toolchain import check_toolchain
 from kvrail.engine.watch import broken

@@ -65,6 +65,17 @@ class Feed:
     rows: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What a step gives beside its logits, as long as they are valid; None: not this step.
+
+    drawn: token ids that it draws by itself, int64 [rows] on the device. near_end: the event that little of it is left.
+    """
+
+    drawn: Any = None
+    near_end: Any = None
+
+
 class Drawing(Protocol):
     """Draws under way. tokens: the drawn ids on the device, int64 [rows], or None where only the host has them."""
 

@@ -1,8 +1,34 @@
-"""How a step's chunks of prompts share what the step has left."""
+"""How many tokens of prompts go into a step, and how their chunks share what it has left."""
 
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 from kvrail.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step and of the queue.
+
+    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens. prompt_rows:
+    tokens of a step from whose logits log probabilities of prompts are made.
+    """
+
+    max_batch_tokens: int
+    max_running: int
+    max_waiting: int
+    mixed_batch_tokens: int = 0
+    prompt_rows: int = 256
+
+    def chunk_tokens(self, others: int, *, beside: bool) -> int:
+        """Tokens of prompts in a step that computes so many others. However many these are, prompts get on.
+
+        beside: whether anyone waits for the end of this step, or will before it has come.
+        """
+        room = self.max_batch_tokens - others
+        if not beside or not self.mixed_batch_tokens:
+            return room
+        return min(room, max(self.mixed_batch_tokens - others, -(-self.mixed_batch_tokens // 4)))
 
 
 def share(prompts: List[tuple[Sequence, int]], tokens: int, rows: int, page_size: int) -> list[int]:

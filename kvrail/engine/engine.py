@@ -14,9 +14,9 @@ from time import perf_counter
 
 from kvrail.engine.batch import Drawing, Feed, SampledToken
 from kvrail.engine.book import RequestBook
-from kvrail.engine.draw import DrawParams
 from kvrail.engine.events import Delivery, Failed, PageLease
 from kvrail.engine.flight import Draws, Flight, Runner
+from kvrail.engine.late import LateLaunch
 from kvrail.engine.ledger import Cursor, HeldPages
 from kvrail.engine.masks import MaskFinder
 from kvrail.engine.pace import StepPace
@@ -88,6 +88,7 @@ class Engine:
         self._stepping_since: float | None = None
         self._preemptions = 0
         self.pace = StepPace()
+        self._late = LateLaunch()
         self.steps = 0  # that have come to their end
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -215,6 +216,10 @@ class Engine:
         elif flight.undrawn:
             flight = self._draw(flight)
         if flight is not None:
+            with self._changed:
+                due = self._scheduler.awaits_next_step
+            if due:
+                self._late.wait(flight.near_end, self._emit_drawn)
             self._flight = self._launch_ahead(flight)
         if self._runner.launches_async or flight is None:
             self._emit_drawn()
@@ -243,18 +248,12 @@ class Engine:
         waits = feed is not None and step.constrained()
         try:
             flight = Flight(step, begin, None if waits else self._masks.begin(step))
-            draws = self._draws_of(step) if self._runner.launches_async else ()
-            logits = self._runner.execute(step.slices, self._observer(step), feed, draws)
-            flight.computed(logits, self._runner.drawn if draws else None)
+            draws = self._sampler.params_of(step.drawn_in_order()) if self._runner.launches_async else ()
+            flight.computed(self._runner.execute(step.slices, self._observer(step), feed, draws), self._runner.extras)
         except Exception as error:  # noqa: BLE001 whatever broke a step, its requests must hear of it
             self._step_failed([step], error)
             return None
         return flight if waits else self._draw(flight)
-
-    def _draws_of(self, step: Step) -> Sequence[DrawParams]:
-        """What the step may draw by itself: a token from each row of logits, or none."""
-        plain = step.logit_rows == list(range(len(step.slices))) and not step.constrained()
-        return self._sampler.params_of(step.rows) if plain else ()
 
     def _draw(self, flight: Flight) -> Flight | None:
         """Enqueue a computed step's draws; None where that failed."""
@@ -267,7 +266,7 @@ class Engine:
 
     def _launch_ahead(self, flight: Flight) -> Flight | None:
         """Enqueue the step behind `flight`; None where it depends on what that draws."""
-        drawing = flight.drawing
+        begin, drawing = perf_counter(), flight.drawing
         if not self._runner.launches_async or (drawing is not None and drawing.tokens is None):
             return None
         with self._changed:
@@ -278,7 +277,9 @@ class Engine:
             if planned is not None:
                 self._outbox.append(planned[1])
         self._deliver()
-        return None if planned is None else self._launch(planned[0], drawing)
+        behind = None if planned is None else self._launch(planned[0], drawing)
+        self._late.launched(perf_counter() - begin)
+        return behind
 
     def _land(self, flight: Flight) -> None:
         """Wait for a step's draws and book them."""
@@ -361,6 +362,8 @@ class Engine:
         prompt = [w.count for w, s in zip(step.work, step.slices, strict=True) if s.start < len(w.sequence.prompt_ids)]
         self._metrics.prompt_tokens.inc(sum(prompt))
         self.pace.note(sum(prompt), len(step.work) - len(prompt), seconds)
+        if not prompt:
+            self._late.landed(seconds)
         self._metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions)
         self._preemptions = self._scheduler.preemptions
 

@@ -7,11 +7,11 @@ that one has landed, while the device computes this one
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from kvrail.engine.batch import Drawing, Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.batch import Drawing, Extras, Feed, SampledToken, SampleRow, SequenceSlice
 from kvrail.engine.draw import DrawParams
 from kvrail.engine.masks import MaskFinder, Masks
 from kvrail.engine.planning import Step
@@ -42,8 +42,8 @@ class Runner(Protocol):
         """
 
     @property
-    def drawn(self) -> torch.Tensor | None:
-        """Token ids that the last step drew by itself, int64 [rows]; valid as long as its logits."""
+    def extras(self) -> Extras:
+        """What the last step gives beside its logits."""
 
 
 class Draws(Protocol):
@@ -74,7 +74,7 @@ class Flight:
         self.drawing: Drawing | None = None
         self._masks = masks
         self._logits: torch.Tensor | None = None
-        self._drawn: torch.Tensor | None = None
+        self._extras = Extras()
         self._scores: Scores | None = None
 
     @property
@@ -82,9 +82,14 @@ class Flight:
         """Whether `draw` is still to be called."""
         return self._logits is not None
 
-    def computed(self, logits: torch.Tensor, drawn: torch.Tensor | None = None) -> None:
+    @property
+    def near_end(self) -> Any:
+        """The event that little of the step is left, or None."""
+        return self._extras.near_end
+
+    def computed(self, logits: torch.Tensor, extras: Extras) -> None:
         """Take in what the device computes; it is valid until the device is given the next step."""
-        self._drawn = drawn
+        self._extras = extras
         if self.step.scoring:
             self._scores = Scores(logits, self.step.scoring)
         rows = self.step.logit_rows
@@ -103,7 +108,7 @@ class Flight:
         masks = None if self._masks is None else self._masks.result()
         if masks is not None:
             self.step.stuck.update(masks.stuck)
-        self.drawing = sampler.begin(self._logits, self.step.rows, masks, self._drawn)
+        self.drawing = sampler.begin(self._logits, self.step.rows, masks, self._extras.drawn)
         self._logits = None
 
     def land(self) -> Sequence[SampledToken]:

@@ -13,6 +13,7 @@ all that can be is captured: a decode step is three calls.
 """
 
 import gc
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,11 +24,12 @@ from typing import Any
 import torch
 
 from kvrail.engine.attention.step import PagedStep
-from kvrail.engine.batch import Feed
+from kvrail.engine.batch import Extras, Feed
 from kvrail.engine.buffers import StepBuffer, StepSize, decode_size, mixed_size
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.draw import DrawParams
 from kvrail.engine.inputs import StepInputs
+from kvrail.engine.late import LEFT
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.packing import PackedStep
 from kvrail.errors import ConfigError
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 GROUPS = 12
 """Groups of layers of a step: what is still to be sent behind the last one is a twelfth of the step's pages."""
+STEPS = 3
+"""That may be on the device at once, and one more."""
 VERIFIED_ROWS = 64
 """Rows of logits beyond one a sequence, as many as one sequence's drafts. The head reads its weights in about the time
 in which it computes two hundred rows, so these cost little where nobody drafts."""
@@ -56,8 +60,7 @@ class _Captured:
 class StepGraphs:
     """Captured steps of one model over one page pool. All sizes share one memory pool: only one runs at a time.
 
-    least: tokens to which every step is padded at least. drawn: int64 [rows], what the last step drew by itself, if it
-    did.
+    least: tokens to which every step is padded at least. extras: of the last step.
     """
 
     def __init__(
@@ -65,17 +68,20 @@ class StepGraphs:
     ) -> None:
         from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
 
-        self.drawn: torch.Tensor | None = None
+        self.extras = Extras()
         self._loaded = loaded
         self._cache = cache
+        self._near_ends: Any = itertools.cycle([torch.cuda.Event() for _ in range(STEPS)])  # type: ignore[no-untyped-call]
         self._draws = torch.zeros(max(max_tokens, max_running), dtype=torch.int64, device=loaded.device)
         self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._last_layer = len(loaded.layers) - 1
+        self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer a step nears its end
         layout = cache.layout
         width = min(layout.pages_for(loaded.max_model_len), cache.num_pages)
         queries = queries_of_a_block(layout, loaded.dtype)
+        group = -(-len(loaded.layers) // GROUPS)
         begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
         gc.collect()
         torch.cuda.empty_cache()
@@ -83,12 +89,12 @@ class StepGraphs:
         self._mixed = [
             self._capture(
                 mixed_size(tokens, max_running, width, layout.num_kv_heads, max_running + VERIFIED_ROWS, queries),
-                -(-len(loaded.layers) // GROUPS),
+                {*range(group - 1, self._last_layer, group), self._last_layer},
             )
             for tokens in reversed(token_sizes(max(max_tokens, least)))
         ][::-1]
         self._decodes = [
-            self._capture(decode_size(rows, width, layout.num_kv_heads, least), 0)
+            self._capture(decode_size(rows, width, layout.num_kv_heads, least), {self._near_end})
             for rows in reversed(batch_sizes(max_running))
         ][::-1]
         taken = free - torch.cuda.mem_get_info(loaded.device)[0]
@@ -114,9 +120,9 @@ class StepGraphs:
     ) -> torch.Tensor | None:
         """Replay `packed`: float32 logits [rows, vocab], valid until the next call; None where no size holds it.
 
-        on_layer, feed, draws: see ModelRunner.execute. `drawn` is valid until the next call, too.
+        on_layer, feed, draws: see ModelRunner.execute. So are `extras`.
         """
-        self.drawn = None
+        self.extras = Extras()
         step = self._size_for(packed, on_layer is not None)
         if step is None or (feed is not None and len(feed.tokens) > len(self._draws)):
             return None
@@ -127,12 +133,18 @@ class StepGraphs:
         self._copied.record()
         if feed is not None and feed.tokens.data_ptr() != self._draws.data_ptr():
             self._draws[: len(feed.tokens)].copy_(feed.tokens)
+        near_end = None
         for graph, layer in step.graphs:
             graph.replay()
-            if on_layer is not None and layer is not None:
+            if layer is None:
+                break
+            if near_end is None and layer >= self._near_end:
+                near_end = next(self._near_ends)
+                near_end.record()
+            if on_layer is not None:
                 on_layer(layer)
-        if draws and step.buffer.size.draws:
-            self.drawn = self._draws[: len(draws)]
+        drawn = self._draws[: len(draws)] if draws and step.buffer.size.draws else None
+        self.extras = Extras(drawn, near_end)
         return step.logits[: len(packed.logit_rows)]
 
     def _size_for(self, packed: PackedStep, grouped: bool) -> _Captured | None:
@@ -146,20 +158,19 @@ class StepGraphs:
                 return step
         return None
 
-    def _capture(self, size: StepSize, group: int) -> _Captured:
+    def _capture(self, size: StepSize, cuts: set[int]) -> _Captured:
         """Run a step of padding, so that everything is compiled and allocated, then capture it.
 
-        group: layers of a graph; 0: all are one graph.
+        cuts: layers behind which one graph ends and another begins; the last one has what comes behind the layers.
         """
         buffer = StepBuffer(size, self._loaded.device)
         recorder = _Recorder(self._pool, self._stream)
-        ends = set(range(group - 1, self._last_layer, group)) | {self._last_layer} if group else set()
         try:
             for _ in range(2):
                 self._compute(buffer, None)
             torch.cuda.synchronize(self._loaded.device)
             with recorder.recording():
-                logits = self._compute(buffer, lambda layer: recorder.cut(layer) if layer in ends else None)
+                logits = self._compute(buffer, lambda layer: recorder.cut(layer) if layer in cuts else None)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

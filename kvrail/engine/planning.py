@@ -43,6 +43,11 @@ class Step:
         """Whether some row must match a grammar."""
         return any(sequence.matcher is not None for sequence in self.drawn_for)
 
+    def drawn_in_order(self) -> list[SampleRow]:
+        """The rows, where each slice has one and no grammar decides; else none."""
+        in_order = self.logit_rows == list(range(len(self.slices)))
+        return self.rows if in_order and not self.constrained() else []
+
     def draws(self, tokens: Sequence[SampledToken]) -> dict[Seq, list[SampledToken]]:
         """The tokens drawn for the rows, by sequence."""
         drawn: dict[Seq, list[SampledToken]] = {}

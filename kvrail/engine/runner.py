@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from kvrail.engine.batch import Feed, SequenceSlice
+from kvrail.engine.batch import Extras, Feed, SequenceSlice
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.draw import DrawParams
 from kvrail.engine.fusion import compile_layers
@@ -69,9 +69,9 @@ class ModelRunner:
         return self.loaded.device.type == "cuda"
 
     @property
-    def drawn(self) -> torch.Tensor | None:
-        """Token ids, int64 [rows] on the device, that the last step drew by itself, if it did; valid until the next."""
-        return None if self._graphs is None else self._graphs.drawn
+    def extras(self) -> Extras:
+        """What the last step gives beside its logits."""
+        return Extras() if self._graphs is None else self._graphs.extras
 
     def bind_thread(self) -> None:
         """Give the calling thread what computes: the model's GPU, where kernels and captures go, or the CPU's cores."""
@@ -119,7 +119,7 @@ class ModelRunner:
         Returns float32 logits [rows, vocab] on the device, `num_logits` rows a slice, in order; on CUDA they are valid
         until the next call. on_layer(i) is called on the host once the work of all layers up to i has been enqueued, in
         order, for the last layer and for some or all of those before. feed: stands for the tokens of the first slices.
-        draws: for each row of logits what to draw from it, if the step can do that by itself: see `drawn`.
+        draws: for each row of logits what to draw from it, if the step can do that by itself: see `extras`.
         """
         packed = pack(slices, self.loaded.layout.page_size)
         tokens, sequences = len(packed.token_ids), len(packed.plan)

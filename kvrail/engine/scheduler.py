@@ -15,31 +15,9 @@ from collections import deque
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
-from kvrail.engine.chunks import share
+from kvrail.engine.chunks import Limits, share
 from kvrail.engine.pages import PagePool
 from kvrail.engine.sequence import Sequence, Status
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one step and of the queue.
-
-    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens. prompt_rows:
-    tokens of a step from whose logits log probabilities of prompts are made.
-    """
-
-    max_batch_tokens: int
-    max_running: int
-    max_waiting: int
-    mixed_batch_tokens: int = 0
-    prompt_rows: int = 256
-
-    def chunk_tokens(self, others: int) -> int:
-        """Tokens of prompts in a step that computes so many others. However many these are, prompts get on."""
-        room = self.max_batch_tokens - others
-        if not others or not self.mixed_batch_tokens:
-            return room
-        return min(room, max(self.mixed_batch_tokens - others, -(-self.mixed_batch_tokens // 4)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +63,11 @@ class Scheduler:
         """Of these, sequences that only wait for their KV: no step computes anything of them."""
         return sum(sequence.status is Status.RECEIVING for sequence in self._receiving)
 
+    @property
+    def awaits_next_step(self) -> bool:
+        """Whether KV is about to come: its request's first token is here, which leaves when the prompt is computed."""
+        return any(s.status is Status.RECEIVING and s.output_ids for s in self._receiving)
+
     def has_work(self) -> bool:
         """Whether `schedule` could return anything now."""
         if self._running or any(s.status is Status.DRAFTING and self._has_room(s) for s in self._receiving):
@@ -129,7 +112,7 @@ class Scheduler:
                 work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
         prompts = [(s, s.computed) for s in self._running if not s.is_decoding() and not s.drafts]
-        return work + self._chunks(prompts, self.limits.chunk_tokens(self.limits.max_batch_tokens - budget))
+        return work + self._chunks(prompts, self._chunk_tokens(self.limits.max_batch_tokens - budget))
 
     def schedule_ahead(
         self, current: Iterable[Work], rows: Mapping[Sequence, int], ending: Container[Sequence]
@@ -159,7 +142,7 @@ class Scheduler:
                 item.sequence.page_table += self.pool.allocate(count)
         decoding = {item.sequence for item in work}
         prompts = [(s, after.get(s, s.computed)) for s in alive if s not in decoding]
-        return work + self._chunks(prompts, self.limits.chunk_tokens(len(work)))
+        return work + self._chunks(prompts, self._chunk_tokens(len(work)))
 
     def computed(self, work: Iterable[Work]) -> None:
         """Note that a step's KV is in the pages; full pages become known to the prefix cache.
@@ -318,6 +301,10 @@ class Scheduler:
                 chosen.append(sequence)
         # A later one may have preempted an earlier one.
         return [Work(s, s.computed, 1) for s in chosen if s.status is Status.RUNNING]
+
+    def _chunk_tokens(self, others: int) -> int:
+        """Tokens of prompts in a step that computes so many others; whoever awaits KV is as much company."""
+        return self.limits.chunk_tokens(others, beside=bool(others or self._receiving))
 
     def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
         """Chunks of prompts in the order of the module's docstring; see chunks.share."""

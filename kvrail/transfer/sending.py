@@ -36,8 +36,8 @@ from kvrail.waiting import in_thread, settled
 class Outgoing:
     """What one transfer sends: all pages of a prompt but the first `held_pages`, which the receiver has.
 
-    num_tokens: of the prompt. frame_bytes: of KV that are encoded at once; least_bytes: for which layers wait for the
-    next ones of their step. on_device: payloads stay on the pages' device.
+    num_tokens: of the prompt. frame_bytes: of KV that are encoded at once. on_device: payloads stay on the pages'
+    device.
     """
 
     request_id: str
@@ -46,7 +46,6 @@ class Outgoing:
     num_tokens: int
     held_pages: int
     frame_bytes: int
-    least_bytes: int = 0
     on_device: bool = False
 
 
@@ -89,7 +88,6 @@ class PageSender:
         several = codec.num_stages > 1
         self._recent_page = first_recent_page(outgoing.num_tokens, layout.page_size) if several else 0
         self._frame_pages = pages_per_frame(layout, outgoing.frame_bytes)
-        self._least_pages = pages_per_frame(layout, outgoing.least_bytes)
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._later: list[tuple[int, int, int, _StagePayload]] = []  # a heap
         self._held: asyncio.Queue[bool] = asyncio.Queue()  # True for each that was put there, False at the end
@@ -135,22 +133,11 @@ class PageSender:
                     self._release(self._later.pop()[-1])
 
     async def _next_pieces(self) -> tuple[list[Piece], bool]:
-        """All pieces that wait, enough of them for a frame or to the end of a step; and whether that was the end."""
-        pieces: list[Piece] = []
-        while not self._enough(pieces) or not self._pieces.empty():
-            piece = await self._pieces.get()
-            if piece is None:
-                return pieces, True
-            pieces.append(piece)
-        return pieces, False
-
-    def _enough(self, pieces: list[Piece]) -> bool:
-        """Whether these need not wait for others: a step's last layers never do."""
-        held = self.outgoing.held_pages
-        pages = sum(
-            (piece.end_layer - piece.first_layer) * (piece.end_page - max(piece.first_page, held)) for piece in pieces
-        )
-        return pages >= self._least_pages or (bool(pieces) and pieces[-1].end_layer == self.outgoing.layout.num_layers)
+        """All pieces that wait, at least one; and whether that was the end."""
+        taken = [await self._pieces.get()]
+        while not self._pieces.empty():
+            taken.append(self._pieces.get_nowait())
+        return [piece for piece in taken if piece is not None], None in taken
 
     async def _send_pieces(self) -> None:
         """Send every piece, several at a time: while the link's slots are taken, as many ask for the next turns."""

@@ -12,9 +12,6 @@ FRAME_S = 0.035
 frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left part of the link unused (docs/decisions/0009)."""
 LEAST_FRAME_BYTES, MOST_FRAME_BYTES = 256 << 10, 16 << 20
 MOST_DIRECT_FRAME_BYTES = 64 << 20
-DIRECT_FRAME_S = 0.005
-"""From GPU to GPU layers wait to be joined for as much as the link takes in this time. What begins and ends a frame
-takes both ends' interpreters a millisecond, in which neither engine can launch its next step."""
 USUAL_FRAME_BYTES = 4 << 20
 """Of a frame's KV where nothing is known of the link."""
 
@@ -35,15 +32,6 @@ def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int) ->
 def direct_frame_bytes(max_frame_bytes: int) -> int:
     """The same from GPU to GPU: the larger, the less is lost around each; a frame of 64 MiB takes NVLink 0.2 ms."""
     return min(MOST_DIRECT_FRAME_BYTES, max_frame_bytes)
-
-
-def least_direct_frame_bytes(link_bytes_per_s: int, most_bytes: int) -> int:
-    """KV that waits to be joined from GPU to GPU, for a link of that rate; 0: it is not known.
-
-    Half a frame at most: when the prompt is computed, so much is left to be sent, 0.1 ms by NVLink.
-    """
-    least = most_bytes // 2
-    return min(round(DIRECT_FRAME_S * link_bytes_per_s), least) if link_bytes_per_s else least
 
 
 def pages_per_frame(layout: KVLayout, frame_bytes: int) -> int:

@@ -6,11 +6,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrail.engine.batch import SampledToken
+from kvrail.engine.chunks import Limits
 from kvrail.engine.engine import Engine
 from kvrail.engine.events import Admitted, Output
 from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import EngineRequest, ModelLimits
-from kvrail.engine.scheduler import Limits, Scheduler
+from kvrail.engine.scheduler import Scheduler
 from kvrail.metrics import EngineMetrics
 from kvrail.sampling import SamplingParams
 from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expected

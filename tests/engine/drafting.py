@@ -7,6 +7,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvrail.engine.batch import SampleRow, SequenceSlice
+from kvrail.engine.chunks import Limits
 from kvrail.engine.engine import Engine
 from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PageLease, Verified
 from kvrail.engine.loader import LoadedModel, load_model
@@ -14,7 +15,7 @@ from kvrail.engine.pages import PagePool
 from kvrail.engine.requests import EngineRequest, ModelLimits
 from kvrail.engine.runner import ModelRunner
 from kvrail.engine.sampler import Sampler
-from kvrail.engine.scheduler import Limits, Scheduler
+from kvrail.engine.scheduler import Scheduler
 from kvrail.metrics import EngineMetrics
 from kvrail.pagehash import page_hashes
 from kvrail.sampling import SamplingParams

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from kvrail.engine.batch import Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.batch import Extras, Feed, SampledToken, SampleRow, SequenceSlice
 from kvrail.engine.draw import GREEDY, DrawParams
 
 VOCAB = 101
@@ -34,7 +34,7 @@ class PageMachine:
     def __init__(self, num_pages: int, page_size: int, *, ahead: bool = False) -> None:
         self.launches_async = ahead
         self.fed = self.drew = 0
-        self.drawn: torch.Tensor | None = None
+        self.extras = Extras()
         self._draws = torch.zeros(4096, dtype=torch.int64)  # all steps draw into the same memory
         self.cells = np.full((num_pages, page_size), -1, dtype=np.int64)
         self.page_size = page_size
@@ -80,11 +80,11 @@ class PageMachine:
             on_layer(0)
         self.meanwhile()
         logits = torch.stack(rows) if rows else torch.empty(0, VOCAB)
-        self.drawn = None
+        self.extras = Extras()
         if draws and all(len(piece.token_ids) == 1 for piece in slices):
             assert all(draw == GREEDY for draw in draws)
             self.drew += len(draws)
-            self.drawn = self._draws[: len(draws)].copy_(logits.argmax(1))
+            self.extras = Extras(self._draws[: len(draws)].copy_(logits.argmax(1)))
         return logits
 
 

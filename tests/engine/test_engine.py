@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from kvrail.engine.batch import NOT_DRAWN, SampleRow, SequenceSlice
+from kvrail.engine.chunks import Limits
 from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
 from kvrail.engine.requests import EngineRequest
-from kvrail.engine.scheduler import Limits
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.sampling import FinishReason, SamplingParams
 from tests.engine.bench import Bench, prompts
@@ -233,9 +233,10 @@ def test_chunks_get_on_beside_any_number_of_decodes():
     ("others", "tokens"), [(0, 2048), (1, 511), (384, 128), (400, 128), (1000, 128), (2000, 48), (2048, 0)]
 )
 def test_tokens_of_chunks_beside_others(others, tokens):
-    assert Limits(2048, 64, 64, mixed_batch_tokens=512).chunk_tokens(others) == tokens
-    assert Limits(2048, 64, 64).chunk_tokens(others) == 2048 - others
-    assert Limits(256, 64, 64, mixed_batch_tokens=512).chunk_tokens(min(others, 256)) == 256 - min(others, 256)
+    assert Limits(2048, 64, 64, mixed_batch_tokens=512).chunk_tokens(others, beside=others > 0) == tokens
+    assert Limits(2048, 64, 64).chunk_tokens(others, beside=True) == 2048 - others
+    small, others = Limits(256, 64, 64, mixed_batch_tokens=512), min(others, 256)
+    assert small.chunk_tokens(others, beside=True) == 256 - others
 
 
 def test_short_remote_prompts_are_computed_here():

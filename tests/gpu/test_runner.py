@@ -187,23 +187,26 @@ def test_a_captured_decode_step_draws_what_the_sampler_does() -> None:
     tables = [list(range(6 * i, 6 * i + 6)) for i in range(5)]
     ids = [tokens(20 + 5 * i, i) for i in range(5)]
     runner.execute([SequenceSlice(seq[:-1], 0, table, 0) for seq, table in zip(ids, tables, strict=True)])
-    assert runner.drawn is None
+    assert runner.extras.drawn is None
     for random in (True, False, True):
         rows = [SampleRow(asked[i if random else 0], 0, len(ids[i]), ids[i], []) for i in range(5)]
         step = [SequenceSlice(ids[i][-1:], len(ids[i]) - 1, tables[i], 1) for i in range(5)]
         logits = runner.execute(step, None, None, sampler.params_of(rows))
-        assert runner.drawn is not None
-        drawn, wanted = runner.drawn.tolist(), [each.token_id for each in sampler.sample(logits, rows)]
+        assert runner.extras.drawn is not None
+        drawn, wanted = runner.extras.drawn.tolist(), [each.token_id for each in sampler.sample(logits, rows)]
         assert drawn == wanted
         order = [3, 1, 4]
         known = [SequenceSlice([wanted[i]], len(ids[i]), tables[i], 1) for i in order]
         unknown = [SequenceSlice([0], len(ids[i]), tables[i], 1) for i in order]
         expected = runner.execute(known).clone()
-        assert runner.drawn is None
+        assert runner.extras.drawn is None
         for own in (True, False):
             runner.execute(step, None, None, sampler.params_of(rows))
             assert torch.equal(
-                runner.execute(unknown, None, Feed(runner.drawn.clone() if not own else runner.drawn, order)), expected
+                runner.execute(
+                    unknown, None, Feed(runner.extras.drawn.clone() if not own else runner.extras.drawn, order)
+                ),
+                expected,
             )
 
 

@@ -90,7 +90,7 @@ class Observer:
 class Transfers:
     """Both ends of one transfer, joined by a carrier and a queue."""
 
-    def __init__(self, codec, held_pages=0, silence_s=240.0, frame_bytes=4096, cached_pages=3, least_bytes=0):
+    def __init__(self, codec, held_pages=0, silence_s=240.0, frame_bytes=4096, cached_pages=3):
         self.cached_pages = cached_pages
         self.codec = registry.get(codec)
         self.source, self.sink, self.observer = Memory(1), Memory(), Observer()
@@ -100,7 +100,7 @@ class Transfers:
         self.executor = ThreadPoolExecutor(2)
         self.coarse = 0
         self.silence_s = silence_s
-        self.outgoing = Outgoing("r", LAYOUT, self.codec, TOKENS, held_pages, frame_bytes, least_bytes)
+        self.outgoing = Outgoing("r", LAYOUT, self.codec, TOKENS, held_pages, frame_bytes)
 
     def began_coarse(self):
         self.coarse += 1

@@ -8,18 +8,14 @@ from kvrail.codec.base import Block, BlockSpec, PagedBlock
 from kvrail.layout import KVLayout
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import (
-    DIRECT_FRAME_S,
     FRAME_S,
     LEAST_FRAME_BYTES,
     MAX_GROWTH_BYTES,
-    MOST_DIRECT_FRAME_BYTES,
     RECENT_TOKENS,
     USUAL_FRAME_BYTES,
     block_spec,
-    direct_frame_bytes,
     first_recent_page,
     frame_bytes,
-    least_direct_frame_bytes,
     max_payload_bytes,
     pages_per_frame,
 )
@@ -69,12 +65,6 @@ def test_frames_hold_what_the_link_takes_in_a_moment_within_bounds():
     assert frame_bytes(1 << 40, most, 3) == most
     assert frame_bytes(0, 1000, 1) == frame_bytes(1, 1000, 1) == frame_bytes(1 << 40, 1000, 1) == 1000
     assert pages_per_frame(KVLayout(6, 2, 16, 16, 64, "bfloat16"), 1) == 1
-
-
-def test_from_gpu_to_gpu_layers_wait_for_half_a_frame_at_most_and_on_a_slow_link_for_less():
-    assert direct_frame_bytes(1 << 30) == MOST_DIRECT_FRAME_BYTES and direct_frame_bytes(1000) == 1000
-    assert least_direct_frame_bytes(0, 64 << 20) == least_direct_frame_bytes(1 << 40, 64 << 20) == 32 << 20
-    assert least_direct_frame_bytes(1_250_000_000, 64 << 20) == round(DIRECT_FRAME_S * 1_250_000_000)
 
 
 @pytest.mark.parametrize("border", [0, 2, 5, 8])

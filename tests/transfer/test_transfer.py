@@ -10,12 +10,10 @@ from kvrail.codec.core.digest import digest_of
 from kvrail.codec.frame import unpack_head
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transfer import sending
-from kvrail.transfer.order import Link
-from kvrail.transfer.pieces import Piece
-from kvrail.transfer.sending import Outgoing, PageSender
+from kvrail.transfer.sending import Outgoing
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.inproc import InprocCarrier
-from tests.transfer.ends import LAYOUT, NEVER, PAGES, TOKENS, Transfers
+from tests.transfer.ends import LAYOUT, PAGES, TOKENS, Transfers
 
 CODECS = ("raw", "splitzip-channel", "splitzip-progressive", "splitzip-progressive-ans", "lynx-exact")
 
@@ -35,34 +33,6 @@ async def test_every_page_arrives_bit_for_bit(name, held_pages):
     assert (both.coarse > 0) == (both.codec.num_stages > 1)
     untouched = both.sink.block(range(4), 0, held_pages).gather().keys if held_pages else torch.full((1,), float("nan"))
     assert untouched.float().isnan().all()
-
-
-async def test_layers_wait_for_others_to_fill_a_frame_but_the_last_of_a_step_for_none():
-    both = Transfers("raw", frame_bytes=1 << 20, cached_pages=0, least_bytes=2 * PAGES * LAYOUT.page_bytes // 4)
-    layers, landed = [], asyncio.create_task(both.receive())
-    outlet = await both.carrier.outlet(NEVER, both.key)
-
-    def announce(announcement):
-        header, _ = unpack_head(announcement.head, announcement.payload_bytes, 1 << 20)
-        layers.append((header.first_layer, header.spec.num_layers))
-        both.announced.put_nowait(announcement)
-
-    sender = PageSender(both.outgoing, outlet, announce, Link(1 << 20), 1, both.executor, both.observer)
-    running = asyncio.create_task(sender.run())
-    sender.begin(both.source, 0, None)
-    for layer, frames in enumerate([[], [(0, 2)], [(0, 2)], [(0, 2), (2, 2)]]):
-        sender.add(Piece(layer, layer + 1, 0, PAGES, None))
-        async with asyncio.timeout(60):
-            while len(layers) < len(frames):
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)
-        assert layers == frames
-    sender.close()
-    await running
-    both.announced.put_nowait(None)
-    await landed
-    await outlet.aclose()
-    assert both.observer.raw_landed == block_spec(LAYOUT, PAGES).raw_bytes
 
 
 class Losing(InprocCarrier):

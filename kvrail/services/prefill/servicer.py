@@ -24,7 +24,7 @@ from kvrail.services.prefill.trace import PROCESS, PrefillTrace
 from kvrail.spans import SpanLog
 from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
 from kvrail.transfer.sending import Outgoing, PageSender
-from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes, least_direct_frame_bytes
+from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
 from kvrail.tuning import compute_with
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrail.worker import Worker
@@ -105,15 +105,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     def _outgoing(self, request: prefill_pb2.PrefillRequest, agreed: Agreement) -> Outgoing:
         handshake, own = request.handshake, self._worker.settings.max_frame_bytes
         most = min(own, handshake.max_frame_bytes) if handshake.max_frame_bytes else own  # what both ends take
-        link, direct = handshake.link_bytes_per_s, direct_frame_bytes(most)
         return Outgoing(
             request_id=request.request_id,
             layout=self._worker.loaded.layout,
             codec=agreed.codec,
             num_tokens=len(request.prompt_token_ids),
             held_pages=handshake.held_pages,
-            frame_bytes=direct if agreed.on_device else frame_bytes(link, most, agreed.codec.num_stages),
-            least_bytes=least_direct_frame_bytes(link, direct) if agreed.on_device else 0,
+            frame_bytes=(
+                direct_frame_bytes(most)
+                if agreed.on_device
+                else frame_bytes(handshake.link_bytes_per_s, most, agreed.codec.num_stages)
+            ),
             on_device=agreed.on_device,
         )
 
