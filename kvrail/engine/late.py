@@ -8,9 +8,9 @@ is known to be enough for the launch.
 from collections.abc import Callable
 from typing import Any
 
-LEFT = 1 / 3
+LEFT = 0.4
 """Of a step, when it nears its end."""
-_FORGOTTEN = 0.9
+_FORGOTTEN = 0.8
 _GROWTH = 1.02
 
 

@@ -99,11 +99,11 @@ class PageSender:
         self._digesting = asyncio.Lock()  # one by one, in the order of leaving, while the next block is encoded
         self._next_sequence = 0
 
-    def begin(self, source: PageSource, cached_pages: int, ready: torch.Event | None) -> None:
-        """The request has its pages; of these the first `cached_pages` are complete when `ready` has happened."""
+    def begin(self, source: PageSource, cached_pages: int) -> None:
+        """The request has its pages; of these the first `cached_pages` are complete."""
         self._source = source
         self._begun.set()
-        self.add(Piece(0, self.outgoing.layout.num_layers, 0, cached_pages, ready))
+        self.add(Piece(0, self.outgoing.layout.num_layers, 0, cached_pages, None))
 
     def add(self, piece: Piece) -> None:
         """Queue complete pages; also before `begin`."""

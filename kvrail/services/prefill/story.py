@@ -132,7 +132,7 @@ class PrefillStory:
         if self._lease is None:
             return  # dropped meanwhile: the events end the story
         pages = LeasedPages(worker.cache, worker.side, self._lease.pages, self._sender.outgoing.num_tokens)
-        self._sender.begin(pages, admitted.cached_tokens // worker.loaded.layout.page_size, worker.side.mark())
+        self._sender.begin(pages, admitted.cached_tokens // worker.loaded.layout.page_size)
 
     def _first_token(self, event: Prefilled) -> prefill_pb2.FirstToken:
         return prefill_pb2.FirstToken(
