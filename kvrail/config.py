@@ -232,7 +232,8 @@ class WorkerSettings(ServiceSettings):
     mixed_batch_tokens: int = Field(
         0,
         ge=0,
-        description="tokens of a step that computes prompts while other sequences decode; 0: 512 on CUDA, 256 on a CPU",
+        description="tokens of a step that computes prompts while other sequences decode; 0: 512 on CUDA, 256 on a CPU"
+        " and beside sequences whose prompts prefill workers computed",
     )
     step_timeout_s: PositiveFloat = Field(
         300.0,

@@ -10,8 +10,9 @@ from kvrail.engine.sequence import Sequence
 class Limits:
     """Bounds of one step and of the queue.
 
-    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens. prompt_rows:
-    tokens of a step from whose logits log probabilities of prompts are made.
+    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens.
+    helping_batch_tokens: the same where there are prefill workers, whom this engine only helps; 0: mixed_batch_tokens.
+    prompt_rows: tokens of a step from whose logits log probabilities of prompts are made.
     """
 
     max_batch_tokens: int
@@ -19,16 +20,17 @@ class Limits:
     max_waiting: int
     mixed_batch_tokens: int = 0
     prompt_rows: int = 256
+    helping_batch_tokens: int = 0
 
-    def chunk_tokens(self, others: int, *, beside: bool) -> int:
+    def chunk_tokens(self, others: int, *, beside: bool, helping: bool = False) -> int:
         """Tokens of prompts in a step that computes so many others. However many these are, prompts get on.
 
         beside: whether anyone waits for the end of this step, or will before it has come.
         """
-        room = self.max_batch_tokens - others
-        if not beside or not self.mixed_batch_tokens:
-            return room
-        return min(room, max(self.mixed_batch_tokens - others, -(-self.mixed_batch_tokens // 4)))
+        room, most = self.max_batch_tokens - others, self.mixed_batch_tokens
+        if helping:
+            most = self.helping_batch_tokens or most
+        return min(room, max(most - others, -(-most // 4))) if beside and most else room
 
 
 def share(prompts: List[tuple[Sequence, int]], tokens: int, rows: int, page_size: int) -> list[int]:

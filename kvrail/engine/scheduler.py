@@ -304,7 +304,8 @@ class Scheduler:
 
     def _chunk_tokens(self, others: int) -> int:
         """Tokens of prompts in a step that computes so many others; whoever awaits KV is as much company."""
-        return self.limits.chunk_tokens(others, beside=bool(others or self._receiving))
+        helping = any(sequence.remote for sequence in (*self._receiving, *self._running))
+        return self.limits.chunk_tokens(others, beside=bool(others or self._receiving), helping=helping)
 
     def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
         """Chunks of prompts in the order of the module's docstring; see chunks.share."""

@@ -7,6 +7,7 @@ preemption or transfer changes the output. `expected` is the same machine withou
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ class PageMachine:
         self.launches_async = ahead
         self.fed = self.drew = 0
         self.extras = Extras()
+        self.near_end: Any = None
         self._draws = torch.zeros(4096, dtype=torch.int64)  # all steps draw into the same memory
         self.cells = np.full((num_pages, page_size), -1, dtype=np.int64)
         self.page_size = page_size
@@ -80,11 +82,11 @@ class PageMachine:
             on_layer(0)
         self.meanwhile()
         logits = torch.stack(rows) if rows else torch.empty(0, VOCAB)
-        self.extras = Extras()
+        self.extras = Extras(near_end=self.near_end)
         if draws and all(len(piece.token_ids) == 1 for piece in slices):
             assert all(draw == GREEDY for draw in draws)
             self.drew += len(draws)
-            self.extras = Extras(self._draws[: len(draws)].copy_(logits.argmax(1)))
+            self.extras = replace(self.extras, drawn=self._draws[: len(draws)].copy_(logits.argmax(1)))
         return logits
 
 

@@ -11,7 +11,7 @@ from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled, 
 from kvrail.engine.requests import EngineRequest
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.sampling import FinishReason, SamplingParams
-from tests.engine.bench import Bench, prompts
+from tests.engine.bench import Bench, Transfer, prompts
 from tests.engine.page_machine import FirstIndexShift, PageMachine, expected
 
 
@@ -237,6 +237,27 @@ def test_tokens_of_chunks_beside_others(others, tokens):
     assert Limits(2048, 64, 64).chunk_tokens(others, beside=True) == 2048 - others
     small, others = Limits(256, 64, 64, mixed_batch_tokens=512), min(others, 256)
     assert small.chunk_tokens(others, beside=True) == 256 - others
+
+
+def test_beside_prompts_that_others_compute_chunks_are_those_of_a_helper():
+    bench = Bench(num_pages=64, max_batch_tokens=40, mixed_batch_tokens=20, helping_batch_tokens=8)
+    bench.submit("elsewhere", [3] * 9, remote=True)
+    bench.submit("here", [7] * 30, max_tokens=2)
+    bench.run()
+    assert bench.machine.steps == [[8], [8], [8], [6], [1]]  # though nothing decodes: who awaits KV soon will
+    transfer = Transfer(bench, "elsewhere", [3] * 9)
+    transfer.first()
+    transfer.exact()
+    bench.submit("another", [5] * 30, max_tokens=1)
+    bench.step(2)
+    assert bench.machine.steps[5:] == [[1, 7], [1, 7]]
+    bench.run()
+    alone = Bench(num_pages=64, max_batch_tokens=40, mixed_batch_tokens=20, helping_batch_tokens=8)
+    alone.submit("here", [3] * 9)
+    alone.step(2)
+    alone.submit("another", [5] * 30, max_tokens=1)
+    alone.step(1)
+    assert alone.machine.steps[-1] == [1, 19]
 
 
 def test_short_remote_prompts_are_computed_here():

@@ -22,7 +22,7 @@ from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breake
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.transfer import Fetch
 from kvrail.tuning import compute_with
-from kvrail.worker import Worker, mixed_tokens
+from kvrail.worker import Worker, helping_tokens
 
 logger = logging.getLogger("kvrail.decode")
 
@@ -73,7 +73,7 @@ class Fetcher:
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
         self._bytes_a_token = worker.loaded.layout.page_bytes / worker.loaded.layout.page_size
         self._here = LocalPrefill(
-            settings.local_prefill_tokens, lambda: worker.engine.pace.prefill, mixed_tokens(settings)
+            settings.local_prefill_tokens, lambda: worker.engine.pace.prefill, helping_tokens(settings)
         )
         self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
 

@@ -1,0 +1,64 @@
+"""What the loop hears of a step's layers, and when: a step that is enqueued ahead waits for the one before."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+from kvrail.engine.requests import WrittenPages
+from kvrail.layout import KVLayout
+from kvrail.services.prefill.observer import PageObserver
+
+LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, key_dim=8, value_dim=8, page_size=16, dtype="bfloat16")
+
+
+class Sender:
+    """Takes pieces; a frame holds two layers of three pages."""
+
+    def __init__(self):
+        self.outgoing = SimpleNamespace(layout=LAYOUT, frame_bytes=2 * 3 * LAYOUT.page_bytes // LAYOUT.num_layers)
+        self.added = []
+
+    def add(self, piece):
+        self.added.append((piece.first_layer, piece.end_layer, piece.end_page))
+
+
+class Side:
+    """Marks that happen when they are told to."""
+
+    def __init__(self):
+        self.marks = []
+
+    def mark(self):
+        mark = SimpleNamespace(done=threading.Event())
+        mark.query = mark.done.is_set
+        self.marks.append(mark)
+        return mark
+
+
+async def told(sender, count):
+    async with asyncio.timeout(60):
+        while len(sender.added) < count:
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0.02)
+    return sender.added
+
+
+async def test_layers_of_a_step_enqueued_ahead_come_behind_all_of_the_step_before():
+    observer, first, second, side = PageObserver(asyncio.get_running_loop()), Sender(), Sender(), Side()
+    observer.attach(SimpleNamespace(side=side, loaded=SimpleNamespace(layout=LAYOUT)))
+    observer.watch("first", first)
+    observer.watch("second", second)
+    steps = [[WrittenPages("first", 0, 3)], [WrittenPages("second", 0, 3)], [WrittenPages("second", 3, 6)]]
+    for step in steps[:2]:  # both are enqueued before anything is computed
+        for layer in range(4):
+            observer.layers_written(range(layer, layer + 1), step)
+    assert await told(first, 2) == [(0, 2, 3), (2, 4, 3)]
+    assert second.added == []
+    side.marks[0].done.set()  # half of the first step
+    assert await told(second, 0) == []
+    side.marks[1].done.set()
+    assert await told(second, 2) == [(0, 2, 3), (2, 4, 3)]
+    observer.layers_written(range(4), steps[2])
+    assert await told(second, 2) == [(0, 2, 3), (2, 4, 3)]
+    side.marks[3].done.set()
+    assert await told(second, 3) == [(0, 2, 3), (2, 4, 3), (0, 4, 6)]

@@ -1,0 +1,88 @@
+"""The step behind the one that computes is planned late where KV is about to come, and early where that cannot pay."""
+
+import pytest
+
+from kvrail.engine.late import LEFT, LateLaunch
+from tests.engine.bench import Bench, Transfer
+from tests.engine.page_machine import expected
+
+
+class NearEnd:
+    """An event that happens when it is waited for, and what happens with it."""
+
+    def __init__(self, then=lambda: None):
+        self.waited, self.then = 0, then
+
+    def synchronize(self):
+        self.waited += 1
+        self.then()
+
+
+def waits(late):
+    event = NearEnd()
+    late.wait(event, lambda: None)
+    return bool(event.waited)
+
+
+def test_a_launch_that_takes_longer_than_what_is_left_is_not_put_off():
+    late = LateLaunch()
+    late.launched(0.002)
+    assert not waits(late)  # how long steps take is not known
+    late.landed(0.002 / LEFT + 1e-6)
+    assert waits(late)
+    late.launched(0.003)
+    assert not waits(late)
+
+
+def test_one_slow_launch_is_forgotten_and_one_slow_step_is_not_believed():
+    late = LateLaunch()
+    late.landed(0.01)
+    late.launched(1.0)
+    late.landed(5.0)  # held up by that launch
+    assert not waits(late)
+    count = 0
+    while not waits(late):
+        late.launched(0.001)
+        late.landed(0.01)
+        count += 1
+        assert count < 50
+    late.launched(0.02)
+    late.landed(0.1)
+    assert not waits(late)
+
+
+def test_without_an_event_nothing_is_waited_for():
+    late = LateLaunch()
+    late.landed(1.0)
+    late.wait(None, pytest.fail)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_sequence_whose_kv_comes_while_a_step_computes_is_in_the_next_one(slow):
+    bench = Bench(num_pages=64, ahead=True)
+    bench.submit("decodes", [1, 2, 3], max_tokens=60)
+    bench.submit("comes", [4] * 9, max_tokens=5, remote=True)
+    bench.step(6)
+    if slow:
+        bench.engine._late.launched(10.0)
+    transfer = Transfer(bench, "comes", [4] * 9)
+    event = bench.machine.near_end = NearEnd()
+    bench.step(1)
+    assert not event.waited  # the prompt is still computed: nothing is about to come
+    transfer.first()
+    event.then = transfer.exact
+    if not slow:
+        bench.engine._late.landed(10.0)  # of two, the shorter one counts
+        bench.engine._late._step_s = 10.0
+    before = len(bench.machine.steps)
+    bench.step(1)
+    if slow:
+        assert not event.waited
+        transfer.exact()
+        bench.step(1)
+    assert bench.machine.steps[before:] == ([[1], [1, 1]] if slow else [[1, 1]])
+    event.then = lambda: None
+    bench.run()
+    assert bench.tokens("comes") == expected([4] * 9, 5)
+    assert bench.tokens("decodes") == expected([1, 2, 3], 60)
+    assert event.waited == (not slow)
