@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import TypeVar
 
 from kvrail.codec.base import Codec, CodecError
-from kvrail.codec.core.digest import Digest
 from kvrail.codec.frame import FrameHeader, check_payload, unpack_head
 from kvrail.errors import FrameError
 from kvrail.transfer.guard import FrameGuard, Transfer
@@ -33,11 +32,10 @@ AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A frame that has been announced and admitted. region: where its payload is to lie."""
+    """A frame that has been announced and admitted."""
 
     header: FrameHeader
-    digest: Digest
-    region: asyncio.Task[Region]
+    region: asyncio.Task[Region]  # its payload, checked
 
 
 class PageReceiver:
@@ -80,7 +78,7 @@ class PageReceiver:
         try:
             with KeptStages(self._observer, self._codec.reads_earlier_payloads) as kept:
                 while not self._guard.complete() and (region := await self._next(reading)) is not None:
-                    await self._take(self._arrivals.popleft(), region, kept)
+                    await self._take(self._arrivals.popleft().header, region, kept)
                     self._room.release()
         finally:
             await self._give_up(reading)
@@ -110,22 +108,37 @@ class PageReceiver:
     async def _read(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
         """Admit frames as they are announced, and have their payloads come."""
         while (announcement := await announced()) is not None:
-            header, digest = self._admit(announcement)
+            header, check = self._admit(announcement)
             await self._room.acquire()
-            size, on_device = announcement.payload_bytes, announcement.on_device
-            region = asyncio.create_task(inlet.receive(size, on_device=on_device))
-            self._arrivals.append(_Arrival(header, digest, region))
+            region = asyncio.create_task(self._receive(announcement, check, inlet))
+            self._arrivals.append(_Arrival(header, region))
             self._changed.set()
 
-    def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Digest]:
-        """Check all that a head tells; with it comes the digest that the payload must have."""
+    def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Callable[[Region], None]]:
+        """Check all that a head tells; the check that its payload must pass."""
         size = announcement.payload_bytes
         try:
             header, digest = unpack_head(announcement.head, size, max_payload_bytes(self._transfer.spec))
             self._guard.admit(header, size)
         except CodecError as error:
             raise self._wrong(error) from error
-        return header, digest
+
+        def check(region: Region) -> None:
+            with self._sink.writing():
+                check_payload(digest, region.payload)
+
+        return header, check
+
+    async def _receive(self, announcement: Announcement, check: Callable[[Region], None], inlet: Inlet) -> Region:
+        region = await inlet.receive(announcement.payload_bytes, on_device=announcement.on_device)
+        try:
+            await in_thread(self._executor, check, region)
+        except BaseException as error:
+            region.release()
+            if isinstance(error, CodecError):
+                raise self._wrong(error) from error
+            raise
+        return region
 
     async def _next(self, reading: "asyncio.Task[None]") -> Region | None:
         """Where the payload of the first of `_arrivals` lies, once it is here; None at the end."""
@@ -142,27 +155,18 @@ class PageReceiver:
         self._observer.arrived(region.payload.nbytes, perf_counter() - asked)
         return region
 
-    async def _take(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:
-        """Check and decode one frame."""
+    async def _take(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
+        """Decode one frame."""
         try:
-            await in_thread(self._executor, self._land, arrival, region, kept)
+            await in_thread(self._executor, self._decode, header, region, kept)
         finally:
             region.release()
-        self._guard.landed(arrival.header)
+        self._guard.landed(header)
         if self._guard.coarse_complete() and not self._guard.complete():
             self._on_coarse()
 
-    def _land(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:
-        """Check a payload, then decode it; once this returns or raises, it is read no more."""
-        try:
-            with self._sink.writing():
-                check_payload(arrival.digest, region.payload)
-        except CodecError as error:
-            raise self._wrong(error) from error
-        self._decode(arrival.header, region, kept)
-
     def _decode(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
-        """Decode a payload that was checked."""
+        """Decode a payload that was checked; once this returns or raises, it is read no more."""
         begin = perf_counter()
         spec, size = header.spec, region.payload.nbytes
         layers = range(header.first_layer, header.first_layer + spec.num_layers)
