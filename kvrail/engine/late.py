@@ -1,8 +1,8 @@
 """When the step behind the one that computes is planned.
 
 At once, usually: then the device never waits. But a sequence whose KV comes a moment later has no part in it, and waits
-for two steps. So where KV is about to come, the plan waits until the present step nears its end, if what is left of it
-is known to be enough for the launch.
+for two steps. So while KV is awaited, the plan waits until the present step nears its end, if what is left of it is
+known to be enough for the launch.
 """
 
 from collections.abc import Callable

@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from kvrail.codec.base import Codec, CodecError
+from kvrail.codec.core.digest import Digest
 from kvrail.codec.frame import FrameHeader, check_payload, unpack_head
 from kvrail.errors import FrameError
 from kvrail.transfer.guard import FrameGuard, Transfer
@@ -32,10 +33,14 @@ AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A frame that has been announced and admitted."""
+    """A frame that has been announced and admitted.
+
+    unchecked: what its payload must have; None: that is seen to before `region` is there.
+    """
 
     header: FrameHeader
-    region: asyncio.Task[Region]  # its payload, checked
+    unchecked: Digest | None
+    region: asyncio.Task[Region]
 
 
 class PageReceiver:
@@ -78,7 +83,7 @@ class PageReceiver:
         try:
             with KeptStages(self._observer, self._codec.reads_earlier_payloads) as kept:
                 while not self._guard.complete() and (region := await self._next(reading)) is not None:
-                    await self._take(self._arrivals.popleft().header, region, kept)
+                    await self._take(self._arrivals.popleft(), region, kept)
                     self._room.release()
         finally:
             await self._give_up(reading)
@@ -108,37 +113,41 @@ class PageReceiver:
     async def _read(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
         """Admit frames as they are announced, and have their payloads come."""
         while (announcement := await announced()) is not None:
-            header, check = self._admit(announcement)
+            header, digest = self._admit(announcement)
             await self._room.acquire()
-            region = asyncio.create_task(self._receive(announcement, check, inlet))
-            self._arrivals.append(_Arrival(header, region))
+            # On a device a check takes less time than a thread's turn, so there it comes with decoding.
+            unchecked = digest if announcement.on_device else None
+            region = asyncio.create_task(self._receive(announcement, digest, inlet))
+            self._arrivals.append(_Arrival(header, unchecked, region))
             self._changed.set()
 
-    def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Callable[[Region], None]]:
-        """Check all that a head tells; the check that its payload must pass."""
+    def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Digest]:
+        """Check all that a head tells; with it comes the digest that the payload must have."""
         size = announcement.payload_bytes
         try:
             header, digest = unpack_head(announcement.head, size, max_payload_bytes(self._transfer.spec))
             self._guard.admit(header, size)
         except CodecError as error:
             raise self._wrong(error) from error
+        return header, digest
 
-        def check(region: Region) -> None:
+    async def _receive(self, announcement: Announcement, digest: Digest, inlet: Inlet) -> Region:
+        """Where a payload lies; in host memory it is checked, too."""
+        region = await inlet.receive(announcement.payload_bytes, on_device=announcement.on_device)
+        if not announcement.on_device:
+            try:
+                await in_thread(self._executor, self._check, digest, region)
+            except BaseException:
+                region.release()
+                raise
+        return region
+
+    def _check(self, digest: Digest, region: Region) -> None:
+        try:
             with self._sink.writing():
                 check_payload(digest, region.payload)
-
-        return header, check
-
-    async def _receive(self, announcement: Announcement, check: Callable[[Region], None], inlet: Inlet) -> Region:
-        region = await inlet.receive(announcement.payload_bytes, on_device=announcement.on_device)
-        try:
-            await in_thread(self._executor, check, region)
-        except BaseException as error:
-            region.release()
-            if isinstance(error, CodecError):
-                raise self._wrong(error) from error
-            raise
-        return region
+        except CodecError as error:
+            raise self._wrong(error) from error
 
     async def _next(self, reading: "asyncio.Task[None]") -> Region | None:
         """Where the payload of the first of `_arrivals` lies, once it is here; None at the end."""
@@ -155,18 +164,24 @@ class PageReceiver:
         self._observer.arrived(region.payload.nbytes, perf_counter() - asked)
         return region
 
-    async def _take(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
+    async def _take(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:
         """Decode one frame."""
         try:
-            await in_thread(self._executor, self._decode, header, region, kept)
+            await in_thread(self._executor, self._land, arrival, region, kept)
         finally:
             region.release()
-        self._guard.landed(header)
+        self._guard.landed(arrival.header)
         if self._guard.coarse_complete() and not self._guard.complete():
             self._on_coarse()
 
+    def _land(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:
+        """Check a payload that was not, and decode it; once this returns or raises, it is read no more."""
+        if arrival.unchecked is not None:
+            self._check(arrival.unchecked, region)
+        self._decode(arrival.header, region, kept)
+
     def _decode(self, header: FrameHeader, region: Region, kept: KeptStages) -> None:
-        """Decode a payload that was checked; once this returns or raises, it is read no more."""
+        """Decode a payload that was checked."""
         begin = perf_counter()
         spec, size = header.spec, region.payload.nbytes
         layers = range(header.first_layer, header.first_layer + spec.num_layers)

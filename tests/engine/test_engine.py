@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from kvrail.engine.batch import NOT_DRAWN, SampleRow, SequenceSlice
-from kvrail.engine.chunks import Limits
+from kvrail.engine.chunks import MANY, Limits
 from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
 from kvrail.engine.requests import EngineRequest
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.sampling import FinishReason, SamplingParams
-from tests.engine.bench import Bench, Transfer, prompts
+from tests.engine.bench import Bench, prompts
 from tests.engine.page_machine import FirstIndexShift, PageMachine, expected
 
 
@@ -239,25 +239,25 @@ def test_tokens_of_chunks_beside_others(others, tokens):
     assert small.chunk_tokens(others, beside=True) == 256 - others
 
 
-def test_beside_prompts_that_others_compute_chunks_are_those_of_a_helper():
-    bench = Bench(num_pages=64, max_batch_tokens=40, mixed_batch_tokens=20, helping_batch_tokens=8)
+def test_beside_many_whose_prompts_others_computed_chunks_are_those_of_a_helper():
+    limits = {"max_batch_tokens": 80, "mixed_batch_tokens": 40, "helping_batch_tokens": 20, "max_running": 64}
+    assert MANY == 16
+    for others, remote, chunk in ((16, True, 5), (15, True, 25), (16, False, 24)):
+        bench = Bench(num_pages=200, **limits)
+        for number in range(others):
+            bench.submit(str(number), [number + 3] * 2, max_tokens=30, remote=remote, local_tokens=2)
+        bench.step(3)
+        bench.submit("long", [7] * 70, max_tokens=1)
+        bench.step(1)
+        assert bench.machine.steps[-1] == [1] * others + [chunk]
+
+
+def test_prompts_beside_those_who_await_kv_come_in_chunks():
+    bench = Bench(num_pages=64, max_batch_tokens=40, mixed_batch_tokens=8)
     bench.submit("elsewhere", [3] * 9, remote=True)
     bench.submit("here", [7] * 30, max_tokens=2)
     bench.run()
-    assert bench.machine.steps == [[8], [8], [8], [6], [1]]  # though nothing decodes: who awaits KV soon will
-    transfer = Transfer(bench, "elsewhere", [3] * 9)
-    transfer.first()
-    transfer.exact()
-    bench.submit("another", [5] * 30, max_tokens=1)
-    bench.step(2)
-    assert bench.machine.steps[5:] == [[1, 7], [1, 7]]
-    bench.run()
-    alone = Bench(num_pages=64, max_batch_tokens=40, mixed_batch_tokens=20, helping_batch_tokens=8)
-    alone.submit("here", [3] * 9)
-    alone.step(2)
-    alone.submit("another", [5] * 30, max_tokens=1)
-    alone.step(1)
-    assert alone.machine.steps[-1] == [1, 19]
+    assert bench.machine.steps == [[8], [8], [8], [6], [1]]  # though nothing decodes yet
 
 
 def test_short_remote_prompts_are_computed_here():

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvrail.codec.core.digest import digest_of
-from kvrail.codec.frame import unpack_head
+from kvrail.codec.frame import pack_head, unpack_head
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transfer import sending
 from kvrail.transfer.sending import Outgoing
@@ -71,6 +72,37 @@ async def test_what_the_carrier_raises_ends_it_and_nothing_is_kept(name, after):
         task.get_name().startswith("Task") and not task.done()
         for task in asyncio.all_tasks() - {asyncio.current_task()}
     )
+
+
+class AsOnDevice(InprocCarrier):
+    """Takes host memory where memory of a device was announced."""
+
+    async def inlet(self, peer, key):
+        inlet = await super().inlet(peer, key)
+        receive = inlet.receive
+        inlet.receive = lambda size, *, on_device: receive(size, on_device=False)
+        return inlet
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("name", ["raw", "splitzip-progressive"])
+async def test_a_payload_of_another_digest_reaches_no_page(name, on_device):
+    """Wherever it lies: on a device it is checked by the thread that decodes it."""
+    both = Transfers(name, cached_pages=PAGES, frame_bytes=1 << 20)
+    both.carrier = AsOnDevice()
+    announce = both.announced.put_nowait
+
+    def wrong(announcement):
+        if announcement is not None:
+            header, digest = unpack_head(announcement.head, announcement.payload_bytes, 1 << 20)
+            head = pack_head(header, replace(digest, value=digest.value ^ 1))
+            announcement = replace(announcement, head=head, on_device=on_device)
+        announce(announcement)
+
+    both.announced.put_nowait = wrong
+    with pytest.raises(FrameError, match="digest"):
+        await both.run()
+    assert all(tensor.isnan().all() for tensor in both.sink.block(range(4), 0, PAGES).gather().tensors())
 
 
 async def test_a_payload_that_never_comes_is_a_silence():
