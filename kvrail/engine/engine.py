@@ -217,8 +217,8 @@ class Engine:
             flight = self._draw(flight)
         if flight is not None:
             with self._changed:
-                receiving = self._scheduler.num_receiving
-            if receiving:
+                due = self._scheduler.awaits_next_step
+            if due:
                 self._late.wait(flight.near_end, self._emit_drawn)
             self._flight = self._launch_ahead(flight)
         if self._runner.launches_async or flight is None:

@@ -63,6 +63,11 @@ class Scheduler:
         """Of these, sequences that only wait for their KV: no step computes anything of them."""
         return sum(sequence.status is Status.RECEIVING for sequence in self._receiving)
 
+    @property
+    def awaits_next_step(self) -> bool:
+        """Whether KV is about to come: its request's first token is here, which leaves when the prompt is computed."""
+        return any(s.status is Status.RECEIVING and s.output_ids for s in self._receiving)
+
     def has_work(self) -> bool:
         """Whether `schedule` could return anything now."""
         if self._running or any(s.status is Status.DRAFTING and self._has_room(s) for s in self._receiving):

@@ -61,13 +61,14 @@ def test_without_an_event_nothing_is_waited_for():
 def test_a_sequence_whose_kv_comes_while_a_step_computes_is_in_the_next_one(slow):
     bench = Bench(num_pages=64, ahead=True)
     bench.submit("decodes", [1, 2, 3], max_tokens=60)
-    event = bench.machine.near_end = NearEnd()
-    bench.step(5)
-    assert not event.waited
     bench.submit("comes", [4] * 9, max_tokens=5, remote=True)
+    bench.step(6)
     if slow:
         bench.engine._late.launched(10.0)
     transfer = Transfer(bench, "comes", [4] * 9)
+    event = bench.machine.near_end = NearEnd()
+    bench.step(1)
+    assert not event.waited  # the prompt is still computed: nothing is about to come
     transfer.first()
     event.then = transfer.exact
     if not slow:
