@@ -4,12 +4,12 @@ A graph replays fixed shapes over fixed addresses, so there is one for each of a
 are copied to where the graph reads them. Attention reads every length from there. Tokens that pad a step to its size
 store nothing and attend to nothing.
 
-There are two kinds. Steps in which each sequence has one new token are one graph each, their draws included. All others
-are captured for numbers of tokens, for any mix of chunks and decodes, as one graph for each group of layers: between
-two of them the host can be told that the group's pages are under way.
+There are two kinds. Steps in which each sequence has one new token are two graphs each, draws included; between the two
+the host can be told that the step nears its end. All others are captured for numbers of tokens, for any mix of chunks
+and decodes, as one graph for each group of layers: then the host can be told that the group's pages are under way.
 
 Beside transfers a launch's price is the interpreter's lock, which each call into torch gives away and wants back. So
-all that can be is captured: a decode step is three calls.
+all that can be is captured.
 """
 
 import gc
