@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvrail import __version__, logs, loops
+from kvrail.budgets import limits_of
 from kvrail.calls import ActiveCalls
 from kvrail.config import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.cache import PagedCache, pages_that_fit
-from kvrail.engine.chunks import Limits
 from kvrail.engine.engine import Engine, LayerObserver
 from kvrail.engine.invariance import Finding
 from kvrail.engine.ledger import Cursor
@@ -44,22 +44,6 @@ from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
 
 logger = logging.getLogger("kvrail.worker")
-
-MIXED_TOKENS = 512
-"""Tokens of a step on a GPU in which chunks of prompts go beside decodes. With an 8B model on an H200 a step of 2,048
-tokens takes 50 ms, one of 512 some 13, and decodes add little to either. Small steps are four times as many, and in
-each of them decodes get a token: 32 streams of 1,024 tokens in and 128 out need 1.35 s of the GPU instead of 1.65, by
-arithmetic, and nobody waits 50 ms for a token. Smaller chunks would fill the chip less well."""
-HELPING_TOKENS = 256
-"""The same on a decode worker that has prefill workers: there prompts are the exception, and even decoding is what it
-is for. With an 8B model on an H100 a step of 256 tokens takes 10.5 ms, one of 512 some 14, decoding alone 8.4."""
-MIXED_TOKENS_CPU = 256
-"""The same on a CPU. With 2,048, who was in the middle of an answer of the demo model waited 7 s for a token while a
-prompt of 3,600 tokens was computed on two busy cores."""
-
-PROMPT_LOGITS_BYTES, LEAST_PROMPT_ROWS = 128 << 20, 32
-"""Of float32 logits from which a step makes log probabilities of prompts: 220 tokens with a vocabulary of 152,000. They
-delay those who decode no more than any chunk of a prompt does."""
 
 MAX_DIGESTS = 8192
 """Of pages in one status answer: 64 KiB."""
@@ -178,27 +162,6 @@ class Worker:
         return not self.calls.draining and self.engine.status().healthy
 
 
-def mixed_tokens(settings: WorkerSettings) -> int:
-    """Tokens of a step in which chunks of prompts go beside decodes."""
-    return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else MIXED_TOKENS)
-
-
-def helping_tokens(settings: WorkerSettings) -> int:
-    """The same beside sequences whose prompts prefill workers compute."""
-    return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else HELPING_TOKENS)
-
-
-def _limits(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
-    return Limits(
-        settings.max_batch_tokens,
-        settings.max_running,
-        settings.max_waiting,
-        mixed_tokens(settings),
-        max(LEAST_PROMPT_ROWS, PROMPT_LOGITS_BYTES // (4 * loaded.vocab_size)),
-        helping_tokens(settings),
-    )
-
-
 def build_worker(
     settings: WorkerSettings,
     *,
@@ -236,7 +199,7 @@ def build_worker(
     engine = Engine(
         runner,
         sampler,
-        Scheduler(pool, _limits(settings, loaded)),
+        Scheduler(pool, limits_of(settings, loaded.vocab_size)),
         ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
         tokenizer,
         measured,

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Protocol
 
+from kvrail.budgets import helping_tokens
 from kvrail.codec.base import Codec
 from kvrail.config import DecodeSettings
 from kvrail.engine.events import Admitted
@@ -22,7 +23,7 @@ from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breake
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.transfer import Fetch
 from kvrail.tuning import compute_with
-from kvrail.worker import Worker, helping_tokens
+from kvrail.worker import Worker
 
 logger = logging.getLogger("kvrail.decode")
 
