@@ -256,9 +256,20 @@ def test_the_digest_of_kernels_is_xxh3():
     data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
     for size in (*range(SHORT + 1, SHORT + 140), *range(1020, 1100), *range(2040, 2120), 5000):
         assert int(long_digest(data[:size])) == payload.digest(data[:size])
-        copy = np.zeros(size + 64, np.uint8)
-        assert int(copied_digest(data[:size], copy)) == payload.digest(data[:size])
-        assert (copy[:size] == data[:size]).all() and not copy[size:].any()
+        for past_caches, offset in ((False, 0), (True, 0), (True, 16), (True, 5)):
+            copy = np.zeros(size + 128, np.uint8)[offset:]
+            assert int(copied_digest(data[:size], copy, past_caches)) == payload.digest(data[:size])
+            assert np.array_equal(copy[:size], data[:size]) and not copy[size:].any()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_is_too_much_for_the_caches_comes_back_as_it_was(threads):
+    tensor = torch.from_numpy(np.random.default_rng(1).integers(0, 256, cpu_chunk_kernels.MUCH + 12345, dtype=np.uint8))
+    packed = bytearray(HUFFMAN.encode(tensor, threads=threads))
+    assert same(HUFFMAN.decode(packed, threads=threads), tensor)
+    packed[-7] ^= 1
+    with pytest.raises(CodecError, match="checksum"):
+        HUFFMAN.decode(packed, threads=threads)
 
 
 def entropy_bytes(plane):

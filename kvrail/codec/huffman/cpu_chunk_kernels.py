@@ -26,7 +26,9 @@ from kvrail.codec.huffman.cpu_word_kernels import bytes_at
 
 HELD = 4
 """Coded chunks that a thread holds until it is known where they begin: until those before are coded."""
-KERNELS = "9a87cda5d3691fad"
+MUCH = 8 << 20
+"""Bytes that are too many for the caches of whoever goes on with them: see copied_digest."""
+KERNELS = "72d091ef8abf6ba0"
 """XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
 
@@ -200,7 +202,7 @@ def encode_chunks(raw, base, item, rotated, static, room, chunk_bytes, numbers, 
             place = wait_for(places, done)
             publish(places, done + 1, place + size)
             if size > SHORT:
-                digests[done] = copied_digest(room.coded[first, :size], out[place:])
+                digests[done] = copied_digest(room.coded[first, :size], out[place:], False)
             else:
                 copy_bytes(room.coded[first, :size], out[place:])
             first, count = (first + 1) % HELD, count - 1
@@ -259,7 +261,7 @@ def decode_chunks(
         part, taken_off = _part(raw, chunk, chunk_bytes), _part(base, chunk, chunk_bytes)
         row, found, copied = rows[chunk], digests[chunk], False
         if coded.size > SHORT and _is_plain(row, taken_off, part):
-            found, copied = copied_digest(coded, part), True
+            found, copied = copied_digest(coded, part, raw.size >= MUCH), True
         elif coded.size > SHORT:
             found = long_digest(coded)
         if found != digests[chunk]:

@@ -21,6 +21,8 @@ from kvrail.codec.huffman.cpu_word_kernels import copy_memory, load_word
 SHORT = 240
 """Bytes up to which XXH3 is another function."""
 _STRIPE, _BLOCK, _STRIPES = 64, 1024, 16
+_WIDTH = 16
+"""Bytes of the stores that go past the caches, and what their addresses are multiples of."""
 _SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -66,12 +68,25 @@ def _take_in(builder: Any, sums: Any, words: Any, secret: Any, stripe: int) -> A
     return builder.add(builder.add(sums, builder.shuffle_vector(words, words, crossed)), product)
 
 
-def _take_in_block(builder: Any, sums: Any, data: Any, secret: Any, target: Any = None) -> None:
+def _store_past_caches(builder: Any, words: Any, target: Any, offset: int) -> None:
+    """Store eight words `offset` bytes behind `target`, a multiple of _WIDTH, without reading what was there."""
+    for part in range(0, 8, 2):
+        pair = builder.shuffle_vector(words, words, ir.Constant(ir.VectorType(ir.IntType(32), 2), [part, part + 1]))
+        place = builder.add(target, ir.Constant(ir.IntType(64), offset + 8 * part))
+        store = builder.store(pair, builder.inttoptr(place, ir.PointerType(pair.type)), align=_WIDTH)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
+def _take_in_block(
+    builder: Any, sums: Any, data: Any, secret: Any, target: Any = None, *, past_caches: bool = False
+) -> None:
     """Take in the block at `data`, and scramble; what is loaded is stored at `target`, where there is one."""
     found = builder.load(_eight(builder, sums, 0), align=1)
     for stripe in range(_STRIPES):
         words = builder.load(_eight(builder, data, _STRIPE * stripe), align=1)
-        if target is not None:
+        if past_caches:
+            _store_past_caches(builder, words, target, _STRIPE * stripe)
+        elif target is not None:
             builder.store(words, _eight(builder, target, _STRIPE * stripe), align=1)
         found = _take_in(builder, found, words, secret, stripe)
     found = builder.xor(found, builder.lshr(found, _all(47)))
@@ -99,6 +114,28 @@ def _copy_block(typing_context: Any, sums: Any, data: Any, secret: Any, target: 
         return context.get_dummy_value()
 
     return void(types.uint64, types.uint64, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def _stream_block(typing_context: Any, sums: Any, data: Any, secret: Any, target: Any) -> Any:
+    """The same, past the caches; `target` is a multiple of _WIDTH."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _take_in_block(builder, *arguments, past_caches=True)
+        return context.get_dummy_value()
+
+    return void(types.uint64, types.uint64, types.uint64, types.uint64), generate
+
+
+@intrinsic
+def _all_stored(typing_context: Any) -> Any:
+    """Whoever learns of this call's end finds what was stored past the caches."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return void(), generate
 
 
 @intrinsic
@@ -155,12 +192,20 @@ def long_digest(source):
 
 
 @njit(nogil=True)
-def copied_digest(source, target):
-    """long_digest of `source`, which is copied to the start of `target` as it is read, for one pass is faster."""
+def copied_digest(source, target, past_caches):
+    """long_digest of `source`, which is copied to the start of `target` as it is read, for one pass is faster.
+
+    past_caches: what is copied is too much for them. Then memory is not read before it is written.
+    """
     sums, secrets = _SUMS.copy(), _SECRET.copy()
     data, secret, out = uint64(source.ctypes.data), uint64(secrets.ctypes.data), uint64(sums.ctypes.data)
     to, blocks = uint64(target.ctypes.data), (source.size - 1) // _BLOCK
-    for block in range(blocks):
-        _copy_block(out, data + uint64(_BLOCK * block), secret, to + uint64(_BLOCK * block))
+    if past_caches and to % uint64(_WIDTH) == 0:
+        for block in range(blocks):
+            _stream_block(out, data + uint64(_BLOCK * block), secret, to + uint64(_BLOCK * block))
+        _all_stored()
+    else:
+        for block in range(blocks):
+            _copy_block(out, data + uint64(_BLOCK * block), secret, to + uint64(_BLOCK * block))
     copy_memory(to + uint64(_BLOCK * blocks), data + uint64(_BLOCK * blocks), uint64(source.size - _BLOCK * blocks))
     return _digest_of(source, blocks, sums, secrets)
