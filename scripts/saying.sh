@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command that says little or nothing, and says every three seconds how far it is; if it fails, all it said.
+# Runs a command that says little or nothing, and says every two seconds how far it is; if it fails, all it said.
 #   scripts/saying.sh "installing into .venv" pip install ...
 set -euo pipefail
 
@@ -15,7 +15,7 @@ trap 'kill "$running" 2> /dev/null; exit 130' INT TERM HUP
 told=0
 while kill -0 "$running" 2> /dev/null; do
     sleep 0.2
-    if ((SECONDS >= told + 3)); then
+    if ((SECONDS >= told + 2)); then
         told=$SECONDS
         echo "$what, $told s so far: $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-90)"
     fi
