@@ -9,8 +9,8 @@ tokens takes 50 ms, one of 512 some 13, and decodes add little to either. Small 
 each of them decodes get a token: 32 streams of 1,024 tokens in and 128 out need 1.35 s of the GPU instead of 1.65, by
 arithmetic, and nobody waits 50 ms for a token. Smaller chunks would fill the chip less well."""
 HELPING_TOKENS = 256
-"""The same on a decode worker that has prefill workers: there prompts are the exception, and even decoding is what it
-is for. With an 8B model on an H100 a step of 256 tokens takes 10.5 ms, one of 512 some 14, decoding alone 8.4."""
+"""The same beside many on a decode worker that has prefill workers: prompts are the exception there, even decoding is
+what it is for. With an 8B model on an H100 a step of 256 tokens takes 10.5 ms, one of 512 some 14, decoding alone 8."""
 MIXED_TOKENS_CPU = 256
 """The same on a CPU. With 2,048, who was in the middle of an answer of the demo model waited 7 s for a token while a
 prompt of 3,600 tokens was computed on two busy cores."""
@@ -26,7 +26,7 @@ def _mixed_tokens(settings: WorkerSettings) -> int:
 
 
 def helping_tokens(settings: WorkerSettings) -> int:
-    """The same beside sequences whose prompts prefill workers compute."""
+    """The same beside many sequences whose prompts prefill workers compute; see chunks.MANY."""
     return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else HELPING_TOKENS)
 
 

@@ -232,8 +232,8 @@ class WorkerSettings(ServiceSettings):
     mixed_batch_tokens: int = Field(
         0,
         ge=0,
-        description="tokens of a step that computes prompts while other sequences decode; 0: 512 on CUDA, 256 on a CPU"
-        " and beside sequences whose prompts prefill workers computed",
+        description="tokens of a step that computes prompts while other sequences decode; 0: 256 on a CPU; 512 on"
+        " CUDA, 256 where there are prefill workers and sixteen or more decode here",
     )
     step_timeout_s: PositiveFloat = Field(
         300.0,

@@ -122,15 +122,6 @@ class StepBuffer:
         """Enqueue the copy of what was filled in."""
         self.device.copy_(self.host, non_blocking=True)
 
-    def take_fed(self, drawn: torch.Tensor) -> None:
-        """Enqueue the copy of tokens that the device alone knows; drawn: int64, what Feed.rows count in.
-
-        Token 0 stands for what was not drawn, whose request is about to fail.
-        """
-        rows = self.there.fed_rows
-        known = self.there.token_ids[: len(rows)]
-        torch.where(rows < 0, known, drawn[rows.clamp(min=0)].clamp(min=0), out=known)
-
     def _fill_draws(self, draws: Sequence[DrawParams]) -> None:
         random = any(each.temperature for each in draws)
         if random or self._random:

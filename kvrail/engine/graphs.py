@@ -28,7 +28,7 @@ from kvrail.engine.batch import Extras, Feed
 from kvrail.engine.buffers import StepBuffer, StepSize, decode_size, mixed_size
 from kvrail.engine.cache import PagedCache
 from kvrail.engine.draw import DrawParams
-from kvrail.engine.inputs import StepInputs
+from kvrail.engine.inputs import StepInputs, take_fed
 from kvrail.engine.late import LEFT
 from kvrail.engine.loader import LoadedModel
 from kvrail.engine.packing import PackedStep
@@ -181,7 +181,7 @@ class StepGraphs:
         """What is captured of a step: tokens that the step before drew, the model, draws."""
         from kvrail.engine.sampling_kernels import launch_draw  # needs triton
 
-        buffer.take_fed(self._draws)
+        take_fed(buffer.there.token_ids, self._draws, buffer.there.fed_rows)
         logits = self._loaded.logits(self._inputs(buffer, on_layer))
         if draws := buffer.size.draws:
             launch_draw(logits[:draws], buffer.there.draws, self._draws[:draws])

@@ -54,7 +54,7 @@ def step_inputs(
     arrays = [_padded(array, -len(array) % ROWS) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
     ids, positions, rows = (torch.from_numpy(array) for array in arrays)
     if feed is not None:
-        take_fed(ids, feed, torch.tensor(feed.rows))
+        take_fed(ids, feed.tokens, torch.tensor(feed.rows))
     meta = StepMeta(
         slots=torch.from_numpy(packed.slots.astype(np.int32)),
         page_tables=torch.from_numpy(packed.page_tables.astype(np.int32)),
@@ -98,21 +98,20 @@ def _cuda_inputs(
     )
     ids, positions, rows, fed_rows, on_device = upload([*arrays, fed, data], cache.device)
     if feed is not None:
-        take_fed(ids, feed, fed_rows)
+        take_fed(ids, feed.tokens, fed_rows)
     step = PagedStep(
         cache.keys, cache.values, cache.key_scales, cache.value_scales, on_device, extents.plan(), on_layer
     )
     return StepInputs(ids, positions, rows, len(packed.logit_rows), step)
 
 
-def take_fed(token_ids: torch.Tensor, feed: Feed, rows: torch.Tensor) -> None:
-    """Overwrite the first of `token_ids`, int64 [tokens], by what `feed` says; rows: int64, its rows on the device.
+def take_fed(token_ids: torch.Tensor, drawn: torch.Tensor, rows: torch.Tensor) -> None:
+    """Overwrite the first of `token_ids`, int64 [tokens], by drawn[rows]; where `rows`, int64, has -1, they stay.
 
     Token 0 stands for what was not drawn, whose request is about to fail.
     """
-    fed = token_ids[: len(rows)]
-    torch.index_select(feed.tokens, 0, rows, out=fed)
-    fed.clamp_(min=0)
+    known = token_ids[: len(rows)]
+    torch.where(rows < 0, known, drawn[rows.clamp(min=0)].clamp(min=0), out=known)
 
 
 def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints) -> None:

@@ -258,7 +258,7 @@ class Fetcher:
         """A worker has filled the pages: the engine goes on with them at once."""
         metrics, received = self._worker.transfers, fetch.received
         self._worker.engine.receive_kv(progress.request.request_id)
-        progress.committed, progress.prefill_worker, progress.received = True, address, received
+        progress.prefill_worker, progress.received = address, received
         progress.promise.received(address, received.numerics)
         if (exposed := progress.exposed_s()) is not None:
             metrics.exposed_seconds.observe(exposed)
