@@ -128,6 +128,30 @@ async def test_once_the_pages_are_complete_the_calls_end_matters_to_nobody(llama
         assert value(c.decode, "local") == value(c.decode, "alternate") == 0
 
 
+class Slow:
+    """A mark of a GPU's stream that happens a while after it was made."""
+
+    def __init__(self):
+        self.at = time.monotonic() + 0.05
+
+    def query(self):
+        return time.monotonic() >= self.at
+
+
+async def test_layers_that_are_told_late_are_sent_all_the_same(llama, monkeypatch):
+    """As on a GPU: what a step completes is passed on by a thread, and the prompt may be done before that is heard."""
+    async with cluster(llama, max_batch_tokens=128) as c:
+        (prefill,) = c.prefills.values()
+        monkeypatch.setattr(prefill.side, "mark", Slow)
+        for number in range(5):
+            prompt = prompt_of(310)[number:]
+            answer = await c.ask(prompt)
+            assert answer.summary.prefill_worker
+            assert answer.tokens == {0: generate(str(llama), tuple(prompt), 16)}
+        assert value(c.decode, "local") == 0
+        await c.settled()
+
+
 def note_pages(monkeypatch, worker):
     """Keys of all pages as they are when the engine is told to compute a prompt after all."""
     seen = []

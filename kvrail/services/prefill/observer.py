@@ -66,6 +66,13 @@ class PageObserver:
         """Stop passing them."""
         self._senders.pop(request_id, None)
 
+    async def heard(self) -> None:
+        """Return once the loop has heard of all layers that the engine has told of by now."""
+        if self._end is None:
+            await asyncio.sleep(0)
+        else:
+            await asyncio.wrap_future(self._holder.submit(lambda: None))
+
     def _hold(
         self, before: torch.Event | None, layers: range, written: Sequence[WrittenPages], ready: torch.Event | None
     ) -> None:

@@ -64,7 +64,7 @@ class PrefillStory:
         try:
             await self._follow(events)
             beating.cancel()  # from here on there is something to send
-            await asyncio.sleep(0)  # the last layers were told before the end, but perhaps not heard yet
+            await self._observer.heard()  # the last layers were told before the end
             self._sender.close()
             await sending
             spans = self._spans.all() if self._spans is not None and self._spans.told else []
