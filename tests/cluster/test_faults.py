@@ -109,14 +109,21 @@ async def test_a_worker_lost_mid_transfer(llama, monkeypatch, transport, after):
 @pytest.mark.parametrize("ending", ["is silent", "fails"])
 async def test_once_the_pages_are_complete_the_calls_end_matters_to_nobody(llama, monkeypatch, transport, ending):
     """The engine decodes on the KV though the prefill worker never says that this was all."""
-    reached = asyncio.Event()
+    complete, reached = asyncio.Event(), asyncio.Event()
+    receive = fetching.Fetcher._commit
+
+    def received(*arguments):
+        receive(*arguments)
+        complete.set()
 
     async def commit(replies, spans=()):
         reached.set()
         if ending == "fails":
+            await complete.wait()  # pages that go another way than the call may be slower than its end
             raise WorkerUnavailableError("the worker died")
         await asyncio.sleep(3600)
 
+    monkeypatch.setattr(fetching.Fetcher, "_commit", received)
     monkeypatch.setattr(PrefillReplies, "commit", commit)
     monkeypatch.setattr(fetching, "HEARD_S", 0.1)
     async with cluster(llama, transport) as c:
