@@ -26,7 +26,7 @@ from kvrail.codec.huffman.format import FORMATS
 GATE = "Nothing is timed before it gave every byte back."
 HUFFMAN = HuffmanCodec()
 ZSTD_CHUNK = 1 << 20
-RUN_BYTES = 1 << 24
+RUN_BYTES = 1 << 26
 """A run is as many calls as take in so many bytes. One call of a small tensor, after another coder's, would tell what
 it takes to find code that has left the caches; models have tensors one after the other."""
 EXPONENTS = {  # shift and mask of a value's exponent
@@ -62,11 +62,16 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor anew. Torch's own copy would leave its threads spinning for a while, on the cores that are timed."""
+    return torch.from_numpy(bytes_of(tensor).copy()).view(tensor.dtype).reshape(tensor.shape)
+
+
 def ours(sample: Sample, threads: int, static: bool) -> Coder:
     """The tensor codec; static: chunks share codes."""
     return Coder(
         "huffman, shared codes" if static else "huffman",
-        lambda: sample.tensor,
+        lambda: copy_of(sample.tensor),
         lambda tensor: HUFFMAN.encode(tensor, base=sample.base, static=static, threads=threads),
         lambda packed: HUFFMAN.decode(packed, base=sample.base, threads=threads),
         len,
@@ -109,9 +114,12 @@ def zstd(sample: Sample, threads: int) -> Coder:
     import zstandard
 
     raw = bytes_of(sample.tensor) if sample.base is None else bytes_of(sample.tensor) ^ bytes_of(sample.base)
-    chunks = [raw[at : at + ZSTD_CHUNK].data for at in range(0, raw.size, ZSTD_CHUNK)]
     pool = ThreadPoolExecutor(threads)
     taken_off = None if sample.base is None else bytes_of(sample.base)
+
+    def chunks() -> list[memoryview]:
+        whole = raw.copy()
+        return [whole[at : at + ZSTD_CHUNK].data for at in range(0, whole.size, ZSTD_CHUNK)]
 
     def plain(parts: list[bytes]) -> bytes:
         found = np.frombuffer(b"".join(parts), np.uint8)
@@ -119,7 +127,7 @@ def zstd(sample: Sample, threads: int) -> Coder:
 
     return Coder(
         "zstd, level 3",
-        lambda: chunks,
+        chunks,
         lambda chunks: list(pool.map(lambda chunk: zstandard.ZstdCompressor(level=3).compress(chunk), chunks)),
         lambda parts: list(pool.map(lambda part: zstandard.ZstdDecompressor().decompress(part), parts)),
         lambda parts: sum(map(len, parts)),
@@ -154,12 +162,15 @@ def fields(sample: Sample) -> tuple[float, float] | None:
     return exponent, rest
 
 
-def timed(call: Callable[[Any], Any], given: Sequence[Any]) -> float:
-    """Seconds of a call, the mean over what they are given one after the other."""
-    begun = time.perf_counter()
-    for each in given:
-        call(each)
-    return (time.perf_counter() - begun) / len(given)
+def timed(call: Callable[[Any], Any], prepare: Callable[[], Any], calls: int) -> float:
+    """Seconds of a call, the mean of `calls` calls, each of what was prepared just before."""
+    seconds = 0.0
+    for _ in range(calls):
+        given = prepare()
+        begun = time.perf_counter()
+        call(given)
+        seconds += time.perf_counter() - begun
+    return seconds / calls
 
 
 def measure(sample: Sample, threads: int, runs: int) -> list[tuple[str, float, float, float]]:
@@ -175,8 +186,8 @@ def measure(sample: Sample, threads: int, runs: int) -> list[tuple[str, float, f
     times: dict[str, tuple[list[float], list[float]]] = {coder.name: ([], []) for coder in coders}
     for _ in range(runs):
         for coder, coded in zip(coders, packed, strict=True):
-            times[coder.name][0].append(timed(coder.encode, [coder.prepare() for _ in range(calls)]))
-            times[coder.name][1].append(timed(coder.decode, [coded] * calls))
+            times[coder.name][0].append(timed(coder.encode, coder.prepare, calls))
+            times[coder.name][1].append(timed(coder.decode, lambda coded=coded: coded, calls))
     return [
         (
             coder.name,

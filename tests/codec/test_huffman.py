@@ -264,7 +264,8 @@ def test_the_digest_of_kernels_is_xxh3():
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_is_too_much_for_the_caches_comes_back_as_it_was(threads):
-    tensor = torch.from_numpy(np.random.default_rng(1).integers(0, 256, cpu_chunk_kernels.MUCH + 12345, dtype=np.uint8))
+    size = cpu._MUCH * threads + 12345
+    tensor = torch.from_numpy(np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8))
     packed = bytearray(HUFFMAN.encode(tensor, threads=threads))
     assert same(HUFFMAN.decode(packed, threads=threads), tensor)
     packed[-7] ^= 1

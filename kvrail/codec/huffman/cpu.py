@@ -31,8 +31,12 @@ _MAX_THREADS = 8
 _ALIGNMENT = 64
 _LEAST = 3
 """Chunks of a thread: to wake one takes as long as to decode one, and longer where cores are busy."""
-_PLAIN = 16
-"""So many chunks that are only copied, as 8-bit words without a base may be, take as long as one that is decoded."""
+_PLAIN = 8
+"""So many chunks that are only copied, as 8-bit words without a base may be, count as one that is decoded.
+
+They take a sixteenth of its time, but memory bounds them, of which two cores get more than one."""
+_MUCH = 8 << 20
+"""Bytes a thread that are too many for its caches: see copied_digest."""
 _LIBRARY = ctypes.PyDLL(None)  # whose calls keep the interpreter's lock
 _CALL_BYTES = 1 << 26
 """Of a tensor, coded or decoded by one call: between calls Python looks whether it is to stop."""
@@ -305,11 +309,16 @@ def decode(
     for chunk in (sizes <= SHORT).nonzero()[0]:
         if digest(coded[ends[chunk] - sizes[chunk] : ends[chunk]]) != digests[chunk]:
             raise CodecError(damaged.format(chunks.start + chunk, len(layout.digests)))
-    numbers, most = np.zeros(1, np.int64), max(1, _CALL_BYTES // size)
+    useful = _useful(threads, len(chunks))
+    if useful > 1 and item == 1 and base is None:
+        none_shrank = len(coded) == out.size  # so no chunk needs to be looked at
+        plain = len(chunks) if none_shrank else int(np.count_nonzero(rows >> SIZE_BITS == RAW))
+        useful = _useful(threads, len(chunks) - plain + plain // _PLAIN)
+    numbers, most, past_caches = np.zeros(1, np.int64), max(1, _CALL_BYTES // size), out.size >= _MUCH * useful
     index = (coded, ends, digests, rows, *_shared_tables(layout), taken_off, item, layout.format.rotated)
 
     def work(room: Room) -> bool:
-        wrong, more = decode_chunks(*index, room, size, numbers, most, out)
+        wrong, more = decode_chunks(*index, room, size, past_caches, numbers, most, out)
         if wrong < 0:
             return bool(more)
         if not more:
@@ -318,11 +327,6 @@ def decode(
             f"chunk {chunks.start + wrong} of {len(layout.digests)} does not decode; the encoder is at fault"
         )
 
-    useful = _useful(threads, len(chunks))
-    if useful > 1 and item == 1 and base is None:
-        none_shrank = len(coded) == out.size  # so no chunk needs to be looked at
-        plain = len(chunks) if none_shrank else int(np.count_nonzero(rows >> SIZE_BITS == RAW))
-        useful = _useful(threads, len(chunks) - plain + plain // _PLAIN)
     _on_threads(useful, item, min(size, max(out.size, 1)) // item + 1, work)
 
 

@@ -26,8 +26,6 @@ from kvrail.codec.huffman.cpu_word_kernels import bytes_at
 
 HELD = 4
 """Coded chunks that a thread holds until it is known where they begin: until those before are coded."""
-MUCH = 8 << 20
-"""Bytes that are too many for the caches of whoever goes on with them: see copied_digest."""
 KERNELS = "72d091ef8abf6ba0"
 """XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
 
@@ -244,24 +242,25 @@ def _is_plain(row, base, raw):
 
 @kept
 def decode_chunks(
-    source, ends, digests, rows, singles, levels, base, item, rotated, room, chunk_bytes, numbers, most, raw
+    source, ends, digests, rows, singles, levels, base, item, rotated, room, size, past_caches, numbers, most, raw
 ):
     """Fill `raw` with chunks that no other thread has taken, `most` of them, each checked against its digest.
 
     Checked before it is decoded; what is only copied, as it is, for reading memory twice takes longer than the rest.
     ends: int64 [chunks], where each ends in `source`; digests: uint64 [chunks]; rows: [chunks, item]; those of SHORT
-    bytes and less were checked before. Gives the number of a chunk that does not fit and whether it has its digest; -1
-    where all do, and whether there may be more. The rest as in _decode_chunk and encode_chunks.
+    bytes and less were checked before. size: bytes of a whole chunk of `raw`. past_caches: whether what is only copied
+    is stored past them, as in copied_digest. Gives the number of a chunk that does not fit and whether it has its
+    digest; -1 where all do, and whether there may be more. The rest as in _decode_chunk and encode_chunks.
     """
     for _ in range(most):
         chunk = take(numbers)
         if chunk >= ends.size:
             return -1, False
         coded = source[ends[chunk - 1] if chunk else 0 : ends[chunk]]
-        part, taken_off = _part(raw, chunk, chunk_bytes), _part(base, chunk, chunk_bytes)
+        part, taken_off = _part(raw, chunk, size), _part(base, chunk, size)
         row, found, copied = rows[chunk], digests[chunk], False
         if coded.size > SHORT and _is_plain(row, taken_off, part):
-            found, copied = copied_digest(coded, part, raw.size >= MUCH), True
+            found, copied = copied_digest(coded, part, past_caches), True
         elif coded.size > SHORT:
             found = long_digest(coded)
         if found != digests[chunk]:
