@@ -84,9 +84,10 @@ async def test_sigterm_under_load_lets_answers_end(turn: int):
     port = free_port()
     process = await start("kvrail", "decode", port=port)
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        client, begun = DecodeClient(channel), asyncio.Event()
-        answers = [asyncio.create_task(stream(client, number, begun)) for number in range(8)]
-        await begun.wait()
+        client, begun = DecodeClient(channel), [asyncio.Event() for _ in range(8)]
+        answers = [asyncio.create_task(stream(client, number, each)) for number, each in enumerate(begun)]
+        for each in begun:  # a request that has not come by then is asked to go elsewhere
+            await each.wait()
         process.send_signal(signal.SIGTERM)
         assert await asyncio.gather(*answers) == [60] * 8
         await ended(process)
