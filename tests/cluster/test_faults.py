@@ -126,7 +126,7 @@ async def test_once_the_pages_are_complete_the_calls_end_matters_to_nobody(llama
     monkeypatch.setattr(fetching.Fetcher, "_commit", received)
     monkeypatch.setattr(PrefillReplies, "commit", commit)
     monkeypatch.setattr(fetching, "HEARD_S", 0.1)
-    async with cluster(llama, transport) as c:
+    async with cluster(llama, transport, decode={"transfer_timeout_s": 3600}) as c, asyncio.timeout(60):
         answer = await c.ask(prompt_of(300))
         assert reached.is_set() and answer.summary.prefill_worker
         assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
