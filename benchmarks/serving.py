@@ -10,6 +10,7 @@ request must begin with the same token, and each stream must bring as many token
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -93,14 +94,16 @@ async def measure(
     """One row: `streams` at once until `rounds` times as many have been answered."""
     rng = random.Random(f"{streams} {prompt_tokens}")
     total = streams * args.rounds
+    prompts = [[rng.randrange(vocab) for _ in range(prompt_tokens)] for _ in range(total)]
+    gc.collect()
+    gc.freeze()  # a collection that looks at all prompts would count as a gap in every stream
     limits = httpx.Limits(max_connections=streams + 8)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        todo = iter(range(total))
+        todo = iter(prompts)
         done: list[Stream] = []
 
         async def worker() -> None:
-            for _ in todo:
-                prompt = [rng.randrange(vocab) for _ in range(prompt_tokens)]
+            for prompt in todo:
                 done.append(await ask(client, model, prompt, args.output_tokens))
 
         begin = time.perf_counter()

@@ -80,7 +80,6 @@ class StepGraphs:
         self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer a step nears its end
         layout = cache.layout
         width = min(layout.pages_for(loaded.max_model_len), cache.num_pages)
-        queries = queries_of_a_block(layout, loaded.dtype)
         group = -(-len(loaded.layers) // GROUPS)
         begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
         gc.collect()
@@ -88,7 +87,14 @@ class StepGraphs:
         # The largest first: the others find their memory in what it took.
         self._mixed = [
             self._capture(
-                mixed_size(tokens, max_running, width, layout.num_kv_heads, max_running + VERIFIED_ROWS, queries),
+                mixed_size(
+                    tokens,
+                    max_running,
+                    width,
+                    layout.num_kv_heads,
+                    max_running + VERIFIED_ROWS,
+                    queries_of_a_block(layout, loaded.dtype, tokens),
+                ),
                 {*range(group - 1, self._last_layer, group), self._last_layer},
             )
             for tokens in reversed(token_sizes(max(max_tokens, least)))

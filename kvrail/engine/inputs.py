@@ -75,8 +75,8 @@ def _cuda_inputs(
 ) -> StepInputs:
     from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
 
-    tokens, queries = max(least, len(packed.token_ids)), queries_of_a_block(cache.layout, dtype)
-    blocks = query_blocks(packed, queries, tokens)
+    tokens = max(least, len(packed.token_ids))
+    blocks = query_blocks(packed, queries_of_a_block(cache.layout, dtype, tokens), tokens)
     extents = Extents(
         tokens=tokens,
         sequences=len(packed.page_tables),

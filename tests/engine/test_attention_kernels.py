@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, on a CPU; tests/gpu runs the same cases compiled."""
 
 import copy
+import math
 import os
 
 import pytest
@@ -106,11 +107,49 @@ def test_prefill(shape: dict, tuning: PrefillTuning | None) -> None:
     out = torch.full((len(wanted) + 20, *wanted.shape[1:]), float("nan"))
     query = torch.cat([case.query, torch.full((20, *case.query.shape[1:]), float("nan"))])
     shape_ = HeadShape(case.query.shape[2], case.value.shape[2], 4, case.pages.keys.element_size())
-    chosen = tuning or tuning_for(shape_)
+    chosen = tuning or tuning_for(shape_, len(query), *(t.shape[1] for t in (query, case.key)), 100)
     blocks = case.blocks(chosen.queries, padding=17)
-    prefill_attention(query, case.pages, case.page_tables, blocks, out, case.options, chosen)
+    prefill_attention(query, case.pages, case.page_tables, blocks, out, case.options, 100, chosen)
     assert relative_error(out[: len(wanted)], wanted) < 1e-5
     assert (out[len(wanted) : -3] == 0).all() and out[-3:].isnan().all()
+
+
+SPLIT = {
+    "plain": {"heads": 4, "kv_heads": 1},
+    "group of three, values narrower": {"heads": 6, "key_dim": 48, "value_dim": 32},
+    "window and all": {"window": 700, "softcap": 5.0, "sinks": True, "kv_dtype": "float8_e5m2"},
+}
+
+
+@pytest.mark.parametrize("shape", SPLIT.values(), ids=SPLIT)
+def test_few_queries_behind_many_tokens(shape: dict) -> None:
+    """Programs share what a block sees, and leave parts: the same bits as one program's."""
+    case = make_case([(7, 1100), (16, 770), (2, 100), (5, 257)], **shape)
+    reference.write_pages(case.pages, case.key, case.value, case.slots)
+    wanted = expected(case)
+    group = case.query.shape[1] // case.key.shape[1]
+    for together in {1, math.gcd(group, 4)}:
+        found = []
+        for splits in (1, 2, 16):
+            out = torch.full((len(wanted) + 20, *wanted.shape[1:]), float("nan"))
+            query = torch.cat([case.query, torch.full((20, *case.query.shape[1:]), float("nan"))])
+            tuning = PrefillTuning(16, 4, 2, together, splits)
+            blocks = case.blocks(16, padding=17)
+            prefill_attention(query, case.pages, case.page_tables, blocks, out, case.options, 100, tuning)
+            assert relative_error(out[: len(wanted)], wanted) < 1e-5
+            assert (out[len(wanted) : -3] == 0).all() and out[-3:].isnan().all()
+            found.append(out[:-3].view(torch.int32))
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_few_tokens_get_more_programs() -> None:
+    narrow, wide = HeadShape(128, 128, 2, 2), HeadShape(128, 128, 4, 4)
+    assert tuning_for(narrow, 32, 64, 8, 132) == PrefillTuning(16, 4, 2, heads=4, splits=16)
+    assert tuning_for(narrow, 64, 64, 8, 132) == PrefillTuning(16, 4, 2, heads=4, splits=8)
+    assert tuning_for(narrow, 64, 40, 8, 132) == PrefillTuning(16, 4, 2, heads=1, splits=2)
+    assert tuning_for(narrow, 65, 64, 8, 132) == PrefillTuning(64, 4, 2)
+    assert tuning_for(wide, 32, 64, 8, 132) == PrefillTuning(16, 4, 2, heads=1, splits=4)
+    assert tuning_for(wide, 1000, 64, 8, 132) == PrefillTuning(16, 4, 2)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "float16", "float8_e5m2", "float8_e4m3fn"])

@@ -14,7 +14,7 @@ from kvrail.engine.attention.decode_kernel import decode_attention  # noqa: E402
 from kvrail.engine.attention.meta import StepMeta  # noqa: E402
 from kvrail.engine.attention.order import HeadShape  # noqa: E402
 from kvrail.engine.attention.page_kernels import write_pages  # noqa: E402
-from kvrail.engine.attention.prefill_kernel import prefill_attention, tuning_for  # noqa: E402
+from kvrail.engine.attention.prefill_kernel import prefill_attention, queries_for  # noqa: E402
 from tests.engine.attention_cases import Case, expected, make_case, relative_error  # noqa: E402
 
 SIZES = (1, 63, 64, 65, 500, 3000, 2, 129)
@@ -82,7 +82,7 @@ def test_prefill(shape: dict, dtype: torch.dtype) -> None:
     wanted = expected(case)
     reference.write_pages(case.pages, case.key, case.value, case.slots)
     out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
-    prefill_attention(case.query, case.pages, case.page_tables, blocks_of(case), out, case.options)
+    prefill_attention(case.query, case.pages, case.page_tables, blocks_of(case), out, case.options, 132)
     rounding = 2 if case.pages.key_scales is not None else 1  # eight-bit pages are rounded again on the way
     assert relative_error(out, wanted) < rounding * TOLERANCE[dtype]
 
@@ -90,7 +90,8 @@ def test_prefill(shape: dict, dtype: torch.dtype) -> None:
 def blocks_of(case: Case, padding: int = 0) -> torch.Tensor:
     """All queries of sequences with several, in blocks of as many as the kernel takes, and padding behind."""
     sizes = (case.query.element_size(), case.pages.keys.element_size())
-    return case.blocks(tuning_for(HeadShape(case.query.shape[2], case.value.shape[2], *sizes)).queries, padding)
+    shape = HeadShape(case.query.shape[2], case.value.shape[2], *sizes)
+    return case.blocks(queries_for(shape, len(case.query) + padding), padding)
 
 
 MIXES = {
@@ -191,5 +192,5 @@ def test_pages_beyond_two_to_the_31_elements() -> None:
     out = torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
     q, k, v = (t[:1] for t in (case.query, case.key, case.value))
     decode_attention(q, k, v, layer, tables[:1], case.kv_lens[:1], counters, out[:1], case.options, 132)
-    prefill_attention(case.query, layer, tables, blocks_of(case), out, case.options)
+    prefill_attention(case.query, layer, tables, blocks_of(case), out, case.options, 132)
     assert relative_error(out, wanted) < TOLERANCE[torch.bfloat16]

@@ -19,7 +19,7 @@ from kvrail.engine import invariance  # noqa: E402
 from kvrail.engine.attention import decode_kernel, order, reference  # noqa: E402
 from kvrail.engine.attention.decode_kernel import DecodeTuning, decode_attention  # noqa: E402
 from kvrail.engine.attention.order import HeadShape  # noqa: E402
-from kvrail.engine.attention.prefill_kernel import prefill_attention, tuning_for  # noqa: E402
+from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention, queries_for  # noqa: E402
 from kvrail.engine.batch import SequenceSlice  # noqa: E402
 from kvrail.engine.loader import LoadedModel, load_model  # noqa: E402
 from kvrail.engine.runner import ModelRunner  # noqa: E402
@@ -233,6 +233,8 @@ SHAPES = {
 LONG = 9100
 ROWS = (0, 1, 62, 63, 64, 255, 256, 257, 1000, 2047, 2048, 4095, 4096, 8191, 8192, 8193, 8703, 8704, 9098, LONG - 1)
 """Positions around the ends of blocks, parts and octaves."""
+FEW = ((0, 2), (30, 94), (250, 266), (2040, 2057), (8180, 8200), (8690, 8754), (LONG - 33, LONG))
+"""Rows that are computed in steps of their own."""
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -242,6 +244,10 @@ def test_attention_of_a_row(shape: dict) -> None:
     wanted = prefill(case, LONG)
     for chunk in (50, 64, 1000):
         assert torch.equal(prefill(case, chunk).view(torch.int16), wanted.view(torch.int16))
+    for tuning in (None, PrefillTuning(16, 4, 2, 1, 1), PrefillTuning(16, 4, 3, 1, 16), PrefillTuning(16, 8, 2, 1, 3)):
+        for begin, end in FEW:
+            found = few(case, begin, end, tuning)
+            assert torch.equal(found.view(torch.int16), wanted[begin:end].view(torch.int16))
     rows = torch.tensor(ROWS, device="cuda")
     for processors, tuning in (
         (1, None),
@@ -259,13 +265,23 @@ def test_attention_of_a_row(shape: dict) -> None:
 def prefill(case: Case, chunk: int) -> torch.Tensor:
     """All rows of a case of one sequence, whose chunks' queries lie differently in blocks."""
     shape = HeadShape(case.query.shape[2], case.value.shape[2], 2, case.pages.keys.element_size())
-    most, blocks = tuning_for(shape).queries, []
+    most, blocks = queries_for(shape, LONG), []
     for begin in range(0, LONG, chunk):
         end = min(begin + chunk, LONG)
         blocks += [[first, min(most, end - first), first, 0] for first in range(begin, end, most)]
     out = torch.full((*case.query.shape[:2], case.value.shape[2]), float("nan"), dtype=torch.bfloat16, device="cuda")
     listed = torch.tensor(blocks, dtype=torch.int32, device="cuda")
-    prefill_attention(case.query, case.pages, case.page_tables, listed, out, case.options)
+    prefill_attention(case.query, case.pages, case.page_tables, listed, out, case.options, 132)
+    return out
+
+
+def few(case: Case, begin: int, end: int, tuning: PrefillTuning | None) -> torch.Tensor:
+    """Some rows in a step of their own, in which programs share what these see."""
+    query = case.query[begin:end]
+    blocks = [[first - begin, min(16, end - first), first, 0] for first in range(begin, end, 16)]
+    out = torch.full((*query.shape[:2], case.value.shape[2]), float("nan"), dtype=torch.bfloat16, device="cuda")
+    listed = torch.tensor(blocks, dtype=torch.int32, device="cuda")
+    prefill_attention(query, case.pages, case.page_tables, listed, out, case.options, 132, tuning)
     return out
 
 

@@ -9,7 +9,7 @@ from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.order import head_shape
 from kvrail.engine.attention.page_kernels import write_pages
-from kvrail.engine.attention.prefill_kernel import prefill_attention, tuning_for
+from kvrail.engine.attention.prefill_kernel import prefill_attention, queries_for
 from kvrail.engine.cache import LayerPages
 from kvrail.layout import KVLayout
 
@@ -45,13 +45,13 @@ def paged_attention(
         )
     if len(meta.blocks):
         write_pages(layer, key, value, meta.slots)
-        prefill_attention(query, layer, meta.page_tables, meta.blocks, out, options)
+        prefill_attention(query, layer, meta.page_tables, meta.blocks, out, options, _processors(query.device))
     return out
 
 
-def queries_of_a_block(layout: KVLayout, dtype: torch.dtype) -> int:
-    """The most queries of an entry of StepMeta.blocks, for a model that computes in `dtype`."""
-    return tuning_for(head_shape(layout, dtype)).queries
+def queries_of_a_block(layout: KVLayout, dtype: torch.dtype, tokens: int) -> int:
+    """The most queries of an entry of StepMeta.blocks in a step of `tokens`, for a model that computes in `dtype`."""
+    return queries_for(head_shape(layout, dtype), tokens)
 
 
 @functools.cache

@@ -15,17 +15,19 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.order import HeadShape, block_of, padded, parts_of
+from kvrail.engine.attention.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
 from kvrail.engine.attention.order_kernel import (
     LOWEST,
     add_block,
     begins_part,
     fold,
+    join,
+    leave,
     nothing,
     output_of,
-    part_begin,
     part_of,
     scores_of,
+    share_of,
     slots_of,
     sums_of,
 )
@@ -34,8 +36,6 @@ from kvrail.engine.cache import LayerPages
 
 _FEW_ROWS = 4
 _MAX_SPLITS = 64
-_JOIN_ELEMENTS = 4096
-"""Elements of parts that the joining program holds at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,48 +74,6 @@ def splits_for(rows: int, kv_heads: int, programs: int, block: int) -> tuple[int
 
 
 @triton.jit
-def _join(
-    out,
-    part_out,
-    part_top,
-    part_total,
-    sinks,
-    row,
-    kv_head,
-    parts,
-    stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-    SINKS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Fold the first `parts` parts of one KV head's query heads, in order."""
-    group = tl.arange(0, GROUP_PADDED)
-    value_dim = tl.arange(0, VALUE_DIM_PADDED)
-    head = kv_head * GROUP + group
-    place = (row * KV_HEADS * GROUP + head) * stride
-    live = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
-    acc = tl.zeros([GROUP_PADDED, VALUE_DIM_PADDED], tl.float32)
-    top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
-    total = tl.zeros([GROUP_PADDED], tl.float32)
-    for begin in range(0, parts, AT_ONCE):
-        for ahead in tl.static_range(AT_ONCE):  # unrolled, so that the loads of several parts are under way together
-            part = begin + ahead + group * 0
-            there = (group < GROUP) & (part < parts)
-            new_top = tl.load(part_top + place + part, mask=there, other=LOWEST)
-            new_total = tl.load(part_total + place + part, mask=there, other=0.0)
-            where = (place + part)[:, None] * VALUE_DIM + value_dim[None, :]
-            new = tl.load(part_out + where, mask=live & there[:, None], other=0.0)
-            acc, top, total = fold(acc, top, total, new, new_top, new_total)
-    result = output_of(acc, top, total, sinks, head, group < GROUP, SINKS)
-    where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
-    tl.store(out + where, result.to(out.dtype.element_ty), live)
-
-
-@triton.jit
 def _store_token(
     key,
     value,
@@ -143,27 +101,6 @@ def _store_token(
     store_rows(key, keys, key_scales, slot, row, 0, key_stride_row, 1, 1, KEY_DIM, KEY_DIM_PADDED, LIMIT)
     store_rows(value, values, value_scales, slot, row, 0, value_stride_row, 1, 1, VALUE_DIM, VALUE_DIM_PADDED, LIMIT)
     tl.debug_barrier()  # what follows reads it again
-
-
-@triton.jit
-def _leave(
-    part_out,
-    part_top,
-    part_total,
-    part,
-    acc,
-    top,
-    total,
-    live,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-):
-    """Store a part for `_join`; part: its place, of each row."""
-    value_dim = tl.arange(0, VALUE_DIM_PADDED)
-    where = part[:, None] * VALUE_DIM + value_dim[None, :]
-    tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])
-    tl.store(part_top + part, top, live)
-    tl.store(part_total + part, sums_of(total), live)
 
 
 @triton.jit(
@@ -223,9 +160,7 @@ def _decode_kernel(
     kv_len = tl.load(kv_lens + row)
     first = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
     first = first // BLOCK * BLOCK
-    span = tl.maximum(tl.cdiv(kv_len - first, tl.num_programs(1)), shortest)
-    begin = first if split == 0 else part_begin(first + split * span)
-    end = tl.minimum(part_begin(first + (split + 1) * span), kv_len)
+    begin, end = share_of(first, kv_len, split, tl.num_programs(1), shortest)
     if (begin >= end) & (split > 0):
         return
     alone = end - begin == kv_len - first
@@ -267,7 +202,7 @@ def _decode_kernel(
             if alone:
                 all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
             else:
-                _leave(
+                leave(
                     part_out, part_top, part_total, place + part_of(block) - first_part, acc, top, total, live,
                     VALUE_DIM, VALUE_DIM_PADDED,
                 )  # fmt: skip
@@ -280,7 +215,7 @@ def _decode_kernel(
         where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
         tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
     else:
-        _leave(
+        leave(
             part_out, part_top, part_total, place + part_of(end - 1) - first_part, acc, top, total, live,
             VALUE_DIM, VALUE_DIM_PADDED,
         )  # fmt: skip
@@ -290,7 +225,7 @@ def _decode_kernel(
         counter = counters + row * KV_HEADS + kv_head
         if tl.atomic_add(counter, left, sem="acq_rel") + left == parts:
             tl.store(counter, 0)  # for the next layer
-            _join(
+            join(
                 out, part_out, part_top, part_total, sinks, row, kv_head, parts, part_stride,
                 KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
             )  # fmt: skip
@@ -354,7 +289,7 @@ def decode_attention(
         SOFTCAP=options.softcap != 0,
         SINKS=options.sinks is not None,
         LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
-        SEVERED=shape.compute_bytes == 2 > shape.page_bytes and isinstance(_decode_kernel, triton.JITFunction),
+        SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         maxnreg=tuning.registers,
@@ -374,5 +309,5 @@ def _dims(kv_heads: int, group: int, key_dim: int, value_dim: int) -> dict[str, 
         "KEY_DIM_PADDED": padded(key_dim),
         "VALUE_DIM": value_dim,
         "VALUE_DIM_PADDED": padded(value_dim),
-        "AT_ONCE": max(1, min(8, _JOIN_ELEMENTS // (joined * padded(value_dim)))),
+        "AT_ONCE": joined_at_once(group, value_dim),
     }

@@ -24,6 +24,7 @@ FIRST = 8
 """Binary logarithm of the tokens of the first parts."""
 PARTS = 4
 """Binary logarithm of the parts from one power of two to the next."""
+_JOIN_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +65,14 @@ def parts_of(tokens: int) -> int:
     last = max(tokens - 1, 0)
     octave = max(last.bit_length() - 1, FIRST + PARTS)
     return (last >> (octave - PARTS)) + ((octave - FIRST - PARTS) << PARTS) + 1
+
+
+def severed(shape: HeadShape) -> bool:
+    """Whether keys and values, where registers hold them, are kept apart from how they were loaded: see `_apart`."""
+    return shape.compute_bytes == 2 > shape.page_bytes
+
+
+def joined_at_once(group: int, value_dim: int) -> int:
+    """Parts of a KV head's query heads that the program which joins them holds at once."""
+    elements = int(triton.next_power_of_2(group)) * padded(value_dim)
+    return max(1, min(8, _JOIN_ELEMENTS // elements))

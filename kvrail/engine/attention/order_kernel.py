@@ -201,3 +201,77 @@ def output_of(acc, top, total, sinks, head, live, SINKS: tl.constexpr):
     if SINKS:
         total += tl.exp2(tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _LOG2E - top)
     return acc / tl.where(total > 0, total, 1.0)[:, None] + 0.0
+
+
+@triton.jit
+def share_of(first, end, number, programs, shortest):
+    """What program `number` of `programs` takes of the tokens from `first` on: (begin, end), perhaps none of them.
+
+    Whole parts, of `shortest` tokens at least; `first` is a multiple of a block.
+    """
+    span = tl.maximum(tl.cdiv(end - first, programs), shortest)
+    begin = first if number == 0 else part_begin(first + number * span)
+    return begin, tl.minimum(part_begin(first + (number + 1) * span), end)
+
+
+@triton.jit
+def leave(
+    part_out,
+    part_top,
+    part_total,
+    part,
+    acc,
+    top,
+    total,
+    live,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+):
+    """Store a part for `join`; part: its place, of each row."""
+    value_dim = tl.arange(0, VALUE_DIM_PADDED)
+    where = part[:, None] * VALUE_DIM + value_dim[None, :]
+    tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])
+    tl.store(part_top + part, top, live)
+    tl.store(part_total + part, sums_of(total), live)
+
+
+@triton.jit
+def join(
+    out,
+    part_out,
+    part_top,
+    part_total,
+    sinks,
+    row,
+    kv_head,
+    parts,
+    stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Fold the first `parts` parts of one KV head's query heads, in order."""
+    group = tl.arange(0, GROUP_PADDED)
+    value_dim = tl.arange(0, VALUE_DIM_PADDED)
+    head = kv_head * GROUP + group
+    place = (row * KV_HEADS * GROUP + head) * stride
+    live = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
+    acc = tl.zeros([GROUP_PADDED, VALUE_DIM_PADDED], tl.float32)
+    top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    for begin in range(0, parts, AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):  # unrolled, so that the loads of several parts are under way together
+            part = begin + ahead + group * 0
+            there = (group < GROUP) & (part < parts)
+            new_top = tl.load(part_top + place + part, mask=there, other=LOWEST)
+            new_total = tl.load(part_total + place + part, mask=there, other=0.0)
+            where = (place + part)[:, None] * VALUE_DIM + value_dim[None, :]
+            new = tl.load(part_out + where, mask=live & there[:, None], other=0.0)
+            acc, top, total = fold(acc, top, total, new, new_top, new_total)
+    result = output_of(acc, top, total, sinks, head, group < GROUP, SINKS)
+    where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
+    tl.store(out + where, result.to(out.dtype.element_ty), live)
