@@ -128,6 +128,9 @@ bench-codec-host-path: $(VENV)/.dev  ## payloads between GPU pages and the host,
 bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
 	$(BIN)/python -m benchmarks.engine $(ARGS)
 
+bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind many, on a GPU
+	$(BIN)/python -m benchmarks.attention_chunks $(ARGS)
+
 bench-transport: $(VENV)/.dev  ## throughput of the carriers of KV beside bare transports
 	$(BIN)/python -m benchmarks.transport $(ARGS)
 

@@ -318,8 +318,7 @@ def prefill_attention(
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
     tuning = tuning or tuning_for(shape, tokens, heads, kv_heads, processors)
     parts = parts_of(page_tables.shape[1] * page_size) if tuning.splits > 1 else 0
-    part_out = torch.empty(tokens, heads, parts, value_dim, device=query.device)
-    part_top, part_total = torch.empty(2, tokens, heads, parts, device=query.device)
+    left = [torch.empty(tokens, heads, parts, *last, device=query.device) for last in ((value_dim,), (), ())]
     shared: dict[str, int] = {
         "KV_HEADS": kv_heads,
         "VALUE_DIM": value_dim,
@@ -335,7 +334,7 @@ def prefill_attention(
         blocks,
         options.sinks,
         out,
-        *(part_out, part_top, part_total),
+        *left,
         *query.stride()[:2],
         page_tables.stride(0),
         parts,
@@ -360,16 +359,29 @@ def prefill_attention(
         enable_fp_fusion=False,
     )
     if tuning.splits > 1:
-        group = heads // kv_heads
-        _join_kernel[(len(blocks), tuning.queries, kv_heads)](
-            blocks,
-            options.sinks,
-            out,
-            *(part_out, part_top, part_total),
-            parts,
-            GROUP=group,
-            GROUP_PADDED=int(triton.next_power_of_2(group)),
-            AT_ONCE=joined_at_once(group, value_dim),
-            **shared,
-            enable_fp_fusion=False,
-        )
+        _join((len(blocks), tuning.queries, kv_heads), blocks, options, out, left, shared)
+
+
+def _join(
+    grid: tuple[int, int, int],
+    blocks: torch.Tensor,
+    options: ScoreOptions,
+    out: torch.Tensor,
+    left: list[torch.Tensor],
+    shared: dict[str, int],
+) -> None:
+    """Launch `_join_kernel`. left: part_out, part_top and part_total; shared: constants of both kernels."""
+    heads, value_dim = out.shape[1:]
+    group = heads // shared["KV_HEADS"]
+    _join_kernel[grid](
+        blocks,
+        options.sinks,
+        out,
+        *left,
+        left[0].shape[2],
+        GROUP=group,
+        GROUP_PADDED=int(triton.next_power_of_2(group)),
+        AT_ONCE=joined_at_once(group, value_dim),
+        **shared,
+        enable_fp_fusion=False,
+    )
