@@ -25,6 +25,7 @@ FIRST = 8
 PARTS = 4
 """Binary logarithm of the parts from one power of two to the next."""
 _JOIN_ELEMENTS = 4096
+"""Elements of parts that the program which joins them holds at once."""
 
 
 @dataclass(frozen=True, slots=True)

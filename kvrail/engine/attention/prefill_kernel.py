@@ -145,6 +145,13 @@ def _one_block(
 
 
 @triton.jit
+def _fields(blocks):
+    """The fields of the program's block, see StepMeta.blocks."""
+    fields = blocks + tl.program_id(0) * _FIELDS
+    return tl.load(fields).to(tl.int64), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
+
+
+@triton.jit
 def _seen(lowest, count, sequence, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
     """What a block's queries see: (first, end), whole blocks before the queries' own tokens; nothing of padding."""
     end = tl.where(sequence >= 0, lowest + count, 0)  # the queries' own tokens are the last that any of them sees
@@ -197,11 +204,9 @@ def _prefill_kernel(
     """
     ROWS: tl.constexpr = QUERIES * TOGETHER
     SHARED: tl.constexpr = SPLITS > 1
-    fields = blocks + tl.program_id(0) * _FIELDS
     first_head = tl.program_id(1) * TOGETHER
     kv_head = first_head // (HEADS // KV_HEADS)
-    first_token, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
-    lowest, sequence = tl.load(fields + 2), tl.load(fields + 3)
+    first_token, count, lowest, sequence = _fields(blocks)
     if count == 0:
         return
     first, end = _seen(lowest, count, sequence, BLOCK, WINDOW)
@@ -281,9 +286,7 @@ def _join_kernel(
     AT_ONCE: tl.constexpr,
 ):
     """Grid: (blocks, queries of a block, KV_HEADS): fold what programs of `_prefill_kernel` that share a block left."""
-    fields = blocks + tl.program_id(0) * _FIELDS
-    first_token, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
-    lowest, sequence = tl.load(fields + 2), tl.load(fields + 3)
+    first_token, count, lowest, sequence = _fields(blocks)
     query = tl.program_id(1)
     if query >= count:
         return
