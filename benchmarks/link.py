@@ -41,8 +41,12 @@ GATE = (
     "KV from a prefill worker in one network namespace to a decode worker in another.\n"
     "Every answer was the same text with every codec."
 )
-HALF_A_GPU_GIB = 40
-"""KV memory of each worker where two share a GPU."""
+MOST_KV_GIB = 40
+"""KV memory of each worker where two share a GPU, if there is so much."""
+LEAST_KV_GIB = 2.5
+"""Less would hold no prompt of 8,192 tokens of a large model."""
+BESIDE_GB = 3.0
+"""What a worker takes of a GPU besides weights and KV."""
 START_SECONDS = 420
 OUTPUT_TOKENS = 16
 BURST = "256kb"
@@ -226,7 +230,8 @@ def devices(device: str, shape: str = "") -> tuple[list[str], list[str]]:
         return [], []
     alone = torch.cuda.device_count() > 1
     weights, memory = weight_bytes(shape) if shape else 0, torch.cuda.get_device_properties(0).total_memory
-    if weights * (1 if alone else 2) > 0.8 * memory:
+    kv_gib = (memory / (1 if alone else 2) - weights - BESIDE_GB * 1e9) / 2**30
+    if kv_gib < LEAST_KV_GIB:
         many = "" if alone else " twice"
         raise SystemExit(
             f"{shape} has {weights / 1e9:.0f} GB of weights, too many{many} on a GPU of {memory / 1e9:.0f} GB;"
@@ -234,7 +239,7 @@ def devices(device: str, shape: str = "") -> tuple[list[str], list[str]]:
         )
     if alone:
         return ["--device", "cuda:0"], ["--device", "cuda:1"]
-    shared = ["--device", "cuda:0", "--kv-memory-gib", str(HALF_A_GPU_GIB)]
+    shared = ["--device", "cuda:0", "--kv-memory-gib", f"{min(kv_gib, MOST_KV_GIB):.1f}"]
     return shared, shared
 
 

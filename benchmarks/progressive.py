@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 
 from benchmarks import codec_report, imposed_decode, progressive_drafts
@@ -43,7 +44,7 @@ from benchmarks.link import (
     machine,
     prompt_of,
 )
-from benchmarks.progressive_client import Trace, ask
+from benchmarks.progressive_client import TIMEOUT_S, Trace, ask
 from benchmarks.progressive_tables import Drafted, lynx_table, parts_table, ratio_table, times_table
 from benchmarks.shapes import SHAPES
 from kvrail.codec import registry
@@ -72,7 +73,8 @@ class Bench:
     """A cluster, the namespaces around it, and what is asked of it."""
 
     def __init__(self, cluster: Cluster, spaces: Sequence[str], codecs: Sequence[str], imposed: Imposed) -> None:
-        self._cluster = cluster
+        self._model = cluster.model
+        self._client = httpx.Client(base_url=cluster.url, timeout=TIMEOUT_S)
         self._spaces = spaces
         self._codecs = codecs
         self._imposed = imposed
@@ -157,7 +159,7 @@ class Bench:
         )
 
     def _ask(self, prompt: Sequence[int], codec: str, tokens: int = OUTPUT_TOKENS, seed: int = 0) -> Trace:
-        return ask(self._cluster.url, self._cluster.model, prompt, tokens, codec, provisional=True, seed=seed)
+        return ask(self._client, self._model, prompt, tokens, codec, provisional=True, seed=seed)
 
 
 class Report:
