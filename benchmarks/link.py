@@ -45,8 +45,8 @@ MOST_KV_GIB = 40
 """KV memory of each worker where two share a GPU, if there is so much."""
 LEAST_KV_GIB = 2.5
 """Less would hold no prompt of 8,192 tokens of a large model."""
-BESIDE_GB = 3.0
-"""What a worker takes of a GPU besides weights and KV."""
+BESIDE_GB = 6.0
+"""What a worker takes of a GPU besides weights and KV, while it starts."""
 START_SECONDS = 420
 OUTPUT_TOKENS = 16
 BURST = "256kb"
