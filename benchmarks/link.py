@@ -239,7 +239,7 @@ def devices(device: str, shape: str = "") -> tuple[list[str], list[str]]:
         )
     if alone:
         return ["--device", "cuda:0"], ["--device", "cuda:1"]
-    shared = ["--device", "cuda:0", "--kv-memory-gib", f"{min(kv_gib, MOST_KV_GIB):.1f}"]
+    shared = ["--device", "cuda:0", "--kv-memory-gib", f"{min(kv_gib, MOST_KV_GIB):.3g}"]
     return shared, shared
 
 
