@@ -196,7 +196,7 @@ class RequestBook:
         """
         ending: set[Seq] = set()
         for sequence in step.drawn_for:
-            if sequence.prefill_only or ends_by_length(sequence, self._limits):
+            if sequence.prefill_only or ends_by_length(sequence, self._limits) or self._drafting.fills(sequence):
                 ending.add(sequence)
             elif not draws_ahead(sequence):
                 return None
@@ -237,10 +237,11 @@ class RequestBook:
     def _fail_undrawn(self, step: Step, drawn: Mapping[Seq, Sequence[SampledToken]]) -> Events:
         """Fail the requests for which nothing could be drawn; a draft that could not be made is no more than that."""
         undrawn = {sequence for sequence, new in drawn.items() if any(t.token_id == NOT_DRAWN for t in new)}
-        drafting = step.drafting() & undrawn
-        for sequence in drafting:
-            self.drop_drafts(sequence.request_id)
-        why = {sequence.request_id: step.stuck.get(sequence, _NO_LOGITS) for sequence in undrawn - drafting}
+        drafting = {item.sequence: item for item in step.work if item.drafts is not None}
+        for sequence in undrawn & drafting.keys():
+            if self._drafting.wants(drafting[sequence]):
+                self.drop_drafts(sequence.request_id)
+        why = {sequence.request_id: step.stuck.get(sequence, _NO_LOGITS) for sequence in undrawn - drafting.keys()}
         return [event for request_id, error in why.items() for event in self.fail([request_id], error)]
 
     def abandon(self, steps: Sequence[Step]) -> None:

@@ -35,10 +35,6 @@ class Step:
     sources: list[int] = field(default_factory=list)
     stuck: dict[Seq, KvrailError] = field(default_factory=dict)
 
-    def drafting(self) -> set[Seq]:
-        """Sequences that make a draft in this step."""
-        return {item.sequence for item in self.work if item.drafts is not None}
-
     def constrained(self) -> bool:
         """Whether some row must match a grammar."""
         return any(sequence.matcher is not None for sequence in self.drawn_for)
@@ -86,7 +82,7 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
 
 
 def draws_ahead(sequence: Seq) -> bool:
-    """Whether the draw behind the next token can be laid out before that token is known.
+    """Whether the draw behind the next token, or draft, can be laid out before that one is known.
 
     Not where the draw depends on it by way of penalties, where the host takes part in the draw, or where the next token
     is the first of several sequences.
@@ -94,8 +90,8 @@ def draws_ahead(sequence: Seq) -> bool:
     params = sequence.params
     several = params.n > 1 and not sequence.output_ids
     penalised = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
-    edited = penalised or params.logit_bias or len(sequence.output_ids) + 1 < params.min_tokens
-    return not (several or sequence.drafts or edited or params.logprobs is not None)
+    edited = penalised or params.logit_bias or sequence.length() - len(sequence.prompt_ids) + 1 < params.min_tokens
+    return not (several or edited or params.logprobs is not None)
 
 
 def _add_rows(step: Step, sequence: Seq, position: int, logit_row: int, eos_token_ids: frozenset[int]) -> None:

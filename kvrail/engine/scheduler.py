@@ -66,11 +66,12 @@ class Scheduler:
     @property
     def awaits_next_step(self) -> bool:
         """Whether KV is about to come: its request's first token is here, which leaves when the prompt is computed."""
-        return any(s.status is Status.RECEIVING and s.output_ids for s in self._receiving)
+        return any(s.output_ids for s in self._receiving)
 
     def has_work(self) -> bool:
         """Whether `schedule` could return anything now."""
-        if self._running or any(s.status is Status.DRAFTING and self._has_room(s) for s in self._receiving):
+        drafting = (s for s in self._receiving if s.status is Status.DRAFTING)
+        if self._running or any(self._has_room(s, s.length()) for s in drafting):
             return True
         return self._next() is not None
 
@@ -107,8 +108,7 @@ class Scheduler:
                 work.append(Work(sequence, sequence.computed, sequence.to_compute()))
                 budget -= work[-1].count
         for sequence in self._receiving:
-            if budget and sequence.status is Status.DRAFTING and self._has_room(sequence):
-                self._extend(sequence)
+            if budget and sequence.status is Status.DRAFTING and self._extend(sequence, sequence.length()):
                 work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
         prompts = [(s, s.computed) for s in self._running if not s.is_decoding() and not s.drafts]
@@ -119,12 +119,13 @@ class Scheduler:
     ) -> list[Work] | None:
         """The work of the step behind `current`, which computes now; tokens that it draws come first, as sources.
 
-        rows: which of current's draws is a sequence's next token. ending: sequences that end with theirs. None where
-        the next step cannot be planned yet: drafts are made or verified, or pages are short. Takes pages.
+        rows: which of current's draws is a sequence's next token, or draft. ending: sequences that end with theirs, or
+        make no more drafts. None where the next step cannot be planned yet: drafts are to be verified, or pages are
+        short. Takes pages.
         """
         current = list(current)
-        drafting = any(item.drafts is not None for item in current)
-        if drafting or any(s.drafts or s.status is Status.DRAFTING for s in (*self._running, *self._receiving)):
+        made = {item.sequence: item.drafts for item in current if item.drafts is not None}
+        if any(s.drafts or s in made for s in self._running):
             return None
         after = {item.sequence: item.start + item.count for item in current}
         alive = [s for s in self._running if s.status is Status.RUNNING and s not in ending]
@@ -134,12 +135,17 @@ class Scheduler:
             s for s in known if after.get(s, s.computed) == len(s.token_ids) - 1
         ]  # drawn elsewhere, or just admitted
         work += [Work(s, len(s.token_ids) - 1, 1) for s in last]
-        missing = [max(0, self._pages_for(item.start + 1) - len(item.sequence.page_table)) for item in work]
-        if len(work) > self.limits.max_batch_tokens or not self.pool.can_allocate(sum(missing)):
+        missing = sum(self._missing_pages(item.sequence, item.start + 1) for item in work)
+        if len(work) > self.limits.max_batch_tokens or not self.pool.can_allocate(missing):
             return None
-        for item, count in zip(work, missing, strict=True):
-            if count:
-                item.sequence.page_table += self.pool.allocate(count)
+        for item in work:
+            self._extend(item.sequence, item.start + 1)
+        for s in [s for s in self._receiving if s.status is Status.DRAFTING and s not in ending]:
+            makes = made.get(s) is s.drafts  # else what it makes was dropped
+            start = after[s] if makes else s.length() - 1
+            if len(work) < self.limits.max_batch_tokens and self._extend(s, start + 1):
+                work.append(Work(s, start, 1, s.drafts, rows[s] if makes else None))
+        work.sort(key=lambda item: item.source is None)
         decoding = {item.sequence for item in work}
         prompts = [(s, after.get(s, s.computed)) for s in alive if s not in decoding]
         return work + self._chunks(prompts, self._chunk_tokens(len(work)))
@@ -312,20 +318,22 @@ class Scheduler:
         counts = share(prompts, tokens, self.limits.prompt_rows, self.pool.page_size)
         return [Work(*prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
 
-    def _missing_pages(self, sequence: Sequence) -> int:
-        return max(0, self._pages_for(sequence.length()) - len(sequence.page_table))
+    def _missing_pages(self, sequence: Sequence, num_tokens: int) -> int:
+        return max(0, self._pages_for(num_tokens) - len(sequence.page_table))
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Whether there are pages for all tokens and drafts without taking any from others."""
-        return self.pool.can_allocate(self._missing_pages(sequence))
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether there are pages for so many tokens and drafts without taking any from others."""
+        return self.pool.can_allocate(self._missing_pages(sequence, num_tokens))
 
-    def _extend(self, sequence: Sequence) -> None:
-        sequence.page_table += self.pool.allocate(self._missing_pages(sequence))
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Take these pages; False where there are too few."""
+        if room := self._has_room(sequence, num_tokens):
+            sequence.page_table += self.pool.allocate(self._missing_pages(sequence, num_tokens))
+        return room
 
     def _fit_drafts(self, sequence: Sequence, budget: int) -> bool:
         """Keep as many drafts as pages and a budget of tokens allow; False where none are left to be verified."""
-        if self._has_room(sequence):
-            self._extend(sequence)
+        self._extend(sequence, sequence.length())
         in_pages = len(sequence.page_table) * self.pool.page_size - len(sequence.token_ids)
         room = min(in_pages, budget - sequence.to_compute() + len(sequence.drafts))
         if room <= 0:

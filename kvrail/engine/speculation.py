@@ -56,16 +56,30 @@ class Drafting:
             self._scheduler.draft(sequence)
 
     def add(self, work: Work, token_id: int) -> Draft | None:
-        """Take in the draft that a step has drawn; None where the drafts before it were dropped meanwhile."""
+        """Take in the draft that a step has drawn; None where it does not count."""
         sequence = work.sequence
-        if work.drafts is not sequence.drafts:
+        if not self.wants(work):
             return None
+        full = self.fills(sequence)
         sequence.drafts.append(token_id)
         ending = ending_of(sequence, token_id, sequence.length(), self._limits)
-        full = ending[0] is not None or len(sequence.drafts) >= self._max_drafts
-        if full and sequence.status is Status.DRAFTING:
+        if (full or ending[0] is not None) and sequence.status is Status.DRAFTING:
             self._scheduler.stop_drafting(sequence)
         return Draft(token_id, ending)
+
+    def fills(self, sequence: Seq) -> bool:
+        """Whether its next draft is the last, whatever it is."""
+        return sequence.status is Status.DRAFTING and len(sequence.drafts) + 1 >= self._max_drafts
+
+    def wants(self, work: Work) -> bool:
+        """Whether a step's draft counts: those before it were not dropped meanwhile, and do not end the sequence.
+
+        The step was planned when that was not known yet.
+        """
+        sequence, drafts = work.sequence, work.drafts
+        if drafts is not sequence.drafts:
+            return False
+        return not drafts or ending_of(sequence, drafts[-1], sequence.length(), self._limits)[0] is None
 
     def verify(self, sequence: Seq, drawn: Sequence[SampledToken]) -> tuple[Verified, Sequence[SampledToken]]:
         """Compare the drafts with what the exact logits give; returns the draws that stand.

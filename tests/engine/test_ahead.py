@@ -22,6 +22,23 @@ def test_decode_steps_are_enqueued_before_tokens_are_known():
     assert bench.events["r"][-1] == Finished(20)
 
 
+def test_who_drafts_or_waits_with_its_drafts_holds_up_nobody():
+    prompt, other = [4] * 9, [1, 2, 3]
+    bench = Bench(ahead=True, max_drafts=10, **LIMITS)
+    bench.submit("drafts", prompt, max_tokens=30, remote=True)
+    bench.submit("other", other, max_tokens=41)
+    transfer = Transfer(bench, "drafts", prompt)
+    transfer.first()
+    transfer.coarse(wrong=False)
+    bench.run()
+    assert bench.machine.steps == [[1, 3]] + [[1, 1]] * 9 + [[1]] * 31
+    assert bench.machine.fed == 40 + 9  # all but the first token and the first draft
+    assert bench.tokens("other") == expected(other, 41)
+    transfer.exact()
+    bench.run()
+    assert bench.tokens("drafts") == expected(prompt, 30)
+
+
 def test_an_end_that_nobody_foresaw_costs_one_row_and_changes_nothing():
     prompt, other = [1, 2, 3], [9, 8]
     tokens = expected(prompt, 20)

@@ -86,3 +86,21 @@ def test_a_sequence_whose_kv_comes_while_a_step_computes_is_in_the_next_one(slow
     assert bench.tokens("comes") == expected([4] * 9, 5)
     assert bench.tokens("decodes") == expected([1, 2, 3], 60)
     assert event.waited == (not slow)
+
+
+def test_drafts_whose_exact_kv_comes_while_a_step_computes_are_verified_in_the_next_one():
+    bench = Bench(num_pages=64, ahead=True, max_batch_tokens=100)
+    bench.submit("drafts", [4] * 9, max_tokens=30, remote=True)
+    transfer = Transfer(bench, "drafts", [4] * 9)
+    transfer.first()
+    transfer.coarse(wrong=False)
+    event = bench.machine.near_end = NearEnd()
+    bench.step(5)
+    assert bench.machine.steps == [[1]] * 6
+    event.then = transfer.exact
+    bench.engine._late.landed(10.0)
+    bench.engine._late._step_s = 10.0
+    bench.step(2)
+    assert bench.machine.steps[6:] == [[1 + 6]]
+    bench.run()
+    assert bench.tokens("drafts") == expected([4] * 9, 30)

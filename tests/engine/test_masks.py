@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvrail.engine import masks as masks_of_steps
+from kvrail.engine.batch import SampledToken
 from kvrail.engine.events import Failed, Finished, Output
 from kvrail.engine.mask_kernel import mask_on_cuda
 from kvrail.engine.masks import Masks, mask_on_cpu
@@ -19,7 +20,7 @@ from kvrail.engine.sampler import Sampler
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar import Grammars, texts
 from kvrail.sampling import SamplingParams
-from tests.engine.drafting import DecodeSite, loaded
+from tests.engine.drafting import DecodeSite, exact, loaded, noise
 from tests.engine.test_sampler import random_logits, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,6 +97,33 @@ def test_steps_ahead_draw_what_steps_by_themselves_do(monkeypatch):
     monkeypatch.setattr(ahead.runner, "execute", lambda *step: fed.append(step[2] is not None) or execute(*step))
     assert asked_of(ahead) == expected
     assert sum(fed) > 20
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("form", [exact, noise])
+def test_drafts_match_the_grammar_and_change_nothing(form, ahead, monkeypatch):
+    begin = loaded("llama")[1].encode("{", add_special_tokens=False)[-1]
+    monkeypatch.setattr(Sampler, "sample", lambda *_: [SampledToken(begin)])  # what a prefill worker draws
+    monkeypatch.setattr(ModelRunner, "launches_async", property(lambda _: ahead))
+    site, alone = DecodeSite(), DecodeSite(max_drafts=0)
+    params = [SamplingParams(max_tokens=60, temperature=1.0, seed=seed, grammar=TEXT) for seed in range(5)]
+    prompt = list(range(60, 85))
+    for each, coarse in ((site, form), (alone, exact)):
+        transfers = [
+            each.begin(f"r{number}", prompt, one, grammar=compiled(TEXT), provisional=True)
+            for number, one in enumerate(params)
+        ]
+        for transfer in transfers:
+            transfer.send_coarse(coarse)
+        each.run()
+        for transfer in transfers:
+            transfer.send_exact()
+        each.run()
+    names = [f"r{number}" for number in range(len(params))]
+    assert [site.answer(name) for name in names] == [alone.answer(name) for name in names]
+    if form is exact:
+        assert all(site.drafted(name)[1] == site.answer(name)[1][-len(site.drafted(name)[1]) :] for name in names)
+        assert all(site.accepted(name) == len(site.drafted(name)[0]) > 5 for name in names)
 
 
 def test_a_request_whose_grammar_was_not_compiled_is_refused():

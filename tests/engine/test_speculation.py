@@ -14,6 +14,13 @@ from tests.engine.page_machine import VOCAB, expected
 PROMPT = list(range(40, 61))
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
+def ahead(request, monkeypatch) -> bool:
+    """Whether a step is enqueued before the draws of the one before it are known. Then one more draft is on its way."""
+    monkeypatch.setattr("tests.engine.test_speculation.Bench", partial(Bench, ahead=request.param))
+    return request.param
+
+
 def started(bench: Bench, name: str = "r", prompt: list[int] = PROMPT, **kwargs) -> Transfer:
     """A request that waits for its KV, with its first token."""
     bench.submit(name, prompt, remote=True, **kwargs)
@@ -30,18 +37,17 @@ def sample(registry: CollectorRegistry, name: str) -> float:
     return registry.get_sample_value(name, {"model_name": "machine"})
 
 
-@pytest.mark.parametrize("launches_async", [False, True])
 @pytest.mark.parametrize("budget", [1, 3, 200])
 @pytest.mark.parametrize("wrong", [True, False])
-def test_output_is_that_without_drafts(wrong: bool, budget: int, launches_async: bool) -> None:
+def test_output_is_that_without_drafts(wrong: bool, budget: int, ahead: bool) -> None:
     bench = Bench(num_pages=64, max_batch_tokens=budget)
-    bench.machine.launches_async = launches_async
     transfer = started(bench, max_tokens=90)
     assert not bench.engine.pending()
     transfer.coarse(wrong)
     bench.run()
     assert bench.tokens("r") == expected(PROMPT, 1), "an unverified token left the engine"
     assert bench.machine.steps == [[1]] * 64  # no more than max_drafts, one a step
+    assert bench.machine.fed == 63 * ahead
     transfer.exact()
     bench.run()
     assert bench.tokens("r") == expected(PROMPT, 90)
@@ -51,7 +57,7 @@ def test_output_is_that_without_drafts(wrong: bool, budget: int, launches_async:
     assert bench.engine.status().pages.used == 0
 
 
-def test_wrong_drafts_behind_right_ones() -> None:
+def test_wrong_drafts_behind_right_ones(ahead: bool) -> None:
     bench = Bench(num_pages=64, max_batch_tokens=100)
     transfer = started(bench, max_tokens=90)
     transfer.coarse(wrong=False)
@@ -61,7 +67,7 @@ def test_wrong_drafts_behind_right_ones() -> None:
     transfer.exact()
     bench.run()
     assert bench.tokens("r") == expected(PROMPT, 90)
-    assert verdicts(bench) == [(64, 32)]
+    assert verdicts(bench) == [(64, 32 + ahead)]
 
 
 def test_accepted_drafts_take_one_step() -> None:
@@ -133,7 +139,7 @@ def test_requests_for_several_sequences_do_not_draft() -> None:
 
 
 @pytest.mark.parametrize("exact_at", [2, 30])
-def test_drafts_end_where_the_output_would(exact_at: int) -> None:
+def test_drafts_end_where_the_output_would(exact_at: int, ahead: bool) -> None:
     """By a stop token, by max_tokens and by the model's context; the draft that would end it is the last."""
     tokens = expected(PROMPT, 90)
     cut = next(i for i in range(5, 20) if tokens[i] not in tokens[:i])
@@ -146,7 +152,7 @@ def test_drafts_end_where_the_output_would(exact_at: int) -> None:
         transfer.exact()
         bench.run()
         assert bench.tokens("r") == tokens[:count]
-        assert verdicts(bench) == [(min(exact_at, count - 1),) * 2]
+        assert verdicts(bench) == [(min(exact_at + ahead, count - 1),) * 2]
         assert bench.events["r"][-1] == Finished(count)
     long = [1] * 110
     bench = Bench(num_pages=64, max_batch_tokens=100)
@@ -159,10 +165,8 @@ def test_drafts_end_where_the_output_would(exact_at: int) -> None:
     assert bench.of("r", Output)[-1].finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("launches_async", [False, True])
-def test_provisional_requests_hear_their_drafts(launches_async: bool) -> None:
+def test_provisional_requests_hear_their_drafts(ahead: bool) -> None:
     bench = Bench(num_pages=64, max_batch_tokens=100)
-    bench.machine.launches_async = launches_async
     transfer = started(bench, max_tokens=40, provisional=True)
     silent = started(bench, "silent", PROMPT[::-1], max_tokens=40)
     for each in (transfer, silent):
@@ -173,8 +177,8 @@ def test_provisional_requests_hear_their_drafts(launches_async: bool) -> None:
     bench.run()
     kinds = [type(event) for event in bench.events["r"]]
     drafted = [token for event in bench.of("r", Drafted) for token in event.token_ids]
-    assert drafted == expected(PROMPT, 7)[1:]
-    assert verdicts(bench) == [(6, 6)] and bench.tokens("r") == expected(PROMPT, 40)
+    assert drafted == expected(PROMPT, 7 + ahead)[1:]
+    assert verdicts(bench) == [(6 + ahead,) * 2] and bench.tokens("r") == expected(PROMPT, 40)
     verified = kinds.index(Verified)
     assert Drafted not in kinds[verified:] and kinds[:verified].count(Output) == 1
     assert not bench.of("silent", Drafted) and bench.tokens("silent") == expected(PROMPT[::-1], 40)
@@ -207,6 +211,8 @@ def test_news_of_the_transfer_at_any_moment(change, steps: int, in_flight: bool)
         assert bench.tokens("r") == expected(PROMPT, 1)
         transfer.exact()
         bench.run()
+    if change is drop_and_draft_again:
+        assert verdicts(bench)[-1] == (64, 64), "drafts of before were among those of after"
     assert bench.tokens("r") == expected(PROMPT, 80)
     events = bench.events["r"]
     heard = 0  # every draft that was heard is confirmed or withdrawn before any output
@@ -344,7 +350,7 @@ def test_verification_waits_its_turn_and_never_starves() -> None:
     assert max(sum(step) for step in bench.machine.steps) <= 20
 
 
-def test_metrics_count_verified_drafts() -> None:
+def test_metrics_count_verified_drafts(ahead: bool) -> None:
     bench = Bench(num_pages=64, max_batch_tokens=100)
     transfer = started(bench, max_tokens=30)
     transfer.coarse(wrong=False)
@@ -353,7 +359,7 @@ def test_metrics_count_verified_drafts() -> None:
     bench.step(4)
     transfer.exact()
     bench.run()
-    assert sample(bench.registry, "kvrail_engine_drafts_proposed_total") == 9
-    assert sample(bench.registry, "kvrail_engine_drafts_accepted_total") == 5
-    assert sample(bench.registry, "kvrail_engine_accepted_drafts_sum") == 5
+    assert sample(bench.registry, "kvrail_engine_drafts_proposed_total") == 9 + ahead
+    assert sample(bench.registry, "kvrail_engine_drafts_accepted_total") == 5 + ahead
+    assert sample(bench.registry, "kvrail_engine_accepted_drafts_sum") == 5 + ahead
     assert sample(bench.registry, "kvrail_engine_generation_tokens_total") == 29  # the first was drawn elsewhere

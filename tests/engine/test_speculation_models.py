@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvrail.engine.events import Output, Verified
+from kvrail.engine.runner import ModelRunner
 from kvrail.sampling import FinishReason, SamplingParams
 from tests.engine.drafting import PAGE_SIZE, Coarse, DecodeSite, Transfer, exact, noise, prefill, rounded
 from tests.models import generate, tiny_model
@@ -91,6 +92,19 @@ def test_answers_are_those_without_drafts(form: Coarse) -> None:
             assert site.accepted(name) == min(64, count - 1)
         if form in (noise, torch.zeros_like):
             assert site.accepted(name) < 32
+
+
+@pytest.mark.parametrize("form", [exact, rounded, noise])
+def test_drafts_that_are_made_before_the_last_one_is_known_are_the_same(form: Coarse, monkeypatch) -> None:
+    cases = {name: CASES[name] for name in ("greedy", "sampled", "filtered", "max tokens")}
+    in_turn, fed, execute = with_drafts(cases, form, provisional=True), [], ModelRunner.execute
+    monkeypatch.setattr(ModelRunner, "launches_async", property(lambda _: True))
+    monkeypatch.setattr(ModelRunner, "execute", lambda *step: fed.append(any(step[3:4])) or execute(*step))
+    ahead = with_drafts(cases, form, provisional=True)
+    assert sum(fed) > 60
+    for name in cases:
+        assert_same(ahead, plain(), name)
+        assert ahead.drafted(name) == in_turn.drafted(name) and ahead.accepted(name) == in_turn.accepted(name)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gemma3"])
