@@ -4,9 +4,6 @@ Whoever computes says which pages of which layers are complete; this side encode
 thread, only when the link gives a turn. So the pages themselves are the buffer. Layers that have piled up meanwhile
 leave in one frame.
 
-A block's encoding is launched, then awaited. While one is awaited the next is launched, so that a fast link need not
-wait for the host between two.
-
 Encoding makes all stages of a block at once. The first leaves at once, and so do the others of recent pages; the later
 stages of other pages wait in memory, as much as the link holds, and follow without being asked for: the prompt's last
 pages first, since drafts that are made meanwhile look at these most.
@@ -16,13 +13,13 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 
-from kvrail.codec.base import Codec, Encoding, PagedBlock
+from kvrail.codec.base import Codec
 from kvrail.codec.core.digest import Digest, digest_of
 from kvrail.codec.frame import FrameHeader, pack_head
 from kvrail.layout import KVLayout
@@ -59,16 +56,6 @@ class _StagePayload:
     header: FrameHeader
     payload: Payload
     digest: Digest | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A piece's encoding under way. seconds: what its launch took."""
-
-    piece: Piece
-    pages: PagedBlock
-    encoding: Encoding
-    seconds: float
 
 
 class PageSender:
@@ -108,8 +95,7 @@ class PageSender:
         self._begun = asyncio.Event()
         self._asking = asyncio.Semaphore(2 * link.slots)  # as many wait as may end at once, or later stages slip in
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
-        self._launching = asyncio.Lock()  # of one block, and no more than one ahead: side by side, each would take as
-        self._awaiting = asyncio.Lock()  # long as all, and the first could leave no sooner
+        self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
         self._digesting = asyncio.Lock()  # one by one, in the order of leaving, while the next block is encoded
         self._next_sequence = 0
 
@@ -170,7 +156,8 @@ class PageSender:
         """Encode and send the first stage of a piece, or all stages of recent pages."""
         try:
             async with self._link.turn(self._order), _together() as sending:
-                async with self._encoding(piece) as stages:
+                async with self._encoding:
+                    stages = await in_thread(self._executor, self._encode, piece)
                     now = len(stages) if piece.first_page >= self._recent_page else 1
                     for stage in stages[:now]:
                         sending.create_task(self._send(stage))
@@ -191,31 +178,14 @@ class PageSender:
         """Send what is first of the later stages once the link gives a turn."""
         try:
             async with self._link.turn(self._order, later=True):
-                async with self._launching:
-                    pass
-                await self._encoded()  # first stages that had their turns before this one are next to leave
+                async with self._encoding:
+                    pass  # first stages that had their turns before this one are next to leave
                 *_, stage = heapq.heappop(self._later)
                 with ExitStack() as held:
                     held.callback(self._release, stage)
                     await self._send(stage)
         finally:
             self._leaving.release()
-
-    @asynccontextmanager
-    async def _encoding(self, piece: Piece) -> AsyncIterator[list[_StagePayload]]:
-        """Encode a piece; inside, pieces behind it may be launched, but not be encoded."""
-        async with AsyncExitStack() as awaiting:
-            async with self._launching:
-                if piece.ready is not None and not piece.ready.query():
-                    await self._encoded()  # what the stream is given behind this piece waits for its pages, too
-                launched = await in_thread(self._executor, self._launch, piece)
-                await awaiting.enter_async_context(self._awaiting)
-            yield await in_thread(self._executor, self._payloads, launched)
-
-    async def _encoded(self) -> None:
-        """Wait until the pieces that are launched are encoded."""
-        async with self._awaiting:
-            pass
 
     def _hold(self, stage: _StagePayload) -> None:
         self._link.hold(stage.payload.nbytes)
@@ -247,38 +217,31 @@ class PageSender:
         await self._outlet.send(stage.payload)
         self._observer.sent(header, size, perf_counter() - begin)
 
-    def _launch(self, piece: Piece) -> _Launched:
-        """Begin to encode a piece."""
+    def _encode(self, piece: Piece) -> list[_StagePayload]:
+        """All stages of one piece, complete, with the digests of those that lie on a device."""
         assert self._source is not None
-        source, outgoing = self._source, self.outgoing
+        codec, source, outgoing = self._codec, self._source, self.outgoing
         layers = range(piece.first_layer, piece.end_layer)
         begin = perf_counter()
         with source.reading(piece.ready):
             if piece.end_page > self._full_pages:
                 source.fill_tail(layers)
             pages = source.block(layers, piece.first_page, piece.end_page)
-            encoding = self._codec.encode(pages, on_device=outgoing.on_device)
-        return _Launched(piece, pages, encoding, perf_counter() - begin)
-
-    def _payloads(self, launched: _Launched) -> list[_StagePayload]:
-        """All stages of a piece, complete, with the digests of those that lie on a device."""
-        assert self._source is not None
-        codec, piece, encoding = self._codec, launched.piece, launched.encoding
-        begin = perf_counter()
-        with self._source.reading(None):
+            encoding = codec.encode(pages, on_device=outgoing.on_device)
             payloads = encoding.stages()
             digests = [digest_of(payload) if isinstance(payload, torch.Tensor) else None for payload in payloads]
+        seconds = perf_counter() - begin
         header = FrameHeader(
-            request_id=self.outgoing.request_id,
+            request_id=outgoing.request_id,
             codec=codec.name,
             stage=0,
             num_stages=codec.num_stages,
-            spec=launched.pages.spec,
+            spec=pages.spec,
             first_layer=piece.first_layer,
             first_page=piece.first_page,
             sequence=0,
         )
-        self._observer.encoded(header, launched.seconds + perf_counter() - begin, encoding.stats())
+        self._observer.encoded(header, seconds, encoding.stats())
         return [
             _StagePayload(replace(header, stage=stage), payload, digest)
             for stage, (payload, digest) in enumerate(zip(payloads, digests, strict=True))

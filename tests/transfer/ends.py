@@ -88,11 +88,10 @@ class Observer:
 
 
 class Transfers:
-    """Both ends of one transfer, joined by a carrier and a queue. ready: when all but cached pages are complete."""
+    """Both ends of one transfer, joined by a carrier and a queue."""
 
-    def __init__(self, codec, held_pages=0, silence_s=240.0, frame_bytes=4096, cached_pages=3, ready=None):
+    def __init__(self, codec, held_pages=0, silence_s=240.0, frame_bytes=4096, cached_pages=3):
         self.cached_pages = cached_pages
-        self.ready = ready
         self.codec = registry.get(codec)
         self.source, self.sink, self.observer = Memory(1), Memory(), Observer()
         self.announced = asyncio.Queue()
@@ -115,9 +114,9 @@ class Transfers:
             sending = asyncio.create_task(sender.run())
             await asyncio.sleep(0)
             sender.begin(self.source, self.cached_pages)
-            borders = [self.cached_pages, *(border for border in (3, 7, PAGES) if border > self.cached_pages)]
+            borders = [border for border in (3, 7, PAGES) if border >= self.cached_pages]
             for layer, (first, end) in itertools.product(range(4), itertools.pairwise(borders)):
-                sender.add(Piece(layer, layer + 1, first, end, self.ready))
+                sender.add(Piece(layer, layer + 1, first, end, None))
                 await asyncio.sleep(0)
             sender.close()
             await sending
