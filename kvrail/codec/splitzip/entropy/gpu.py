@@ -87,8 +87,6 @@ class AnsEncoding:
         launch_encode(pages, plans, self._table, self._buffers)
         self._totals = torch.empty((2, 2), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._totals.copy_(self._buffers.totals, non_blocking=True)
-        for dense, plan in zip(self._buffers.dense(plans), plans, strict=True):
-            clear_after(dense, [section.end for section in plan.sections.values()] if tiles_of(plan) else [])
         codes = _code_places(plans)
         self._batches = [_Batch.launch(self._inner, codes)] if codes else []
         self._event = record(device)
@@ -137,26 +135,22 @@ class AnsEncoding:
 
     def _moved(self, layout: Layout) -> torch.Tensor:
         """The inner payload up to its escapes, made anew where a tensor travels raw: what follows it moves."""
-        inner = torch.empty(layout.size, dtype=torch.uint8, device=self._inner.device)
+        inner = torch.zeros(layout.size, dtype=torch.uint8, device=self._inner.device)
         index, pools = self._table[: len(self._pages.page_ids)], byte_pools(self._pages)
         dense = self._buffers.dense(self._plans)
         for part, pool, made, at in zip(layout.parts, pools, dense, layout.dense_offsets, strict=False):
             source = pool.index_select(1, index).flatten() if part.raw else made
             inner[at : at + source.numel()] = source
-            clear_after(inner, [at + source.numel()])
         scales = self._buffers.scales(self._plans)
         inner[layout.scale_offset : layout.scale_offset + scales.numel()] = scales
         return inner
 
     def _append_escapes(self, inner: torch.Tensor, layout: Layout) -> None:
-        """Bring records and extensions behind the scales, and write the zeros there."""
-        ends = [layout.scale_offset + layout.scale_bytes]
+        """Bring records and extensions behind the scales, where zeros are."""
         for part, slots, at in zip(layout.parts, self._buffers.slots, layout.escape_offsets, strict=True):
             beyond = at + aligned(2 * part.records)
-            ends += [at + 2 * part.records, beyond + part.extensions]
-            inner[at : ends[-2]] = slots.packed_records[: part.records].view(torch.uint8)
-            inner[beyond : ends[-1]] = slots.packed_extensions[: part.extensions]
-        clear_after(inner, ends)
+            inner[at : at + 2 * part.records] = slots.packed_records[: part.records].view(torch.uint8)
+            inner[beyond : beyond + part.extensions] = slots.packed_extensions[: part.extensions]
 
     def _assemble(self, layout: Layout, inner: torch.Tensor) -> list[torch.Tensor]:
         """Launch what brings header and pieces together; the payloads, on the device."""
@@ -181,10 +175,13 @@ class AnsEncoding:
 
 
 def _inner_memory(spec: BlockSpec, plans: Plans, device: torch.device) -> tuple[torch.Tensor, EncodeBuffers]:
-    """Memory for an inner payload, uint8, whatever its escapes; and the inner encoding's, of which it is a part."""
+    """Memory for an inner payload, uint8, whatever its escapes; and the inner encoding's, of which it is a part.
+
+    Zeros, for they stand between its sections: to write them there would take a launch for each.
+    """
     scale_bytes = scale_bytes_of(spec)
     size = HEADER_BYTES + sum(aligned(plan.raw_bytes) for plan in plans) + aligned(scale_bytes)
-    inner = torch.empty(size, dtype=torch.uint8, device=device)
+    inner = torch.zeros(size, dtype=torch.uint8, device=device)
     dense = sum(plan.fixed_bytes if tiles_of(plan) else 0 for plan in plans)
     slots = Slots.allocate(plans[0], device), Slots.allocate(plans[1], device)
     totals = torch.empty((2, 2), dtype=torch.int64, device=device)
@@ -203,13 +200,6 @@ def _may_shrink(place: slice) -> bool:
     """Whether the coded form of a piece can be smaller than the piece, whatever that holds."""
     size: int = place.stop - place.start
     return coded_bytes(size, STATE_WORDS * num_blocks(size)) < size
-
-
-def clear_after(target: torch.Tensor, ends: Sequence[int]) -> None:
-    """Write the zeros from each of `ends` to the next section."""
-    for end in ends:
-        if end < aligned(end):
-            target[end : aligned(end)] = 0
 
 
 def decode(payload: Payload, code: WindowCode, out: PagedBlock) -> None:

@@ -10,7 +10,7 @@ from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.gpu import byte_pools, next_power_of_2
 from kvrail.codec.core.host import to_device
-from kvrail.codec.splitzip.entropy.gpu import AnsEncoding, clear_after, decode_inner, restore_pieces
+from kvrail.codec.splitzip.entropy.gpu import AnsEncoding, decode_inner, restore_pieces
 from kvrail.codec.splitzip.entropy.payload import pieces_of
 from kvrail.codec.splitzip.one_stage.payload import Layout
 from kvrail.codec.splitzip.progressive_ans.gpu_kernels import complete_kernel, cut_kernel, join_kernel
@@ -40,16 +40,14 @@ class StagesEncoding(AnsEncoding):
     def _assemble(self, layout: Layout, inner: torch.Tensor) -> list[torch.Tensor]:
         """Launch what brings both payloads together, on the device."""
         later = rest_layout((layout.keys.raw, layout.values.raw), self._cuts)
-        second = torch.empty(later.size, dtype=torch.uint8, device=inner.device)
+        second = torch.zeros(later.size, dtype=torch.uint8, device=inner.device)
         header = np.frombuffer(rest_header(later, self._cuts), dtype=np.uint8)
         second[:HEADER_BYTES] = to_device(header, inner.device)
         pieces = [inner[place] for place in pieces_of(layout)]
         for number, part, plan, place in zip(SHOWN, layout.parts, self._cuts, later.places, strict=True):
             if not part.raw:
-                shown = torch.empty(plan.shown_bytes, dtype=torch.uint8, device=inner.device)
+                shown = torch.zeros(plan.shown_bytes, dtype=torch.uint8, device=inner.device)
                 _launch(cut_kernel, plan, pieces[number], shown, second[place])
-                clear_after(shown, [section.end for section in plan.shown.values()])
-                clear_after(second[place], [section.end for section in plan.rest.values()])
                 pieces[number] = shown
         return [self._joined(first_header(layout, self._cuts), pieces), second]
 
