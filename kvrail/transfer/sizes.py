@@ -11,6 +11,9 @@ FRAME_S = 0.035
 """The link is to take about this long for a frame's KV. Whatever is more urgent waits for frames on their way; but each
 frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left part of the link unused (docs/decisions/0009)."""
 LEAST_FRAME_BYTES, MOST_FRAME_BYTES = 256 << 10, 16 << 20
+STAGED_FRAME_S = 0.02
+"""The same at least where a codec has several stages, of which each travels by itself: the first is a third of the KV,
+and to encode a block takes the host as long whatever it holds (docs/decisions/0009)."""
 MOST_DIRECT_FRAME_BYTES = 64 << 20
 USUAL_FRAME_BYTES = 4 << 20
 """Of a frame's KV where nothing is known of the link."""
@@ -26,7 +29,10 @@ def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int) ->
     Each of a codec's stages travels in a frame of its own, so the more there are, the more goes into one encoding.
     """
     wanted = min(max(round(FRAME_S * link_bytes_per_s), LEAST_FRAME_BYTES), MOST_FRAME_BYTES)
-    return min((wanted if link_bytes_per_s else USUAL_FRAME_BYTES) * num_stages, max_frame_bytes)
+    block = (wanted if link_bytes_per_s else USUAL_FRAME_BYTES) * num_stages
+    if num_stages > 1:
+        block = max(block, round(STAGED_FRAME_S * link_bytes_per_s))
+    return min(block, max_frame_bytes)
 
 
 def direct_frame_bytes(max_frame_bytes: int) -> int:

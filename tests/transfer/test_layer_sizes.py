@@ -12,6 +12,7 @@ from kvrail.transfer.sizes import (
     LEAST_FRAME_BYTES,
     MAX_GROWTH_BYTES,
     RECENT_TOKENS,
+    STAGED_FRAME_S,
     USUAL_FRAME_BYTES,
     block_spec,
     first_recent_page,
@@ -62,6 +63,9 @@ def test_frames_hold_what_the_link_takes_in_a_moment_within_bounds():
     assert frame_bytes(100_000_000, most, 1) == round(FRAME_S * 100_000_000)
     assert frame_bytes(1 << 40, most, 1) == frame_bytes(1 << 40, 2 * most, 1) == most
     assert frame_bytes(100_000_000, most, 2) == 2 * round(FRAME_S * 100_000_000)
+    assert frame_bytes(1_250_000_000, 4 * most, 2) == 2 * frame_bytes(1_250_000_000, 4 * most, 1) == 2 * most
+    assert frame_bytes(3_000_000_000, 4 * most, 2) == round(STAGED_FRAME_S * 3_000_000_000) > 3 * most
+    assert frame_bytes(3_000_000_000, 4 * most, 1) == most
     assert frame_bytes(1 << 40, most, 3) == most
     assert frame_bytes(0, 1000, 1) == frame_bytes(1, 1000, 1) == frame_bytes(1 << 40, 1000, 1) == 1000
     assert pages_per_frame(KVLayout(6, 2, 16, 16, 64, "bfloat16"), 1) == 1
