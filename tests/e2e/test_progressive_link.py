@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks.link import DECODE_HOST, PREFILL_HOST, ROOT, UNLIMITED, Cluster, limit, linked, prompt_of
-from benchmarks.progressive_client import ask
+from benchmarks.progressive_client import TIMEOUT_S, ask
 
 TOKENS, OUTPUT_TOKENS = 700, 40
 RATE = "10mbit"
@@ -23,10 +24,11 @@ def in_namespace(spaces, folder):
     small = ["--max-frame-bytes", "524288"]  # a later stage's frame that left early holds up little
     flags = [*small, "--transfer-timeout-s", "200"]
     cluster = Cluster(folder, PREFILL_HOST, DECODE_HOST, spaces[0], PORTS, prefill_flags=small, decode_flags=flags)
+    client = httpx.Client(base_url=cluster.url, timeout=TIMEOUT_S)
     try:
-        raw = ask(cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS, "raw", provisional=True)
+        asked = client, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS
+        raw = ask(*asked, "raw", provisional=True)
         limit(spaces, RATE)
-        asked = cluster.url, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS
         quiet = ask(*asked, CODECS[0], provisional=False)
         slow = [ask(*asked, codec, provisional=True) for codec in CODECS]
     finally:

@@ -194,15 +194,19 @@ def test_killed_at_random_moments_it_goes_on(model, packed, tmp_path, kvrail, co
     ended, duration = run_in_child(command, source, tmp_path / "whole")
     assert ended
     out, kills, midway = tmp_path / "out", 0, 0
+    latest = 0.8 * duration  # of a kill; it follows a machine that becomes slower or faster
     while kills < 10 or not midway:
         assert kills < 100  # it must be at work when it is killed
-        ended, _ = run_in_child(command, source, out, kill_after_s=rng.uniform(0, 0.8 * duration))
+        ended, _ = run_in_child(command, source, out, kill_after_s=rng.uniform(0, latest))
         if ended:
+            latest *= 0.9
             assert sums(out) == sums(expected)
             out.rename(tmp_path / f"done{rng.integers(1 << 30)}")
             continue
         kills += 1
-        midway += out.with_name("out.partial").exists()
+        at_work = out.with_name("out.partial").exists()
+        midway += at_work
+        latest *= 1 if at_work else 1.1
         assert not out.exists() or sums(out) == sums(expected)
     if not out.exists():
         assert kvrail(command, source, out)[0] == 0
