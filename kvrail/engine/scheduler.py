@@ -141,10 +141,10 @@ class Scheduler:
         for item in work:
             self._extend(item.sequence, item.start + 1)
         for s in [s for s in self._receiving if s.status is Status.DRAFTING and s not in ending]:
-            makes = made.get(s) is s.drafts  # else what it makes was dropped
-            start = after[s] if makes else s.length() - 1
+            continues = made.get(s) is s.drafts  # otherwise nothing is on its way that still counts
+            start = after[s] if continues else s.length() - 1
             if len(work) < self.limits.max_batch_tokens and self._extend(s, start + 1):
-                work.append(Work(s, start, 1, s.drafts, rows[s] if makes else None))
+                work.append(Work(s, start, 1, s.drafts, rows[s] if continues else None))
         work.sort(key=lambda item: item.source is None)
         decoding = {item.sequence for item in work}
         prompts = [(s, after.get(s, s.computed)) for s in alive if s not in decoding]

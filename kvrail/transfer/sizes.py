@@ -12,8 +12,8 @@ FRAME_S = 0.035
 frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left part of the link unused (docs/decisions/0009)."""
 LEAST_FRAME_BYTES, MOST_FRAME_BYTES = 256 << 10, 16 << 20
 STAGED_FRAME_S = 0.02
-"""The same at least where a codec has several stages, of which each travels by itself: the first is a third of the KV,
-and to encode a block takes the host as long whatever it holds (docs/decisions/0009)."""
+"""At least so long where a codec has several stages: each travels by itself, the first is about a third of the KV, and
+the calls that a block's encoding costs the host do not depend on what it holds (docs/decisions/0009)."""
 MOST_DIRECT_FRAME_BYTES = 64 << 20
 USUAL_FRAME_BYTES = 4 << 20
 """Of a frame's KV where nothing is known of the link."""

@@ -160,6 +160,16 @@ class Transfer:
         self.site.engine.release_lease(self.lease)
 
 
+def deliver(site: DecodeSite, transfers: list[Transfer], form: Coarse) -> None:
+    """All at once: drafts on one form of KV, then the exact one."""
+    for transfer in transfers:
+        transfer.send_coarse(form)
+    site.run()
+    for transfer in transfers:
+        transfer.send_exact()
+    site.run()
+
+
 def banned_first(site: DecodeSite, params: SamplingParams) -> tuple[int, ...]:
     """What the prefill worker must not draw."""
     return (*params.stop_token_ids, *site.model.eos_token_ids) if params.min_tokens else ()

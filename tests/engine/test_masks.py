@@ -20,7 +20,7 @@ from kvrail.engine.sampler import Sampler
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar import Grammars, texts
 from kvrail.sampling import SamplingParams
-from tests.engine.drafting import DecodeSite, exact, loaded, noise
+from tests.engine.drafting import DecodeSite, deliver, exact, loaded, noise
 from tests.engine.test_sampler import random_logits, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,12 +113,7 @@ def test_drafts_match_the_grammar_and_change_nothing(form, ahead, monkeypatch):
             each.begin(f"r{number}", prompt, one, grammar=compiled(TEXT), provisional=True)
             for number, one in enumerate(params)
         ]
-        for transfer in transfers:
-            transfer.send_coarse(coarse)
-        each.run()
-        for transfer in transfers:
-            transfer.send_exact()
-        each.run()
+        deliver(each, transfers, coarse)
     names = [f"r{number}" for number in range(len(params))]
     assert [site.answer(name) for name in names] == [alone.answer(name) for name in names]
     if form is exact:

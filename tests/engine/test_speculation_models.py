@@ -10,7 +10,7 @@ import torch
 from kvrail.engine.events import Output, Verified
 from kvrail.engine.runner import ModelRunner
 from kvrail.sampling import FinishReason, SamplingParams
-from tests.engine.drafting import PAGE_SIZE, Coarse, DecodeSite, Transfer, exact, noise, prefill, rounded
+from tests.engine.drafting import PAGE_SIZE, Coarse, DecodeSite, Transfer, deliver, exact, noise, prefill, rounded
 from tests.models import generate, tiny_model
 
 LENGTH = 75
@@ -45,13 +45,7 @@ def params_of(case: dict) -> SamplingParams:
 def with_drafts(cases: dict[str, dict], form: Coarse, family: str = "llama", **options: bool) -> DecodeSite:
     """All cases at once: drafts on one form of KV, then the exact one."""
     site = DecodeSite(family, num_pages=160)
-    transfers = [site.begin(name, PROMPT, params_of(case), **options) for name, case in cases.items()]
-    for transfer in transfers:
-        transfer.send_coarse(form)
-    site.run()
-    for transfer in transfers:
-        transfer.send_exact()
-    site.run()
+    deliver(site, [site.begin(name, PROMPT, params_of(case), **options) for name, case in cases.items()], form)
     assert site.engine.status().pages.used == 0
     return site
 
