@@ -102,7 +102,7 @@ class StepBuffer:
     def fill(self, packed: PackedStep, feed: Feed | None = None, draws: Sequence[DrawParams] = ()) -> None:
         """Write a step that fits. Token ids, positions and rows behind its own keep what they had: nobody looks.
 
-        draws: of its rows of logits, where it is to draw by itself; rows that have none draw greedily.
+        draws: of its rows of logits; rows that have none draw greedily. A size that draws nothing passes over them.
         """
         tokens, size = len(packed.token_ids), self.size
         self._token_ids[:tokens] = packed.token_ids
@@ -112,7 +112,8 @@ class StepBuffer:
         self._fed_rows[:tokens] = -1
         if feed is not None:
             self._fed_rows[: len(feed.rows)] = feed.rows
-        self._fill_draws(draws)
+        if size.draws:
+            self._fill_draws(draws)
         blocks = np.zeros((0, BLOCK_FIELDS), np.int64)
         if size.queries:
             blocks = query_blocks(packed, size.queries, size.extents.tokens)

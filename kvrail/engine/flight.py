@@ -94,7 +94,8 @@ class Flight:
             self._scores = Scores(logits, self.step.scoring)
         rows = self.step.logit_rows
         if rows:
-            self._logits = logits if len(rows) == logits.shape[0] else logits[rows]
+            in_order = rows == list(range(logits.shape[0]))  # equal counts do not do: a prompt's row can serve n draws
+            self._logits = logits if in_order else logits[rows]
 
     def find_masks(self, finder: MaskFinder) -> None:
         """Begin to find the masks: every token before the rows is known now."""
