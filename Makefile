@@ -113,6 +113,12 @@ protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 gpu-test: $(VENV)/.dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
+gpu-smoke: $(VENV)/.dev  ## the whole server on one NVIDIA GPU: architectures and settings, each under a crowd of unlike requests; minutes
+	$(BIN)/python -m tests.smoke $(ARGS)
+
+gpu-smoke-state: $(VENV)/.dev  ## whether the result of `make gpu-smoke` is green, and of the code at hand
+	@$(BIN)/python -m tests.smoke --state
+
 gpu-memcheck: $(VENV)/.dev  ## codecs' kernels on an NVIDIA GPU under compute-sanitizer; every tensor its own allocation
 	@command -v compute-sanitizer > /dev/null || \
 		{ echo "gpu-memcheck needs compute-sanitizer; put the CUDA toolkit's bin folder on PATH" >&2; exit 1; }

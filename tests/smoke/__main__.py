@@ -1,0 +1,94 @@
+"""`make gpu-smoke`: all cases on one GPU, some at a time; writes benchmarks/results/gpu-smoke.json.
+
+`python -m tests.smoke --state` says in a line whether that result is green and of the code at hand.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tests.smoke.cases import CASES, Case
+from tests.smoke.models import write_model
+from tests.smoke.run import Outcome, run
+from tests.smoke.state import RESULT, ROOT, state, trees
+
+
+async def run_all(cases: list[Case], args: argparse.Namespace) -> list[Outcome]:
+    """So many cases at a time; each is told of when it ends."""
+    turns = asyncio.Semaphore(args.at_once)
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {name: write_model(name, Path(scratch, name, "model")) for name in {c.architecture for c in cases}}
+
+        async def one(case: Case) -> Outcome:
+            async with turns:
+                outcome = await run(case, folders[case.architecture], args.device, args.requests, args.longest)
+            said = "; ".join(outcome.faults[:3]) or "ok"
+            told = f"{case.name}: {outcome.requests} requests, {outcome.crossed} crossed {outcome.codecs}"
+            sys.stdout.write(f"{told}, {outcome.seconds} s: {said}\n")
+            sys.stdout.flush()
+            return outcome
+
+        return await asyncio.gather(*map(one, cases))
+
+
+def report(outcomes: list[Outcome], seconds: float, commit: str) -> dict[str, object]:
+    """What is written."""
+    faulty = [outcome for outcome in outcomes if outcome.faults]
+    green, requests = len(outcomes) - len(faulty), sum(outcome.requests for outcome in outcomes)
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "card": card,
+        "torch": torch.__version__,
+        "commit": commit,
+        "trees": trees(),
+        "green": not faulty,
+        "summary": f"{green} of {len(outcomes)} cases green, {requests} requests, {seconds:.0f} s",
+        "cases": [asdict(outcome) for outcome in outcomes],
+    }
+
+
+def commit_at_hand() -> str:
+    """The checkout's commit; empty outside of git."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def main() -> int:
+    """Returns 1 where a case has faults, or the result is not of the code at hand."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--state", action="store_true", help="say of which code the result is; run nothing")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cases", default="", help="only cases whose name has this in it; with commas: any of these")
+    parser.add_argument("--requests", type=int, default=60, help="at once, in each case")
+    parser.add_argument("--longest", type=int, default=3000, help="tokens of a prompt at most")
+    parser.add_argument("--at-once", type=int, default=5, help="clusters at a time")
+    parser.add_argument("--commit", default=commit_at_hand(), help="to write down; default: what git says")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    if args.state:
+        green, line = state()
+        sys.stdout.write(f"{line}\n")
+        return not green
+    wanted = args.cases.split(",")
+    cases = [case for case in CASES if any(part in case.name for part in wanted)]
+    begin = time.monotonic()
+    outcomes = asyncio.run(run_all(cases, args))
+    found = report(outcomes, time.monotonic() - begin, args.commit)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(f"{found['summary']}\n")
+    return not found["green"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

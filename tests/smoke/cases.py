@@ -1,0 +1,56 @@
+"""What is tried: architectures with the defaults, and the settings that change a request's way with one of them."""
+
+from dataclasses import dataclass
+
+from tests.smoke.models import ARCHITECTURES
+
+STAGED = ("splitzip-progressive", "splitzip-progressive-ans", "lynx-exact")
+FLOAT32 = ("--dtype", "float32", "--kv-dtype", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One cluster. flags: of kvrail up. codec: the one that prompts must cross by; empty: whichever."""
+
+    name: str
+    architecture: str
+    flags: tuple[str, ...] = ()
+    codec: str = ""
+
+    @property
+    def float32(self) -> bool:
+        """Whether it computes in float32, in which no two tokens are nearly tied."""
+        return "float32" in self.flags
+
+    @property
+    def remote(self) -> bool:
+        """Whether prompts are computed by a worker of their own."""
+        return "--prefill-workers" not in self.flags
+
+
+def _of(architecture: str) -> Case:
+    """With the defaults; in float32 where experts are chosen: in bfloat16 company may change their choice."""
+    chooses = any("experts" in option for option in ARCHITECTURES[architecture])
+    return Case(architecture, architecture, FLOAT32 if chooses else ())
+
+
+def _by(codec: str, transport: str) -> Case:
+    return Case(f"{codec}, {transport}", "llama", ("--codec", codec, "--transport", transport), codec)
+
+
+CASES = (
+    *map(_of, ARCHITECTURES),
+    Case("llama, float32", "llama", FLOAT32),
+    *(_by(codec, transport) for codec in STAGED for transport in ("grpc", "ucx")),
+    Case("FP8 pages", "qwen3", ("--kv-dtype", "float8_e4m3fn")),
+    Case("FP8 pages by sockets", "llama", ("--kv-dtype", "float8_e5m2", "--transport", "grpc")),
+    Case("packed weights", "llama", ("--weights", "packed")),
+    Case("TCA-TBE weights", "llama", ("--weights", "tbe")),
+    Case("a pool too small", "llama", ("--num-pages", "64")),
+    Case("small steps", "mistral", ("--max-running", "6", "--max-batch-tokens", "256")),
+    Case("no graphs", "qwen3", ("--no-cuda-graphs",)),
+    Case("nothing compiled", "gemma2", ("--no-cuda-graphs", "--no-compile")),
+    Case("pages of 16", "llama", ("--page-size", "16")),
+    Case("one whole worker", "qwen3", ("--prefill-workers", "0")),
+    Case("two decode workers", "llama", ("--decode-workers", "2")),
+)
