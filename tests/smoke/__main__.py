@@ -32,7 +32,7 @@ async def run_all(cases: list[Case], args: argparse.Namespace) -> list[Outcome]:
         async def one(case: Case) -> Outcome:
             async with turns:
                 outcome = await run(case, folders[case.architecture], args.device, args.requests, args.longest)
-            said = "; ".join(outcome.faults[:3]) or "ok"
+            said = "; ".join(fault[:400] for fault in outcome.faults[:3]) or "ok"
             told = f"{case.name}: {outcome.requests} requests, {outcome.crossed} crossed {outcome.codecs}"
             sys.stdout.write(f"{told}, {outcome.seconds} s: {said}\n")
             sys.stdout.flush()
