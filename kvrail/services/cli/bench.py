@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -117,9 +117,10 @@ def tokens(text: str) -> Range:
 def limit(text: str) -> tuple[str, float]:
     """A limit of goodput: what it holds for, and milliseconds."""
     name, _, value = text.partition(":")
-    if name not in LIMITED:
-        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write one of {', '.join(LIMITED)} with :MS")
-    return name, rate(value)
+    if name in LIMITED:
+        with suppress(argparse.ArgumentTypeError):
+            return name, rate(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write {', '.join(LIMITED)} with :MS, as in ttft:300")
 
 
 def load_of(arguments: argparse.Namespace, **changes: object) -> Load:
@@ -146,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     arrivals = {"requests": arguments.requests, "streams": streams, "rate": arguments.rate or 0.0}
     load = load_of(arguments, **arrivals, greedy=arguments.greedy)
     if arguments.json:
-        _write(arguments.json, "")  # a file that cannot be written is told now, and not after the load
+        _write(arguments.json, "", "a")  # a file that cannot be written is told now, and not after the load
     key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
     with closing(ChatClient(arguments.url, key)) as chat:
         models = [arguments.model] if arguments.model else chat.models()
@@ -165,8 +166,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if measured.failures else 0
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text)
+        with path.open(mode) as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None
