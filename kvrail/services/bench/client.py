@@ -1,7 +1,7 @@
 """A client that costs little: it notes when which bytes came, and reads them after the clock has stopped.
 
-httpx takes some 70 µs for each chunk of a stream, which 64 streams of 150 tokens a second would turn into most of a
-core. Here httptools, which the router has too, takes the responses apart.
+httptools, which the router has too, takes responses apart. At 64 streams of 50 tokens a second a token costs 10 µs of
+CPU; with httpx it cost 70, so that faster streams would have waited for their client.
 """
 
 import asyncio

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvrail import loops
@@ -46,8 +45,10 @@ def measure(client: Client, load: Load, model: str) -> Run:
     replies: list[tuple[Request, Reply]] = []
     loops.keep_what_is_here()  # a collection of garbage that looks at all prompts would be a gap in every stream
     try:
-        with suppress(KeyboardInterrupt):  # what is missing is counted below
-            loops.run(_send(client, requests, run, replies))
+        loops.run(_send(client, requests, run, replies))
+    except KeyboardInterrupt:
+        if not run.seconds:
+            raise  # nothing was sent; otherwise what is missing is counted below
     finally:
         gc.unfreeze()
     run.unfinished = len(requests) - len(replies)

@@ -154,7 +154,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not models:
         raise ConfigError(f"{arguments.url} serves no model; start a cluster with `kvrail up`")
     sys.stderr.write(f"{arguments.url}, {models[0]}: {load}\n")
-    measured = measure(Client(arguments.url, key, timeout_s=arguments.timeout), load, models[0])
+    try:
+        measured = measure(Client(arguments.url, key, timeout_s=arguments.timeout), load, models[0])
+    except KeyboardInterrupt:
+        return INTERRUPTED
     limits = dict(arguments.goodput)
     told = figures(measured, limits)
     sys.stdout.write(table(told, limits))
