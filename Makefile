@@ -140,7 +140,7 @@ bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind ma
 bench-transport: $(VENV)/.dev  ## throughput of the carriers of KV beside bare transports
 	$(BIN)/python -m benchmarks.transport $(ARGS)
 
-bench-serving: $(VENV)/.dev  ## latency and throughput of a whole cluster, as a client sees it
+bench-serving: $(VENV)/.dev  ## latency, throughput and goodput of a whole cluster, as a client sees it
 	$(BIN)/python -m benchmarks.serving $(ARGS)
 
 bench-codec: $(VENV)/.bench  ## ratio and speed of the KV codecs, beside their peers

@@ -14,28 +14,30 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import httpx
-
 from benchmarks.local_cluster import MODEL, local_cluster
-from benchmarks.serving import Stream, ask
+from benchmarks.serving import ask
+from kvrail import loops
+from kvrail.services.bench.answers import Answer
+from kvrail.services.bench.client import Client
 
 TOKENS = 24
 
 
-async def loop(url: str, streams: int, count: int) -> list[Stream]:
+async def loop(url: str, streams: int, count: int) -> list[Answer]:
     """`count` answers, so many at a time."""
     waiting = list(range(count))
-    answers: dict[int, Stream] = {}
-    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+    answers: dict[int, Answer] = {}
+    client = Client(url)
 
-        async def one() -> None:
-            while waiting:
-                number = waiting.pop(0)
-                draw = random.Random(f"{streams} {number}")
-                prompt = draw.choices(range(300, 4000), k=round(16 * 25 ** draw.random()))
-                answers[number] = await ask(client, MODEL, prompt, TOKENS)
+    async def one() -> None:
+        while waiting:
+            number = waiting.pop(0)
+            draw = random.Random(f"{streams} {number}")
+            prompt = draw.choices(range(300, 4000), k=round(16 * 25 ** draw.random()))
+            answers[number] = await ask(client, MODEL, prompt, TOKENS)
 
-        await asyncio.gather(*(one() for _ in range(streams)))
+    await asyncio.gather(*(one() for _ in range(streams)))
+    client.close()
     return [answers[number] for number in range(count)]
 
 
@@ -50,7 +52,7 @@ async def compared(settings: Sequence[str], streams: Sequence[int], count: int) 
             for setting, answers in zip(settings, found, strict=True):
                 if [answer.text for answer in answers] != [answer.text for answer in found[0]]:
                     raise SystemExit(f"with {setting} and {number} streams other answers came")
-                firsts = sorted(answer.first_token for answer in answers)
+                firsts = sorted(answer.ttft for answer in answers)
                 gaps = sorted(gap for answer in answers for gap in answer.gaps)
                 shown = [statistics.mean(firsts), firsts[round(0.99 * (len(firsts) - 1))]]
                 shown += [statistics.mean(gaps), gaps[round(0.99 * (len(gaps) - 1))]]
@@ -66,7 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| local tokens | streams | TTFT mean ms | TTFT p99 | gap mean | gap p99 |\n|---|---|---|---|---|---|")
     streams = [int(each) for each in arguments.streams.split(",")]
-    asyncio.run(compared(arguments.settings.split(","), streams, arguments.requests))
+    loops.run(compared(arguments.settings.split(","), streams, arguments.requests))
 
 
 if __name__ == "__main__":

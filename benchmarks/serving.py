@@ -1,145 +1,96 @@
-"""Latency and throughput of a whole cluster, as a client sees them, through router, prefill and decode workers.
+"""Latency, throughput and goodput of a whole cluster, as a client sees it, through router, prefill and decode workers.
 
     python -m benchmarks.serving --shape qwen3-8b --device cuda --streams 1,32
+    python -m benchmarks.serving --shape qwen3-8b --device cuda --loads field --sampling sampled
     python -m benchmarks.serving --url http://127.0.0.1:8000 --model kvrail-demo --prompt-tokens 256
 
-With --shape it starts `kvrail up` with random weights of that shape, otherwise it asks the cluster at --url. A closed
-loop keeps so many streams open; every prompt is new, so that no prefix cache helps. Correctness first: a repeated
-request must begin with the same token, and each stream must bring as many tokens as asked for.
+With --shape it starts `kvrail up` with random weights of that shape, otherwise it asks the cluster at --url. The client
+is that of `kvrail bench` (docs/benchmarking.md has what each figure means). Each row has prompts of its own, so that a
+prefix cache helps only where a load shares prefixes. Correctness first: a repeated request must have the same output,
+and each stream must bring as many tokens as asked for.
 """
 
 import argparse
-import asyncio
-import gc
 import json
-import random
-import statistics
+import os
+import platform
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from benchmarks.shapes import SHAPES, write_shape
+from kvrail import loops
+from kvrail.errors import ConfigError
+from kvrail.services.bench.answers import Answer, read
+from kvrail.services.bench.client import Client
+from kvrail.services.bench.load import Load, Range, completion, requests_of
+from kvrail.services.bench.report import figures
+from kvrail.services.bench.run import measure
+from kvrail.services.cli.bench import add_load, count, load_of, rate, tokens
+
+SHORT = {"prompt": Range(512, 1536), "output": Range(64, 192)}
+FIELD: Sequence[dict[str, Any]] = (
+    {**SHORT, "rate": 16.0, "requests": 240},
+    {**SHORT, "rate": 24.0, "requests": 320},
+    {**SHORT, "rate": 32.0, "requests": 320},
+    {
+        "prompt": Range(256, 256),
+        "output": Range(128, 128),
+        "prefixes": 8,
+        "prefix_tokens": 3072,
+        "rate": 16.0,
+        "requests": 192,
+    },
+    {"prompt": Range(2400, 9600), "output": Range(102, 410), "rate": 3.0, "requests": 60},
+)
+"""Loads as the field makes them: open arrivals, mixed lengths, shared prefixes, long prompts."""
+LIMITS = (("ttft", 300.0), ("tpot", 15.0))
+COLUMNS = {
+    "load": "load",
+    "completed": "succeeded",
+    "failed": "failed",
+    "request_throughput": "requests/s",
+    "request_goodput": "goodput/s",
+    "output_throughput": "output tokens/s",
+    "median_ttft_ms": "TTFT ms",
+    "p99_ttft_ms": "TTFT p99",
+    "median_tpot_ms": "TPOT ms",
+    "median_itl_ms": "ITL ms",
+    "p99_itl_ms": "ITL p99",
+    "max_itl_ms": "ITL max",
+    "median_first_gap_ms": "first gap ms",
+    "median_e2el_ms": "E2EL ms",
+}
 
 
-@dataclass(slots=True)
-class Stream:
-    """One answer: seconds from the request to its first token, and between its chunks."""
-
-    first_token: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    tokens: int = 0
-    text: str = ""
-    stages: dict[str, float] = field(default_factory=dict)
-    codec: str = ""
+async def ask(client: Client, model: str, prompt: Sequence[int], max_tokens: int, *, greedy: bool = True) -> Answer:
+    """One completion. Raises RuntimeError where it fails."""
+    request = completion(model, prompt, max_tokens, seed=1, greedy=greedy)
+    found = read(await client.ask(request.body), max_tokens)
+    if not isinstance(found, Answer):
+        raise RuntimeError(f"{found.kind}: {found.message}")
+    return found
 
 
-async def ask(client: httpx.AsyncClient, model: str, prompt: list[int], max_tokens: int) -> Stream:
-    """Stream one completion."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "seed": 1,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    stream = Stream()
-    last = begin = time.perf_counter()
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise RuntimeError(chunk["error"]["message"])
-            now = time.perf_counter()
-            if chunk.get("usage"):
-                stream.tokens = chunk["usage"]["completion_tokens"]
-                told = chunk["usage"].get("kvrail", {})
-                stream.stages, stream.codec = told.get("stage_seconds", {}), told.get("codec") or "none"
-            elif chunk["choices"]:
-                if not stream.first_token:
-                    stream.first_token = now - begin
-                else:
-                    stream.gaps.append(now - last)
-                last = now
-                stream.text += chunk["choices"][0]["text"]
-    if stream.tokens != max_tokens:
-        raise RuntimeError(f"{stream.tokens} tokens came; {max_tokens} were asked for")
-    return stream
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of them lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-async def measure(
-    url: str, model: str, vocab: int, streams: int, prompt_tokens: int, args: argparse.Namespace
-) -> dict[str, object]:
-    """One row: `streams` at once until `rounds` times as many have been answered."""
-    rng = random.Random(f"{streams} {prompt_tokens}")
-    total = streams * args.rounds
-    prompts = [[rng.randrange(vocab) for _ in range(prompt_tokens)] for _ in range(total)]
-    gc.collect()
-    gc.freeze()  # a collection that looks at all prompts would count as a gap in every stream
-    limits = httpx.Limits(max_connections=streams + 8)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        todo = iter(prompts)
-        done: list[Stream] = []
-
-        async def worker() -> None:
-            for prompt in todo:
-                done.append(await ask(client, model, prompt, args.output_tokens))
-
-        begin = time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(streams)))
-        seconds = time.perf_counter() - begin
-    gaps = [gap for stream in done for gap in stream.gaps]
-    per_token = [sum(stream.gaps) / (stream.tokens - 1) for stream in done]
-    stages = {name for stream in done for name in stream.stages}
-    return {
-        "streams": streams,
-        "prompt_tokens": prompt_tokens,
-        "requests": total,
-        "requests_per_s": total / seconds,
-        "output_tokens_per_s": sum(stream.tokens for stream in done) / seconds,
-        "ttft_median_ms": 1e3 * statistics.median(s.first_token for s in done),
-        "ttft_p99_ms": 1e3 * percentile([s.first_token for s in done], 0.99),
-        "tpot_median_ms": 1e3 * statistics.median(per_token),
-        "gap_median_ms": 1e3 * statistics.median(gaps),
-        "gap_p99_ms": 1e3 * percentile(gaps, 0.99),
-        "gap_max_ms": 1e3 * max(gaps),
-        "first_gap_median_ms": 1e3 * statistics.median(stream.gaps[0] for stream in done),
-        "codecs": dict(Counter(stream.codec for stream in done)),
-        "stage_median_ms": {
-            name: 1e3 * statistics.median(stream.stages.get(name, 0.0) for stream in done) for name in sorted(stages)
-        },
-    }
-
-
-async def check(url: str, model: str, vocab: int, args: argparse.Namespace) -> None:
-    """The gate: the same request twice has the same output; it also warms up every worker."""
-    rng = random.Random(0)
-    prompt = [rng.randrange(vocab) for _ in range(args.prompt_tokens)]
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        first, second = [await ask(client, model, prompt, 16) for _ in range(2)]
-    if first.text != second.text:
-        raise SystemExit(f"the same request gave {first.text!r} and {second.text!r}")
+async def check(client: Client, model: str, load: Load) -> None:
+    """The gate: the same request twice has the same output, greedy or not; it also warms up every worker."""
+    prompt = json.loads(next(requests_of(load, model)).body)["prompt"]
+    for greedy in (True, False):
+        first, second = [(await ask(client, model, prompt, 16, greedy=greedy)).text for _ in range(2)]
+        if first != second:
+            raise SystemExit(f"the same request gave {first!r} and {second!r}")
+    client.close()
 
 
 @contextmanager
@@ -178,55 +129,131 @@ def wait_healthy(url: str, process: subprocess.Popen[bytes], log: str) -> None:
     raise SystemExit(f"the cluster is not healthy after 300 s:\n{Path(log).read_text()[-4000:]}")
 
 
-def workloads(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Streams and tokens of each of their prompts, a pair for each row."""
-    for each in args.streams.split(","):
-        streams, _, tokens = each.partition("x")
-        yield int(streams), int(tokens or args.prompt_tokens)
+def loads(args: argparse.Namespace, vocab: int) -> Iterator[Load]:
+    """A load for each row, whose prompts no other row has."""
+    if args.loads == "field":
+        chosen = [load_of(args, **each) for each in FIELD]
+    elif args.rate:
+        chosen = [load_of(args, rate=rate(each), requests=args.requests) for each in args.rate.split(",")]
+    else:
+        chosen = [_closed(args, *each.partition("x")) for each in args.streams.split(",")]
+    kinds = args.sampling.split(",")
+    for number, load in enumerate(chosen):
+        for place, kind in enumerate(kinds):
+            own = {"seed": load.seed + 1_000_000 * (1 + number * len(kinds) + place)}
+            yield replace(load, vocab=vocab, greedy=kind == "greedy", **own)
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def _closed(args: argparse.Namespace, streams: str, by: str, length: str) -> Load:
+    """A closed loop: 8, or 8x8000 for prompts of another length than --prompt-tokens."""
+    prompt = tokens(length) if by else args.prompt_tokens
+    return load_of(args, streams=count(streams), requests=count(streams) * args.rounds, prompt=prompt)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows as a Markdown table."""
-    names = [name for name in rows[0] if name not in ("stage_median_ms", "codecs")]
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
     for row in rows:
-        cells = [f"{row[name]:.1f}" if isinstance(row[name], float) else str(row[name]) for name in names]
+        cells = [
+            f"{row[name]:.1f}" if isinstance(row[name], float) else "–" if row[name] is None else str(row[name])
+            for name in COLUMNS
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure and print; with --out also write JSON and Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def notes(rows: Sequence[dict[str, Any]]) -> str:
+    """What a table has no room for: failures, cached tokens, what crossed, parts of a request."""
+    lines = []
+    for row in rows:
+        for each in row["failures"]:
+            lines.append(f"- {row['load']}: {each['count']} x {each['kind']}, for example: {each['example']}")
+        parts = {name: round(value, 1) for name, value in row.get("stage_median_ms", {}).items()}
+        lines.append(
+            f"- {row['load']}: of {row['total_input_tokens']:,} prompt tokens {row['cached_input_tokens']:,} cached,"
+            f" codecs {row.get('codecs', {})}, client {row['client_cpu_share']:.0%} of a core, median ms: {parts}"
+        )
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), help="start a cluster with random weights of this shape")
-    parser.add_argument("--device", default="cuda", help="with --shape: where its workers run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="with --shape: where workers run")
     parser.add_argument("--port", type=int, default=8765, help="with --shape: the router's port")
     parser.add_argument("--up", nargs=argparse.REMAINDER, default=[], help="last: more flags of kvrail up")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="kvrail-demo")
-    parser.add_argument("--vocab", type=int, default=8000, help="token ids of prompts are below this")
-    parser.add_argument("--streams", default="1,8,32", help="numbers of streams, with commas; 8x8000: of such prompts")
-    parser.add_argument("--rounds", type=int, default=4, help="requests of each stream")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of streams without a number of their own")
-    parser.add_argument("--output-tokens", type=int, default=128)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--streams", default="1,8,32", help="numbers of streams, with commas; 8x8000: of such prompts")
+    kind.add_argument("--rate", help="requests a second as a Poisson process, with commas")
+    kind.add_argument("--loads", choices=("field",), help="five loads as the field makes them, at 3 to 32 a second")
+    parser.add_argument("--rounds", type=count, default=4, help="with --streams: requests of each stream")
+    parser.add_argument("--requests", type=count, default=240, help="with --rate: requests of each row")
+    parser.add_argument("--sampling", choices=("sampled,greedy", "sampled", "greedy"), default="sampled,greedy")
     parser.add_argument("--log-lines", type=int, default=5, help="lines of the cluster's log to show at the end")
     parser.add_argument("--out", type=Path, help="folder for the results")
-    args = parser.parse_args()
+    add_load(parser, vocab=8000)
+    parser.set_defaults(goodput=LIMITS)
+    return parser.parse_args()
+
+
+def told_by(*command: str) -> list[str]:
+    """The lines that a program writes; none where it is not there, or fails."""
+    if shutil.which(command[0]) is None:
+        return []
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.splitlines()
+
+
+def facts_of(args: argparse.Namespace) -> dict[str, str]:
+    """Date, hardware, commit and command."""
+    machine = f"{os.cpu_count()} cores ({platform.machine()})"
+    if not args.shape:
+        machine = f"the cluster at {args.url}; its client has {machine}"
+    elif args.device == "cuda":
+        machine = f"{', '.join(told_by('nvidia-smi', '--query-gpu=name', '--format=csv,noheader'))}; {machine}"
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": machine,
+        "commit": "".join(told_by("git", "describe", "--always", "--dirty")) or "not in git",
+        "command": f"python -m benchmarks.serving {shlex.join(sys.argv[1:])}",
+    }
+
+
+def measured(args: argparse.Namespace, limits: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """A row for each load, up to Ctrl-C."""
     with started(args) as (url, model, vocab):
-        asyncio.run(check(url, model, vocab, args))
-        rows = [asyncio.run(measure(url, model, vocab, *each, args)) for each in workloads(args)]
-    text = f"{args.output_tokens} tokens out\n\n{table(rows)}\n"
-    sys.stdout.write(text)
-    for row in rows:
-        of = f"{row['streams']} streams of {row['prompt_tokens']}"
-        sys.stdout.write(f"{of}, codecs {row['codecs']}, median ms: {row['stage_median_ms']}\n")
+        client = Client(url, timeout_s=args.timeout)
+        rounds = list(loads(args, vocab))
+        loops.run(check(client, model, replace(rounds[0], seed=args.seed)))
+        for load in rounds:
+            run = measure(client, load, model)
+            yield {"load": str(load), "settings": asdict(load), **figures(run, limits)}
+            if run.unfinished:
+                return
+
+
+def main() -> None:
+    """Measure and print; with --out also write JSON and Markdown. The exit status is 1 if any request failed."""
+    args = parse()
+    facts, limits, rows = facts_of(args), dict(args.goodput), []
+    try:
+        for row in measured(args, limits):
+            rows.append(row)
+            sys.stdout.write(f"{notes([row])}\n")
+            sys.stdout.flush()
+    except (ConfigError, argparse.ArgumentTypeError) as error:
+        raise SystemExit(f"benchmarks.serving: {error}") from None
+    within = " ".join(f"{name}:{limit:g}" for name, limit in limits.items())
+    text = f"Goodput: requests/s within {within} (ms).\n\n{table(rows)}\n"
+    sys.stdout.write(f"\n{text}")
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        head = {"date": datetime.now(UTC).date().isoformat(), "command": " ".join(sys.argv[1:])}
-        (args.out / "serving.json").write_text(json.dumps({**head, "rows": rows}, indent=1))
-        (args.out / "serving.md").write_text(
-            f"{head['date']}: `python -m benchmarks.serving {head['command']}`\n\n{text}"
-        )
+        (args.out / "serving.json").write_text(json.dumps({**facts, "goodput": limits, "rows": rows}, indent=1))
+        head = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+        (args.out / "serving.md").write_text(f"# A cluster as a client sees it\n\n{head}\n\n{text}\n{notes(rows)}\n")
+    if any(row["failed"] for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

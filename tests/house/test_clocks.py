@@ -9,6 +9,7 @@ TELLING = {
     "kvrail/text/chat.py",
     "kvrail/keyfile.py",
     "kvrail/tls.py",
+    "kvrail/services/cli/bench.py",
     "kvrail/services/cli/certs.py",
     "kvrail/services/router/service.py",
     "kvrail/services/router/responses/service.py",
@@ -16,7 +17,7 @@ TELLING = {
     "kvrail/tracing.py",
 }
 """A chat template's date; when an answer was created, and when it was complete; when a trace's span began; when
-certificates and keys end."""
+certificates and keys end; when a load was measured."""
 
 
 def readings(source):

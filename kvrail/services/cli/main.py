@@ -1,10 +1,10 @@
-"""The command `kvrail`: a cluster, one service, chats and traces, codebooks, packing of models, certificates, keys."""
+"""The command `kvrail`: a cluster, one service, chats, traces, loads, codebooks, packed models, certificates, keys."""
 
 import sys
 
 from kvrail import __version__
 from kvrail.errors import ConfigError, KvrailError
-from kvrail.services.cli import calibrate, certs, chat, keys, pack, role, trace, up
+from kvrail.services.cli import bench, calibrate, certs, chat, keys, pack, role, trace, up
 from kvrail.services.cli.flags import HelpFormatter, OneLineErrors
 
 USAGE_ERROR = 2
@@ -21,7 +21,7 @@ def build_parser() -> OneLineErrors:
     )
     parser.add_argument("--version", action="version", version=f"kvrail {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for module in (up, role, chat, trace, calibrate, pack, certs, keys):
+    for module in (up, role, chat, trace, bench, calibrate, pack, certs, keys):
         module.add_commands(commands)
     return parser
 

@@ -1,0 +1,98 @@
+"""The load: what is asked, and when. Two loads with equal settings have equal requests."""
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Lengths in tokens, drawn uniformly; both ends are included."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least:,}" if self.least == self.most else f"{self.least:,}–{self.most:,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What to send.
+
+    streams: requests that are open at any time (closed loop); rate: requests a second that arrive as a Poisson process
+    (open loop); one of the two is 0. prefixes, prefix_tokens: each prompt begins with one of so many shared prefixes,
+    chosen at random. prompt: tokens of a prompt after its prefix. vocab: token ids are below this. greedy: temperature
+    0; otherwise 1, with a seed for each request.
+    """
+
+    requests: int
+    streams: int = 0
+    rate: float = 0.0
+    prompt: Range
+    output: Range
+    prefixes: int = 0
+    prefix_tokens: int = 0
+    vocab: int
+    seed: int = 0
+    greedy: bool = False
+
+    def __str__(self) -> str:
+        shared = f"{self.prefixes} prefixes of {self.prefix_tokens:,} + " if self.prefixes else ""
+        arrivals = f"{self.rate:g} requests/s" if self.rate else f"{self.streams} streams"
+        sampling = "greedy" if self.greedy else "sampled"
+        return f"{shared}{self.prompt} in, {self.output} out, {arrivals}, {self.requests} requests, {sampling}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. arrival: seconds after the load begins, 0 in a closed loop. body: JSON, as it is sent."""
+
+    arrival: float
+    output_tokens: int
+    body: bytes
+
+
+def completion(
+    model: str, prompt: Sequence[int], output_tokens: int, *, seed: int, greedy: bool, arrival: float = 0.0
+) -> Request:
+    """A streamed completion of exactly `output_tokens` tokens."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0 if greedy else 1,
+        "seed": seed,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return Request(arrival, output_tokens, json.dumps(body).encode())
+
+
+def requests_of(load: Load, model: str) -> Iterator[Request]:
+    """The requests of a load, in order of arrival. Each property has draws of its own: one can change alone."""
+    lengths, choices, tokens, times = (
+        random.Random(f"{load.seed} {what}") for what in ("lengths", "prefixes", "tokens", "arrivals")
+    )
+    ids = range(load.vocab)
+    prefixes = [tokens.choices(ids, k=load.prefix_tokens) for _ in range(load.prefixes)]
+    for number, arrival in enumerate(arrivals(load.rate, load.requests, times)):
+        prefix = choices.choice(prefixes) if prefixes else []
+        own = tokens.choices(ids, k=lengths.randint(load.prompt.least, load.prompt.most))
+        output = lengths.randint(load.output.least, load.output.most)
+        seed = load.seed + number
+        yield completion(model, prefix + own, output, seed=seed, greedy=load.greedy, arrival=arrival)
+
+
+def arrivals(rate: float, count: int, draws: random.Random) -> list[float]:
+    """Moments of a Poisson process, in seconds; all 0 where the rate is 0.
+
+    As in `vllm bench serve` they are scaled so that the last arrives at count / rate: no seed makes a load lighter.
+    """
+    if not rate:
+        return [0.0] * count
+    moments = list(accumulate(draws.expovariate(rate) for _ in range(count)))
+    return [moment * count / rate / moments[-1] for moment in moments]

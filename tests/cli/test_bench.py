@@ -1,0 +1,145 @@
+"""`kvrail bench`: its flags, its report and its exit status."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvrail.services.cli.main import main
+from kvrail.text import load_tokenizer
+from tests.bench.server import Server, good, refusal
+from tests.router.cluster import MODEL, run_cluster, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60.0
+SMALL = ("--requests", "6", "--streams", "2", "--prompt-tokens", "3:6", "--output-tokens", "2:4")
+
+
+@pytest.fixture
+def server():
+    made = Server()
+    yield made
+    made.close()
+
+
+def bench(capsys, *argv):
+    """Exit status, standard output, standard error."""
+    try:
+        status = main(["bench", *argv])
+    except SystemExit as ended:
+        status = ended.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_the_report_and_the_file_have_the_same_figures(capsys, server, tmp_path):
+    path = tmp_path / "run.json"
+    status, out, err = bench(
+        capsys, "--url", server.url, *SMALL, "--goodput", "ttft:60000", "tpot:60000", "--json", str(path)
+    )
+    assert status == 0, err
+    told = json.loads(path.read_text())
+    assert (told["completed"], told["failed"], told["model"], told["url"]) == (6, 0, "tiny", server.url)
+    assert told["load"]["prompt"] == {"least": 3, "most": 6} and told["load"]["streams"] == 2
+    assert told["goodput"] == {"ttft": 60000.0, "tpot": 60000.0}
+    assert told["request_goodput"] == pytest.approx(6 / told["duration"])
+    assert told["total_output_tokens"] == sum(body["max_tokens"] for body in server.asked)
+    assert "requests that succeeded   6\n" in out
+    assert f"{told['request_goodput']:.2f} (ttft ≤ 60000 ms, tpot ≤ 60000 ms)" in out
+    assert f"TTFT{told['mean_ttft_ms']:>32.1f}{told['median_ttft_ms']:>10.1f}{told['p99_ttft_ms']:>10.1f}" in out
+
+
+def test_two_runs_send_the_same_load(capsys, server):
+    sent = []
+    for _ in range(2):
+        assert bench(capsys, "--url", server.url, *SMALL, "--seed", "5")[0] == 0
+        sent.append(sorted(map(json.dumps, server.asked)))
+        server.asked.clear()
+    assert sent[0] == sent[1]
+    assert bench(capsys, "--url", server.url, *SMALL, "--seed", "6", "--greedy", "--vocab", "9")[0] == 0
+    assert {body["temperature"] for body in server.asked} == {0}
+    assert max(max(body["prompt"]) for body in server.asked) < 9
+
+
+def test_a_failed_request_is_status_1(capsys, server):
+    bad = iter([True])
+    server.respond = lambda body: refusal(429, "the queue is full") if next(bad, False) else good(body)
+    status, out, _ = bench(capsys, "--url", server.url, *SMALL)
+    assert status == 1
+    assert "requests that succeeded   5\nrequests that failed      1\n" in out
+    assert "  1 × HTTP 429, for example: the queue is full\n" in out
+
+
+def test_a_server_that_is_not_there(capsys, server):
+    server.close()
+    status, out, err = bench(capsys, "--url", server.url, *SMALL)
+    assert (status, out) == (1, "") and f"cannot reach {server.url}" in err
+    status, out, _ = bench(capsys, "--url", server.url, "--model", "tiny", *SMALL)
+    assert status == 1 and "6 × cannot connect, for example: " in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--rate", "0"], "argument --rate: '0' is not accepted; write a number above 0"),
+        (["--rate", "nan"], "argument --rate: 'nan' is not accepted"),
+        (["--streams", "0"], "argument --streams: '0' is not accepted; write a whole number, at least 1"),
+        (["--streams", "2", "--rate", "3"], "argument --rate: not allowed with argument --streams"),
+        (["--prompt-tokens", "9:3"], "argument --prompt-tokens: '9:3' is not accepted; write 1024, or a range such as"),
+        (["--output-tokens", "0"], "argument --output-tokens: '0' is not accepted"),
+        (["--output-tokens", "3:"], "argument --output-tokens: '3:' is not accepted"),
+        (["--goodput", "itl:3"], "argument --goodput: 'itl:3' is not accepted; write ttft, tpot, e2el with :MS"),
+        (["--goodput", "ttft"], "argument --goodput: 'ttft' is not accepted"),
+        (["--prefixes", "8"], "--prefixes needs --prefix-tokens too, for example --prefixes 8 --prefix-tokens 3072"),
+        (["--prefix-tokens", "8"], "--prefix-tokens needs --prefixes too"),
+        (["--json", "/nowhere/run.json"], "--json: /nowhere/run.json cannot be written: No such file or directory"),
+        (["--url", "nowhere"], "--url: 'nowhere' is no address"),
+        (["--reqests", "3"], "unknown argument --reqests; did you mean --requests?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(capsys, argv, line):
+    status, out, err = bench(capsys, *argv)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"kvrail bench: {line}") and err.count("\n") == 1
+
+
+def test_ctrl_c_reports_what_was_measured(server):
+    held, ended = threading.Event(), threading.Event()
+
+    def respond(body):
+        if len(server.asked) < 3:
+            return good(body)
+        held.set()
+        ended.wait(PATIENCE_S)
+        return None
+
+    server.respond = respond
+    command = [sys.executable, "-m", "kvrail", "bench", "--url", server.url, "--requests", "6", "--streams", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert held.wait(PATIENCE_S)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    ended.set()
+    assert process.returncode == 130, err
+    assert "requests that succeeded   2\nrequests that failed      0\nrequests not finished     4\n" in out
+    assert "Traceback" not in err
+
+
+async def test_a_router_of_ours_is_measured(capsys, tmp_path):
+    write_tokenizer(tmp_path)
+    argv = ["--rate", "500", "--requests", "5", "--prompt-tokens", "3:6", "--output-tokens", "1:2", "--vocab", "280"]
+    async with run_cluster(load_tokenizer(str(tmp_path))) as cluster:
+        path = tmp_path / "run.json"
+        status, out, err = await asyncio.to_thread(bench, capsys, "--url", cluster.url, *argv, "--json", str(path))
+        prompts = sorted(list(request.prompt_token_ids) for worker in cluster.decode for request in worker.requests)
+    assert status == 0, (out, err)
+    told = await asyncio.to_thread(lambda: json.loads(path.read_text()))
+    assert (told["completed"], told["model"], told["codecs"]) == (5, MODEL, {"raw": 5})
+    assert (told["kv_bytes"], told["kv_raw_bytes"], told["cached_input_tokens"]) == (5000, 7500, 15)
+    assert told["total_input_tokens"] == sum(map(len, prompts)) and set(map(len, prompts)) <= set(range(3, 7))
+    assert set(told["stage_median_ms"]) >= {"prefill"}
