@@ -1,4 +1,4 @@
-"""The parts of `make gpu-smoke` that need no GPU: of which code a result is, what is asked, what counts as different."""
+"""Parts of `make gpu-smoke` that need no GPU: of which code a result is, what is asked, what counts as different."""
 
 import copy
 import subprocess

@@ -1,9 +1,13 @@
-"""Server-sent events: JSON objects as bytes; the most common, a chunk of text, is not built anew each time."""
+"""Server-sent events: JSON objects as bytes; the most common, a chunk of text, is built from a template.
+
+All JSON is ASCII. Clients end lines at characters that JSON may hold as they are (U+0085, U+2028: httpx's `aiter_lines`
+does), and decode each network read by itself, which may end within a character.
+"""
 
 import json
 import uuid
 from collections.abc import Callable, Iterator
-from json.encoder import encode_basestring
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from kvrail.services.router.values import Delta
@@ -16,12 +20,12 @@ _MARK = uuid.uuid4().hex
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
-    """Compact UTF-8 JSON."""
+    """Compact JSON, in ASCII."""
     return _encoded(value)
 
 
 def _encoded(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def encode_long(value: dict[str, Any]) -> bytes:
@@ -75,7 +79,7 @@ class TextEvents:
         halves = self._halves.get(delta.index)
         if halves is None:
             halves = self._halves[delta.index] = self._cut(delta.index)
-        return f"{halves[0]}{encode_basestring(delta.text)}{halves[1]}".encode()
+        return f"{halves[0]}{encode_basestring_ascii(delta.text)}{halves[1]}".encode()
 
     def _cut(self, index: int) -> tuple[str, str]:
         chunk = self._build(Delta(index, _MARK, (), (), None, None))
