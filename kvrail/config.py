@@ -193,7 +193,7 @@ class RouterSettings(ServiceSettings):
         0.035, description="seconds after which a stream's headers leave; a failure before has a status, later an event"
     )
     keep_alive_s: float = Field(
-        10.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: none"
+        15.0, ge=0, description="seconds without an event after which a stream gets an empty line; 0: none"
     )
     cors_origins: Origins = Field((), description="origins whose pages may use the API in a browser; *: any")
     stored_responses: int = Field(1024, ge=0, description="responses that /v1/responses keeps, at most; 0: none")
