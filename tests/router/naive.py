@@ -17,7 +17,9 @@ def vllm_texts(reads: Iterable[bytes]) -> list[str]:
         if kept.startswith("data: ") and (rest == "[DONE]" or _is_json(rest)):
             messages.append(kept)
             kept = ""
-        found += [message.strip().removeprefix("data: ") for message in messages if message.strip()[:1] not in ("", ":")]
+        found += [
+            message.strip().removeprefix("data: ") for message in messages if message.strip()[:1] not in ("", ":")
+        ]
     assert not kept, f"it still waits for the end of {kept!r}"
     return found
 
