@@ -17,9 +17,8 @@ def vllm_texts(reads: Iterable[bytes]) -> list[str]:
         if kept.startswith("data: ") and (rest == "[DONE]" or _is_json(rest)):
             messages.append(kept)
             kept = ""
-        found += [
-            message.strip().removeprefix("data: ") for message in messages if message.strip()[:1] not in ("", ":")
-        ]
+        events = [message.strip() for message in messages if message.strip()[:1] not in ("", ":")]
+        found += [event.removeprefix("data: ") for event in events]
     assert not kept, f"it still waits for the end of {kept!r}"
     return found
 

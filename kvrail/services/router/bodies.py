@@ -110,10 +110,9 @@ class JsonRoute(APIRoute):
 
 
 class BodyLimit:
-    """Reads the body before the endpoint runs. Answers 413 where it is too large, 415 where it is encoded, 429 where
-    others fill the memory.
+    """Reads the body before the endpoint runs.
 
-    max_bytes: of one body.
+    Answers 413 if it is too large, 415 if it is encoded, 429 if others fill the memory. max_bytes: of one body.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

@@ -188,9 +188,9 @@ class ClientConnection(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """The cycle's `send` for HTTP before 1.1, which knows no chunks: an answer without a length ends with the connection.
+    """The cycle's `send` for HTTP before 1.1, which has no chunks: without a length, the connection ends the answer.
 
-    uvicorn closes the connection behind such an answer, but would send chunks all the same.
+    uvicorn closes the connection after such an answer, but would send chunks all the same.
     """
     send, until_close = cycle.send, False
 

@@ -1,4 +1,4 @@
-"""A response of server-sent events whose headers leave early, and which is kept alive while there is nothing to send."""
+"""A response of server-sent events: its headers leave early, and it is kept alive while there is no event."""
 
 import asyncio
 from types import TracebackType
