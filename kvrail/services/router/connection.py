@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class ClientConnection(HttpToolsProtocol):
         """Headers are complete: the request starts."""
         super().on_headers_complete()  # raises where the path is none
         if self.scope["http_version"] < "1.1":
-            self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[assignment, method-assign]
         self._stop_reading()
         self._in_body, self._head_bytes, self._body_bytes = True, 0, 0
 
@@ -187,7 +187,7 @@ class ClientConnection(HttpToolsProtocol):
         self._watch_writing()
 
 
-def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
     """The cycle's `send` for HTTP before 1.1, which has no chunks: without a length, the connection ends the answer.
 
     uvicorn closes the connection after such an answer, but would send chunks all the same.
@@ -197,10 +197,10 @@ def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
     async def unchunked(message: Any) -> None:
         nonlocal until_close
         if message["type"] == "http.response.start":
-            until_close = all(name.lower() != b"content-length" for name, _ in message["headers"])
+            until_close = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             cycle.chunked_encoding = False if until_close else None
         elif until_close:
-            cycle.expected_content_length = len(message["body"])
+            cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
     return unchunked

@@ -1,6 +1,7 @@
 """litellm on streams whose first token is late, as a client of OpenAI's API, of vLLM's and of Anthropic's."""
 
 import os
+import sys
 
 import litellm
 
@@ -14,4 +15,5 @@ for provider, base in (("openai", f"{URL}/v1"), ("hosted_vllm", f"{URL}/v1"), ("
         max_tokens=50,
         stream=True,
     )
-    print("read:", provider, "".join(chunk.choices[0].delta.content or "" for chunk in stream))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    sys.stdout.write(f"read: {provider} {text}\n")

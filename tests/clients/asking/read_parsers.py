@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 
 import httpx
 import requests
@@ -17,7 +18,8 @@ ASKED = {"model": os.environ["MODEL"], "messages": [{"role": "user", "content": 
 def tell(parser: str, events: list[str]) -> None:
     assert events[-1] == "[DONE]", events
     chunks = [json.loads(event) for event in events[:-1]]
-    print("read:", parser, "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks))
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    sys.stdout.write(f"read: {parser} {text}\n")
 
 
 with httpx.Client(timeout=60) as client, connect_sse(client, "POST", URL, json=ASKED) as source:
