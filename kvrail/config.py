@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvrail.errors import ConfigError
-from kvrail.fields import ComputeDtype, Device, KVDtype, Names, Origins, Port, SamplingDefaults, Workers
+from kvrail.fields import ComputeDtype, Device, KVDtype, Names, Networks, Origins, Port, SamplingDefaults, Workers
 
 DEMO_MODEL = str(Path(__file__).resolve().parent.parent / "models" / "kvrail-demo")
 
@@ -193,7 +193,12 @@ class RouterSettings(ServiceSettings):
         0.035, description="seconds after which a stream's headers leave; a failure before has a status, later an event"
     )
     keep_alive_s: float = Field(
-        10.0, ge=0, description="seconds of silence after which a stream gets a comment; 0: none"
+        15.0, ge=0, description="seconds without an event after which a stream gets an empty line; 0: none"
+    )
+    trusted_proxies: Networks = Field(
+        (),
+        description="addresses or networks of proxies that may say, by X-Forwarded-For and X-Forwarded-Proto, who"
+        " asks; none: the connection's address is the client's",
     )
     cors_origins: Origins = Field((), description="origins whose pages may use the API in a browser; *: any")
     stored_responses: int = Field(1024, ge=0, description="responses that /v1/responses keeps, at most; 0: none")

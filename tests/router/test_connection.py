@@ -73,6 +73,26 @@ async def test_what_is_unfinished_or_ambiguous_is_refused(tokenizer: Tokenizer, 
         assert (await cluster.chat()).status_code == 200
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"0.9"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_http_before_1_1_gets_no_chunks(cluster: Cluster, version: bytes, stream: bool):
+    body = json.dumps({"model": MODEL, "prompt": "x", "stream": stream}).encode()
+    reader, writer = await connect(cluster)
+    writer.write(HEAD.replace(b"1.1", version) + b"content-length: %d\r\n\r\n" % len(body) + body)
+    head, _, content = (await reader.read()).partition(b"\r\n\r\n")  # until the connection ends
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 200") and b"connection: close" in head.lower()
+    assert b"transfer-encoding" not in head.lower()
+    if stream:
+        events = [event.removeprefix(b"data: ") for event in content.split(b"\n\n")]
+        assert events[-2:] == [b"[DONE]", b""]
+        texts = [json.loads(event)["choices"][0]["text"] for event in events[:-2]]
+        assert "".join(texts) == OUTPUT
+    else:
+        assert b"content-length: %d" % len(content) in head.lower()
+        assert json.loads(content)["choices"][0]["text"] == OUTPUT
+
+
 async def test_a_slow_body_that_goes_on_is_waited_for(tokenizer: Tokenizer):
     body = json.dumps({"model": MODEL, "prompt": "x", "user": "a" * 1000, "metadata": "b" * 90_000}).encode()
     async with run_cluster(tokenizer, body_timeout_s=0.3) as cluster:

@@ -5,7 +5,7 @@ import pytest
 from kvrail.config import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.text import Tokenizer
-from tests.router.cluster import Cluster, run_cluster
+from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster
 from tests.router.scripts import error_of
 
 PAGE = "http://localhost:5173"
@@ -21,6 +21,28 @@ async def test_a_model_of_several_names(tokenizer: Tokenizer):
         assert '"model":"tiny-2"' in (await cluster.complete(model="tiny-2", stream=True)).text
         message = error_of(await cluster.chat(model="gpt-5"), 404, "model_not_found")
         assert all(repr(name) in message for name in ("tiny", "gpt-4o", "tiny-2"))
+
+
+async def test_clients_do_not_learn_where_the_model_lies(cluster: Cluster):
+    folder = cluster.service.settings.model
+    for path in ("/v1/models", f"/v1/models/{MODEL}", "/health", "/version", "/status.json", "/openapi.json", "/v1/x"):
+        assert folder not in (await cluster.http.get(path)).text
+    assert (await cluster.http.get(f"/v1/models/{MODEL}")).json()["root"] == MODEL
+    assert folder not in (await cluster.chat(model=folder + "x")).text.replace(folder + "x", "")
+
+
+async def test_a_slash_behind_a_path_changes_nothing(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, api_keys=["k"], admin_port=0) as cluster:
+        key = {"x-api-key": "k", "host": "evil.example"}
+        asked = {"model": MODEL, "prompt": "hi"}
+        answer = await cluster.http.post("/v1/completions/", json=asked, headers=key)
+        assert answer.json()["choices"][0]["text"] == OUTPUT
+        assert (await cluster.http.post("/v1/completions/", json=asked)).status_code == 401
+        assert (await cluster.http.get("/v1/models/", headers=key)).json()["data"][0]["id"] == MODEL
+        assert (await cluster.http.get("/health/", headers=key)).json() == {"status": "ok"}
+        assert (await cluster.http.get(f"{cluster.admin_url}/health/", headers=key)).json()["model"] == MODEL
+        error_of(await cluster.http.get("/v1/nothing/", headers=key), 404, "not_found")
+        error_of(await cluster.http.get("/v1/completions/", headers=key), 405, "method_not_allowed")
 
 
 async def test_browsers_of_named_origins(tokenizer: Tokenizer):

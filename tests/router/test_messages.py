@@ -5,7 +5,8 @@ import pytest
 
 from kvrail.errors import OverloadedError, WorkerUnavailableError
 from kvrail.text import Tokenizer
-from tests.router.cluster import CONTEXT, MODEL, OUTPUT, Cluster, run_cluster
+from kvrail.wire.v1 import decode_pb2
+from tests.router.cluster import CONTEXT, MODEL, OUTPUT, Cluster, run_cluster, summary
 from tests.router.scripts import failing
 from tests.router.test_responses import prompt_of
 from tests.router.test_tools import roomy
@@ -70,9 +71,6 @@ async def test_stream(claude):
 
 async def test_stop_sequence(claude, cluster: Cluster):
     async def stopped(worker, request):
-        from kvrail.wire.v1 import decode_pb2
-        from tests.router.cluster import summary
-
         yield decode_pb2.GenerateReply(token_ids=[11], text="ab", finish_reason=1, stop_reason="END")
         yield decode_pb2.GenerateReply(summary=summary(len(request.prompt_token_ids), 1))
 
@@ -129,6 +127,25 @@ async def test_keys(tokenizer: Tokenizer):
                         await claude.messages.create(model=MODEL, max_tokens=5, messages=HI)
                     assert caught.value.body["error"]["type"] == "authentication_error"
         assert (await cluster.http.get("/v1/models", headers={"x-api-key": "first"})).status_code == 200
+
+
+async def test_a_call_of_a_tool_ends_the_message_whatever_follows(tokenizer: Tokenizer):
+    tool = {"name": "look_up", "description": "Look up", "input_schema": {"type": "object", "properties": {}}}
+    call = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
+
+    async def calling(worker, request):
+        yield decode_pb2.GenerateReply(token_ids=[10], text=call)
+        yield decode_pb2.GenerateReply(token_ids=[11], finish_reason=1, stop_reason="END")
+        yield decode_pb2.GenerateReply(summary=summary(1, 2))
+
+    async with (
+        roomy(tokenizer) as cluster,
+        anthropic.AsyncAnthropic(base_url=cluster.url, api_key="unused", max_retries=0) as claude,
+    ):
+        cluster.decode[0].script = calling
+        asked = {"model": MODEL, "max_tokens": 50, "tools": [tool], "messages": HI, "stop_sequences": ["END"]}
+        answer = await claude.messages.create(**asked)
+        assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
 
 
 async def test_tools(tokenizer: Tokenizer):

@@ -1,5 +1,6 @@
 """What is refused, with which status, in OpenAI's error shape and naming the parameter."""
 
+import gzip
 import random
 from typing import Any
 
@@ -344,6 +345,18 @@ async def test_other_content_types(cluster: Cluster):
     )
     assert answer.status_code == 400
     assert "application/json" in answer.json()["error"]["message"]
+
+
+async def test_encoded_bodies(cluster: Cluster):
+    body = gzip.compress(b'{"prompt": "x"}')
+    for path in ("/v1/completions", "/v1/messages"):
+        for coding in ("gzip", "deflate", "identity, gzip", "x" * 500):
+            answer = await cluster.http.post(path, content=body, headers={"content-encoding": coding})
+            assert answer.status_code == 415
+            assert answer.headers["accept-encoding"] == "identity"  # as RFC 9110, section 15.5.16, asks
+            assert answer.json()["error"]["message"].startswith(f"Content-Encoding: '{coding[:80]}' is not supported")
+    body = {"model": MODEL, "prompt": "x"}
+    assert (await cluster.http.post("/v1/completions", json=body, headers={"content-encoding": "Identity"})).is_success
 
 
 async def test_wrong_model(client: openai.AsyncOpenAI):

@@ -85,6 +85,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "connections",
         (
+            "trusted_proxies",
             "cors_origins",
             "max_connections",
             "max_body_bytes",

@@ -16,7 +16,7 @@ from kvrail.services.router import errors, openapi
 from kvrail.services.router.bodies import BodyLimit
 from kvrail.services.router.defaults import Defaults
 from kvrail.services.router.messages.service import Messages
-from kvrail.services.router.middleware import ApiKeys, RequestContext
+from kvrail.services.router.middleware import ApiKeys, NoTrailingSlash, RequestContext
 from kvrail.services.router.page.routes import page_routes
 from kvrail.services.router.page.status import StatusPage
 from kvrail.services.router.quotas import HEADERS, KeyLimits, KeyMetrics, Quotas
@@ -39,12 +39,13 @@ OPEN_TO_ALL = frozenset({"/live", "/ready"})
 
 def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *, page: bool) -> ASGIApp:
     """The application of the admin port, on the same service as `public`. page: with the status page."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state = public.state
     routers = [admin_routes(drain), *([page_routes(operators=True)] if page else [])]
     for router in routers:
         app.include_router(router)
     errors.install(app, lambda request, error: None, [route for router in routers for route in router.routes])
+    app.add_middleware(NoTrailingSlash)
     return app if tls is None else MembersOnly(app, OPEN_TO_ALL)
 
 
@@ -80,7 +81,7 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.parsing = asyncio.Lock()
     app.state.tls, app.state.door = tls, door
     openapi.describe(app, settings.model_names)
@@ -106,4 +107,5 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults
             expose_headers=["X-Request-Id", "Retry-After", *HEADERS],
         )
     app.add_middleware(RequestContext, routes=[*routes, *app.routes])
+    app.add_middleware(NoTrailingSlash)
     return app

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrail.errors import OverloadedError
 from kvrail.services.router import biases
-from kvrail.services.router.errors import error_response, too_large
+from kvrail.services.router.errors import error_response, too_large, unsupported_encoding
 from kvrail.services.router.schema import MAX_BIASES
 
 DRAIN_FACTOR = 8
@@ -110,9 +110,9 @@ class JsonRoute(APIRoute):
 
 
 class BodyLimit:
-    """Reads the body before the endpoint runs. Answers 413 where it is too large, 429 where others fill the memory.
+    """Reads the body before the endpoint runs.
 
-    max_bytes: of one body.
+    Answers 413 if it is too large, 415 if it is encoded, 429 if others fill the memory. max_bytes: of one body.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -149,6 +149,9 @@ class BodyLimit:
 
     async def _read(self, headers: Headers, receive: Receive, body: bytearray) -> Response | None:
         """Fill `body`; the answer where it is refused. Raises ClientDisconnect."""
+        coding = ", ".join(headers.getlist("content-encoding")).strip()
+        if coding.lower() not in ("", "identity"):
+            return unsupported_encoding(coding)
         declared = headers.get("content-length", "0")
         announced = int(declared) if declared.isdecimal() and len(declared) <= 18 else 0
         too_big = announced > self._max_bytes

@@ -8,12 +8,13 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from kvrail.services.router.clients import unmapped
 from kvrail.services.router.errors import INVALID, error_object
 
 log = logging.getLogger("kvrail.router.connection")
@@ -49,6 +50,8 @@ class ClientConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin; refused where there are too many."""
         super().connection_made(transport)
+        if self.client is not None:
+            self.client = unmapped(self.client[0]), self.client[1]
         if len(self.connections) > self._limits.max_connections:
             most = self._limits.max_connections
             self._refuse(503, f"{most} connections are open, which is the most; retry later", "overloaded")
@@ -83,6 +86,8 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Headers are complete: the request starts."""
         super().on_headers_complete()  # raises where the path is none
+        if self.scope["http_version"] < "1.1":
+            self.cycle.send = _unchunked(self.cycle)  # type: ignore[assignment, method-assign]
         self._stop_reading()
         self._in_body, self._head_bytes, self._body_bytes = True, 0, 0
 
@@ -180,3 +185,22 @@ class ClientConnection(HttpToolsProtocol):
             self._refused(status)
         self.transport.close()
         self._watch_writing()
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """The cycle's `send` for HTTP before 1.1, which has no chunks: without a length, the connection ends the answer.
+
+    uvicorn closes the connection after such an answer, but would send chunks all the same.
+    """
+    send, until_close = cycle.send, False
+
+    async def unchunked(message: Any) -> None:
+        nonlocal until_close
+        if message["type"] == "http.response.start":
+            until_close = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = False if until_close else None
+        elif until_close:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return unchunked

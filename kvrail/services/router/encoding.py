@@ -107,6 +107,11 @@ class Encoder:
 
         return await self._run(write, "tokens", len(token_ids))
 
+    def special_stops(self, stop: Sequence[str]) -> dict[int, str]:
+        """The stop strings that are special tokens, by token id: these are skipped in text, so no text would match."""
+        found = {self._tokenizer.special_id(text): text for text in stop}
+        return {token_id: text for token_id, text in found.items() if token_id is not None}
+
     async def _run(self, work: Callable[[], T], param: str, size: int) -> T:
         """Do `work` in a thread; `param` is what it encodes."""
         try:

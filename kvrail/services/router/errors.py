@@ -131,6 +131,12 @@ def too_large(why: str) -> Response:
     return ErrorResponse(413, body, {"connection": "close"})
 
 
+def unsupported_encoding(coding: str) -> Response:
+    """The answer to a body that is encoded."""
+    why = f"Content-Encoding: {coding[:80]!r} is not supported; send the body as it is, without this header"
+    return ErrorResponse(415, error_object(why, INVALID, None, _CODES[415]), {"accept-encoding": "identity"})
+
+
 def parameter_path(location: Sequence[Any], body: Any) -> str:
     """Dotted path of a validation error: `messages.0.role`.
 

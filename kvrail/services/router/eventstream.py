@@ -1,4 +1,4 @@
-"""A response of server-sent events that speaks early: headers soon, and comments while nothing is to say."""
+"""A response of server-sent events: its headers leave early, and it is kept alive while there is no event."""
 
 import asyncio
 from types import TracebackType
@@ -11,15 +11,17 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
-COMMENT = b": waiting\n\n"
-"""What clients skip (https://html.spec.whatwg.org/multipage/server-sent-events.html, section 9.2.6)."""
+KEEP_ALIVE = b"\n\n"
+"""Two empty lines, which end no event: the standard has them ignored, as comments
+(https://html.spec.whatwg.org/multipage/server-sent-events.html, sections 9.2.5 and 9.2.6). Unlike a comment they also
+leave nothing behind in clients that strip each read (decision 0020)."""
 
 
 class EventStream:
     """Writes one response. As a context it begins by itself, unless `write` comes first; leaving it ends that.
 
-    head_after_s: seconds until headers and a comment leave although nothing is to say. Until then a failure can still
-    be told by a status. keep_alive_s: seconds of silence after which a comment leaves; 0: none does.
+    head_after_s: seconds until the headers leave, alone, where no event has come. Until then a failure can still have
+    a status. keep_alive_s: seconds of silence after which KEEP_ALIVE leaves; 0: never.
     """
 
     def __init__(self, send: Send, *, head_after_s: float, keep_alive_s: float) -> None:
@@ -48,13 +50,14 @@ class EventStream:
             await self.write(b"")
 
     async def write(self, events: bytes) -> None:
-        """Send whole events, or a comment; the headers before the first ones."""
+        """Send whole events in one write, after the headers where these have not left; no events: the headers alone."""
         events, self._greeting = self._greeting + events, b""
         self._last = self._loop.time()
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        if events:
+            await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self) -> None:
         """Nothing follows."""
@@ -65,10 +68,10 @@ class EventStream:
     async def _speak(self) -> None:
         await asyncio.sleep(self._head_after_s)
         if not self.started:
-            await self.write(b"" if self._greeting else COMMENT)
+            await self.write(b"")
         while self._keep_alive_s:
             silent_s = self._loop.time() - self._last
             if silent_s < self._keep_alive_s:
                 await asyncio.sleep(self._keep_alive_s - silent_s)
             else:
-                await self.write(COMMENT)
+                await self.write(KEEP_ALIVE)

@@ -99,10 +99,10 @@ class _PromptStream:
     """One prompt's output, from the first decode worker that gives any."""
 
     def __init__(
-        self, call: _Call, request: decode_pb2.GenerateRequest, turn: Turn, first_index: int, *, silent: bool
+        self, call: _Call, request: decode_pb2.GenerateRequest, turn: Turn, first_index: int, plan: Plan
     ) -> None:
-        """silent: what is generated is not told, only that it has ended."""
-        self._silent = silent
+        self._silent = plan.silent
+        self._special_stops = plan.special_stops
         self._call = call
         self._request = request
         self._turn = turn
@@ -263,8 +263,10 @@ class _PromptStream:
         )
 
     def _stop_reason(self, said: str) -> str | int:
-        """A stop string is text; what is none of the request's stop strings is a token id."""
-        return said if said in self._request.sampling.stop or not said.isdigit() else int(said)
+        """The stop string, or the token id; an id that a stop string stood for is told as that string."""
+        if said in self._request.sampling.stop or not said.isdigit():
+            return said
+        return self._special_stops.get(int(said), int(said))
 
 
 class Generation:
@@ -302,7 +304,7 @@ class Generation:
                 trace_context=trace_context,
             )
             turn = dispatcher.turn(client, prompt, sampling, plan.priority)
-            self._streams.append(_PromptStream(self._call, request, turn, i * plan.n, silent=plan.silent))
+            self._streams.append(_PromptStream(self._call, request, turn, i * plan.n, plan))
         timeline.mark(Stage.PLANNED)
 
     def cancel(self) -> None:

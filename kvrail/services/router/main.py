@@ -52,6 +52,8 @@ class RouterServer(uvicorn.Server):
             access_log=False,
             lifespan="on",
             server_header=False,
+            proxy_headers=bool(settings.trusted_proxies),
+            forwarded_allow_ips=list(settings.trusted_proxies),
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
         config.load()

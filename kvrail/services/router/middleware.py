@@ -39,6 +39,19 @@ LEFT = 499
 """The status, nginx's, of a request whose client left before an answer began."""
 
 
+class NoTrailingSlash:
+    """Serves /path/ as /path. Starlette would redirect, to the host that the client's Host header names."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http":
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
+
+
 class RequestContext:
     """Gives each request its id, in log lines and in the answer's X-Request-Id, starts its clock and counts it.
 

@@ -15,6 +15,7 @@ _MEANINGS = {
     404: "No such model, or nothing of that id.",
     408: "Headers or body did not come in time.",
     413: "The body is too large.",
+    415: "The body is encoded (Content-Encoding).",
     429: "No capacity now; Retry-After says when to ask again.",
     431: "The headers are too long.",
     500: "The server failed.",
@@ -23,7 +24,7 @@ _MEANINGS = {
 }
 _BARE = (400, 401, 408, 431, 500, 503)
 _READING = (404,)
-_BODY = (413, 429)
+_BODY = (413, 415, 429)
 _GENERATING = (404, 504)
 ASKING = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "Prompted")
 """Schemas of requests that name the model."""

@@ -232,7 +232,7 @@ class RouterService:
             "object": "model",
             "created": self._started,
             "owned_by": "kvrail",
-            "root": self.settings.model,
+            "root": self.model,  # where the model lies on this machine is nothing for clients
             "parent": None,
             "max_model_len": self.max_model_len(),
         }

@@ -71,7 +71,7 @@ class Shaper:
         return Shape(
             grammar,
             lambda: OutputReader(form, ThoughtReader(open=open_thought) if self._thinks else None),
-            any(self._special(mark) is not None for mark in marks),
+            any(self._tokenizer.special_id(mark) is not None for mark in marks),
         )
 
     def _grammar(
@@ -108,19 +108,15 @@ class Shaper:
         return texts.whole(texts.from_lark("\n".join([f"start: {thought} {body}", *rules])), **parts), blamed
 
     def _thought_rule(self) -> str:
-        end = self._special(THOUGHT)
+        end = self._tokenizer.special_id(THOUGHT)
         if end is not None:
             return f"thought: THOUGHT <[{end}]>\nTHOUGHT: /(.|\\n)*/"
         return f"thought[lazy]: THOUGHT {texts.literal(THOUGHT)}\nTHOUGHT: /(.|\\n)*/"
 
     def _mark(self, text: str) -> str:
         """A mark as Lark writes it: its text, or its token where it is a special one."""
-        token_id = self._special(text)
+        token_id = self._tokenizer.special_id(text)
         return texts.literal(text) if token_id is None else f"<[{token_id}]>"
-
-    def _special(self, text: str) -> int | None:
-        token_id = self._tokenizer.token_id(text)
-        return token_id if token_id in self._tokenizer.special_ids else None
 
     def _is_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt leaves reasoning open, or the model is known to open it by itself."""

@@ -39,7 +39,7 @@ class Plan:
     prompts: token ids. sampling: one for each prompt; wire: the same for workers. prefixes: text that goes before each
     prompt's output (echo). provisional: whether drafts are shown. traced: whether the usage tells what each process did
     when. priority: among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown
-    as it is. silent: what is generated is not shown.
+    as it is. silent: what is generated is not shown. special_stops: stop strings that are special tokens, by token id.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -48,6 +48,7 @@ class Plan:
     prefixes: Sequence[str]
     codec: str
     provisional: bool
+    special_stops: Mapping[int, str]
     traced: bool = False
     priority: int = 0
     reader: Callable[[], OutputReader] | None = None
@@ -202,6 +203,8 @@ class Planner:
             refuse("kvrail.codec", f"{codec!r} {why}; choose one of {', '.join(sorted(limits.codecs))}")
         _check_bias_of(prompts, request.logit_bias or {})
         bias = {int(key): value for key, value in (request.logit_bias or {}).items()}
+        stops = self._encoder.special_stops(request.stop or ())
+        stops = {token_id: text for token_id, text in stops.items() if token_id < limits.vocabulary}
         sampling = []
         for prompt in prompts:
             budget = _budget(field, len(prompt), max_tokens, limits.context)
@@ -210,7 +213,7 @@ class Planner:
             _check_ids(field, prompt, limits.vocabulary)
             if (request.min_tokens or 0) > budget:
                 refuse("min_tokens", f"is {request.min_tokens}, but at most {budget} tokens can be generated")
-            sampling.append(_sampling(request, self.defaults, budget, logprobs, shape, bias))
+            sampling.append(_sampling(request, self.defaults, budget, logprobs, shape, bias, stops))
         ours = request.kvrail or KvrailOptions()
         plan = Plan(
             prompts,
@@ -219,6 +222,7 @@ class Planner:
             prefixes,
             codec,
             ours.provisional,
+            stops,
             ours.trace,
             priority=request.priority or 0,
             reader=shape.reader,
@@ -292,6 +296,7 @@ def _sampling(
     logprobs: int | None,
     shape: Shape,
     bias: dict[int, float],
+    special_stops: Mapping[int, str],
 ) -> SamplingParams:
     """Sampling parameters; without a seed of the client's each prompt draws its own."""
     seed = secrets.randbits(64) if request.seed is None else request.seed & UINT64_MAX
@@ -313,7 +318,7 @@ def _sampling(
         seed=seed,
         logprobs=logprobs,
         stop=tuple(request.stop or ()),
-        stop_token_ids=tuple(request.stop_token_ids or ()),
+        stop_token_ids=tuple(dict.fromkeys((*(request.stop_token_ids or ()), *special_stops))),
         ignore_eos=bool(request.ignore_eos),
         include_stop_in_output=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False and not shape.special,

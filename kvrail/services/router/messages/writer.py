@@ -145,8 +145,8 @@ class MessageWriter:
     def _finish(self, usage: Json) -> bytes:
         """End the last block, and take down how the message ended."""
         called = any(block["type"] == "tool_use" for block in self._blocks)
-        if called and self._message["stop_reason"] == "end_turn":
-            self._message["stop_reason"] = "tool_use"
+        if called and self._message["stop_reason"] in ("end_turn", "stop_sequence"):
+            self._message |= {"stop_reason": "tool_use", "stop_sequence": None}
         events = self._close()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         told = _usage(usage["prompt_tokens"], usage["completion_tokens"], cached, self._thinking_tokens)
