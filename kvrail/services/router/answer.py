@@ -18,6 +18,7 @@ from kvrail.services.router.errors import error_response, outcome_of
 from kvrail.services.router.events import encode_json, encode_long
 from kvrail.services.router.eventstream import EventStream
 from kvrail.services.router.generation import Generation
+from kvrail.services.router.leaving import disconnected, ended_first
 from kvrail.services.router.observe import RequestRecord
 from kvrail.services.router.quotas import SPENT
 from kvrail.services.router.trace import RequestTrace
@@ -91,15 +92,8 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; the work is cancelled where the client disconnects first, or falls too far behind."""
         work = asyncio.create_task(self._work(scope, receive, send))
-        watch = self._watch = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watch.cancel()
-            gone = not work.done()
-            work.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
-        if not gone:
+        watch = self._watch = asyncio.create_task(disconnected(receive))
+        if await ended_first(work, watch):
             work.result()
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,9 +226,3 @@ class Answer(Response):
 def _outcome(before: str, delta: Delta) -> str:
     """A request counts as cut off where any of its choices is."""
     return "length" if delta.finish_reason is FinishReason.LENGTH else before
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -32,6 +32,7 @@ from kvrail.services.router.routes import (
 from kvrail.services.router.service import RouterService
 from kvrail.text import Tokenizer
 from kvrail.tls import DoorCertificate, Tls
+from kvrail.turns import Turns
 
 OPEN_TO_ALL = frozenset({"/live", "/ready"})
 """Paths of the admin port for who has no certificate: probes, which learn one word."""
@@ -51,7 +52,7 @@ def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *
 def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults) -> FastAPI:
     """The application; `app.state.service` is set while it runs.
 
-    Of its state, `parsing` says whose body is parsed; `tls` and `door` are certificates, where there are any. Raises
+    Of its state, `parsing` has the turns at parsing long bodies; `tls` and `door` are certificates, where there are any. Raises
     ConfigError where one is no good.
     """
     tls, door = Tls.of(settings, "router"), DoorCertificate.of(settings.ssl_cert, settings.ssl_key)
@@ -77,11 +78,12 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults
         finally:
             await app.state.status_page.close()
             await service.pool.close()
+            await service.checker.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.parsing = asyncio.Lock()
+    app.state.parsing = Turns()
     app.state.tls, app.state.door = tls, door
     openapi.describe(app, settings.model_names)
     whole = settings.admin_port < 0
