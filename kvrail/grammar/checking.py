@@ -21,8 +21,8 @@ from kvrail.turns import Turns
 MAX_CHECKED = 1024
 """Verdicts that are kept, good and bad."""
 TOO_SLOW = (
-    f"takes more than {CHECK_S:g} s of the processor to compile and to follow for some tokens; send a simpler one, with "
-    "fewer properties, alternatives and repetitions"
+    f"takes more than {CHECK_S:g} s of the processor to compile and to follow for some tokens; send a simpler one, "
+    "with fewer properties, alternatives and repetitions"
 )
 TOO_DEEP = "ends the process that compiles it: its rules or references are nested too deeply; send a flatter one"
 _COMMAND = "from kvrail.grammar.following import main; main()"

@@ -19,8 +19,8 @@ WHITESPACE = r"( |\n[ \t]{0,20})"
 """Between JSON's tokens, or nothing: a space, or a line's end and an indent, as llama.cpp has it. Without a bound a
 weak model writes spaces until it is cut off."""
 MAX_OPTIONAL = 512
-"""Optional properties of one object. llguidance takes time by their square, 1.6 s for 6,000, and cannot follow more than
-some 500 of them."""
+"""Optional properties of one object. llguidance takes time by their square, 1.6 s for 6,000, and cannot follow more
+than some 500 of them."""
 OPTIONS = "x-guidance"
 """The key under which a schema carries llguidance's options."""
 
@@ -43,7 +43,8 @@ def schema_of(schema: object, *, lenient: bool) -> Json:
         raise InvalidRequestError(f"is nested deeper than {MAX_DEPTH} levels; send a flatter schema, with $defs")
     if (optional := _most_optional(schema)) > MAX_OPTIONAL:
         raise InvalidRequestError(
-            f"has an object of {optional} optional properties, more than {MAX_OPTIONAL}; require some of them, or nest them"
+            f"has an object of {optional} optional properties, more than {MAX_OPTIONAL}; "
+            "require some of them, or put some into objects within"
         )
     return {**closed(schema), OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
 

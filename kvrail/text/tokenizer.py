@@ -72,23 +72,6 @@ class Tokenizer:
                 f"{most} tokens are the most, and no text of {len(text)} characters has so few; shorten it"
             )
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        most: int | None = None,
-        **kwargs: Any,
-    ) -> list[int]:
-        """Token ids of a chat. The template writes bos itself where the model wants it; none is added.
-
-        most: as for `encode`. kwargs are further variables of the template. InvalidRequestError where messages and
-        template do not fit.
-        """
-        text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
-        return self.encode(text, add_special_tokens=False, most=most)
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -97,7 +80,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The text that `apply_chat_template` encodes."""
+        """The text of a chat, to be encoded without special tokens: the template writes bos itself where it is wanted.
+
+        kwargs are further variables of the template. InvalidRequestError where messages and template do not fit.
+        """
         return self._chat.render(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
 
     @property

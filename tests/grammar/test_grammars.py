@@ -11,7 +11,8 @@ import pytest
 
 from kvrail.config import DEMO_MODEL
 from kvrail.errors import InvalidRequestError
-from kvrail.grammar import Checker, Grammars, checking as checks, texts
+from kvrail.grammar import Checker, Grammars, texts
+from kvrail.grammar import checking as checks
 from kvrail.grammar.closing import closed
 from kvrail.grammar.following import CHECK_S
 from kvrail.grammar.texts import MAX_OPTIONAL
@@ -128,7 +129,10 @@ async def test_what_costs_too_much_is_refused():
 
 def test_objects_of_many_optional_properties_are_refused_before_they_are_compiled():
     wide = {f"p{i}": {"type": "string"} for i in range(MAX_OPTIONAL + 1)}
-    for schema in ({"properties": wide}, {"items": {"anyOf": [{"properties": wide, "required": ["x", "p1", "p1"]}] * 2}}):
+    for schema in (
+        {"properties": wide},
+        {"items": {"anyOf": [{"properties": wide, "required": ["x", "p1", "p1"]}] * 2}},
+    ):
         inner = schema if "properties" in schema else schema["items"]["anyOf"][0]
         if "required" in inner:
             inner["properties"] = {**wide, "more": {}}

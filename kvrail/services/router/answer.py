@@ -25,6 +25,7 @@ from kvrail.services.router.trace import RequestTrace
 from kvrail.services.router.usage import final_usage
 from kvrail.services.router.values import Delta, Json, Scored
 from kvrail.services.router.writers import Writer
+from kvrail.turns import Turns
 
 log = logging.getLogger("kvrail.router.answer")
 
@@ -73,10 +74,8 @@ class Speech:
 class Answer(Response):
     """Runs a job while it is sent. Errors before the headers left get a proper status, later ones an event."""
 
-    def __init__(
-        self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech, writing: asyncio.Semaphore
-    ) -> None:
-        """writing: whose long answer is written."""
+    def __init__(self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech, writing: Turns) -> None:
+        """writing: turns at writing long answers."""
         super().__init__()
         self._writing = writing
         self._job = job
@@ -195,8 +194,9 @@ class Answer(Response):
         writer = prepared.writer
         if prepared.generation.plan.scores <= MANY_SCORES:
             return encode_json(writer.whole(usage))
-        async with self._writing:
-            return await asyncio.to_thread(lambda: encode_long(writer.whole(usage)))
+        return await self._writing.run(
+            self._job.client, lambda: encode_long(writer.whole(usage)), cost=prepared.generation.plan.scores
+        )
 
     async def _stream(self, prepared: Prepared, record: RequestRecord, out: EventStream) -> str:
         """Send what came at one moment in one write."""

@@ -1,6 +1,5 @@
 """The router's parts put together, and the story of one request told with them."""
 
-import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -38,6 +37,7 @@ from kvrail.tally import Registry
 from kvrail.text import Tokenizer
 from kvrail.tls import Tls
 from kvrail.tracing import Tracing
+from kvrail.turns import Turns
 from kvrail.wire import PROTOCOL_VERSION
 
 MAX_NAME_CHARS = 200
@@ -73,7 +73,7 @@ class RouterService:
         self.planner = Planner(self._encoder, shaper, self.pool.limits, defaults, priorities=settings.priorities)
         self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
         self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
-        self._writing = asyncio.Semaphore(1)
+        self._writing = Turns()
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> str:
