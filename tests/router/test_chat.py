@@ -162,8 +162,7 @@ async def test_stream_on_the_wire(cluster: Cluster):
 async def test_text_that_is_held_back_makes_no_chunk(cluster: Cluster, tokenizer: Tokenizer):
     async def hold(worker, request):
         from kvrail.wire.v1 import decode_pb2
-        from tests.chats import chat_ids
-from tests.router.cluster import summary
+        from tests.router.cluster import summary
 
         yield decode_pb2.GenerateReply(token_ids=[10])
         yield decode_pb2.GenerateReply(token_ids=[11], text="ab", finish_reason=1, stop_reason="c")

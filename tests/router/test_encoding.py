@@ -73,14 +73,14 @@ async def test_what_is_too_long_is_refused_unread(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "encode", None)
     encoder = Encoder(tokenizer)
     long = "x" * (CONTEXT * tokenizer.longest_text + 1)
-    with pytest.raises(ContextLengthError, match="prompt: .* characters"):
+    with pytest.raises(ContextLengthError, match=r"prompt: .* characters"):
         await encoder.prompts(CompletionRequest(model=MODEL, prompt=["x", long]), "a", CONTEXT)
-    with pytest.raises(ContextLengthError, match="messages: .* characters"):
+    with pytest.raises(ContextLengthError, match=r"messages: .* characters"):
         await encoder.chat(ChatRequest(model=MODEL, messages=[{"role": "user", "content": long}]), "a", CONTEXT)
     counted = "x" * (MAX_COUNTED_CHARS + 1)
-    with pytest.raises(ContextLengthError, match=f"prompt: .* {MAX_COUNTED_CHARS} "):
+    with pytest.raises(ContextLengthError, match=rf"prompt: .* {MAX_COUNTED_CHARS} "):
         await encoder.tokenize(TokenizeRequest(prompt=counted), "a")
-    with pytest.raises(ContextLengthError, match=f"messages: .* {MAX_COUNTED_CHARS} "):
+    with pytest.raises(ContextLengthError, match=rf"messages: .* {MAX_COUNTED_CHARS} "):
         await encoder.tokenize(TokenizeRequest(messages=[{"role": "user", "content": counted}]), "a")
 
 
