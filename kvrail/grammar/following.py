@@ -4,8 +4,10 @@ A message on its standard input or output is a length of four bytes, and that ma
 the tokenizer; each one after it is a text, and is answered by what is wrong with it, if anything.
 """
 
+import contextlib
 import json
 import random
+import resource
 import signal
 import sys
 import threading
@@ -21,8 +23,9 @@ CHECK_S = 0.5
 """CPU time in which a text must be compiled and the tokens of a probe be found. Objects of 400 optional properties take
 0.02 s, 6,000 required ones 0.26 s."""
 PROBED_TOKENS = 32
-STACK_BYTES = 4 << 20
-"""Half of a worker's: what is compiled here is compiled there."""
+STACK_BYTES = 1 << 20
+"""Half of the smallest that a worker's threads have, so that what is compiled here is compiled there. A chain of 90
+references fits."""
 
 
 def write_message(out: IO[bytes], text: str) -> None:
@@ -59,15 +62,15 @@ def follow(tokenizer: LLTokenizer, ends: Sequence[int], text: str) -> None:
 
 
 def serve(source: IO[bytes], out: IO[bytes]) -> None:
-    """Answer texts until no more come. SIGPROF, which nothing handles, ends the process where one takes too long."""
+    """Answer texts until the router has gone: EOFError or BrokenPipeError.
+
+    SIGPROF, which nothing handles, ends the process where a text takes too long.
+    """
     settings = json.loads(read_message(source))
     ends = settings["eos_token"]
     tokenizer = LLTokenizer(settings["tokenizer"], n_vocab=settings["n_vocab"], eos_token=ends)
     while True:
-        try:
-            text = read_message(source)
-        except EOFError:
-            return
+        text = read_message(source)
         verdict = ""
         signal.setitimer(signal.ITIMER_PROF, CHECK_S)
         try:
@@ -82,7 +85,13 @@ def main() -> None:
     """What the process does."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the router, whose end closes the standard input
         signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a client could fill the disk with core files
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=serve, args=(sys.stdin.buffer, sys.stdout.buffer))
+    thread = threading.Thread(target=_serve_to_the_end)
     thread.start()
     thread.join()
+
+
+def _serve_to_the_end() -> None:
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -129,13 +129,8 @@ async def test_what_costs_too_much_is_refused():
 
 def test_objects_of_many_optional_properties_are_refused_before_they_are_compiled():
     wide = {f"p{i}": {"type": "string"} for i in range(MAX_OPTIONAL + 1)}
-    for schema in (
-        {"properties": wide},
-        {"items": {"anyOf": [{"properties": wide, "required": ["x", "p1", "p1"]}] * 2}},
-    ):
-        inner = schema if "properties" in schema else schema["items"]["anyOf"][0]
-        if "required" in inner:
-            inner["properties"] = {**wide, "more": {}}
+    required = {"properties": {**wide, "more": {}}, "required": ["p1", "unknown", "p1"]}
+    for schema in ({"properties": wide}, {"items": {"anyOf": [{"type": "null"}, required]}}):
         with pytest.raises(InvalidRequestError, match=f"{MAX_OPTIONAL + 1} optional properties"):
             texts.from_schema(schema, lenient=True)
     texts.from_schema({"properties": wide, "required": list(wide)}, lenient=True)
@@ -145,6 +140,12 @@ ENDLESS = texts.whole(texts.from_lark("start: T\nT: " + " & ".join(f"/.*a{i}.*/"
 DEEP = texts.whole(
     texts.from_lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(8000)) + '\nr8000: "a"')
 )
+
+
+async def test_references_may_be_as_deep_as_real_schemas_have_them(checker):
+    chain = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(60)}
+    schema = {"$ref": "#/$defs/a0", "$defs": chain | {"a60": {"type": "string"}}}
+    await checker.check(texts.whole(texts.from_schema(schema, lenient=False)), "a")
 
 
 async def test_what_would_hold_up_or_end_the_process_is_refused(checker):
