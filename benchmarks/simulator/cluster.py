@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from benchmarks.simulator.trace import Request
 from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimWorker, Speed
 from kvrail.config import RouterSettings
+from kvrail.queueing import FairQueue, Ticket
 from kvrail.services.router.policy import POLICIES, Ask, choose
-from kvrail.services.router.queueing import FairQueue, Ticket
 
 REPORT_S: float = RouterSettings.model_fields["status_interval_s"].default
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default

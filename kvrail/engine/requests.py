@@ -22,13 +22,13 @@ class Resumed:
 class EngineRequest:
     """One prompt to continue.
 
-    request_id: of this call alone. caller_id: by which its caller and other workers know it. remote: another worker
-    computes the prompt's KV, unless no more than local_tokens of it are missing. prefill_only: draw the first tokens,
-    compute nothing further. resumed: of each of the n sequences, what another engine generated before; it is continued,
-    and the prompt computed here. provisional: report drafts as they are made, before they are verified. cache_space:
-    pages are shared with requests of the same space only; those of a codec that loses bits are kept apart by its name.
-    grammar: params.grammar, compiled. scored: see Sequence; more than 0 where another engine has told so many log
-    probabilities.
+    request_id: of this call alone. caller_id: by which its caller and other workers know it. client: who asks, as the
+    router names it. remote: another worker computes the prompt's KV, unless no more than local_tokens of it are
+    missing. prefill_only: draw the first tokens, compute nothing further. resumed: of each of the n sequences, what
+    another engine generated before; it is continued, and the prompt computed here. provisional: report drafts as they
+    are made, before they are verified. cache_space: pages are shared with requests of the same space only; those of a
+    codec that loses bits are kept apart by its name. grammar: params.grammar, compiled. scored: see Sequence; more than
+    0 where another engine has told so many log probabilities.
     """
 
     request_id: str
@@ -41,6 +41,7 @@ class EngineRequest:
     provisional: bool = False
     cache_space: str = ""
     caller_id: str = ""
+    client: str = ""
     grammar: Grammar | None = None
     scored: int = 0
 

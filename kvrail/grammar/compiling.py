@@ -1,9 +1,6 @@
-"""Compiling grammars, off the loop that serves everybody, within limits, and once for all who send the same."""
+"""Compiling grammars within limits, in turns of clients, and once for all who send the same."""
 
-import asyncio
 import hashlib
-import random
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -14,13 +11,12 @@ from kvrail.errors import InvalidRequestError
 from kvrail.grammar.matching import Matcher
 from kvrail.sampling import MAX_GRAMMAR_BYTES
 from kvrail.text import Tokenizer
+from kvrail.turns import Turns
 
 T = TypeVar("T")
 
 MAX_CACHED = 32
 """Compiled grammars that a process keeps; one takes some 100 kB, the worst that passes the limits tens of megabytes."""
-MAX_CHECKED = 1024
-"""Digests of grammars that were found good."""
 LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -32,9 +28,6 @@ LIMITS = LLParserLimits(
 )
 """llguidance's bounds: tighter than its defaults where these let a step take seconds (an ambiguous grammar) or hundreds
 of megabytes (a lexer's states). Objects of 400 optional properties and enums of 3,000 values are well within."""
-PROBED_TOKENS = 32
-PROBE_S = 0.25
-"""CPU time in which the tokens of a probe must be found."""
 
 
 class Grammar:
@@ -48,8 +41,26 @@ class Grammar:
         return Matcher(self._start.deep_copy())
 
 
+def ends_of(tokenizer: Tokenizer, eos_token_ids: Collection[int] = ()) -> list[int]:
+    """Tokens that end an output: `eos_token_ids`, or those that the tokenizer's files name."""
+    ends = sorted(eos_token_ids or tokenizer.eos_token_ids)
+    if not ends:
+        raise InvalidRequestError("this model has no end-of-sequence token, which ends what matches a grammar")
+    return ends
+
+
+def compile_text(tokenizer: LLTokenizer, text: str) -> Grammar:
+    """The grammar that `text` describes; InvalidRequestError says why there is none. Other threads run meanwhile."""
+    start = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    if not start.is_error():
+        start.compute_bitmask()  # what has no first token is found out here
+    if start.is_error():
+        raise InvalidRequestError(reason_of(start))
+    return Grammar(start)
+
+
 class Grammars:
-    """The grammars of one process, over one tokenizer.
+    """The grammars of a worker, over one tokenizer. The router has checked each (kvrail.grammar.checking).
 
     load: gives the tokenizer, when the first grammar comes. eos_token_ids: tokens that end an output; by default those
     that the tokenizer's files name.
@@ -57,77 +68,35 @@ class Grammars:
 
     def __init__(self, load: Callable[[], Tokenizer], eos_token_ids: Collection[int] = ()) -> None:
         self._load = load
-        self._ends = sorted(eos_token_ids)
+        self._ends = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._cached: OrderedDict[bytes, Grammar] = OrderedDict()
-        self._checked: OrderedDict[bytes, bool] = OrderedDict()
-        self._turn = asyncio.Semaphore(1)
+        self._turns = Turns()
 
-    async def check(self, text: str) -> None:
-        """Raise InvalidRequestError where `text` cannot be compiled, or followed at a bearable cost.
-
-        Nothing is kept of it but its digest.
-        """
-        key = _digest(text)
-        if key not in self._checked:
-            async with self._turn:
-                await asyncio.to_thread(self._follow, text)
-            _keep(self._checked, key, True, MAX_CHECKED)
-
-    async def get(self, text: str) -> Grammar | None:
+    async def get(self, text: str, client: str) -> Grammar | None:
         """The grammar that `text` describes, None where it is empty; InvalidRequestError where it cannot be compiled.
 
-        Compiled in a thread, one after the other: however many come, one core is busy with them, and without the
-        interpreter's lock.
+        client: who asks, for turns. One grammar is compiled at a time: one core is busy with them, however many come.
         """
         if not text:
             return None
-        key = _digest(text)
-        if key not in self._cached:
-            async with self._turn:
-                found = self._cached.get(key)
-                if found is None:
-                    found = await asyncio.to_thread(self._compile, text)
-                _keep(self._cached, key, found, MAX_CACHED)
-        self._cached.move_to_end(key)
-        return self._cached[key]
-
-    def _follow(self, text: str) -> None:
-        """Compile, and write the beginning of an output at random, until limits or the time are exceeded."""
-        state = self._compile(text).matcher().state
-        rng, begin = random.Random(0), time.thread_time()
-        for _ in range(PROBED_TOKENS):
-            mask = bytearray(state.compute_bitmask())
-            if state.is_error():
-                raise InvalidRequestError(_reason(state))
-            for end in self._ends:
-                mask[end // 8] &= ~(1 << end % 8)
-            if not any(mask):
-                return
-            if time.thread_time() - begin > PROBE_S:
-                raise InvalidRequestError(
-                    f"takes more than {PROBE_S:g} s to follow for some tokens; send a simpler one"
-                )
-            place = rng.randrange(len(mask))
-            place = next(i for i in (*range(place, len(mask)), *range(place)) if mask[i])
-            state.consume_token(8 * place + rng.choice([bit for bit in range(8) if mask[place] >> bit & 1]))
+        key = digest(text)
+        found = self._cached.get(key)
+        if found is None:
+            found = await self._turns.run(client, lambda: self._cached.get(key) or self._compile(text))
+        keep(self._cached, key, found, MAX_CACHED)
+        return found
 
     def _compile(self, text: str) -> Grammar:
         if self._tokenizer is None:
             tokenizer = self._load()
-            self._ends = sorted(self._ends or tokenizer.eos_token_ids)
-            if not self._ends:
-                raise InvalidRequestError("this model has no end-of-sequence token, which ends what matches a grammar")
-            self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=self._ends)
-        start = LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
-        if not start.is_error():
-            start.compute_bitmask()  # what has no first token is found out here
-        if start.is_error():
-            raise InvalidRequestError(_reason(start))
-        return Grammar(start)
+            ends = ends_of(tokenizer, self._ends)
+            self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=ends)
+        return compile_text(self._tokenizer, text)
 
 
-def _digest(text: str) -> bytes:
+def digest(text: str) -> bytes:
+    """A key for `text`; InvalidRequestError where it is too long or not Unicode."""
     try:
         data = text.encode()
     except UnicodeEncodeError:
@@ -139,15 +108,17 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _keep(found: "OrderedDict[bytes, T]", key: bytes, value: T, most: int) -> None:
+def keep(found: "OrderedDict[bytes, T]", key: bytes, value: T, most: int) -> None:
+    """Keep `value` as the newest of at most `most`."""
     found[key] = value
+    found.move_to_end(key)
     if len(found) > most:
         found.popitem(last=False)
 
 
-def _reason(start: LLMatcher) -> str:
-    """Why a grammar does not compile, in one line."""
-    reason = start.get_error().strip().splitlines()[0][:300]
+def reason_of(state: LLMatcher) -> str:
+    """Why a grammar cannot be followed, in one line."""
+    reason = state.get_error().strip().splitlines()[0][:300]
     if reason.startswith("NoExtension"):
         reason = "no text matches it"
     return reason

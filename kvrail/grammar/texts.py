@@ -18,6 +18,9 @@ MAX_DEPTH = 50
 WHITESPACE = r"( |\n[ \t]{0,20})"
 """Between JSON's tokens, or nothing: a space, or a line's end and an indent, as llama.cpp has it. Without a bound a
 weak model writes spaces until it is cut off."""
+MAX_OPTIONAL = 512
+"""Optional properties of one object. llguidance takes time by their square, 1.6 s for 6,000, and cannot follow more
+than some 500 of them."""
 OPTIONS = "x-guidance"
 """The key under which a schema carries llguidance's options."""
 
@@ -29,7 +32,8 @@ Part = dict[str, Any]
 def schema_of(schema: object, *, lenient: bool) -> Json:
     """A schema as llguidance is given it; lenient: keywords that it does not know are passed over.
 
-    Its objects are closed (kvrail.grammar.closing). Raises InvalidRequestError where it is no schema or too deep.
+    Its objects are closed (kvrail.grammar.closing). Raises InvalidRequestError where it is no schema, too deep or has
+    too many optional properties.
     """
     if schema is True:
         schema = {}
@@ -37,6 +41,11 @@ def schema_of(schema: object, *, lenient: bool) -> Json:
         raise InvalidRequestError("is no JSON schema under which anything is valid; send an object")
     if _depth(schema) > MAX_DEPTH:
         raise InvalidRequestError(f"is nested deeper than {MAX_DEPTH} levels; send a flatter schema, with $defs")
+    if (optional := _most_optional(schema)) > MAX_OPTIONAL:
+        raise InvalidRequestError(
+            f"has an object of {optional} optional properties, more than {MAX_OPTIONAL}; "
+            "require some of them, or put some into objects within"
+        )
     return {**closed(schema), OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
 
 
@@ -92,3 +101,19 @@ def _depth(value: object) -> int:
                 inner += each
         level, depth = inner, depth + 1
     return depth
+
+
+def _most_optional(value: object) -> int:
+    """Optional properties of the object that has the most."""
+    most, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, dict):
+            named, required = each.get("properties"), each.get("required")
+            if isinstance(named, dict):
+                names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+                most = max(most, len(named.keys() - set(names)))
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+    return most

@@ -57,32 +57,34 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the text has half a surrogate pair at character {error.start}; send valid Unicode"
             ) from error
-        if most is not None and self.longest_text and len(text) > most * self.longest_text:
-            raise ContextLengthError(
-                f"{most} tokens are the most, and no text of {len(text)} characters has so few; shorten it"
-            )
+        if most is not None:
+            self.refuse_longer(text, most)
         # `encode` would hold the interpreter's lock; and offsets, which only the other of the two has, are not needed.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if most is not None and len(encoding) > most:
             raise ContextLengthError(f"{most} tokens are the most, and the text has {len(encoding)}; shorten it")
         return list(encoding.ids)
 
-    def apply_chat_template(
+    def refuse_longer(self, text: str, most: int) -> None:
+        """Raise ContextLengthError where the length of `text` alone says that it has more than `most` ids."""
+        if self.longest_text and len(text) > most * self.longest_text:
+            raise ContextLengthError(
+                f"{most} tokens are the most, and no text of {len(text)} characters has so few; shorten it"
+            )
+
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        most: int | None = None,
         **kwargs: Any,
-    ) -> list[int]:
-        """Token ids of a chat. The template writes bos itself where the model wants it; none is added.
+    ) -> str:
+        """The text of a chat, to be encoded without special tokens: the template writes bos itself where it is wanted.
 
-        most: as for `encode`. kwargs are further variables of the template. InvalidRequestError where messages and
-        template do not fit.
+        kwargs are further variables of the template. InvalidRequestError where messages and template do not fit.
         """
-        text = self._chat.render(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
-        return self.encode(text, add_special_tokens=False, most=most)
+        return self._chat.render(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
 
     @property
     def chat_template(self) -> str:

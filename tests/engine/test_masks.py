@@ -63,7 +63,7 @@ def test_log_probabilities_are_those_of_all_tokens():
 
 def compiled(text):
     model, tokenizer = loaded("llama")
-    return asyncio.run(Grammars(lambda: tokenizer, model.eos_token_ids).get(text))
+    return asyncio.run(Grammars(lambda: tokenizer, model.eos_token_ids).get(text, ""))
 
 
 def submit(site, name, seed, grammar="", **options):

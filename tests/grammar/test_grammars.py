@@ -3,14 +3,19 @@
 import asyncio
 import json
 import random
+import threading
+from contextlib import asynccontextmanager
 
 import jsonschema
 import pytest
 
 from kvrail.config import DEMO_MODEL
 from kvrail.errors import InvalidRequestError
-from kvrail.grammar import Grammars, texts
+from kvrail.grammar import Checker, Grammars, texts
+from kvrail.grammar import checking as checks
 from kvrail.grammar.closing import closed
+from kvrail.grammar.following import CHECK_S
+from kvrail.grammar.texts import MAX_OPTIONAL
 from kvrail.sampling import MAX_GRAMMAR_BYTES
 from kvrail.text import load_tokenizer
 from kvrail.wire.convert import sampling_from_proto, sampling_to_proto
@@ -28,6 +33,21 @@ def tokenizer():
 @pytest.fixture
 def grammars(tokenizer):
     return Grammars(lambda: tokenizer)
+
+
+@asynccontextmanager
+async def checking(tokenizer):
+    checker = Checker(tokenizer)
+    try:
+        yield checker
+    finally:
+        await checker.close()
+
+
+@pytest.fixture
+async def checker(tokenizer):
+    async with checking(tokenizer) as checker:
+        yield checker
 
 
 def allowed(matcher, vocab_size):
@@ -48,7 +68,7 @@ def write(matcher, tokenizer, rng, most=80):
 
 
 async def test_what_is_written_is_valid(grammars, tokenizer):
-    grammar = await grammars.get(texts.whole(texts.from_schema(SCHEMA, lenient=False)))
+    grammar = await grammars.get(texts.whole(texts.from_schema(SCHEMA, lenient=False)), "a")
     ended = 0
     for seed in range(30):
         tokens, done = write(grammar.matcher(), tokenizer, random.Random(seed))
@@ -61,7 +81,7 @@ async def test_what_is_written_is_valid(grammars, tokenizer):
 async def test_a_place_depends_on_the_tokens_before_it_alone(grammars, tokenizer):
     """Ahead, back, into wrong drafts and out of them: the mask is that of a matcher that went straight there."""
     rng = random.Random(2)
-    grammar = await grammars.get(texts.whole(texts.from_schema(SCHEMA, lenient=False)))
+    grammar = await grammars.get(texts.whole(texts.from_schema(SCHEMA, lenient=False)), "a")
     outputs = [write(grammar.matcher(), tokenizer, rng)[0] for _ in range(6)]
     moved = grammar.matcher()
     for _ in range(150):
@@ -88,28 +108,57 @@ async def test_a_place_depends_on_the_tokens_before_it_alone(grammars, tokenizer
         (texts.from_lark("start: " + "(" * 10_000 + '"a"' + ")" * 10_000), "nested"),
     ],
 )
-async def test_what_does_not_compile_is_refused(grammars, part, word):
-    for ask in (grammars.check, grammars.get):
+async def test_what_does_not_compile_is_refused(grammars, checker, part, word):
+    for ask in (checker.check, grammars.get):
         with pytest.raises(InvalidRequestError, match=word):
-            await ask(texts.whole(part))
+            await ask(texts.whole(part), "a")
 
 
 async def test_what_costs_too_much_is_refused():
     """Each compiles at once, and takes seconds a token under llguidance's own limits, or fails after some."""
-    tokenizer = load_tokenizer(DEMO_MODEL)
-    grammars = Grammars(lambda: tokenizer)
-    ambiguous = texts.from_lark("start: s\ns: s s | s s s | /[a-z ]/ |")
-    wide = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}}
-    for part in (ambiguous, texts.from_schema(wide, lenient=True)):
+    async with checking(load_tokenizer(DEMO_MODEL)) as checker:
+        ambiguous = texts.from_lark("start: s\ns: s s | s s s | /[a-z ]/ |")
         with pytest.raises(InvalidRequestError, match="items"):
-            await grammars.check(texts.whole(part))
-    for count in (400, 3000):
-        some = {**wide, "properties": {f"p{i}": {"type": "string"} for i in range(min(count, 400))}}
-        await grammars.check(texts.whole(texts.from_schema(some, lenient=True)))
-        await grammars.check(texts.whole(texts.from_schema({"enum": [f"v{i}" for i in range(count)]}, lenient=True)))
+            await checker.check(texts.whole(ambiguous), "a")
+        for schema in (
+            {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}},
+            {"enum": [f"v{i}" for i in range(3000)]},
+        ):
+            await checker.check(texts.whole(texts.from_schema(schema, lenient=True)), "a")
 
 
-async def test_bounds(grammars):
+def test_objects_of_many_optional_properties_are_refused_before_they_are_compiled():
+    wide = {f"p{i}": {"type": "string"} for i in range(MAX_OPTIONAL + 1)}
+    required = {"properties": {**wide, "more": {}}, "required": ["p1", "unknown", "p1"]}
+    for schema in ({"properties": wide}, {"items": {"anyOf": [{"type": "null"}, required]}}):
+        with pytest.raises(InvalidRequestError, match=f"{MAX_OPTIONAL + 1} optional properties"):
+            texts.from_schema(schema, lenient=True)
+    texts.from_schema({"properties": wide, "required": list(wide)}, lenient=True)
+
+
+ENDLESS = texts.whole(texts.from_lark("start: T\nT: " + " & ".join(f"/.*a{i}.*/" for i in range(200))))
+DEEP = texts.whole(
+    texts.from_lark("start: r0\n" + "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(8000)) + '\nr8000: "a"')
+)
+
+
+async def test_references_may_be_as_deep_as_real_schemas_have_them(checker):
+    chain = {f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(60)}
+    schema = {"$ref": "#/$defs/a0", "$defs": chain | {"a60": {"type": "string"}}}
+    await checker.check(texts.whole(texts.from_schema(schema, lenient=False)), "a")
+
+
+async def test_what_would_hold_up_or_end_the_process_is_refused(checker):
+    """The first one compiles for hours, the second overflows the stack: of a process that can be lost."""
+    good = texts.whole(texts.from_choice(["a"]))
+    for text, word in ((ENDLESS, f"more than {CHECK_S:g} s"), (DEEP, "nested too deeply"), (ENDLESS, "more than")):
+        with pytest.raises(InvalidRequestError, match=word):
+            await checker.check(text, "a")
+        await checker.check(good, "a")
+        good += " "
+
+
+async def test_bounds(checker):
     deep = {}
     for _ in range(60):
         deep = {"properties": {"a": deep}}
@@ -119,17 +168,17 @@ async def test_bounds(grammars):
         texts.from_schema(False, lenient=True)
     long = texts.whole(texts.from_choice(["x" * MAX_GRAMMAR_BYTES]))
     with pytest.raises(InvalidRequestError, match="bytes"):
-        await grammars.check(long)
+        await checker.check(long, "a")
     with pytest.raises(InvalidRequestError, match="bytes"):
         sampling_to_proto(row(0, grammar=long).params)
     with pytest.raises(InvalidRequestError, match="min_tokens"):
         sampling_to_proto(row(0, grammar="x", min_tokens=1).params)
     with pytest.raises(InvalidRequestError, match="surrogate"):
-        await grammars.check(texts.whole(texts.from_choice(["\ud800"])))
+        await checker.check(texts.whole(texts.from_choice(["\ud800"])), "a")
 
 
-async def test_lenient_schemas_pass_over_what_cannot_be_enforced(grammars):
-    await grammars.check(texts.whole(texts.from_schema({"type": "array", "uniqueItems": True}, lenient=True)))
+async def test_lenient_schemas_pass_over_what_cannot_be_enforced(checker):
+    await checker.check(texts.whole(texts.from_schema({"type": "array", "uniqueItems": True}, lenient=True)), "a")
 
 
 async def test_the_same_grammar_is_compiled_once(grammars, monkeypatch):
@@ -137,13 +186,55 @@ async def test_the_same_grammar_is_compiled_once(grammars, monkeypatch):
     compile_one = grammars._compile
     monkeypatch.setattr(grammars, "_compile", lambda text: compiled.append(text) or compile_one(text))
     text = texts.whole(texts.from_choice(["a", "b"]))
-    assert len({id(each) for each in await asyncio.gather(*(grammars.get(text) for _ in range(5)))}) == 1
-    await grammars.check(text)
-    await grammars.check(text)
-    assert len(compiled) == 2  # one is kept, of the other one only that it is good
+    assert len({id(each) for each in await asyncio.gather(*(grammars.get(text, str(i)) for i in range(5)))}) == 1
+    assert len(compiled) == 1
     for number in range(40):
-        await grammars.get(texts.whole(texts.from_choice([str(number)])))
+        await grammars.get(texts.whole(texts.from_choice([str(number)])), "a")
     assert len(grammars._cached) == 32
+
+
+async def test_verdicts_are_kept_bad_ones_too(checker, monkeypatch):
+    asked, ask = [], checker._ask
+    monkeypatch.setattr(checker, "_ask", lambda text: asked.append(text) or ask(text))
+    monkeypatch.setattr(checks, "MAX_CHECKED", 3)
+    good, bad = texts.whole(texts.from_choice(["a"])), texts.whole(texts.from_lark("start: missing"))
+    await asyncio.gather(*(checker.check(good, str(i)) for i in range(5)))
+    for _ in range(3):
+        await checker.check(good, "a")
+        with pytest.raises(InvalidRequestError, match="missing"):
+            await checker.check(bad, "a")
+    assert asked == [good, bad]
+    for number in range(4):
+        await checker.check(texts.whole(texts.from_choice([str(number)])), "a")
+    assert len(checker._verdicts) == 3
+
+
+@pytest.mark.parametrize("kind", ["checker", "grammars"])
+async def test_one_clients_grammars_wait_behind_its_own(kind, tokenizer, monkeypatch):
+    """Another client's one comes next; of a client that leaves nothing is compiled."""
+    found = Checker(tokenizer) if kind == "checker" else Grammars(lambda: tokenizer)
+    begun, gate, first = [], threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def work(text):
+        begun.append(text)
+        loop.call_soon_threadsafe(first.set)
+        gate.wait()
+        return ""
+
+    monkeypatch.setattr(found, "_ask" if kind == "checker" else "_compile", work)
+    ask = found.check if kind == "checker" else found.get
+    tasks = [asyncio.create_task(ask(f"greedy {i}", "greedy")) for i in range(12)]
+    await first.wait()
+    left = [asyncio.create_task(ask(f"left {i}", "left")) for i in range(3)]
+    tasks.append(asyncio.create_task(ask("small", "modest")))
+    await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert begun[:3] == ["greedy 0", "small", "greedy 1"]
+    assert not any(text.startswith("left") for text in begun)
 
 
 def test_a_grammar_travels_with_the_parameters():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from types import SimpleNamespace
 
 import httpx
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kvrail.services.router import biases, bodies
 from kvrail.services.router.bodies import MAX_NAMES, SHORT_BODY, JsonRequest, most_names
 from kvrail.services.router.schema import MAX_BIASES
+from kvrail.turns import Turns
 from tests.router.cluster import MODEL, Cluster, until
 
 TEXTS = st.text(alphabet='a"\\:[{,é', max_size=12)
@@ -48,26 +50,34 @@ async def test_what_would_take_long_to_parse_is_refused(cluster: Cluster):
         assert answer.status_code == 200, answer.text
 
 
-async def test_long_bodies_are_parsed_in_turn_and_others_come_between(monkeypatch):
-    turn, seen, parsed = 0, [], bodies._parsed
-    monkeypatch.setattr(bodies, "_parsed", lambda body: seen.append(turn) or parsed(body))
-    app = SimpleNamespace(state=SimpleNamespace(parsing=asyncio.Lock()))
-    body = json.dumps("x" * SHORT_BODY).encode()
+async def test_long_bodies_are_parsed_in_turns_of_clients(monkeypatch):
+    begun, gate, first, parsed = [], threading.Event(), asyncio.Event(), bodies._parsed
+    loop = asyncio.get_running_loop()
 
-    async def receive():
-        return {"type": "http.request", "body": body, "more_body": False}
+    def blocked(body):
+        begun.append(parsed(body)[0])
+        loop.call_soon_threadsafe(first.set)
+        gate.wait()
+        return begun[-1]
 
-    async def read():
-        value = await JsonRequest({"type": "http", "app": app, "headers": []}, receive).json()
-        seen.append(turn)  # here it is checked
-        return value
+    monkeypatch.setattr(bodies, "_parsed", blocked)
+    app = SimpleNamespace(state=SimpleNamespace(parsing=Turns()))
 
-    reading = asyncio.gather(*(read() for _ in range(4)))
-    while not reading.done():
-        turn += 1
-        await asyncio.sleep(0)
-    assert await reading == ["x" * SHORT_BODY] * 4
-    assert len(seen) == len(set(seen)) == 8
+    async def read(client, name):
+        async def receive():
+            body = json.dumps([name, "x" * SHORT_BODY]).encode()
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        scope = {"type": "http", "app": app, "headers": [], "state": {"client": client}}
+        return await JsonRequest(scope, receive).json()
+
+    tasks = [asyncio.create_task(read("greedy", f"greedy {i}")) for i in range(3)]
+    await first.wait()
+    tasks.append(asyncio.create_task(read("modest", "modest")))
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(*tasks) == ["greedy 0", "greedy 1", "greedy 2", "modest"]
+    assert begun == ["greedy 0", "modest", "greedy 1", "greedy 2"]
 
 
 async def test_a_bias_as_wide_as_a_vocabulary(cluster: Cluster):

@@ -6,6 +6,7 @@ import httpx
 import openai
 
 from kvrail.text import Tokenizer
+from tests.chats import chat_ids
 from tests.router.cluster import CONTEXT, MODEL, OUTPUT, Cluster
 
 HI = [{"role": "user", "content": "hi"}]
@@ -44,7 +45,7 @@ async def test_answer_and_what_the_worker_was_asked(client: openai.AsyncOpenAI, 
     assert answer.choices[0].finish_reason == "stop"
 
     asked = cluster.decode[0].requests[0]
-    prompt = tokenizer.apply_chat_template(HI)
+    prompt = chat_ids(tokenizer, HI)
     assert list(asked.prompt_token_ids) == prompt
     assert asked.request_id == answer.id.removeprefix("chatcmpl-")
     assert asked.model == MODEL
@@ -78,7 +79,7 @@ async def test_defaults(cluster: Cluster, tokenizer: Tokenizer):
     assert (await cluster.chat(top_k=-1, seed=-1)).status_code == 200
     await cluster.chat()
     first, second = (request.sampling for request in cluster.decode[0].requests)
-    assert first.max_tokens == CONTEXT - len(tokenizer.apply_chat_template(HI))
+    assert first.max_tokens == CONTEXT - len(chat_ids(tokenizer, HI))
     assert (first.temperature, first.top_p, first.top_k, first.repetition_penalty) == (1.0, 1.0, 0, 1.0)
     assert first.skip_special_tokens
     assert first.seed == (1 << 64) - 1
@@ -105,7 +106,7 @@ async def test_other_roles_and_efforts_are_the_templates(cluster: Cluster, token
 async def test_token_ids(cluster: Cluster, tokenizer: Tokenizer):
     generated = tokenizer.encode(OUTPUT, add_special_tokens=False)
     answer = (await cluster.chat(return_token_ids=True, logprobs=True, return_tokens_as_token_ids=True)).json()
-    assert answer["prompt_token_ids"] == tokenizer.apply_chat_template(HI)
+    assert answer["prompt_token_ids"] == chat_ids(tokenizer, HI)
     assert answer["choices"][0]["token_ids"] == generated
     assert [entry["token"] for entry in answer["choices"][0]["logprobs"]["content"]] == [
         f"token_id:{token_id}" for token_id in generated

@@ -11,6 +11,7 @@ from kvrail.services.router.logprobs import TokenTexts
 from kvrail.services.router.scored import ScoredPrompt
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
+from tests.chats import chat_ids
 from tests.router.cluster import MODEL, OUTPUT, Cluster, prompt_score, prompt_scores, run_cluster, write_output
 
 TEXT = "the quick über fox"
@@ -94,7 +95,7 @@ async def test_prompt_logprobs(cluster: Cluster, tokenizer: Tokenizer, top):
         check(choice["prompt_logprobs"], tokenizer.encode([TEXT, "x"][choice["index"] // 2], add_special_tokens=True))
         assert (choice["text"], choice["logprobs"]) == (OUTPUT, None)
     chat = (await cluster.chat(prompt_logprobs=top, n=2)).json()
-    check(chat["prompt_logprobs"], tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]))
+    check(chat["prompt_logprobs"], chat_ids(tokenizer, [{"role": "user", "content": "hi"}]))
     assert "prompt_logprobs" not in (await cluster.chat()).json()
     both = (await cluster.complete(prompt=TEXT, prompt_logprobs=top, echo=True, logprobs=1)).json()["choices"][0]
     check(both["prompt_logprobs"], tokenizer.encode(TEXT, add_special_tokens=True))

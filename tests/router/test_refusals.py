@@ -158,7 +158,6 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [1] * 4000}, "messages.0"),
     ({"messages": [{"role": "user", "content": [1] * 2000}]}, "messages.0.content"),
     ({"tools": [1] * 2000}, "tools"),
-    ({"chat_template_kwargs": {"most": 1}}, "chat_template_kwargs"),
 ]
 TOO_LONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [7] * 400_000}, "prompt"),

@@ -8,6 +8,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from kvrail.grammar import texts
+from kvrail.sampling import MAX_GRAMMAR_BYTES
 from tests.router.cluster import MODEL, Cluster, run_cluster
 from tests.router.writing import matching, saying
 
@@ -107,6 +109,23 @@ async def test_keywords_that_cannot_be_enforced_are_refused_where_strict(cluster
     answer = await cluster.chat(response_format=strict)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "response_format.json_schema.schema.uniqueItems"
+
+
+async def test_a_grammar_that_ends_its_compiler_is_a_400_and_the_router_goes_on(cluster: Cluster):
+    rules = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(8000))
+    answer = await cluster.complete(grammar=f'start: r0\n{rules}\nr8000: "a"')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "grammar" and "nested too deeply" in answer.json()["error"]["message"]
+    assert (await cluster.complete(grammar='start: "a"')).status_code == 200
+
+
+async def test_long_grammars_are_refused_before_they_are_read(cluster: Cluster, monkeypatch):
+    monkeypatch.setattr(texts, "from_lark_or_gbnf", None)
+    monkeypatch.setattr(texts, "from_regex", None)
+    long = "a" * (MAX_GRAMMAR_BYTES + 1)
+    for fields in ({"grammar": long}, {"structured_outputs": {"regex": long}}, {"json_schema": "{}" + " " * 2**20}):
+        answer = await cluster.complete(**fields)
+        assert answer.status_code == 400 and "characters, more than" in answer.json()["error"]["message"]
 
 
 THINKING = "<think>\nIs it <b>?</b> Yes.\n</think>\n\nForty-two."

@@ -145,7 +145,7 @@ async def test_strict_functions_are_constrained_once_their_call_begins(cluster: 
     assert cluster.decode[0].requests[-1].sampling.grammar == ""
     await ask(cluster, stream=False, tools=strict)
     text = cluster.decode[0].requests[-1].sampling.grammar
-    grammar = await Grammars(lambda: cluster.decode[0].tokenizer).get(text)
+    grammar = await Grammars(lambda: cluster.decode[0].tokenizer).get(text, "")
 
     def follows(said: str) -> bool:
         tokens = cluster.decode[0].tokenizer.encode(said, add_special_tokens=False)

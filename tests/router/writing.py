@@ -26,7 +26,7 @@ def saying(text: str, piece: int = 3, finish: int = STOP) -> Script:
 async def matching(worker, request) -> AsyncIterator[decode_pb2.GenerateReply]:
     """A worker that draws from what the grammar allows, preferring to end: nonsense that matches."""
     tokenizer, sampling = worker.tokenizer, request.sampling
-    grammar = await Grammars(lambda: tokenizer).get(sampling.grammar)
+    grammar = await Grammars(lambda: tokenizer).get(sampling.grammar, "")
     assert grammar is not None, "the request has no grammar"
     for index in range(sampling.n):
         rng = random.Random(sampling.seed + index)

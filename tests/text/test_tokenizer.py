@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from kvrail.errors import ConfigError, InvalidRequestError
 from kvrail.text import load_tokenizer
+from tests.chats import chat_ids
 
 TEXTS = [
     "",
@@ -87,7 +88,7 @@ def test_chat_equals_transformers(folder: Path, oracle, chat: list, add_generati
     if oracle.chat_template is None:
         pytest.skip("this tokenizer has no template")
     expected = oracle.apply_chat_template(chat, add_generation_prompt=add_generation_prompt, return_dict=False)
-    ids = load_tokenizer(str(folder)).apply_chat_template(chat, add_generation_prompt=add_generation_prompt)
+    ids = chat_ids(load_tokenizer(str(folder)), chat, add_generation_prompt=add_generation_prompt)
     assert ids == expected
 
 
@@ -100,7 +101,7 @@ def test_chat_with_tools_equals_transformers(folders: dict[str, Path], name: str
         expected = oracle.apply_chat_template(
             CHAT_WITH_TOOLS, tools=tools, add_generation_prompt=True, return_dict=False, **kwargs
         )
-        assert tokenizer.apply_chat_template(CHAT_WITH_TOOLS, tools=tools, **kwargs) == expected
+        assert chat_ids(tokenizer, CHAT_WITH_TOOLS, tools=tools, **kwargs) == expected
 
 
 @pytest.mark.parametrize("final", ["The answer", "spaces behind  ", [{"type": "text", "text": "in a part "}]])
@@ -114,9 +115,9 @@ def test_continued_message_equals_transformers(folders: dict[str, Path], name: s
         expected = oracle.apply_chat_template(chat, return_dict=False, **options)
     except Exception:  # noqa: BLE001 (whatever transformers raises, ours must refuse too)
         with pytest.raises(InvalidRequestError):
-            tokenizer.apply_chat_template(chat, **options)
+            chat_ids(tokenizer, chat, **options)
         return
-    assert tokenizer.apply_chat_template(chat, **options) == expected
+    assert chat_ids(tokenizer, chat, **options) == expected
 
 
 def test_no_double_bos(folders: dict[str, Path]) -> None:
@@ -124,7 +125,7 @@ def test_no_double_bos(folders: dict[str, Path]) -> None:
         tokenizer = load_tokenizer(str(folders[name]))
         bos = tokenizer.encode("", True)
         assert len(bos) == 1
-        assert tokenizer.apply_chat_template(CHATS[0]).count(bos[0]) == 1
+        assert chat_ids(tokenizer, CHATS[0]).count(bos[0]) == 1
 
 
 def test_template_refusals_name_the_parameter(folders: dict[str, Path]) -> None:
@@ -138,10 +139,10 @@ def test_template_refusals_name_the_parameter(folders: dict[str, Path]) -> None:
     ]
     for chat, kwargs, words, param in cases:
         with pytest.raises(InvalidRequestError, match=words) as caught:
-            tokenizer.apply_chat_template(chat, **kwargs)
+            chat_ids(tokenizer, chat, **kwargs)
         assert caught.value.param == param
     with pytest.raises(InvalidRequestError, match="/v1/completions"):
-        load_tokenizer(str(folders["gemma"])).apply_chat_template(CHATS[0])
+        chat_ids(load_tokenizer(str(folders["gemma"])), CHATS[0])
 
 
 def test_template_runs_in_a_sandbox(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_template_runs_in_a_sandbox(folders: dict[str, Path], tmp_path: Path) ->
     for source in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"):
         (tmp_path / "chat_template.jinja").write_text(source)
         with pytest.raises(InvalidRequestError, match="refuses"):
-            load_tokenizer(str(tmp_path)).apply_chat_template(CHATS[0])
+            chat_ids(load_tokenizer(str(tmp_path)), CHATS[0])
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja"):
         load_tokenizer(str(tmp_path))

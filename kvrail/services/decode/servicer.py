@@ -69,7 +69,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 provisional=True,  # whoever asks: when drafts are made is measured
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
-                grammar=await self._worker.grammars.get(params.grammar),
+                client=request.client,
+                grammar=await self._worker.grammars.get(params.grammar, request.client),
                 scored=request.scored_tokens,
             )
             timeline = Timeline()

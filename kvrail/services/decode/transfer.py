@@ -141,6 +141,7 @@ class Fetch:
             prompt_token_ids=self._request.prompt_ids,
             trace=self._spans is not None and self._spans.told,
             trace_context=self._trace_context,
+            client=self._request.client,
             sampling=sampling_to_proto(self._request.params),
             handshake=prefill_pb2.Handshake(
                 protocol_version=PROTOCOL_VERSION,

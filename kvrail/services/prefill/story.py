@@ -56,7 +56,7 @@ class PrefillStory:
     async def tell(self, accepted: prefill_pb2.Accepted) -> None:
         """Compute and send side by side; commit when all has left. However it ends, no page is read any more."""
         params = sampling_from_proto(self._request.sampling)
-        events = self._open(params, await self._worker.grammars.get(params.grammar))
+        events = self._open(params, await self._worker.grammars.get(params.grammar, self._request.client))
         self._replies.accept(accepted)
         sending = asyncio.create_task(self._sender.run())
         beating = asyncio.create_task(self._beat())

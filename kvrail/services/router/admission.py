@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvrail.errors import OverloadedError, WorkerUnavailableError
-from kvrail.services.router.queueing import fair
+from kvrail.queueing import fair
 from kvrail.services.router.rates import Pace
 
 

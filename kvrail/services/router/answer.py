@@ -18,12 +18,14 @@ from kvrail.services.router.errors import error_response, outcome_of
 from kvrail.services.router.events import encode_json, encode_long
 from kvrail.services.router.eventstream import EventStream
 from kvrail.services.router.generation import Generation
+from kvrail.services.router.leaving import disconnected, ended_first
 from kvrail.services.router.observe import RequestRecord
 from kvrail.services.router.quotas import SPENT
 from kvrail.services.router.trace import RequestTrace
 from kvrail.services.router.usage import final_usage
 from kvrail.services.router.values import Delta, Json, Scored
 from kvrail.services.router.writers import Writer
+from kvrail.turns import Turns
 
 log = logging.getLogger("kvrail.router.answer")
 
@@ -72,10 +74,8 @@ class Speech:
 class Answer(Response):
     """Runs a job while it is sent. Errors before the headers left get a proper status, later ones an event."""
 
-    def __init__(
-        self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech, writing: asyncio.Semaphore
-    ) -> None:
-        """writing: whose long answer is written."""
+    def __init__(self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech, writing: Turns) -> None:
+        """writing: turns at writing long answers."""
         super().__init__()
         self._writing = writing
         self._job = job
@@ -91,15 +91,8 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer; the work is cancelled where the client disconnects first, or falls too far behind."""
         work = asyncio.create_task(self._work(scope, receive, send))
-        watch = self._watch = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watch.cancel()
-            gone = not work.done()
-            work.cancel()
-            await asyncio.gather(work, watch, return_exceptions=True)
-        if not gone:
+        watch = self._watch = asyncio.create_task(disconnected(receive))
+        if await ended_first(work, watch):
             work.result()
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,8 +194,9 @@ class Answer(Response):
         writer = prepared.writer
         if prepared.generation.plan.scores <= MANY_SCORES:
             return encode_json(writer.whole(usage))
-        async with self._writing:
-            return await asyncio.to_thread(lambda: encode_long(writer.whole(usage)))
+        return await self._writing.run(
+            self._job.client, lambda: encode_long(writer.whole(usage)), cost=prepared.generation.plan.scores
+        )
 
     async def _stream(self, prepared: Prepared, record: RequestRecord, out: EventStream) -> str:
         """Send what came at one moment in one write."""
@@ -232,9 +226,3 @@ class Answer(Response):
 def _outcome(before: str, delta: Delta) -> str:
     """A request counts as cut off where any of its choices is."""
     return "length" if delta.finish_reason is FinishReason.LENGTH else before
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -32,6 +32,7 @@ from kvrail.services.router.routes import (
 from kvrail.services.router.service import RouterService
 from kvrail.text import Tokenizer
 from kvrail.tls import DoorCertificate, Tls
+from kvrail.turns import Turns
 
 OPEN_TO_ALL = frozenset({"/live", "/ready"})
 """Paths of the admin port for who has no certificate: probes, which learn one word."""
@@ -52,8 +53,8 @@ def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *
 def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults) -> FastAPI:
     """The application; `app.state.service` is set while it runs.
 
-    Of its state, `parsing` says whose body is parsed; `tls` and `door` are certificates, where there are any. Raises
-    ConfigError where one is no good.
+    Of its state, `parsing` has turns at parsing long bodies; `tls` and `door` are certificates, where there are any.
+    Raises ConfigError where one is no good.
     """
     tls, door = Tls.of(settings, "router"), DoorCertificate.of(settings.ssl_cert, settings.ssl_key)
     ends = {use: each.end for use, each in (("services", tls), ("door", door)) if each is not None}
@@ -78,11 +79,12 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults
         finally:
             await app.state.status_page.close()
             await service.pool.close()
+            await service.checker.close()
             if service.tracing is not None:
                 await asyncio.to_thread(service.tracing.close)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.parsing = asyncio.Lock()
+    app.state.parsing = Turns()
     app.state.tls, app.state.door = tls, door
     openapi.describe(app, settings.model_names)
     whole = settings.admin_port < 0

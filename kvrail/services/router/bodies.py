@@ -1,6 +1,5 @@
 """Bodies of requests: how long they may be, how much of them is in memory at once, and their JSON."""
 
-import asyncio
 import codecs
 import json
 from collections.abc import Callable, Coroutine
@@ -42,21 +41,18 @@ class JsonRequest(Request):
         body = (await self.body()).removeprefix(codecs.BOM_UTF8)
         if len(body) <= SHORT_BODY:
             return _parsed(body)
-        async with self.app.state.parsing:
-            value = await _parsed_apart(body)
-            await asyncio.sleep(0)  # what others wait for comes between this and the check of what was parsed
-            return value
+        return await self.app.state.parsing.run(self.state.client, lambda: _parsed_apart(body), cost=len(body))
 
 
-async def _parsed_apart(body: bytes) -> Any:
-    """The body's value; a wide bias in it is parsed beside the event loop."""
+def _parsed_apart(body: bytes) -> Any:
+    """The body's value; other threads run while a wide bias in it is parsed."""
     place = biases.span(body)
     if place is None:
         return _parsed(body)
     value = _parsed(biases.without(body, *place))
     if biases.is_marked(value):
         try:
-            value[biases.FIELD] = await asyncio.to_thread(biases.parsed, body[slice(*place)])
+            value[biases.FIELD] = biases.parsed(body[slice(*place)])
         except ValueError as error:
             raise json.JSONDecodeError(f"{biases.FIELD}: {error}", "", 0) from None
         return value

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from kvrail.errors import DeadlineError, KvrailError, RequestCancelledError
 from kvrail.metrics import RouterMetrics
 from kvrail.pagehash import page_digest, page_hashes
+from kvrail.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
 from kvrail.sampling import SamplingParams
 from kvrail.services.router.policy import Ask, Choice, able, choose
-from kvrail.services.router.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
 from kvrail.services.router.rates import Pace
 from kvrail.services.router.worker import DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.workers import WorkerPool

@@ -301,6 +301,7 @@ class Generation:
                 codec=plan.codec,
                 provisional=plan.provisional,
                 trace=plan.traced,
+                client=client,
                 trace_context=trace_context,
             )
             turn = dispatcher.turn(client, prompt, sampling, plan.priority)

@@ -15,6 +15,7 @@ from kvrail.services.router import errors
 from kvrail.services.router.bodies import JsonRoute
 from kvrail.services.router.errors import UNAVAILABLE_RETRY_S
 from kvrail.services.router.fleet import scrape_targets
+from kvrail.services.router.leaving import while_here
 from kvrail.services.router.messages import writer as messages
 from kvrail.services.router.messages.schema import MessagesRequest, Prompted
 from kvrail.services.router.messages.service import Messages
@@ -106,12 +107,13 @@ def api_routes() -> APIRouter:
     @router.post("/tokenize", responses=TEXTS | {200: {"model": Tokenized}})
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Count and list the tokens of a prompt or a chat."""
-        return Response(await _service(request).tokenize(body, request.state.client), media_type="application/json")
+        work = _service(request).tokenize(body, request.state.client)
+        return Response(await while_here(request.receive, work), media_type="application/json")
 
     @router.post("/detokenize", responses=TEXTS, response_model=Detokenized)
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """Write tokens as text."""
-        return await _service(request).detokenize(body, request.state.client)
+        return await while_here(request.receive, _service(request).detokenize(body, request.state.client))
 
     return router
 
@@ -173,7 +175,7 @@ def messages_routes() -> APIRouter:
     @router.post("/v1/messages/count_tokens", responses=MESSAGES, response_model=Counted)
     async def count_tokens(body: Prompted, request: Request) -> dict[str, Any]:
         """Count the tokens of a chat."""
-        return await _messages(request).count(body, request.state.client)
+        return await while_here(request.receive, _messages(request).count(body, request.state.client))
 
     return router
 

@@ -1,6 +1,5 @@
 """The router's parts put together, and the story of one request told with them."""
 
-import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +15,7 @@ from kvrail import __version__
 from kvrail.config import RouterSettings
 from kvrail.errors import KvrailError, ModelNotFoundError
 from kvrail.exposition import Exposition
-from kvrail.grammar import Grammars
+from kvrail.grammar import Checker
 from kvrail.metrics import RouterMetrics, show_certificates, show_process
 from kvrail.services.router.admission import Admission
 from kvrail.services.router.answer import Answer, Job, Prepared, Speech
@@ -38,6 +37,7 @@ from kvrail.tally import Registry
 from kvrail.text import Tokenizer
 from kvrail.tls import Tls
 from kvrail.tracing import Tracing
+from kvrail.turns import Turns
 from kvrail.wire import PROTOCOL_VERSION
 
 MAX_NAME_CHARS = 200
@@ -68,11 +68,12 @@ class RouterService:
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
-        shaper = Shaper(tokenizer, Grammars(lambda: tokenizer), settings.tool_parser, settings.reasoning_parser)
+        self.checker = Checker(tokenizer)
+        shaper = Shaper(tokenizer, self.checker, settings.tool_parser, settings.reasoning_parser)
         self.planner = Planner(self._encoder, shaper, self.pool.limits, defaults, priorities=settings.priorities)
         self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
         self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
-        self._writing = asyncio.Semaphore(1)
+        self._writing = Turns()
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> str:
@@ -101,7 +102,7 @@ class RouterService:
             )
             return chunk_writer(form, request, plan)
 
-        return self.answer(request, 1, state, lambda: self.planner.chat(request), write)
+        return self.answer(request, 1, state, lambda: self.planner.chat(request, state.client), write)
 
     def complete(self, request: CompletionRequest, state: State) -> Answer:
         """Answer /v1/completions."""
@@ -122,7 +123,7 @@ class RouterService:
             )
             return chunk_writer(form, request, plan)
 
-        plan = partial(self.planner.completion, request)
+        plan = partial(self.planner.completion, request, state.client)
         return self.answer(request, len(request.prompt), state, plan, write, operation="text_completion")
 
     def _head(self, prefix: str, request_id: str, name: str) -> Head:
@@ -204,10 +205,10 @@ class RouterService:
         """The JSON that answers /tokenize."""
         self.check_model(request.model)
         with self.admission.admitted(1, client):
-            tokens = await self._encoder.tokenize(request)
+            tokens = await self._encoder.tokenize(request, client)
             answer = {"count": len(tokens), "max_model_len": self.max_model_len()}
             members = [json.dumps(answer)[1:-1].encode()]
-            lists = await self._encoder.listed(tokens, texts=bool(request.return_token_strs))
+            lists = await self._encoder.listed(tokens, client, texts=bool(request.return_token_strs))
             members += [b'"%b": %b' % (name.encode(), text) for name, text in lists.items()]
         return b"{" + b", ".join(members) + b"}"
 
@@ -215,7 +216,7 @@ class RouterService:
         """Answer /detokenize."""
         self.check_model(request.model)
         with self.admission.admitted(1, client):
-            return {"prompt": await self._encoder.detokenize(request.tokens)}
+            return {"prompt": await self._encoder.detokenize(request.tokens, client)}
 
     def max_model_len(self) -> int | None:
         """Context length in tokens; None while no decode worker takes requests."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from kvrail.grammar import Grammars, texts
+from kvrail.grammar import Checker, texts
 from kvrail.grammar.texts import Part
 from kvrail.services.router.encoding import refuse
 from kvrail.services.router.reading import THINK, THOUGHT, OutputReader, ThoughtReader
@@ -12,6 +13,7 @@ from kvrail.services.router.structured import Asked, check, form_of
 from kvrail.services.router.tools.forms import CallForm, form_for
 from kvrail.services.router.tools.offered import Offer, call_rules
 from kvrail.text import Tokenizer
+from kvrail.turns import Turns
 
 _TAIL = 8
 """Tokens at a prompt's end among which reasoning may be opened."""
@@ -34,26 +36,27 @@ class Shape:
 class Shaper:
     """Shapes of the outputs of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, grammars: Grammars, tool_parser: str, reasoning_parser: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, checker: Checker, tool_parser: str, reasoning_parser: str) -> None:
         """tool_parser, reasoning_parser: settings of the router."""
         self._tokenizer = tokenizer
-        self._grammars = grammars
+        self._checker = checker
+        self._turns = Turns()
         template = tokenizer.chat_template
         self._form = form_for(template, tool_parser)
         self._thinks = reasoning_parser != "none" if THINK in template else reasoning_parser not in ("none", "auto")
         self._opens = reasoning_parser == "deepseek_r1"
 
-    async def completion(self, request: CompletionRequest) -> Shape:
-        """Shape of a completion; InvalidRequestError names the parameter."""
+    async def completion(self, request: CompletionRequest, client: str) -> Shape:
+        """Shape of a client's completion; InvalidRequestError names the parameter."""
         asked = form_of(request)
         if asked is None:
             return Shape()
-        grammar = texts.whole(asked.part())
-        await self._check(request.min_tokens, grammar, asked)
+        grammar = await self._turns.run(client, lambda: texts.whole(asked.part()))
+        await self._check(request.min_tokens, grammar, client, asked)
         return Shape(grammar)
 
-    async def chat(self, request: ChatRequest, offer: Offer | None, prompt: Sequence[int]) -> Shape:
-        """Shape of a chat's answers; InvalidRequestError names the parameter. prompt: token ids."""
+    async def chat(self, request: ChatRequest, client: str, offer: Offer | None, prompt: Sequence[int]) -> Shape:
+        """Shape of the answers to a client's chat; InvalidRequestError names the parameter. prompt: token ids."""
         asked = form_of(request)
         form = self._form if offer is not None else None
         if offer is not None and form is None:
@@ -61,9 +64,11 @@ class Shaper:
                 "tools", "this model writes calls in no form that this server knows; its operator can set --tool-parser"
             )
         open_thought = self._thinks and self._is_thinking(prompt)
-        grammar, blamed = self._grammar(offer, form, asked, open_thought)
-        if grammar:
-            await self._check(request.min_tokens, grammar, blamed)
+        grammar = ""
+        if asked is not None or (offer is not None and (offer.must_call or any(f.strict for f in offer.functions))):
+            make = partial(self._grammar, offer, form, asked, open_thought)
+            grammar, blamed = await self._turns.run(client, make)
+            await self._check(request.min_tokens, grammar, client, blamed)
         if form is None and not self._thinks:
             return Shape(grammar)
         marks = [form.opens, form.closes] if form is not None else []
@@ -77,13 +82,10 @@ class Shaper:
     def _grammar(
         self, offer: Offer | None, form: CallForm | None, asked: Asked | None, open_thought: bool
     ) -> tuple[str, Asked]:
-        """The grammar of a chat, empty where it needs none, and what to blame where it cannot be compiled."""
+        """The grammar of a chat, and what to blame where it cannot be compiled."""
         parts: dict[str, Part] = {}
         rules: list[str] = []
-        free = asked is None and (offer is None or not (offer.must_call or any(f.strict for f in offer.functions)))
         blamed = asked or Asked("tools", lambda: {})
-        if free:
-            return "", blamed
         body = ""
         if asked is not None:
             parts["answer"], body = asked.part(), "@answer"
@@ -123,9 +125,9 @@ class Shaper:
         tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         return tail.endswith(THINK) or (self._opens and not tail.endswith(THOUGHT))
 
-    async def _check(self, min_tokens: int | None, grammar: str, asked: Asked) -> None:
+    async def _check(self, min_tokens: int | None, grammar: str, client: str, asked: Asked) -> None:
         if min_tokens:
             refuse(
                 "min_tokens", f"cannot be combined with {asked.param}, which decides when the output ends; leave it out"
             )
-        await check(self._grammars, grammar, asked)
+        await check(self._checker, grammar, client, asked)

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvrail.errors import InvalidRequestError
-from kvrail.grammar import Grammars, texts
+from kvrail.grammar import Checker, texts
 from kvrail.grammar.texts import Part
+from kvrail.sampling import MAX_GRAMMAR_BYTES
 from kvrail.services.router.encoding import refuse
 from kvrail.services.router.schema import Request
 
 ANY_OBJECT = {"type": "object"}
 STRUCTURED_OUTPUTS = ("json", "json_object", "regex", "choice", "grammar")
 MAX_CHOICES = 1024
+MAX_SCHEMA_CHARS = 4 * MAX_GRAMMAR_BYTES
+"""Of a schema that comes as a text, with its indents."""
 _QUOTED = re.compile(r"""["']([^"']+)["']"""), re.compile(r": (\S+)$")
 """What a message of llguidance's quotes of a schema."""
 
@@ -38,10 +41,10 @@ class Asked:
             raise placed(error, self) from None
 
 
-async def check(grammars: Grammars, text: str, asked: Asked) -> None:
-    """Raise InvalidRequestError where a grammar cannot be compiled; it names the parameter of `asked`."""
+async def check(checker: Checker, text: str, client: str, asked: Asked) -> None:
+    """Raise InvalidRequestError where a client's grammar is no good; it names the parameter of `asked`."""
     try:
-        await grammars.check(text)
+        await checker.check(text, client)
     except InvalidRequestError as error:
         raise placed(error, asked) from None
 
@@ -50,7 +53,7 @@ def placed(error: InvalidRequestError, asked: Asked) -> InvalidRequestError:
     """The same error with the parameter's name and, where it quotes a word of a schema, that word's place."""
     param = asked.param
     words = {word for quoted in _QUOTED for word in quoted.findall(str(error))}
-    place = next((path for path, word in _words(asked.schema) if word in words), None)
+    place = next((path for path, word in _words(asked.schema) if word in words), None) if words else None
     if place is not None:
         param = f"{param}.{place}"
     return InvalidRequestError(f"{param}: {error}", param=param)
@@ -114,6 +117,7 @@ def _structured_outputs(value: dict[str, Any] | None) -> Asked | None:
         case "choice", list(choices):
             return _choice(param, choices)
         case "regex", str(pattern):
+            _refuse_longer(param, pattern, MAX_GRAMMAR_BYTES)
             return Asked(param, lambda: texts.from_regex(pattern))
         case "grammar", str(text):
             return _grammar(param, text)
@@ -123,6 +127,7 @@ def _structured_outputs(value: dict[str, Any] | None) -> Asked | None:
 
 def _schema(param: str, schema: object, *, lenient: bool = False) -> Asked:
     if isinstance(schema, str):
+        _refuse_longer(param, schema, MAX_SCHEMA_CHARS)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -137,7 +142,13 @@ def _choice(param: str, choices: list[Any]) -> Asked:
 
 
 def _grammar(param: str, text: str) -> Asked:
+    _refuse_longer(param, text, MAX_GRAMMAR_BYTES)
     return Asked(param, lambda: texts.from_lark_or_gbnf(text))
+
+
+def _refuse_longer(param: str, text: str, most: int) -> None:
+    if len(text) > most:
+        refuse(param, f"has {len(text)} characters, more than {most}; send a shorter one")
 
 
 def _words(schema: object, path: str = "") -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from kvrail.errors import ContextLengthError
 from kvrail.sampling import SamplingParams
 from kvrail.services.router import fields
 from kvrail.services.router.defaults import Defaults
-from kvrail.services.router.encoding import Encoder, refuse
+from kvrail.services.router.encoding import MAX_COUNTED_CHARS, Encoder, refuse
 from kvrail.services.router.reading import OutputReader
 from kvrail.services.router.schema import (
     MAX_PROMPT_LOGPROBS,
@@ -147,29 +147,31 @@ class Planner:
         self._limits = limits
         self._priorities = priorities
 
-    async def chat(self, request: ChatRequest) -> Plan:
-        """Plan a chat; raises InvalidRequestError naming the parameter."""
+    async def chat(self, request: ChatRequest, client: str) -> Plan:
+        """Plan a chat of a client's; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
         limits = self._limits()
         offer = offer_of(request)
-        prompts = [await self._encoder.chat(request, limits.context, () if offer is None else offer.shown)]
-        shape = await self._shaper.chat(request, offer, prompts[0])
+        shown = () if offer is None else offer.shown
+        prompts = [await self._encoder.chat(request, client, limits.context, tools=shown)]
+        shape = await self._shaper.chat(request, client, offer, prompts[0])
         top = (request.top_logprobs or 0) if request.logprobs else None
         wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         return await self._planned(request, "messages", prompts, [""], limits, wanted, top, shape)
 
-    async def count(self, request: ChatRequest) -> int:
+    async def count(self, request: ChatRequest, client: str) -> int:
         """Tokens of a chat's prompt; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
         offer = offer_of(request)
-        return len(await self._encoder.chat(request, tools=() if offer is None else offer.shown))
+        shown = () if offer is None else offer.shown
+        return len(await self._encoder.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=shown))
 
-    async def completion(self, request: CompletionRequest) -> Plan:
-        """Plan completions; raises InvalidRequestError naming the parameter."""
+    async def completion(self, request: CompletionRequest, client: str) -> Plan:
+        """Plan completions of a client's; raises InvalidRequestError naming the parameter."""
         refuse_unsupported(request)
         limits = self._limits()
-        shape = await self._shaper.completion(request)
-        prompts, prefixes = await self._encoder.prompts(request, limits.context)
+        shape = await self._shaper.completion(request, client)
+        prompts, prefixes = await self._encoder.prompts(request, client, limits.context)
         return await self._planned(
             request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs, shape
         )

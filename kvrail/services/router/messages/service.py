@@ -27,11 +27,13 @@ class Messages:
             return MessageWriter(f"msg_{state.wire_id}", name, plan.prompt_tokens, plan.new_reader())
 
         planner = self._service.planner
-        return self._service.answer(chat, 1, state, lambda: renamed(planner.chat(chat), rename), write, failure_event)
+        return self._service.answer(
+            chat, 1, state, lambda: renamed(planner.chat(chat, state.client), rename), write, failure_event
+        )
 
     async def count(self, request: Prompted, client: str) -> dict[str, Any]:
         """Answer /v1/messages/count_tokens."""
         self._service.check_model(request.model)
         chat, rename = chat_request(request)
         with self._service.admission.admitted(1, client):
-            return {"input_tokens": await renamed(self._service.planner.count(chat), rename)}
+            return {"input_tokens": await renamed(self._service.planner.count(chat, client), rename)}

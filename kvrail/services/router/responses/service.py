@@ -57,7 +57,7 @@ class Responses:
 
         planner = self._service.planner
         answer = self._service.answer(
-            chat, 1, state, lambda: renamed(planner.chat(chat), rename), write, failure_event, abandon
+            chat, 1, state, lambda: renamed(planner.chat(chat, state.client), rename), write, failure_event, abandon
         )
         return answer
 

@@ -1,0 +1,96 @@
+"""Checking what clients send as grammars, in a process of its own, before anything is generated.
+
+llguidance cannot be stopped: a regular expression of 3 kB can keep it busy for hours, and a chain of 2,000 rules
+overflows its stack, which ends the process. So this happens to a process that can be lost. Its kernel ends it once a
+check has taken CHECK_S; the next check starts another.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+
+from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.grammar.compiling import digest, ends_of, keep
+from kvrail.grammar.following import CHECK_S, read_message, write_message
+from kvrail.text import Tokenizer
+from kvrail.turns import Turns
+
+MAX_CHECKED = 1024
+"""Verdicts that are kept, good and bad."""
+TOO_SLOW = (
+    f"takes more than {CHECK_S:g} s of the processor to compile and to follow for some tokens; send a simpler one, "
+    "with fewer properties, alternatives and repetitions"
+)
+TOO_DEEP = "ends the process that compiles it: its rules or references are nested too deeply; send a flatter one"
+_COMMAND = "from kvrail.grammar.following import main; main()"
+_VERDICTS = {signal.SIGPROF: TOO_SLOW, signal.SIGSEGV: TOO_DEEP, signal.SIGBUS: TOO_DEEP, signal.SIGABRT: TOO_DEEP}
+
+
+class Checker:
+    """Says which texts are grammars that can be followed at a bearable cost. Belongs to one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._turns = Turns()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def check(self, text: str, client: str) -> None:
+        """Raise InvalidRequestError where `text` cannot be compiled and followed. client: who asks, for turns.
+
+        Nothing is kept of a text but its digest and what was found wrong with it.
+        """
+        key = digest(text)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = await self._turns.run(client, lambda: self._judged(key, text))
+        if verdict:
+            raise InvalidRequestError(verdict)
+
+    async def close(self) -> None:
+        """End the process. What it still checks has no caller any more."""
+        if self._process is not None:
+            self._process.kill()
+            await self._turns.run("", self._ended)
+
+    def _judged(self, key: bytes, text: str) -> str:
+        """What is wrong with `text`; empty: nothing. Runs in a thread, while no other does."""
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._ask(text)
+            keep(self._verdicts, key, verdict, MAX_CHECKED)
+        return verdict
+
+    def _ask(self, text: str) -> str:
+        try:
+            process = self._process or self._start()
+            assert process.stdin is not None and process.stdout is not None
+            write_message(process.stdin, text)
+            return read_message(process.stdout)
+        except (EOFError, BrokenPipeError):
+            status = self._ended()
+        if -status not in _VERDICTS:
+            raise KvrailError(f"the process that checks grammars ended with status {status}; retry")
+        return _VERDICTS[signal.Signals(-status)]
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        ends = ends_of(self._tokenizer)
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdin is not None
+        settings = {"tokenizer": self._tokenizer.to_json(), "n_vocab": self._tokenizer.vocab_size, "eos_token": ends}
+        write_message(process.stdin, json.dumps(settings))
+        return process
+
+    def _ended(self) -> int:
+        """Wait for the process's end; returns its status."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with contextlib.suppress(BrokenPipeError), process:  # closes the pipes
+            process.wait()
+        return process.wait()
