@@ -18,6 +18,7 @@ MAX_HEADER_BYTES = 100_000_000
 """As the format's own reader has it."""
 MAX_DIMENSIONS = 64
 """More than any tensor has. A product of few sizes stays a small number."""
+_SHOWN_CHARS = 300
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 
@@ -175,4 +176,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def shown(value: object) -> str:
     """A value from a file as an error shows it: what is long or deep is cut."""
-    return _SHORT.repr(value)
+    return _SHORT.repr(value)[:_SHOWN_CHARS]

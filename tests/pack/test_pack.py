@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
+from kvrail.engine.header import parse_header
 from kvrail.errors import ConfigError
 from kvrail.services.cli.main import main
 from kvrail.services.pack import journal, packing
 from kvrail.services.packed import file as packed_file
 from kvrail.services.packed.file import PackedFile
-from kvrail.engine.header import parse_header
 from tests.pack.folders import copy, make_folder, sums, tensors_of
 
 

@@ -205,7 +205,7 @@ class PackedFile:
 
 def _part(value: Any) -> Part:
     match value:
-        case [offset, size, int(check)] if are_sizes(offset, size):
+        case [offset, size, int(check)] if are_sizes(offset, size) and 0 <= check < 1 << 64:
             return Part(offset, size, check)
     raise ValueError(f"a part is {shown(value)}")
 

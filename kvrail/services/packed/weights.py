@@ -28,22 +28,26 @@ class Image:
         return self._memory[offset : offset + size].numpy().tobytes()
 
     def tensor(self, tensor: Tensor) -> torch.Tensor:
-        """A tensor of the file: a view where it lies as its type must, else a copy. Raises ConfigError."""
-        name, in_halves = CODED_AS.get(tensor.dtype), tensor.dtype == "F4"
-        if in_halves and tensor.shape[-1] % 2:
-            raise ConfigError(
-                f"tensor {shown(tensor.name)} of {self.name} has rows of {tensor.shape[-1]} values of F4, which lie two"
-                " in a byte; store it with an even number"
-            )
-        if name is None:
-            raise ConfigError(
-                f"tensor {shown(tensor.name)} of {self.name} has type {shown(tensor.dtype)}; convert it to another"
-            )
-        dtype = getattr(torch, name)
+        """A tensor of the file, of a type that torch has: a view where it lies as its type must, else a copy."""
+        dtype: torch.dtype = getattr(torch, CODED_AS[tensor.dtype])
         raw = self._memory[tensor.begin : tensor.end]
         aligned = raw if tensor.begin % dtype.itemsize == 0 else raw.clone()
-        shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if in_halves else tensor.shape
+        shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if tensor.dtype == "F4" else tensor.shape
         return aligned.view(dtype).reshape(shape)
+
+
+def _check_types(packed: PackedFile) -> None:
+    """Raise ConfigError for a tensor that torch cannot hold."""
+    for tensor in packed.header.tensors:
+        where = f"tensor {shown(tensor.name)} of {packed.path}"
+        if tensor.dtype not in CODED_AS:
+            raise ConfigError(
+                f"{where} has type {shown(tensor.dtype)}, which torch does not have; convert it to another"
+            )
+        if tensor.dtype == "F4" and tensor.shape[-1] % 2:
+            raise ConfigError(
+                f"{where} has rows of {tensor.shape[-1]} values of F4, which lie two in a byte; convert it to another"
+            )
 
 
 class PackedWeights:
@@ -84,6 +88,7 @@ def _decoded(path: Path) -> tuple[Image, dict[str, torch.Tensor]]:
                 f"{path} has differences from {shown(packed.base.folder)}, no whole model; kvrail unpack it with --base"
                 " first"
             )
+        _check_types(packed)
         whole = packed.memory(packed.header.file_bytes)
         whole[: len(packed.header.raw)] = memoryview(packed.header.raw)
         for place, tensor in enumerate(packed.header.tensors):
