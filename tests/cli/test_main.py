@@ -88,7 +88,8 @@ def test_traces_without_their_extra_are_refused_before_anything_starts(capsys, m
     def start(*arguments):
         raise AssertionError("something has started")
 
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)  # as with opentelemetry-api alone
+    monkeypatch.delitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc", None)  # as with opentelemetry-api alone
     monkeypatch.setattr("kvrail.services.cli.role.end_with_parent", start)
     monkeypatch.setattr("kvrail.services.cli.up._supervise", start)
     given, flags = "http://127.0.0.1:4317", []
