@@ -207,7 +207,7 @@ wheel-test: $(VENV)/.dev  ## the built wheel in an empty environment: its files,
 
 lock: | $(BIN)/python  ## pin what the image for GPUs installs, with hashes, in deploy/docker/requirements-cuda.txt
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile pyproject.toml --extra worker --extra ucx -c constraints-cpu.txt --upgrade --quiet \
+	$(BIN)/uv pip compile pyproject.toml --extra worker --extra ucx --extra otel -c constraints-cpu.txt --upgrade --quiet \
 		--python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-annotate --no-emit-index-url \
 		--custom-compile-command "make lock" -o deploy/docker/requirements-cuda.txt
 

@@ -26,6 +26,8 @@ from kvrail.lifecycle import PARTS, Stage, Timeline
 from kvrail.spans import Span
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+"""What the extra installs. Other packages bring `opentelemetry` itself."""
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 MAX_STATE_CHARS = 512
@@ -59,20 +61,10 @@ class Tracing:
     def start(cls, endpoint: str, service: str) -> Self | None:
         """Traces of `service` (router, decode, prefill) to `endpoint`, or where OpenTelemetry's variables say.
 
-        None where neither names one. Raises ConfigError where what it needs is not installed, or not spoken.
+        None where neither names one. Raises ConfigError as `check_tracing`.
         """
-        found = endpoint or next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), "")
-        if not found:
-            return None
-        protocol = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), "grpc")
-        if protocol != "grpc":
-            raise ConfigError(
-                f"{PROTOCOL_VARIABLES[1]} is {protocol!r}; kvrail sends traces by grpc alone (a collector's port"
-                " 4317): set it to grpc"
-            )
-        if importlib.util.find_spec("opentelemetry") is None:
-            raise ConfigError(f"traces to {found} need OpenTelemetry; pip install 'kvrail[otel]', or name no endpoint")
-        return cls(found, service)
+        found = check_tracing(endpoint)
+        return cls(found, service) if found else None
 
     def hop(self, name: str, given: Mapping[str, str], timeline: Timeline, attributes: Attributes) -> "Hop":
         """Begin this process's part of a request, whose time runs on `timeline`.
@@ -96,6 +88,36 @@ class Tracing:
         closing = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
+
+
+def check_tracing(endpoint: str) -> str:
+    """Where traces go: `endpoint`, or where OpenTelemetry's variables say; empty where neither names one.
+
+    Raises ConfigError where what traces need is not installed, or their protocol is not spoken.
+    """
+    given = {"--otlp-endpoint": endpoint} | {name: os.environ.get(name, "") for name in ENDPOINT_VARIABLES}
+    setting, found = next(((name, value) for name, value in given.items() if value), ("", ""))
+    if not found:
+        return ""
+    protocol = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), "grpc")
+    if protocol != "grpc":
+        raise ConfigError(
+            f"{PROTOCOL_VARIABLES[1]} is {protocol!r}; kvrail sends traces by grpc alone (a collector's port"
+            " 4317): set it to grpc"
+        )
+    if not _is_installed():
+        raise ConfigError(
+            f"{setting} is {found!r}, and OpenTelemetry is not installed; pip install 'kvrail[otel]', or name no"
+            " endpoint"
+        )
+    return found
+
+
+def _is_installed() -> bool:
+    try:
+        return all(importlib.util.find_spec(name) for name in _NEEDED)
+    except ModuleNotFoundError:  # of a package that one of them lies in
+        return False
 
 
 class Hop:

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvrail.engine.attention.registry import NAME, register
 from kvrail.engine.fingerprint import fingerprint_dummy, fingerprint_model
+from kvrail.engine.header import shown
 from kvrail.engine.inputs import CUDA_ROWS, StepInputs
 from kvrail.engine.loading import told_loading
 from kvrail.engine.onednn_linear import can_use_onednn, use_onednn
@@ -31,6 +32,8 @@ LoadFormat = Literal["safetensors", "dummy"]
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 _DUMMY_SEED = 0
+_TOLD = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""Has transformers tell which tensors are missing or of another shape: see _complete."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,13 +206,12 @@ def _build(
         if load_format == "dummy":
             lm = _random_model(config, dtype, device)
         elif weights is not None:
-            lm = _model_of(weights, config, dtype).to(device)
+            lm = _model_of(weights, config, dtype, folder).to(device)
         else:
             auto: Any = AutoModelForCausalLM
+            options = {"config": config, "use_safetensors": True, "trust_remote_code": False}
             with told_loading(folder):
-                lm = auto.from_pretrained(
-                    folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
-                )
+                lm = _complete(auto.from_pretrained(folder, dtype=dtype, **options, **_TOLD), folder)
             lm = lm.to(device)
         lm.set_attn_implementation(NAME)
     except SafetensorError as error:
@@ -228,12 +230,29 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
         return auto.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
-def _model_of(weights: LoadedWeights, config: Any, dtype: torch.dtype) -> Any:
-    """The model that these weights make, with the same conversions as weights of a folder get."""
+def _model_of(weights: LoadedWeights, config: Any, dtype: torch.dtype, folder: Path) -> Any:
+    """The model that these weights of `folder` make, with the same conversions as weights of a folder get."""
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         cls: Any = type(auto.from_config(config, trust_remote_code=False))
-    return cls.from_pretrained(None, config=config, state_dict=dict(weights.tensors), dtype=dtype)
+    found = cls.from_pretrained(None, config=config, state_dict=dict(weights.tensors), dtype=dtype, **_TOLD)
+    return _complete(found, folder)
+
+
+def _complete(loaded: tuple[Any, dict[str, Any]], folder: Path) -> Any:
+    """The model that transformers has loaded from `folder`, told as _TOLD asks.
+
+    Raises ConfigError where a tensor is missing or has another shape: transformers takes random values in its place.
+    """
+    lm, told = loaded
+    for name, stored, needed in sorted(told["mismatched_keys"]):
+        raise ConfigError(
+            f"tensor {shown(name)} in {str(folder)!r} has shape {list(stored)}, but config.json asks for"
+            f" {list(needed)}; fetch the model again"
+        )
+    for name in sorted(told["missing_keys"]):
+        raise ConfigError(f"the weights in {str(folder)!r} have no tensor {shown(name)}; fetch the model again")
+    return lm
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:

@@ -1,8 +1,6 @@
 """How far the loading of weights has come, told in lines while it lasts."""
 
-import json
 import logging
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,18 +9,21 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from kvrail.engine.header import read_header
+
 logger = logging.getLogger("kvrail.worker")
 
 TELL_S = 3.0
 """Seconds between two lines; weights that load faster get none but the first."""
-MAX_HEAD_BYTES = 100_000_000
-"""The longest head that safetensors reads."""
 GB = 1e9
 
 
 @contextmanager
 def told_loading(folder: Path) -> Iterator[None]:
-    """Tell of weights that transformers loads inside from the safetensors files of `folder`, by their bytes."""
+    """Tell of weights that transformers loads inside from the safetensors files of `folder`, by their bytes.
+
+    Raises ConfigError where a header of theirs is damaged.
+    """
     sizes = tensor_bytes(folder)
     total = sum(sizes.values())
     logger.info("loading weights: %.2f GB in %d tensors", total / GB, len(sizes))
@@ -34,21 +35,9 @@ def told_loading(folder: Path) -> Iterator[None]:
 
 
 def tensor_bytes(folder: Path) -> dict[str, int]:
-    """Bytes of each tensor in the safetensors files of `folder`, as their headers say; of a torn file, nothing."""
-    found: dict[str, int] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            begin = file.read(8)
-            head = file.read(min(MAX_HEAD_BYTES, struct.unpack("<Q", begin)[0])) if len(begin) == 8 else b"{}"
-        try:
-            tensors = json.loads(head)
-        except ValueError:  # whoever loads it says what is wrong
-            continue
-        for name, about in tensors.items():
-            if name != "__metadata__":
-                first, end = about["data_offsets"]
-                found[name] = end - first
-    return found
+    """Bytes of each tensor in the safetensors files of `folder`. Raises ConfigError where one is damaged."""
+    headers = [read_header(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {tensor.name: tensor.end - tensor.begin for header in headers for tensor in header.tensors}
 
 
 class _Loading:

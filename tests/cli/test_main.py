@@ -82,6 +82,29 @@ def test_a_mistake_is_one_line_and_status_2(capsys, argv, line):
     assert error.startswith(line)
 
 
+@pytest.mark.parametrize("command", [*ROLES, "up"])
+@pytest.mark.parametrize("variable", ["", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
+def test_traces_without_their_extra_are_refused_before_anything_starts(capsys, monkeypatch, command, variable):
+    def start(*arguments):
+        raise AssertionError("something has started")
+
+    monkeypatch.delitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc", None)  # as with opentelemetry-api alone
+    monkeypatch.setattr("kvrail.services.cli.role.end_with_parent", start)
+    monkeypatch.setattr("kvrail.services.cli.up._supervise", start)
+    given, flags = "http://127.0.0.1:4317", []
+    if variable:
+        monkeypatch.setenv(variable, given)
+    else:
+        flags = ["--otlp-endpoint", given]
+    status, _, error = run(capsys, command, *flags)
+    assert status == 2
+    assert error == (
+        f"kvrail {command}: {variable or '--otlp-endpoint'} is '{given}', and OpenTelemetry is not installed; pip"
+        " install 'kvrail[otel]', or name no endpoint\n"
+    )
+
+
 def test_values_survive_the_way_through_a_command_line():
     values = {
         "port": 9,

@@ -156,6 +156,24 @@ def test_a_shape_that_claims_too_much_takes_no_memory():
         parse(sealed(container))
 
 
+def test_a_shape_that_no_tensor_has_is_refused():
+    container = bytearray(HUFFMAN.encode(torch.empty(0, 5)))
+    for size in (1 << 62, (1 << 64) - 1):
+        struct.pack_into("<Q", container, 48, size)
+        with pytest.raises(CodecError, match=rf"no tensor has shape \[0, {size}\]"):
+            codec.decode(memoryview(sealed(container)))
+
+
+def test_memory_that_there_is_not_is_an_error_by_name(monkeypatch):
+    def none(*arguments):
+        raise MemoryError
+
+    container = HUFFMAN.encode(weights())
+    monkeypatch.setattr(cpu.np, "empty", none)
+    with pytest.raises(CodecError, match="takes 120,000 bytes of memory, more than this machine gives"):
+        HUFFMAN.decode(container)
+
+
 def test_the_wrong_base_is_named():
     before, after = weights().bfloat16(), (weights() * 1.001).bfloat16()
     delta = codec.encode(after, base=before)

@@ -160,6 +160,7 @@ def test_a_process_takes_the_environment_that_it_is_given(cases, case, role):
         assert ports["data"] == settings.data_port
     if case == "everything":
         assert settings.model_names == ("qwen3-8b", "default")
+        assert settings.otlp_endpoint == "http://collector.monitoring.svc.cluster.local:4317"
         assert given[f"KVRAIL_{role.upper()}_TLS_CERT"] == "/tls/tls.crt"
 
 

@@ -185,6 +185,12 @@ def test_a_container_is_confined(cluster, service):
     assert published == ["127.0.0.1"] * {"router": 2, "prometheus": 1}.get(service, 0)
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_has_what_traces_need(cluster, service):
+    code = "from kvrail.tracing import check_tracing; check_tracing('http://collector:4317')"
+    cluster.compose("exec", "-T", service, "python3", "-c", code)
+
+
 def test_the_routers_image_has_no_torch(cluster):
     find = ["python3", "-c", "import importlib.util as u; print(u.find_spec('torch') is None)"]
     assert cluster.compose("exec", "-T", "router", *find).strip() == "True"

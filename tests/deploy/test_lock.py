@@ -14,7 +14,7 @@ LOCKED = dict(
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-NEEDED = [*PROJECT["dependencies"], *EXTRAS["worker"], *EXTRAS["ucx"]]
+NEEDED = [*PROJECT["dependencies"], *EXTRAS["worker"], *EXTRAS["ucx"], *EXTRAS["otel"]]
 
 
 @pytest.mark.parametrize("requirement", [Requirement(each.partition("#")[0]) for each in NEEDED], ids=str)

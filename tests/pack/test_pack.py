@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
+from kvrail.engine.header import parse_header
 from kvrail.errors import ConfigError
 from kvrail.services.cli.main import main
 from kvrail.services.pack import journal, packing
 from kvrail.services.packed import file as packed_file
 from kvrail.services.packed.file import PackedFile
-from kvrail.services.packed.header import parse_header
 from tests.pack.folders import copy, make_folder, sums, tensors_of
 
 
@@ -73,7 +73,7 @@ def test_a_delta_is_small_and_needs_its_base(model, tmp_path, kvrail):
     assert sums(tmp_path / "out") == sums(later)
 
     status, error = kvrail("unpack", tmp_path / "delta", tmp_path / "none")
-    assert status == 2 and f"has deltas against {model}; give that folder as --base" in error
+    assert status == 2 and f"has deltas against {str(model)!r}; give that folder as --base" in error
     status, error = kvrail("unpack", tmp_path / "delta", tmp_path / "wrong", "--base", later)
     assert status == 2 and "is not the one that this delta was encoded with" in error and "of " in error
     status, error = kvrail("unpack", tmp_path / "delta", tmp_path / "empty", "--base", tmp_path)
@@ -178,10 +178,14 @@ def run_in_child(*arguments, kill_after_s=None):
         os._exit(main([str(argument) for argument in arguments]))
     os.read(begun, 1)
     since = time.monotonic()
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
+    ended, status = 0, 0
+    while kill_after_s is not None and not ended and time.monotonic() - since < kill_after_s:
+        time.sleep(0.001)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        if kill_after_s is not None:
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
     os.close(begun)
     os.close(begins)
     return status == 0, time.monotonic() - since
@@ -219,7 +223,7 @@ def test_parts_that_are_not_as_the_journal_tells_are_made_anew(model, packed, tm
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "copy_others", stop)
+        patch.setattr(packing, "copy_files", stop)
         with pytest.raises(KeyboardInterrupt):
             kvrail("pack", model, tmp_path / "out")
     first = tmp_path / "out.partial" / "model-00001-of-00002.safetensors.packed"
@@ -235,7 +239,7 @@ def test_another_job_does_not_go_on_with_it(model, tmp_path, kvrail, monkeypatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "copy_others", stop)
+        patch.setattr(packing, "copy_files", stop)
         with pytest.raises(KeyboardInterrupt):
             kvrail("pack", model, tmp_path / "out")
     other = copy(model, tmp_path / "other")

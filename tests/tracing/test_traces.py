@@ -178,6 +178,7 @@ def test_what_is_not_installed_or_not_spoken_is_said(monkeypatch):
     with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL is 'http/protobuf'; .* set it to grpc"):
         Tracing.start("http://127.0.0.1:4318", "router")
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_PROTOCOL")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc", None)  # as with opentelemetry-api alone
     with pytest.raises(ConfigError, match=r"pip install 'kvrail\[otel\]'"):
         Tracing.start("http://127.0.0.1:4317", "router")

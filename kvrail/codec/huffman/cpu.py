@@ -104,9 +104,12 @@ def fresh(size: int) -> Bytes:
     """Memory for a tensor, uint8 [size], at a multiple of 64 bytes.
 
     numpy's, for it asks the system for large pages where there is much of it: to take 4 KiB at a time from the system
-    lasts longer than decoding into them.
+    lasts longer than decoding into them. Raises CodecError where the system gives no such memory.
     """
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    try:
+        memory = np.empty(size + _ALIGNMENT, np.uint8)
+    except MemoryError:
+        raise CodecError(f"decoded it takes {size:,} bytes of memory, more than this machine gives") from None
     first = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return memory[first : first + size]
 

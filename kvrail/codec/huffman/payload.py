@@ -144,6 +144,8 @@ def parse(source: Bytes) -> Layout:
 def _check(layout: Layout, container_bytes: int) -> None:
     """Raise CodecError where shape, index and length do not agree."""
     chunks = len(layout.digests)
+    if math.prod(max(size, 1) for size in layout.shape) * layout.format.item_bytes >= 1 << 63:
+        raise CodecError(f"no tensor has shape {list(layout.shape)}: the header is damaged")
     if chunks != chunks_of(layout.raw_bytes, layout.chunk_bytes):
         raise CodecError(f"a tensor of {layout.raw_bytes} bytes does not have {chunks} chunks: the header is damaged")
     if chunks and int(layout.rows.max()) >> SIZE_BITS > MAX_MODE:

@@ -14,6 +14,7 @@ from kvrail.errors import ConfigError
 from kvrail.services.cli.checks import check_model, check_worker
 from kvrail.services.cli.flags import flag_arguments
 from kvrail.services.cli.gpus import shared_kv_memory_gib
+from kvrail.tracing import check_tracing
 
 LOOPBACK = "127.0.0.1"
 WORKER_PORTS = range(20_000, 32_768)
@@ -76,8 +77,10 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
         settings = cls.load(_of(cls, handed), config)
         check_model(settings.model)
         check_worker(settings)
+        check_tracing(settings.otlp_endpoint)
         roles += [(role, index, settings) for index in range(count)]
     check_model(router.model)
+    check_tracing(router.otlp_endpoint)
     device = resolve_device(up.device, gpus)
     devices = place(device, len(roles), len(gpus))
     with ExitStack() as held:

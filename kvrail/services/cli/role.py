@@ -14,6 +14,7 @@ from kvrail.errors import ConfigError
 from kvrail.services.cli.checks import check_model, check_worker
 from kvrail.services.cli.flags import Commands, add_command, add_config, add_settings, environment_help, given_flags
 from kvrail.services.cli.watch import end_with_parent
+from kvrail.tracing import check_tracing
 
 logger = logging.getLogger("kvrail.worker")
 
@@ -55,6 +56,7 @@ def run(role: str, arguments: argparse.Namespace) -> int:
     cls = ROLES[role]
     settings = cls.load(given_flags(arguments, cls.model_fields), arguments.config)
     check_model(settings.model)
+    check_tracing(settings.otlp_endpoint)
     if isinstance(settings, WorkerSettings):
         check_worker(settings)
     end_with_parent(settings.grace_period_s)

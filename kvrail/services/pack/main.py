@@ -31,8 +31,7 @@ class Options:
 
 def run_pack(options: Options) -> int:
     """Pack; returns the exit status. Raises KvrailError."""
-    total = sum(path.stat().st_size for path in options.source.glob(WEIGHTS))
-    sizes, seconds = _with_progress("packing", options, pack, total)
+    sizes, seconds = _with_progress("packing", options, pack, _plain_bytes)
     share = sizes.packed / sizes.plain
     sys.stdout.write(
         f"packed {sizes.plain:,} bytes of weights into {sizes.packed:,} ({share:.1%}) in {seconds:.1f} s:"
@@ -43,17 +42,30 @@ def run_pack(options: Options) -> int:
 
 def run_unpack(options: Options) -> int:
     """Unpack; returns the exit status. Raises KvrailError."""
-    total = 0
-    for path in options.source.glob(WEIGHTS + SUFFIX):
-        with PackedFile(path) as packed:
-            total += packed.header.file_bytes
-    sizes, seconds = _with_progress("unpacking", options, unpack, total)
+    sizes, seconds = _with_progress("unpacking", options, unpack, _unpacked_bytes)
     sys.stdout.write(f"unpacked {sizes.plain:,} bytes of weights in {seconds:.1f} s: {options.out}\n")
     return 0
 
 
-def _with_progress(word: str, options: Options, work: Callable[..., Sizes], total: int) -> tuple[Sizes, float]:
-    """What `work` came to, and the seconds it took; a bar on stderr where that is a terminal."""
+def _plain_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob(WEIGHTS))
+
+
+def _unpacked_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.glob(WEIGHTS + SUFFIX):
+        with PackedFile(path) as packed:
+            total += packed.header.file_bytes
+    return total
+
+
+def _with_progress(
+    word: str, options: Options, work: Callable[..., Sizes], total: Callable[[Path], int]
+) -> tuple[Sizes, float]:
+    """What `work` came to, and the seconds it took; a bar on stderr where that is a terminal.
+
+    total: how many bytes a folder's weights are, unpacked.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -64,8 +76,8 @@ def _with_progress(word: str, options: Options, work: Callable[..., Sizes], tota
     console = Console(stderr=True)
     begun = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(word, total=total)
         try:
+            task = progress.add_task(word, total=total(options.source))
             sizes = work(
                 options.source,
                 options.out,

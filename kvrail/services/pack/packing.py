@@ -7,10 +7,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from kvrail.engine.header import CODED_AS, Tensor
 from kvrail.errors import ConfigError, KvrailError
-from kvrail.services.pack.journal import Journal, Written, complete, copy_others, work_on
+from kvrail.services.pack.journal import Journal, Written, complete, copy_files, other_files, work_on
 from kvrail.services.packed.file import CODEC, MAGIC, SUFFIX, Base, Bytes, PackedFile, Part, digest, write_index
-from kvrail.services.packed.header import CODED_AS, Tensor
 from kvrail.services.packed.source import WEIGHTS, BaseFolder, SourceFile
 
 Advance = Callable[[int], object]
@@ -18,6 +18,8 @@ Advance = Callable[[int], object]
 
 DELTA_SHARE = 0.6
 """Share of a tensor from which on its delta is compared with its own code: bases are worth it below."""
+_NOTES = 2
+"""What the journal tells of a packed tensor beside its place: the digest of its bytes, and whether it is a delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ def check_model(folder: Path, out: Path, pattern: str, remedy: str) -> list[Path
     if not files or not (folder / "config.json").is_file():
         missing = "config.json" if files else f"files {pattern}"
         raise ConfigError(f"{folder} has no {missing}; {remedy}")
+    for path in files:
+        name = path.name.removesuffix(SUFFIX) if path.name.endswith(SUFFIX) else f"{path.name}{SUFFIX}"
+        if path.with_name(name).exists():
+            raise ConfigError(f"{folder} has both {path.name} and {name}; delete one of them")
     return files
 
 
@@ -54,12 +60,13 @@ def pack(model: Path, out: Path, base: Path | None, *, verify: bool, advance: Ad
     with what it was made of. Raises ConfigError for what cannot be packed, KvrailError where verifying fails.
     """
     files = check_model(model, out, WEIGHTS, "name the folder of a model in safetensors files")
+    others = other_files(model, set(files))
     taken_off = None if base is None else BaseFolder(base)
     with work_on(out, identity_of("pack", files, base)) as journal:
         if journal is not None:
             for path in files:
                 _pack_file(SourceFile(path), taken_off, journal, verify=verify, advance=advance)
-            copy_others(model, journal.folder, set(files))
+            copy_files(model, journal.folder, others)
     packed = sum((out / f"{path.name}{SUFFIX}").stat().st_size for path in files)
     return Sizes(sum(path.stat().st_size for path in files), packed)
 
@@ -68,11 +75,8 @@ def _pack_file(
     source: SourceFile, base: BaseFolder | None, journal: Journal, *, verify: bool, advance: Advance
 ) -> None:
     name, tensors = f"{source.path.name}{SUFFIX}", source.header.tensors
-    file, written = journal.resume(name)
+    file, written = journal.resume(name, MAGIC, lambda place, part: place < len(tensors) and len(part.note) == _NOTES)
     with file:
-        if not written:
-            file.write(MAGIC)
-        written = written[: len(tensors)]
         advance(sum(tensor.end - tensor.begin for tensor in tensors[: len(written)]))
         for tensor in tensors[len(written) :]:
             written.append(_pack_tensor(source, tensor, base, file))
@@ -110,7 +114,6 @@ def _verify(path: Path, source: SourceFile, base: BaseFolder | None) -> None:
     with PackedFile(path) as packed:
         for place, tensor in enumerate(packed.header.tensors):
             out = np.empty(tensor.end - tensor.begin, np.uint8)
-            is_delta = packed.base is not None and packed.base.delta[place]
-            packed.decode(place, out, base=base.like(tensor) if base is not None and is_delta else None)
+            packed.decode(place, out, base=base.like(tensor) if base is not None and packed.is_delta(place) else None)
             if not np.array_equal(out, source.bytes_of(tensor)):
                 raise KvrailError(f"tensor {tensor.name!r} of {path} is not what was packed; check memory and disk")

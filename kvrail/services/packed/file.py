@@ -15,6 +15,7 @@ is decoded alone.
 
 import json
 import mmap
+import os
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,8 +30,10 @@ import numpy.typing as npt
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.digest import DigestKind, digest_of
 from kvrail.codec.huffman.codec import HuffmanCodec
+from kvrail.codec.huffman.cpu import fresh
+from kvrail.codec.huffman.payload import parse
+from kvrail.engine.header import Header, Tensor, are_sizes, open_file, parse_header, parse_json, shown
 from kvrail.errors import ConfigError
-from kvrail.services.packed.header import Header, Tensor, parse_header
 
 MAGIC = b"KVRPACK1"
 SUFFIX = ".packed"
@@ -87,40 +90,71 @@ class PackedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name.removesuffix(SUFFIX)
-        with path.open("rb") as file:
-            size = path.stat().st_size
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             if size < len(MAGIC) + _TAIL.size:
                 raise self._damaged("it is cut off")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.data: Bytes = np.frombuffer(self._map, np.uint8)
-        start, length, check, magic = _TAIL.unpack(self._map[size - _TAIL.size :])
+        start, length, check, magic = _TAIL.unpack(self._map[-_TAIL.size :])
         if magic != MAGIC or self._map[: len(MAGIC)] != MAGIC or start + length + _TAIL.size != size:
             raise self._damaged("its first or last bytes are not those of a packed file")
         index = self._map[start : start + length]
         if digest(index) != check:
             raise self._damaged("its index does not match its checksum")
-        self._read(json.loads(index), start)
+        try:
+            self._read(index, start)
+        except ValueError as error:
+            raise self._damaged(f"its index cannot be read: {error}") from None
+        self._check_containers()
 
-    def _read(self, fields: dict[str, Any], end: int) -> None:
-        if fields.get("version") != 1 or fields.get("codec") != CODEC.name:
+    def _read(self, index: bytes, end: int) -> None:
+        """Take over what the index says. Raises ValueError where it is not as `write_index` makes it."""
+        fields = parse_json(index)
+        match fields:
+            case {"format": "kvrail-packed", "version": int(version), "codec": str(codec)}:
+                pass
+            case _:
+                raise ValueError(f"{shown(fields)} has no format, version and codec")
+        if version != 1 or codec != CODEC.name:
             raise ConfigError(
-                f"{self.path} is of version {fields.get('version')}, codec {fields.get('codec')!r}; this kvrail reads"
-                f" version 1 and {CODEC.name!r}, so update it"
+                f"{self.path} is of version {shown(version)}, codec {shown(codec)}; this kvrail reads version 1 and"
+                f" {CODEC.name!r}, so update it"
             )
-        self.header = parse_header(bytes.fromhex(fields["header"]), self.name)
-        self.parts = tuple(Part(*part) for part in fields["parts"])
-        base = fields["base"]
-        self.base = base and Base(base["folder"], tuple(base["delta"]))
+        match fields:
+            case {"header": str(header), "parts": list(parts), "base": base}:
+                pass
+            case _:
+                raise ValueError("header, parts or base are missing or of another type")
+        self.header = parse_header(bytes.fromhex(header), str(self.path))
+        self.parts = tuple(map(_part, parts))
+        self.base = None if base is None else _base(base, len(parts))
         at = len(MAGIC)
         for part in self.parts:
             if part.offset != at:
-                raise self._damaged("its index has gaps")
+                raise ValueError(f"a part begins at byte {part.offset}, not {at}")
             at += part.size
         if at != end or len(self.parts) != len(self.header.tensors):
-            raise self._damaged("its index does not fit its tensors")
+            raise ValueError(
+                f"{len(self.parts)} parts, up to byte {at} of {end}, are not those of"
+                f" {len(self.header.tensors)} tensors"
+            )
+
+    def _check_containers(self) -> None:
+        """Raise ConfigError where a container is not that of its tensor: before memory is taken for any."""
+        for place, tensor in enumerate(self.header.tensors):
+            try:
+                found = parse(self.coded(place))
+            except CodecError as error:
+                raise self.refused(tensor, str(error)) from None
+            size = tensor.end - tensor.begin
+            if found.raw_bytes != size:
+                raise self.refused(tensor, f"it has {size} bytes, its container {found.raw_bytes}")
+            if (found.base_digest is not None) != self.is_delta(place):
+                raise self.refused(tensor, "index and container differ on whether it is a delta")
 
     def _damaged(self, why: str) -> ConfigError:
-        return ConfigError(f"{self.path} is damaged: {why}; copy it again or pack the model anew")
+        return ConfigError(f"{self.path} is damaged: {why}; copy it again or pack the model again")
 
     def __enter__(self) -> Self:
         return self
@@ -136,10 +170,21 @@ class PackedFile:
         with suppress(BufferError):  # where a view is left, the map goes with it
             self._map.close()
 
+    def is_delta(self, place: int) -> bool:
+        """Whether tensor number `place` is a delta."""
+        return self.base is not None and self.base.delta[place]
+
     def coded(self, place: int) -> Bytes:
         """The container of tensor number `place`."""
         part = self.parts[place]
         return self.data[part.offset : part.offset + part.size]
+
+    def memory(self, size: int) -> Bytes:
+        """Memory for `size` bytes of what is decoded. Raises ConfigError where the machine gives none."""
+        try:
+            return fresh(size)
+        except CodecError as error:
+            raise ConfigError(f"{self.path}: {error}") from None
 
     def decode(self, place: int, out: Bytes, *, base: Bytes | None = None, threads: int = 0) -> None:
         """Write the bytes of tensor number `place` into `out`. Raises ConfigError that names file and tensor."""
@@ -148,7 +193,27 @@ class PackedFile:
             CODEC.decode_into(self.coded(place).data, out, base=base, threads=threads)
         except CodecError as error:
             raise self.refused(tensor, str(error)) from None
+        if digest(out.data) != self.parts[place].raw_digest:
+            raise self.refused(tensor, "what it decodes to is not what was packed")
 
     def refused(self, tensor: Tensor, why: str) -> ConfigError:
         """The error for a tensor that is damaged."""
-        return ConfigError(f"tensor {tensor.name!r} of {self.path}: {why}; copy the file again or pack the model anew")
+        return ConfigError(
+            f"tensor {shown(tensor.name)} of {self.path}: {why}; copy the file again or pack the model again"
+        )
+
+
+def _part(value: Any) -> Part:
+    match value:
+        case [offset, size, int(check)] if are_sizes(offset, size) and 0 <= check < 1 << 64:
+            return Part(offset, size, check)
+    raise ValueError(f"a part is {shown(value)}")
+
+
+def _base(value: Any, count: int) -> Base:
+    match value:
+        case {"folder": str(folder), "delta": list(delta)} if len(delta) == count and all(
+            type(each) is bool for each in delta
+        ):
+            return Base(folder, tuple(delta))
+    raise ValueError(f"of {count} parts, base is {shown(value)}")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kvrail.engine.header import Header, Tensor, open_file, read_header
 from kvrail.errors import ConfigError
 from kvrail.services.packed.file import Bytes
-from kvrail.services.packed.header import LENGTH_BYTES, Header, Tensor, header_bytes, parse_header
 
 WEIGHTS = "*.safetensors"
 
@@ -20,15 +20,8 @@ class SourceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            size = header_bytes(file.read(LENGTH_BYTES), str(path))
-            file.seek(0)
-            self.header: Header = parse_header(file.read(size), str(path))
-            found = path.stat().st_size
-            if found != self.header.file_bytes:
-                raise ConfigError(
-                    f"{path} has {found} bytes, its header tells of {self.header.file_bytes}; fetch it again"
-                )
+        self.header: Header = read_header(path)
+        with open_file(path) as file:
             self._data: Bytes = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     def bytes_of(self, tensor: Tensor) -> Bytes:

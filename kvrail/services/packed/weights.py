@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from kvrail.codec.huffman.cpu import fresh
+from kvrail.engine.header import CODED_AS, Tensor, shown
 from kvrail.engine.weights import LoadedWeights, WeightFile
 from kvrail.errors import ConfigError
 from kvrail.services.packed.file import SUFFIX, PackedFile
-from kvrail.services.packed.header import CODED_AS, Tensor
 from kvrail.services.packed.source import WEIGHTS
 
 logger = logging.getLogger("kvrail.packed")
@@ -29,14 +28,26 @@ class Image:
         return self._memory[offset : offset + size].numpy().tobytes()
 
     def tensor(self, tensor: Tensor) -> torch.Tensor:
-        """A tensor of the file: a view where it lies as its type must, else a copy. Raises ConfigError."""
-        name = CODED_AS.get(tensor.dtype)
-        if name is None:
-            raise ConfigError(f"tensor {tensor.name!r} of {self.name} has type {tensor.dtype}; convert it to another")
-        dtype = getattr(torch, name)
+        """A tensor of the file, of a type that torch has: a view where it lies as its type must, else a copy."""
+        dtype: torch.dtype = getattr(torch, CODED_AS[tensor.dtype])
         raw = self._memory[tensor.begin : tensor.end]
         aligned = raw if tensor.begin % dtype.itemsize == 0 else raw.clone()
-        return aligned.view(dtype).reshape(tensor.shape if tensor.dtype != "F4" else (*tensor.shape[:-1], -1))
+        shape = (*tensor.shape[:-1], tensor.shape[-1] // 2) if tensor.dtype == "F4" else tensor.shape
+        return aligned.view(dtype).reshape(shape)
+
+
+def _check_types(packed: PackedFile) -> None:
+    """Raise ConfigError for a tensor that torch cannot hold."""
+    for tensor in packed.header.tensors:
+        where = f"tensor {shown(tensor.name)} of {packed.path}"
+        if tensor.dtype not in CODED_AS:
+            raise ConfigError(
+                f"{where} has type {shown(tensor.dtype)}, which torch does not have; convert it to another"
+            )
+        if tensor.dtype == "F4" and tensor.shape[-1] % 2:
+            raise ConfigError(
+                f"{where} has rows of {tensor.shape[-1]} values of F4, which lie two in a byte; convert it to another"
+            )
 
 
 class PackedWeights:
@@ -55,6 +66,8 @@ class PackedWeights:
         for path in sorted(folder.glob(self.pattern)):
             image, found = _decoded(path)
             files.append(image)
+            if twice := next(iter(found.keys() & tensors.keys()), None):
+                raise ConfigError(f"tensor {shown(twice)} of {path} is in another file of its folder too; delete one")
             tensors.update(found)
             stored += path.stat().st_size
         plain = sum(file.size for file in files)
@@ -72,9 +85,11 @@ def _decoded(path: Path) -> tuple[Image, dict[str, torch.Tensor]]:
     with PackedFile(path) as packed:
         if packed.base is not None:
             raise ConfigError(
-                f"{path} has differences from {packed.base.folder}, no whole model; kvrail unpack it with --base first"
+                f"{path} has differences from {shown(packed.base.folder)}, no whole model; kvrail unpack it with --base"
+                " first"
             )
-        whole = fresh(packed.header.file_bytes)
+        _check_types(packed)
+        whole = packed.memory(packed.header.file_bytes)
         whole[: len(packed.header.raw)] = memoryview(packed.header.raw)
         for place, tensor in enumerate(packed.header.tensors):
             packed.decode(place, whole[tensor.begin : tensor.end])
