@@ -10,7 +10,7 @@ import kvrail.services.prefill.servicer
 from kvrail.codec import registry
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
 from kvrail.config import DecodeSettings
-from kvrail.errors import ConfigError, InvalidRequestError
+from kvrail.errors import ConfigError, InvalidRequestError, TransferAbortedError
 from kvrail.layout import DTYPE_BYTES
 from kvrail.pagehash import page_hashes
 from kvrail.services.codecs import Codecs
@@ -252,3 +252,26 @@ async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypat
         answer = await c.ask(prompt_of(300), max_tokens=2)
     assert answer.summary.prefill_worker
     assert told == [(1234, min(decode_bytes, SHARED["max_frame_bytes"]), 1)]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_an_answer_of_one_token_says_who_computed_it_and_how_its_kv_crosses(codec):
+    """The request ends with the first token, before its KV is here."""
+    async with cluster(tiny_model("llama"), "grpc", decode={"allow_lossy": True}, **SHARED) as c:
+        summary = (await c.ask(prompt_of(300), max_tokens=1, codec=codec)).summary
+        (address,) = c.prefills
+        assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, "grpc")
+        assert summary.lossy == (codec == "int8") and summary.numerics == ("" if summary.lossy else c.decode.numerics)
+        assert summary.completion_tokens == 1
+        await c.settled()
+
+
+async def test_where_a_prefill_worker_fails_behind_its_first_token_the_answer_names_none(monkeypatch):
+    async def fail(sender, header, stage):
+        raise TransferAbortedError("broken on purpose")
+
+    on_send(monkeypatch, fail)
+    async with cluster(tiny_model("llama"), "grpc", **SHARED) as c:
+        summary = (await c.ask(prompt_of(300), codec="raw")).summary
+        assert (summary.prefill_worker, summary.codec, summary.transport, summary.kv_bytes) == ("", "", "", 0)
+        await c.settled()

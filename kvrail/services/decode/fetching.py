@@ -20,7 +20,7 @@ from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fallback import LocalFallbacks
 from kvrail.services.decode.local import LocalPrefill
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
-from kvrail.services.decode.progress import Progress
+from kvrail.services.decode.progress import Progress, Received
 from kvrail.services.decode.transfer import Fetch
 from kvrail.tuning import compute_with
 from kvrail.worker import Worker
@@ -159,6 +159,7 @@ class Fetcher:
         metrics.fallbacks["local"].inc()
         logger.warning("no prefill worker could be used; the prompt is computed here")
         progress.falls_back = True
+        progress.prefill_worker, progress.received = "", Received()
         self._worker.engine.compute_here(asked.request_id)
 
     async def leave(self, fetching: asyncio.Task[None], progress: Progress) -> None:
@@ -236,8 +237,10 @@ class Fetcher:
             breaker.succeeded(began)
             self._commit(address, fetch, progress)
 
+        received = Received()
+        progress.prefill_worker, progress.received = address, received
         try:
-            await fetch.fetch(client, time_remaining(), link, committed, avoided)
+            await fetch.fetch(client, received, time_remaining(), link, committed, avoided)
         except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
             if progress.committed:
                 logger.warning("the way from prefill worker %s could not be closed: %s", address, error)
@@ -245,7 +248,6 @@ class Fetcher:
             logger.warning("prefill worker %s failed: %s", address, error)
             if not isinstance(error, OverloadedError | DeadlineError):
                 breaker.failed(began)
-            received = fetch.received
             if received.transport and not received.payload_bytes and len(self._carriers.all) > 1:
                 # Agreed upon, and nothing came: perhaps no way leads there.
                 self._avoided[address, received.transport] = now + AVOIDED_S
@@ -256,9 +258,9 @@ class Fetcher:
 
     def _commit(self, address: str, fetch: Fetch, progress: Progress) -> None:
         """A worker has filled the pages: the engine goes on with them at once."""
-        metrics, received = self._worker.transfers, fetch.received
+        metrics, received = self._worker.transfers, progress.received
         self._worker.engine.receive_kv(progress.request.request_id)
-        progress.prefill_worker, progress.received = address, received
+        progress.committed = True
         progress.promise.received(address, received.numerics)
         if (exposed := progress.exposed_s()) is not None:
             metrics.exposed_seconds.observe(exposed)

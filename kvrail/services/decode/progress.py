@@ -46,7 +46,8 @@ class Progress:
     trace: DecodeTrace | None = None
     timeline: Timeline = field(default_factory=Timeline)
     cached_tokens: int = 0
-    prefill_worker: str = ""
+    prefill_worker: str = ""  # asked to compute the prompt; empty where none was, or where all have failed
+    committed: bool = False  # that worker's KV is in the pages
     codec_reason: str = ""
     falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
@@ -60,11 +61,6 @@ class Progress:
         if self.traced or self.trace is not None:
             self.spans = SpanLog(PROCESS, self.timeline, told=self.traced)
         self.drafts = DraftLog([len(each.token_ids) for each in self.request.resumed] or [0] * self.request.params.n)
-
-    @property
-    def committed(self) -> bool:
-        """Whether a prefill worker's KV is in the pages."""
-        return bool(self.prefill_worker)
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
         """Take note of an event; returns what the caller is told, if anything."""

@@ -70,13 +70,14 @@ class Fetch:
         self._trace_context = trace_context
         self._silence_s = silence_s
         self._pages = LeasedPages(worker.cache, worker.side, lease.pages, len(request.prompt_ids))
-        self.received = Received(codec.name, not codec.exact)
+        self._received = Received()
         self.drafting = False  # the engine was told that it may draft on what came in this attempt
         self.watch = LinkWatch()
 
     async def fetch(
         self,
         client: PrefillClient,
+        received: Received,
         timeout_s: float | None,
         link_bytes_per_s: int,
         committed: Callable[[], None],
@@ -84,12 +85,13 @@ class Fetch:
     ) -> None:
         """Receive everything, or raise; then nothing of the attempt is written any more.
 
+        received: filled with what was agreed on and what has come so far.
         committed: called once the pages hold everything; the call's end is heard after that, and changes nothing.
         link_bytes_per_s: of the link from there, 0 where it is not known. avoided: transports that are not offered, if
         there are others. Whatever is raised, another worker may succeed.
         """
         begin = perf_counter()
-        self.drafting, self.watch, self.received = False, LinkWatch(), Received(self._codec.name, not self._codec.exact)
+        self.drafting, self.watch, self._received = False, LinkWatch(), received
         key = secrets.randbits(64)
         request = self._prefill_request(link_bytes_per_s, key, avoided)
         async with client.prefill(request, timeout_s=timeout_s) as call:
@@ -173,7 +175,9 @@ class Fetch:
                 f" codec {codec.name!r} and {num_pages} pages from {self._held_pages}"
             )
         carrier = self._carriers.get(accepted.transport)
-        self.received = Received(codec.name, not codec.exact, carrier.name, numerics=accepted.numerics)
+        received = self._received
+        received.codec, received.lossy, received.transport = codec.name, not codec.exact, carrier.name
+        received.numerics = accepted.numerics
         inlet = carrier.inlet(Peer(accepted.transport_address, host), key)
         return await unless_silent(inlet, self._silence_s)
 
@@ -192,7 +196,7 @@ class Fetch:
             self._held_pages,
             first_recent_page(len(self._request.prompt_ids), layout.page_size),
         )
-        observer = _Watching(self._worker, self._spans, self.received, self.watch, self._timeline)
+        observer = _Watching(self._worker, self._spans, self._received, self.watch, self._timeline)
         receiver = PageReceiver(
             transfer, codec, self._pages, self._executor, observer, self._silence_s, self._begin_drafting
         )
