@@ -15,7 +15,7 @@ from kvrail.layout import DTYPE_BYTES
 from kvrail.pagehash import page_hashes
 from kvrail.services.codecs import Codecs
 from kvrail.transfer.sizes import MAX_GROWTH_BYTES
-from tests.cluster.cluster import cluster, settings
+from tests.cluster.cluster import TRANSPORTS, cluster, settings
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
 from tests.cluster.test_faults import note_pages
@@ -275,3 +275,25 @@ async def test_where_a_prefill_worker_fails_behind_its_first_token_the_answer_na
         summary = (await c.ask(prompt_of(300), codec="raw")).summary
         assert (summary.prefill_worker, summary.codec, summary.transport, summary.kv_bytes) == ("", "", "", 0)
         await c.settled()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+async def test_a_transfer_of_one_frame_tells_the_link(monkeypatch, transport):
+    """It comes ahead of the first token, as all frames of a short prompt do."""
+    for least in ("LEAST_SAMPLE_BYTES", "LEAST_PAYLOAD_BYTES"):
+        monkeypatch.setattr(kvrail.services.decode.choice, least, 1000)
+    async with cluster(tiny_model("llama"), transport, page_size=PAGE) as c:
+        (address,) = c.prefills
+        rate = {"model_name": c.decode.settings.model_name, "prefill_worker": address}
+        assert c.decode.registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate) is None
+        summary = (await c.ask(prompt_of(300), codec="raw")).summary
+        assert metric(c.decode, "kvrail_kv_frames_total", "raw", direction="received") == 1
+        known = c.decode.registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate)
+        assert known >= summary.kv_bytes / transfer_seconds(c.decode)
+        await c.settled()
+
+
+def transfer_seconds(worker):
+    """Of all transfers that a decode worker has received, handshakes and computation included."""
+    labels = {"model_name": worker.settings.model_name, "direction": "received"}
+    return worker.registry.get_sample_value("kvrail_kv_transfer_seconds_sum", labels)

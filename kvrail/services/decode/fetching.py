@@ -254,6 +254,7 @@ class Fetcher:
             return False
         finally:
             breaker.left(began)
+            self._chooser.observe_link(address, fetch.crossing)
         return True
 
     def _commit(self, address: str, fetch: Fetch, progress: Progress) -> None:
@@ -264,7 +265,6 @@ class Fetcher:
         progress.promise.received(address, received.numerics)
         if (exposed := progress.exposed_s()) is not None:
             metrics.exposed_seconds.observe(exposed)
-        self._chooser.observe_link(address, received.codec, fetch.watch.sample())
         if received.lossy:
             metrics.lossy_requests.inc()
 

@@ -17,7 +17,7 @@ from kvrail.lifecycle import Stage, Timeline
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.rpc.prefill_call import PrefillCall
 from kvrail.services.carriers import Carriers
-from kvrail.services.decode.choice import LinkWatch
+from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Received
 from kvrail.services.observing import ReceivedKV
 from kvrail.services.pages import LeasedPages
@@ -72,7 +72,7 @@ class Fetch:
         self._pages = LeasedPages(worker.cache, worker.side, lease.pages, len(request.prompt_ids))
         self._received = Received()
         self.drafting = False  # the engine was told that it may draft on what came in this attempt
-        self.watch = LinkWatch()
+        self.crossing = LinkSample()
 
     async def fetch(
         self,
@@ -91,7 +91,7 @@ class Fetch:
         there are others. Whatever is raised, another worker may succeed.
         """
         begin = perf_counter()
-        self.drafting, self.watch, self._received = False, LinkWatch(), received
+        self.drafting, self.crossing, self._received = False, LinkSample(), received
         key = secrets.randbits(64)
         request = self._prefill_request(link_bytes_per_s, key, avoided)
         async with client.prefill(request, timeout_s=timeout_s) as call:
@@ -196,7 +196,7 @@ class Fetch:
             self._held_pages,
             first_recent_page(len(self._request.prompt_ids), layout.page_size),
         )
-        observer = _Watching(self._worker, self._spans, self._received, self.watch, self._timeline)
+        observer = _Watching(self._worker, self._spans, self._received, self.crossing)
         receiver = PageReceiver(
             transfer, codec, self._pages, self._executor, observer, self._silence_s, self._begin_drafting
         )
@@ -227,21 +227,17 @@ class Fetch:
 
 
 class _Watching(ReceivedKV):
-    """Counts, and watches the link once the prompt has been computed."""
+    """Counts, and times the link."""
 
-    def __init__(
-        self, worker: Worker, spans: SpanLog | None, received: Received, watch: LinkWatch, timeline: Timeline
-    ) -> None:
+    def __init__(self, worker: Worker, spans: SpanLog | None, received: Received, crossing: LinkSample) -> None:
         super().__init__(worker, spans)
         self._received = received
-        self._watch = watch
-        self._timeline = timeline
+        self._crossing = crossing
 
-    def arrived(self, payload_bytes: int, waited_s: float) -> None:
+    def arrived(self, payload_bytes: int, waited_s: float, flight_s: float) -> None:
         """A frame is here."""
-        super().arrived(payload_bytes, waited_s)
-        if self._timeline.get(Stage.PREFILL_FINISHED) is not None:
-            self._watch.frame(payload_bytes, waited_s)
+        super().arrived(payload_bytes, waited_s, flight_s)
+        self._crossing.add(payload_bytes, flight_s)
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages."""
