@@ -1,7 +1,7 @@
 """Codec `auto`: which exact codec gives the k-th token soonest, from what was measured of link and codecs."""
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from kvrail.codec.cost import CodecCost
@@ -121,17 +121,23 @@ class Chooser:
 
     def choose(self, worker: str, raw_bytes: int) -> Choice:
         """The codec for a transfer of `raw_bytes` from a prefill worker; counted."""
-        link = self._links.get(worker)
-        if link is None:
-            sentence = f"the link to {worker} has not been measured yet"
-            choice = Choice(self._fallback, "link_unknown", sentence)
-        elif WITHOUT_CODE not in self.costs:
-            choice = Choice(self._fallback, "costs_unknown", "the codecs have not been measured yet")
-        else:
-            at = Situation(raw_bytes, link, self._step_s, self._max_drafts, self._acceptance)
-            choice = choose(self.costs, at)
+        choice = self._best(worker, raw_bytes, self.costs)
         self._metrics.codec_chosen(choice.codec, choice.reason)
         return choice
+
+    def meanwhile(self, worker: str, raw_bytes: int, usable: Callable[[str], bool]) -> str:
+        """Name of what `choose` would take if there were only codecs that are usable."""
+        costs = {name: cost for name, cost in self.costs.items() if usable(name)}
+        return self._best(worker, raw_bytes, costs).codec
+
+    def _best(self, worker: str, raw_bytes: int, costs: Mapping[str, CodecCost]) -> Choice:
+        link = self._links.get(worker)
+        if link is None:
+            return Choice(self._fallback, "link_unknown", f"the link to {worker} has not been measured yet")
+        if WITHOUT_CODE not in costs:
+            return Choice(self._fallback, "costs_unknown", "the codecs have not been measured yet")
+        at = Situation(raw_bytes, link, self._step_s, self._max_drafts, self._acceptance)
+        return choose(costs, at)
 
     def link_bytes_per_s(self, worker: str) -> int:
         """Rate of the link from a prefill worker; 0 where it has not been measured yet."""

@@ -15,7 +15,7 @@ from kvrail.engine.requests import EngineRequest
 from kvrail.errors import DeadlineError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.services.carriers import Carriers
-from kvrail.services.codecs import AUTO, CodecChoiceError, Codecs
+from kvrail.services.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
 from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fallback import LocalFallbacks
 from kvrail.services.decode.local import LocalPrefill
@@ -46,7 +46,8 @@ class PrefillWorkers(Protocol):
 class Fetcher:
     """Fetches prompts' KV for one decode worker. Belongs to one event loop.
 
-    asked_codec: a codec's name, or AUTO; first_codec: what AUTO takes as long as it knows nothing of a link.
+    asked_codec: a codec's name, or AUTO; first_codec: what AUTO takes as long as it knows nothing of a link. It is
+    usable, as plain bytes are.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class Fetcher:
         """Find out what each exact codec costs here, one after the other, beside the requests; then AUTO can choose."""
         for name in self._codecs.exact:
             try:
-                self._chooser.costs[name] = await self._codecs.measured(name, on_device=self._carriers.on_device)
+                self._chooser.costs[name] = await self._codecs.measured(
+                    name, self._worker.loaded, on_device=self._carriers.on_device
+                )
             except CodecChoiceError as error:
                 logger.warning("codec %s leaves one out: %s", AUTO, error)
 
@@ -189,8 +192,7 @@ class Fetcher:
     ) -> bool:
         """Whether a worker has filled the pages, or nobody asks for them any more; then nothing writes them."""
         asked, engine, metrics = progress.request, self._worker.engine, self._worker.transfers
-        codec = self._choose(codec_name, workers, asked, admitted, progress)
-        await self._codecs.ready(codec.name)
+        codecs = self._offer(codec_name, workers, asked, admitted, progress)
         lease = engine.claim_lease(asked.request_id)
         if lease is None:
             return True  # dropped meanwhile: nobody asks for its pages any more
@@ -202,7 +204,7 @@ class Fetcher:
                 asked,
                 admitted,
                 lease,
-                codec,
+                codecs,
                 progress.timeline,
                 progress.spans,
                 {} if progress.trace is None else progress.trace.context,
@@ -267,15 +269,26 @@ class Fetcher:
             metrics.exposed_seconds.observe(exposed)
         if received.lossy:
             metrics.lossy_requests.inc()
+        if received.codec != progress.asked_codec:
+            metrics.codec_substituted(progress.asked_codec)
 
-    def _choose(
+    def _offer(
         self, name: str, workers: Sequence[Asked], asked: EngineRequest, admitted: Admitted, progress: Progress
-    ) -> Codec:
-        """The codec called `name`; for AUTO the one that suits what is missing here and the link."""
-        if name != AUTO:
-            return self._codecs.get(name)
-        layout = self._worker.loaded.layout
+    ) -> list[Codec]:
+        """What a prefill worker may take, best first: codec `name`, for AUTO what suits the missing KV and the link.
+
+        Behind it come those that serve where that one is not compiled there; where it is not compiled here, before it.
+        """
+        codecs, layout, address = self._codecs, self._worker.loaded.layout, workers[0].address
         pages = layout.pages_for(len(asked.prompt_ids)) - admitted.cached_tokens // layout.page_size
-        choice = self._chooser.choose(workers[0].address, pages * layout.page_bytes)
-        progress.codec_reason = choice.sentence
-        return self._codecs.get(choice.codec)
+        raw_bytes = pages * layout.page_bytes
+        if name == AUTO:
+            choice = self._chooser.choose(address, raw_bytes)
+            name, progress.codec_reason = choice.codec, choice.sentence
+        others = [self._chooser.meanwhile(address, raw_bytes, codecs.usable), WITHOUT_CODE]
+        obstacle = codecs.ask_for(name)
+        progress.asked_codec = name
+        progress.substituted = f"codec {name} " + (
+            f"{obstacle} on the decode worker" if obstacle else "is not compiled on the prefill worker yet"
+        )
+        return [codecs.get(each) for each in dict.fromkeys([*others, name] if obstacle else [name, *others])]

@@ -48,7 +48,9 @@ class Progress:
     cached_tokens: int = 0
     prefill_worker: str = ""  # asked to compute the prompt; empty where none was, or where all have failed
     committed: bool = False  # that worker's KV is in the pages
-    codec_reason: str = ""
+    asked_codec: str = ""
+    substituted: str = ""  # why another codec crosses, where one does
+    codec_reason: str = ""  # why this one was asked for, where the choice was left to this worker
     falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
     drafts: DraftLog = field(init=False)
@@ -169,7 +171,7 @@ class Progress:
                 kv_raw_bytes=received.raw_bytes,
                 drafts_proposed=self.drafts.proposed,
                 drafts_accepted=self.drafts.accepted,
-                codec_reason=self.codec_reason,
+                codec_reason=self.codec_reason if self.received.codec in ("", self.asked_codec) else self.substituted,
                 transport=received.transport if self.prefill_worker else "",
                 exposed_s=self.exposed_s() or 0.0,
                 spans=spans_to_proto(self.spans.all()) if self.spans is not None and self.traced else (),

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from time import perf_counter
 
@@ -42,7 +42,10 @@ logger = logging.getLogger("kvrail.decode")
 
 
 class Fetch:
-    """Fetches into the pages of `admitted`; several workers may be tried one after another."""
+    """Fetches into the pages of `admitted`; several workers may be tried one after another.
+
+    codecs: of which a worker takes the first that it can use.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Fetch:
         request: EngineRequest,
         admitted: Admitted,
         lease: PageLease,
-        codec: Codec,
+        codecs: Sequence[Codec],
         timeline: Timeline,
         spans: SpanLog | None,
         trace_context: Mapping[str, str],
@@ -64,7 +67,7 @@ class Fetch:
         self._request = request
         self._lease = lease
         self._held_pages = admitted.cached_tokens // worker.loaded.layout.page_size
-        self._codec = codec
+        self._codecs = {codec.name: codec for codec in codecs}
         self._timeline = timeline
         self._spans = spans
         self._trace_context = trace_context
@@ -148,7 +151,10 @@ class Fetch:
                 protocol_version=PROTOCOL_VERSION,
                 model_fingerprint=loaded.fingerprint,
                 layout=layout_to_proto(loaded.layout),
-                codecs=[prefill_pb2.OfferedCodec(name=self._codec.name, parameters_id=self._codec.parameters_id)],
+                codecs=[
+                    prefill_pb2.OfferedCodec(name=codec.name, parameters_id=codec.parameters_id)
+                    for codec in self._codecs.values()
+                ],
                 transports=[
                     prefill_pb2.OfferedTransport(
                         name=carrier.name, address=carrier.address, on_device=carrier.on_device
@@ -166,13 +172,13 @@ class Fetch:
         """Check the other end's choice and open the way on which payloads will come."""
         accepted = await unless_silent(call.accepted(), self._silence_s)
         self._timeline.mark(Stage.PREFILL_QUEUED)
-        codec, num_pages = self._codec, self._num_pages()
-        chosen = (accepted.protocol_version, accepted.codec, accepted.first_page, accepted.page_count)
-        if chosen != (PROTOCOL_VERSION, codec.name, self._held_pages, num_pages):
+        codec, num_pages = self._codecs.get(accepted.codec), self._num_pages()
+        chosen = (accepted.protocol_version, accepted.first_page, accepted.page_count)
+        if codec is None or chosen != (PROTOCOL_VERSION, self._held_pages, num_pages):
             raise IncompatibleError(
                 f"the prefill worker accepted protocol {accepted.protocol_version}, codec {accepted.codec!r} and"
                 f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION},"
-                f" codec {codec.name!r} and {num_pages} pages from {self._held_pages}"
+                f" codec {' or '.join(map(repr, self._codecs))} and {num_pages} pages from {self._held_pages}"
             )
         carrier = self._carriers.get(accepted.transport)
         received = self._received
@@ -187,7 +193,7 @@ class Fetch:
 
     async def _receive(self, call: PrefillCall, inlet: Inlet) -> None:
         """Have all pages written."""
-        codec, layout = self._codec, self._worker.loaded.layout
+        codec, layout = self._codecs[self._received.codec], self._worker.loaded.layout
         transfer = Transfer(
             self._request.caller_id,
             codec.name,
