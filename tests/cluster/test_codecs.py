@@ -297,3 +297,55 @@ def transfer_seconds(worker):
     """Of all transfers that a decode worker has received, handshakes and computation included."""
     labels = {"model_name": worker.settings.model_name, "direction": "received"}
     return worker.registry.get_sample_value("kvrail_kv_transfer_seconds_sum", labels)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """(role, codec) pairs that are not compiled, which a test may change; and those that were asked for."""
+    missing, asked = set(), []
+
+    def key(codecs, name):
+        return "prefill" if codecs._allow_lossy else "decode", name
+
+    def ask_for(codecs, name):
+        asked.append(key(codecs, name))
+        return "is being compiled" if key(codecs, name) in missing else ""
+
+    monkeypatch.setattr(Codecs, "usable", lambda codecs, name: key(codecs, name) not in missing)
+    monkeypatch.setattr(Codecs, "ask_for", ask_for)
+    return missing, asked
+
+
+@pytest.mark.parametrize(
+    ("roles", "reason"),
+    [
+        (["decode"], "codec splitzip is being compiled on the decode worker"),
+        (["prefill"], "codec splitzip is not compiled on the prefill worker yet"),
+        (["decode", "prefill"], "codec splitzip is being compiled on the decode worker"),
+    ],
+)
+async def test_a_codec_that_is_not_compiled_is_asked_for_at_both_ends_and_another_serves(uncompiled, roles, reason):
+    missing, asked = uncompiled
+    missing |= {(role, "splitzip") for role in roles}
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", prefix_cache=False, **SHARED) as c:
+        first = await c.ask(PROMPTS[1], codec="splitzip")
+        assert (first.summary.codec, first.summary.codec_reason) == ("splitzip-channel", reason)
+        assert first.tokens == (await never_sent("bfloat16"))[1]
+        assert {("decode", "splitzip"), ("prefill", "splitzip")} <= set(asked)
+        assert metric(c.decode, "kvrail_kv_codec_substituted_total", "splitzip") == 1
+        missing.clear()
+        then = await c.ask(PROMPTS[1], codec="splitzip")
+        assert (then.summary.codec, then.summary.codec_reason) == ("splitzip", "")
+        assert metric(c.decode, "kvrail_kv_codec_substituted_total", "splitzip") == 1
+        await c.settled()
+
+
+async def test_plain_bytes_serve_where_nothing_else_is_compiled(uncompiled):
+    missing, _ = uncompiled
+    missing |= {("prefill", name) for name in registry.names() if name != "raw"}
+    async with cluster(
+        tiny_model("llama"), "grpc", kv_dtype="bfloat16", decode={"codec": "int8", "allow_lossy": True}, **SHARED
+    ) as c:
+        summary = (await c.ask(PROMPTS[1])).summary
+        assert (summary.codec, summary.lossy) == ("raw", False) and "int8" in summary.codec_reason
+        await c.settled()
