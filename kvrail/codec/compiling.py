@@ -1,8 +1,7 @@
 """Kernels compiled ahead of their first use, and codecs measured, in a process of its own that fills caches on disk.
 
     CompilerProcess                              main
-    order, a line of JSON ─────────── stdin ───▶ at low priority, uses each codec once, then measures it
-    names to take first, a line each ─────────▶
+    order, a line of JSON ─────────── stdin ───▶ uses each codec once, then measures it
     ◀──────────────────────────────── stdout ─── a line of JSON for each codec that is done
 
 Triton's cache and numba's are found again by every process of the same user, so that who uses a codec afterwards loads
@@ -18,7 +17,6 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -89,16 +87,17 @@ def use_once(codec: Codec, pages: PagedBlock) -> None:
 class CompilerProcess:
     """One such process. Where it cannot be started or dies, codecs that are not done count as failed; nothing raises.
 
-    Any thread may use it.
+    urgent: at normal priority, since requests ask for these codecs. Any thread may use it.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, *, urgent: bool = False) -> None:
         self._outcomes: dict[str, Future[CodecCost | None]] = {name: Future() for name in order.names}
-        self._writing = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         try:
-            self._process = _start()
-            self._write(json.dumps({"parent": os.getpid(), **asdict(order)}))
+            self._process = _start(0 if urgent else NICENESS)
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps({"parent": os.getpid(), **asdict(order)}) + "\n")
+            self._process.stdin.flush()  # it stays open: its end ends the process
         except OSError as error:
             logger.warning("kernels are compiled on first use, since no process for it can be started: %s", error)
         threading.Thread(target=self._listen, name="compiling", daemon=True).start()
@@ -111,10 +110,6 @@ class CompilerProcess:
         """Whether `name` is one of the order's."""
         return name in self._outcomes
 
-    def hurry(self, name: str) -> None:
-        """Have `name` compiled next, after what is being compiled now."""
-        self._write(name)
-
     def close(self) -> None:
         """End the process; what is not done counts as failed. A second call does nothing."""
         if self._process is not None:
@@ -125,16 +120,6 @@ class CompilerProcess:
     def pid(self) -> int:
         """The process's id; 0 where it could not be started."""
         return self._process.pid if self._process is not None else 0
-
-    def _write(self, line: str) -> None:
-        if self._process is None or self._process.stdin is None:
-            return
-        with self._writing:
-            try:
-                self._process.stdin.write(line + "\n")
-                self._process.stdin.flush()
-            except (OSError, ValueError):
-                pass  # it has ended; what it did not do has failed
 
     def _listen(self) -> None:
         """Settle outcomes as they are told, then those of which nothing was heard."""
@@ -163,13 +148,13 @@ class CompilerProcess:
             outcome.set_result(cost)
 
 
-def _start() -> "subprocess.Popen[str]":
+def _start(niceness: int) -> "subprocess.Popen[str]":
     """The process, in which this package is the same as here, with one thread for each library."""
     root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", _COMMAND.format(NICENESS)],
+        [sys.executable, "-P", "-c", _COMMAND.format(niceness)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
@@ -177,48 +162,13 @@ def _start() -> "subprocess.Popen[str]":
     )
 
 
-class _Wishes:
-    """Names that are still to be taken, those asked for first."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = list(names)
-        self._lock = threading.Lock()
-
-    def put_first(self, name: str) -> None:
-        with self._lock:
-            if name in self._names:
-                self._names.remove(name)
-                self._names.insert(0, name)
-
-    def take(self) -> str | None:
-        with self._lock:
-            return self._names.pop(0) if self._names else None
-
-
-def _watch(wishes: _Wishes, parent: int) -> None:
-    """Read wishes; end this process at once when they end, or with its parent. Others may hold the pipe open."""
-    pending = b""
+def _watch(parent: int) -> None:
+    """End this process at once when its input ends, or with its parent. Others may hold the pipe open."""
     while os.getppid() == parent:
         readable, _, _ = select.select([0], [], [], LIFELINE_S)
-        if readable:
-            data = os.read(0, 4096)
-            if not data:
-                break
-            *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                wishes.put_first(line.decode())
+        if readable and not os.read(0, 4096):
+            break
     os._exit(1)
-
-
-def _read_line() -> bytes:
-    """The first line of the input and nothing behind it, which the watcher reads."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            raise SystemExit(1)
-        line += byte
-    return bytes(line)
 
 
 def main() -> None:
@@ -236,13 +186,12 @@ def main() -> None:
 def _do_order() -> None:
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    told_order = json.loads(_read_line())
-    wishes = _Wishes(told_order["names"])
-    threading.Thread(target=_watch, args=(wishes, told_order["parent"]), daemon=True).start()
+    told_order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_watch, args=(told_order["parent"],), daemon=True).start()
     torch.set_num_threads(1)
     pages = sample_pages(BlockSpec(**told_order["spec"]), torch.device(told_order["device"]))
     codebook = Codebook.load(told_order["codebook"]) if told_order["codebook"] else None
-    while (name := wishes.take()) is not None:
+    for name in told_order["names"]:
         answer: dict[str, object] = {"codec": name, "error": ""}
         try:
             codec = registry.get(name, codebook)

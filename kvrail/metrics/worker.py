@@ -155,9 +155,14 @@ class TransferMetrics:
             "Transfers whose codec was left to the decode worker, by what it took and why.",
             *("codec", "reason"),
         )
+        self._substituted = make.counter_family(
+            "kvrail_kv_codec_substituted",
+            "Transfers for which a codec was asked for that was not compiled yet, so that another one was used.",
+            "codec",
+        )
         self._links = make.gauge_family(
             "kvrail_kv_link_bytes_per_second",
-            "Running mean of what the link from a prefill worker carries.",
+            "What the link from a prefill worker carries: the median of its last transfers, weighted by their bytes.",
             "prefill_worker",
         )
 
@@ -178,6 +183,10 @@ class TransferMetrics:
     def codec_chosen(self, codec: str, reason: str) -> None:
         """Count a transfer whose codec was left to the decode worker."""
         self._choices.labels(self._model, codec, reason).inc()
+
+    def codec_substituted(self, codec: str) -> None:
+        """Count a transfer for which `codec` was asked for, and another one was used."""
+        self._substituted.labels(self._model, codec).inc()
 
     def link_measured(self, prefill_worker: str, bytes_per_second: float) -> None:
         """Record what the link from `prefill_worker` carries."""
@@ -200,6 +209,9 @@ class CodecMetrics:
     ) -> None:
         self._model = model_name
         make = Make(registry, model_name)
+        self._compiling = make.gauge_family(
+            "kvrail_codec_compiling", "1 while a codec that was asked for is being compiled, then 0.", "codec"
+        )
         if decodes:
             self._decode_seconds = make.histogram_family(
                 "kvrail_kv_decode_seconds",
@@ -226,6 +238,10 @@ class CodecMetrics:
             "Of each frame's keys and values, those that travelled as they were: no code would have made them smaller.",
             "codec",
         )
+
+    def compiling(self, codec: str, under_way: bool) -> None:
+        """Record whether a codec that was asked for is being compiled."""
+        self._compiling.labels(self._model, codec).set(under_way)
 
     def encoded(self, codec: str, seconds: float, *, values: int, escapes: int, raw_tensors: int) -> None:
         """Count one block that was encoded."""

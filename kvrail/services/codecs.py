@@ -1,10 +1,9 @@
-"""The codecs of one worker: made once, at start; their kernels compiled before they are needed, and not in its way."""
+"""The codecs of one worker: made once, at start; their kernels compiled beside requests, which never wait for that."""
 
 import asyncio
 import logging
 import threading
-from collections.abc import Collection
-from concurrent.futures import Future
+from time import perf_counter
 
 from kvrail import background
 from kvrail.codec import registry
@@ -15,6 +14,7 @@ from kvrail.codec.splitzip.one_stage.codebook import Codebook, CodebookError
 from kvrail.config import WorkerSettings, flag_name
 from kvrail.engine.loader import LoadedModel
 from kvrail.errors import ConfigError
+from kvrail.metrics import CodecMetrics
 from kvrail.tuning import compute_with
 
 logger = logging.getLogger("kvrail.codecs")
@@ -35,7 +35,8 @@ class Codecs:
     """The codecs that take a worker's pages, by name, with the codebook that its settings name or else the shipped one.
 
     allow_lossy: whether codecs that do not restore every bit can be asked for too. Raises ConfigError where the
-    codebook cannot be read.
+    codebook cannot be read. Until `prepare`, every codec is usable, and compiles at its first use. Belongs to one event
+    loop.
     """
 
     def __init__(self, settings: WorkerSettings, *, allow_lossy: bool) -> None:
@@ -45,11 +46,13 @@ class Codecs:
         self._codebook = _load(settings.codebook) if settings.codebook else None
         self._all = {name: registry.get(name, self._codebook) for name in registry.names()}
         self._loaded: LoadedModel | None = None
-        self._compiler: CompilerProcess | None = None
+        self._metrics: CodecMetrics | None = None
+        self._ahead: CompilerProcess | None = None  # compiles and measures all, at low priority
+        self._urgent: CompilerProcess | None = None  # compiles what was asked for
         self._closed = False
-        self._first_uses: dict[str, Future[None]] = {}
-        self._asking = threading.Lock()
-        self._loading = threading.Lock()  # one codec at a time
+        self._used: set[str] = set()  # once, here
+        self._asked_for: dict[str, str] = {}  # and not usable yet: how that stands
+        self._compiling = threading.Lock()  # one at a time
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,58 +126,46 @@ class Codecs:
         except CodebookError as error:
             raise ConfigError(f"{flag_name('codebook')} {self._path}: {error}") from None
 
-    def prepare(self, first: str, loaded: LoadedModel) -> None:
-        """Compile what plain bytes and codec `first` need, here, before requests come; the others beside them."""
+    def prepare(self, first: str, loaded: LoadedModel, metrics: CodecMetrics) -> None:
+        """Compile what plain bytes and codec `first` need, here, before requests come; the others beside them.
+
+        Those are compiled and measured in a process of its own (kvrail/codec/compiling.py). In this process nothing is
+        compiled or loaded until it is asked for. Raises CodecChoiceError as `get`.
+        """
         for name in {WITHOUT_CODE, first}:
-            self.warm_up(name, loaded)
-        self.warm_up_others((WITHOUT_CODE, first), loaded)
+            use_once(self.get(name), sample_pages(_measured_spec(loaded), loaded.device))
+            self._used.add(name)
+        self._loaded, self._metrics = loaded, metrics
+        if names := tuple(name for name in self.names if not self.usable(name)):
+            self._ahead = CompilerProcess(self._order(loaded, *names))
 
-    def warm_up(self, name: str, loaded: LoadedModel) -> None:
-        """Compile codec `name`, or load what was compiled before, in this thread, before requests come.
+    def usable(self, name: str) -> bool:
+        """Whether nothing is left to be compiled or loaded for a codec here, so that no request waits for it."""
+        loaded = self._loaded
+        return loaded is None or name in self._used or not registry.compiles(name, loaded.device.type)
 
-        Raises CodecChoiceError as `get`.
-        """
-        self._loaded = loaded
-        use_once(self.get(name), sample_pages(_measured_spec(loaded), loaded.device))
-        self._mark_used(name)
+    def ask_for(self, name: str) -> str:
+        """Begin at once what is left to make a codec usable, in a thread; returns how that stands, empty once it is."""
+        if self.usable(name):
+            return ""
+        if name not in self._asked_for:
+            self._asked_for[name] = "is being compiled"
+            logger.info("codec %s was asked for and is compiled now; meanwhile others are used in its place", name)
+            background.start(f"compile {name}", lambda: self._compile(name))
+        return self._asked_for[name]
 
-    def warm_up_others(self, ready: Collection[str], loaded: LoadedModel) -> None:
-        """Begin to compile all codecs but those `ready`, in a process of its own (kvrail/codec/compiling.py).
-
-        In this process nothing is compiled or loaded until `ready` asks for it.
-        """
-        self._loaded = loaded
-        kind = loaded.device.type
-        names = tuple(name for name in self.names if name not in ready and registry.compiles(name, kind))
-        if names and self._compiler is None:
-            self._compiler = CompilerProcess(Order(_measured_spec(loaded), str(loaded.device), self._path, names))
-
-    async def ready(self, name: str) -> Codec:
-        """The codec called `name`, once nothing is left to be compiled for it; to be awaited before its first use.
-
-        Where it is being compiled, that is waited for, and it comes next; then a thread loads it. Where compiling ahead
-        has failed that thread compiles it. Later calls return at once. Raises CodecChoiceError as `get`.
-        """
-        codec = self.get(name)
-        used = self._first_use(name)
-        if not used.done():
-            await asyncio.shield(asyncio.wrap_future(used))  # others may wait for the same
-        return codec
-
-    async def measured(self, name: str, *, on_device: bool = False) -> CodecCost:
+    async def measured(self, name: str, loaded: LoadedModel, *, on_device: bool = False) -> CodecCost:
         """The cost here of codec `name`; raises CodecChoiceError as `get`, or where it could not be compiled.
 
         Measured by the process that compiles; of what this one has compiled itself, in a thread. on_device: payloads
-        stay on the device if the codec has such. Needs a warm-up before.
+        stay on the device if the codec has such.
         """
-        codec, loaded, compiler = self.get(name), self._loaded, self._compiler
-        assert loaded is not None, "measured comes after prepare"
-        if compiler is not None and compiler.knows(name):
-            cost = await asyncio.shield(asyncio.wrap_future(compiler.outcome(name)))
+        codec, ahead = self.get(name), self._ahead
+        if ahead is not None and ahead.knows(name):
+            cost = await asyncio.shield(asyncio.wrap_future(ahead.outcome(name)))
             if cost is None:
                 raise CodecChoiceError(f"codec {name!r} could not be compiled ahead")
             return cost
-        await self.ready(name)
 
         def measure_here() -> CodecCost:
             compute_with(1)
@@ -184,52 +175,42 @@ class Codecs:
         return await asyncio.to_thread(measure_here)
 
     def close(self) -> None:
-        """End the process that compiles, if it still runs. It also ends with this one, however that ends."""
+        """End the processes that compile, if they still run. They also end with this one, however that ends."""
         self._closed = True
-        if self._compiler is not None:
-            self._compiler.close()
+        for process in (self._ahead, self._urgent):
+            if process is not None:
+                process.close()
 
-    def _mark_used(self, name: str) -> None:
-        with self._asking:
-            self._first_uses.setdefault(name, Future())
-            if not self._first_uses[name].done():
-                self._first_uses[name].set_result(None)
+    def _compile(self, name: str) -> None:
+        """Make a codec usable; in a thread of its own.
 
-    def _first_use(self, name: str) -> "Future[None]":
-        """Done once `name` has been used here; begins what leads there where nobody has."""
-        with self._asking:
-            used = self._first_uses.get(name)
-            if used is not None:
-                return used
-            used = self._first_uses[name] = Future()
-        loaded, compiler = self._loaded, self._compiler
-        if loaded is None or not registry.compiles(name, loaded.device.type):
-            used.set_result(None)
-            return used
-
-        def load(_: object = None) -> None:
-            if self._closed:  # the worker ends, and whoever still asks compiles it
-                used.set_result(None)
-                return
-            background.start(f"load {name}", lambda: self._load(self._all[name], loaded, used))
-
-        if compiler is not None and compiler.knows(name):
-            compiler.hurry(name)
-            compiler.outcome(name).add_done_callback(load)
-        else:
-            load()
-        return used
-
-    def _load(self, codec: Codec, loaded: LoadedModel, used: "Future[None]") -> None:
-        """Use a codec once, in a thread of its own."""
+        A process compiles, unless the one that compiles ahead has done so, and this one loads what that has left on
+        disk. Only where no process could compile does this one.
+        """
+        loaded, metrics, begin = self._loaded, self._metrics, perf_counter()
+        assert loaded is not None and metrics is not None, "until prepare, every codec is usable"
+        metrics.compiling(name, True)
         try:
-            compute_with(1)
-            with self._loading:
-                use_once(codec, sample_pages(_measured_spec(loaded), loaded.device))
+            with self._compiling:
+                outcome = self._ahead.outcome(name) if self._ahead is not None else None
+                if not self._closed and (outcome is None or not outcome.done() or outcome.result() is None):
+                    self._urgent = CompilerProcess(self._order(loaded, name), urgent=True)
+                    self._urgent.outcome(name).result()
+                if self._closed:
+                    return
+                compute_with(1)
+                use_once(self._all[name], sample_pages(_measured_spec(loaded), loaded.device))
         except Exception:
-            logger.exception("codec %s could not be warmed up; requests will try it", codec.name)
+            logger.exception("codec %s could not be compiled; others are used in its place until a restart", name)
+            self._asked_for[name] = "could not be compiled"
+        else:
+            self._used.add(name)
+            logger.info("codec %s is compiled and in use after %.1f s", name, perf_counter() - begin)
         finally:
-            used.set_result(None)
+            metrics.compiling(name, False)
+
+    def _order(self, loaded: LoadedModel, *names: str) -> Order:
+        return Order(_measured_spec(loaded), str(loaded.device), self._path, names)
 
 
 def _measured_spec(loaded: LoadedModel) -> BlockSpec:

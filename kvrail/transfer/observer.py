@@ -22,8 +22,8 @@ class SendingObserver(Protocol):
 class ReceivingObserver(Protocol):
     """Told by the receiving end."""
 
-    def arrived(self, payload_bytes: int, waited_s: float) -> None:
-        """A frame is here; whoever wanted it waited so long for it."""
+    def arrived(self, payload_bytes: int, waited_s: float, flight_s: float) -> None:
+        """A frame is here; the receiver waited so long for it, and its payload crossed in `flight_s` (`Region`)."""
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages, so many seconds after its decoding was begun."""

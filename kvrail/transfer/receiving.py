@@ -161,7 +161,7 @@ class PageReceiver:
         arrival = self._arrivals[0]
         await unless_silent(_unless_failed(arrival.region, reading), self._silence_s)
         region = arrival.region.result()
-        self._observer.arrived(region.payload.nbytes, perf_counter() - asked)
+        self._observer.arrived(region.payload.nbytes, perf_counter() - asked, region.flight_s)
         return region
 
     async def _take(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:

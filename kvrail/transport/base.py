@@ -56,6 +56,14 @@ class Region(Protocol):
         """The payload, exactly as long as was asked for. Valid until `release`."""
         ...
 
+    @property
+    def flight_s(self) -> float:
+        """Seconds in which the payload crossed, from its first byte here to its last; 0 where nothing crosses a link.
+
+        What came before the payload is not in it: its computation, its encoding, payloads ahead of it.
+        """
+        ...
+
     def release(self) -> None:
         """Nobody reads it any more. A second call does nothing. Any thread may call it."""
         ...

@@ -19,6 +19,8 @@ from kvrail.waiting import settled
 class LentRegion:
     """A sender's memory in the receiver's hands."""
 
+    flight_s = 0.0
+
     def __init__(self, payload: Payload) -> None:
         self._payload = payload
         self._loop = asyncio.get_running_loop()

@@ -121,6 +121,7 @@ class PooledRegion:
 
     def __init__(self, pool: RegionPool, begin: int, size: int, room: int) -> None:
         self._pool, self._begin, self._size, self._room = pool, begin, size, room
+        self.flight_s = 0.0
         self._held = [True]  # popped by the first release; a list does that at once for all threads
 
     @property

@@ -194,7 +194,6 @@ async def cluster(
     channels = GrpcPrefillWorkers(tls("decode"))
     reach = InprocWorkers(servicers) if here else channels
     carriers = await carriers_for(transport, options, worker.loaded.device)
-    codecs.warm_up("raw", worker.loaded)
     asked = codecs.check(options.codec)
     fetcher = Fetcher(worker, options, codecs, carriers, asked, codecs.usual if asked == AUTO else asked, reach)
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)

@@ -10,12 +10,12 @@ import kvrail.services.prefill.servicer
 from kvrail.codec import registry
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
 from kvrail.config import DecodeSettings
-from kvrail.errors import ConfigError, InvalidRequestError
+from kvrail.errors import ConfigError, InvalidRequestError, TransferAbortedError
 from kvrail.layout import DTYPE_BYTES
 from kvrail.pagehash import page_hashes
 from kvrail.services.codecs import Codecs
 from kvrail.transfer.sizes import MAX_GROWTH_BYTES
-from tests.cluster.cluster import cluster, settings
+from tests.cluster.cluster import TRANSPORTS, cluster, settings
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of
 from tests.cluster.test_faults import note_pages
@@ -252,3 +252,100 @@ async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypat
         answer = await c.ask(prompt_of(300), max_tokens=2)
     assert answer.summary.prefill_worker
     assert told == [(1234, min(decode_bytes, SHARED["max_frame_bytes"]), 1)]
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_an_answer_of_one_token_says_who_computed_it_and_how_its_kv_crosses(codec):
+    """The request ends with the first token, before its KV is here."""
+    async with cluster(tiny_model("llama"), "grpc", decode={"allow_lossy": True}, **SHARED) as c:
+        summary = (await c.ask(prompt_of(300), max_tokens=1, codec=codec)).summary
+        (address,) = c.prefills
+        assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, "grpc")
+        assert summary.lossy == (codec == "int8") and summary.numerics == ("" if summary.lossy else c.decode.numerics)
+        assert summary.completion_tokens == 1
+        await c.settled()
+
+
+async def test_where_a_prefill_worker_fails_behind_its_first_token_the_answer_names_none(monkeypatch):
+    async def fail(sender, header, stage):
+        raise TransferAbortedError("broken on purpose")
+
+    on_send(monkeypatch, fail)
+    async with cluster(tiny_model("llama"), "grpc", **SHARED) as c:
+        summary = (await c.ask(prompt_of(300), codec="raw")).summary
+        assert (summary.prefill_worker, summary.codec, summary.transport, summary.kv_bytes) == ("", "", "", 0)
+        await c.settled()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+async def test_a_transfer_of_one_frame_tells_the_link(monkeypatch, transport):
+    """It comes ahead of the first token, as all frames of a short prompt do."""
+    for least in ("LEAST_SAMPLE_BYTES", "LEAST_PAYLOAD_BYTES"):
+        monkeypatch.setattr(kvrail.services.decode.choice, least, 1000)
+    async with cluster(tiny_model("llama"), transport, page_size=PAGE) as c:
+        (address,) = c.prefills
+        rate = {"model_name": c.decode.settings.model_name, "prefill_worker": address}
+        assert c.decode.registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate) is None
+        summary = (await c.ask(prompt_of(300), codec="raw")).summary
+        assert metric(c.decode, "kvrail_kv_frames_total", "raw", direction="received") == 1
+        known = c.decode.registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate)
+        assert known >= summary.kv_bytes / transfer_seconds(c.decode)
+        await c.settled()
+
+
+def transfer_seconds(worker):
+    """Of all transfers that a decode worker has received, handshakes and computation included."""
+    labels = {"model_name": worker.settings.model_name, "direction": "received"}
+    return worker.registry.get_sample_value("kvrail_kv_transfer_seconds_sum", labels)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """(role, codec) pairs that are not compiled, which a test may change; and those that were asked for."""
+    missing, asked = set(), []
+
+    def key(codecs, name):
+        return "prefill" if codecs._allow_lossy else "decode", name
+
+    def ask_for(codecs, name):
+        asked.append(key(codecs, name))
+        return "is being compiled" if key(codecs, name) in missing else ""
+
+    monkeypatch.setattr(Codecs, "usable", lambda codecs, name: key(codecs, name) not in missing)
+    monkeypatch.setattr(Codecs, "ask_for", ask_for)
+    return missing, asked
+
+
+@pytest.mark.parametrize(
+    ("roles", "reason"),
+    [
+        (["decode"], "codec splitzip is being compiled on the decode worker"),
+        (["prefill"], "codec splitzip is not compiled on the prefill worker yet"),
+        (["decode", "prefill"], "codec splitzip is being compiled on the decode worker"),
+    ],
+)
+async def test_a_codec_that_is_not_compiled_is_asked_for_at_both_ends_and_another_serves(uncompiled, roles, reason):
+    missing, asked = uncompiled
+    missing |= {(role, "splitzip") for role in roles}
+    async with cluster(tiny_model("llama"), kv_dtype="bfloat16", prefix_cache=False, **SHARED) as c:
+        first = await c.ask(PROMPTS[1], codec="splitzip")
+        assert (first.summary.codec, first.summary.codec_reason) == ("splitzip-channel", reason)
+        assert first.tokens == (await never_sent("bfloat16"))[1]
+        assert {("decode", "splitzip"), ("prefill", "splitzip")} <= set(asked)
+        assert metric(c.decode, "kvrail_kv_codec_substituted_total", "splitzip") == 1
+        missing.clear()
+        then = await c.ask(PROMPTS[1], codec="splitzip")
+        assert (then.summary.codec, then.summary.codec_reason) == ("splitzip", "")
+        assert metric(c.decode, "kvrail_kv_codec_substituted_total", "splitzip") == 1
+        await c.settled()
+
+
+async def test_plain_bytes_serve_where_nothing_else_is_compiled(uncompiled):
+    missing, _ = uncompiled
+    missing |= {("prefill", name) for name in registry.names() if name != "raw"}
+    async with cluster(
+        tiny_model("llama"), "grpc", kv_dtype="bfloat16", decode={"codec": "int8", "allow_lossy": True}, **SHARED
+    ) as c:
+        summary = (await c.ask(PROMPTS[1])).summary
+        assert (summary.codec, summary.lossy) == ("raw", False) and "int8" in summary.codec_reason
+        await c.settled()

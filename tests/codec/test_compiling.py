@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from kvrail.codec import compiling, registry
 from kvrail.codec.base import BlockSpec
@@ -17,7 +19,8 @@ from kvrail.codec.compiling import CompilerProcess, Order, sample_pages, use_onc
 from kvrail.codec.core import cpu_compile
 from kvrail.config import PrefillSettings
 from kvrail.layout import KVLayout
-from kvrail.services.codecs import CodecChoiceError, Codecs
+from kvrail.metrics import CodecMetrics
+from kvrail.services.codecs import Codecs
 
 SPEC = BlockSpec("bfloat16", 1, 1, 16, 2, 8, 8, False)
 LOADED = SimpleNamespace(layout=KVLayout(2, 2, 8, 8, 16, "bfloat16"), device=torch.device("cpu"))
@@ -71,7 +74,6 @@ def test_what_is_done_is_told_and_what_fails_too():
 def test_a_codebook_that_is_gone_fails_all_and_raises_nothing():
     process = CompilerProcess(Order(SPEC, "cpu", "/nowhere/book.json", ("raw",)))
     assert process.outcome("raw").result(250) is None
-    process.hurry("raw")
 
 
 def test_a_process_that_cannot_start_fails_all(monkeypatch):
@@ -107,60 +109,96 @@ def codecs(monkeypatch):
     made.close()
 
 
-async def test_nothing_is_used_here_until_it_is_asked_for_and_then_once(codecs):
+@pytest.fixture
+def niceness(monkeypatch):
+    """Of each process that was started to compile, in order."""
+    started, start = [], compiling._start
+    monkeypatch.setattr(compiling, "_start", lambda nice: started.append(nice) or start(0))
+    monkeypatch.setattr(compiling, "NICENESS", 10)
+    return started
+
+
+def prepare(made):
+    """Returns what the gauge says of a codec."""
+    metrics = CollectorRegistry()
+    made.prepare("raw", LOADED, CodecMetrics(metrics, "m"))
+    return lambda name: metrics.get_sample_value("kvrail_codec_compiling", {"model_name": "m", "codec": name})
+
+
+async def until(condition):
+    async with asyncio.timeout(250):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_what_was_compiled_ahead_is_only_loaded_once_it_is_asked_for(codecs, niceness):
     made, used = codecs
-    made.warm_up("raw", LOADED)
-    made.warm_up_others(["raw"], LOADED)
+    prepare(made)
     for name in ("int8", "int4"):
-        assert (await asyncio.wrap_future(made._compiler.outcome(name))).stages
-    assert used == ["raw"]
-    assert (await made.ready("raw")).name == "raw"
-    found = await asyncio.gather(*(made.ready("int8") for _ in range(5)))
-    assert {codec.name for codec in found} == {"int8"} and used == ["raw", "int8"]
-    with pytest.raises(CodecChoiceError):
-        await made.ready("lynx")
+        assert (await made.measured(name, LOADED)).stages
+    assert used == ["raw"] and made.usable("raw") and not made.usable("int8")
+    assert [made.ask_for("int8") for _ in range(3)] == ["is being compiled"] * 3
+    await until(lambda: made.usable("int8"))
+    assert used == ["raw", "int8"] and niceness == [10]
+    assert made.ask_for("int8") == "" and not made.usable("int4")
 
 
-async def test_asking_waits_for_the_process_and_a_cancelled_one_leaves_the_others(codecs, monkeypatch):
+async def test_what_is_asked_for_is_compiled_at_once_whatever_is_compiled_ahead(codecs, niceness, caplog):
     made, used = codecs
-    started = []
-    monkeypatch.setattr(compiling.CompilerProcess, "hurry", lambda self, name: started.append(name))
-    made.warm_up_others(["raw"], LOADED)
-    os.kill(made._compiler.pid, signal.SIGSTOP)
-    first, second = (asyncio.create_task(made.ready("int4")) for _ in range(2))
-    while not started:
-        await asyncio.sleep(0)
-    first.cancel()
-    await asyncio.wait([first])
-    assert first.cancelled() and not second.done() and used == []
-    os.kill(made._compiler.pid, signal.SIGCONT)
-    assert (await second).name == "int4" and used == ["int4"] and started == ["int4"]
+    gauge = prepare(made)
+    os.kill(made._ahead.pid, signal.SIGSTOP)
+    with caplog.at_level("INFO", "kvrail.codecs"):
+        assert made.ask_for("int4") == "is being compiled"
+        await until(lambda: gauge("int4") == 1)
+        assert made.ask_for("int8") == "is being compiled"
+        await until(lambda: made.usable("int8") and made.usable("int4"))
+    assert sorted(used) == ["int4", "int8", "raw"] and niceness == [10, 0, 0]
+    await until(lambda: gauge("int4") == gauge("int8") == 0)
+    told = [record.getMessage() for record in caplog.records]
+    for name in ("int4", "int8"):
+        assert f"codec {name} was asked for and is compiled now; meanwhile others are used in its place" in told
+        assert any(re.fullmatch(rf"codec {name} is compiled and in use after [0-9.]+ s", each) for each in told)
 
 
-async def test_where_the_process_dies_it_is_used_all_the_same(codecs):
+async def test_where_no_process_can_compile_a_thread_does(codecs, monkeypatch):
     made, used = codecs
-    made.warm_up_others(["raw"], LOADED)
-    waiting = asyncio.create_task(made.ready("int4"))
-    await asyncio.sleep(0)
-    os.kill(made._compiler.pid, signal.SIGKILL)
-    assert (await waiting).name == "int4" and used == ["int4"]
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    prepare(made)
+    made.ask_for("int4")
+    await until(lambda: made.usable("int4"))
+    assert used == ["raw", "int4"]
 
 
-async def test_a_first_use_that_fails_is_left_to_the_request(codecs, monkeypatch):
+async def test_a_codec_that_cannot_be_compiled_is_never_usable_and_that_is_told(codecs, monkeypatch, caplog):
     made, _ = codecs
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    gauge = prepare(made)
 
     def fail(codec, pages):
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("kvrail.services.codecs.use_once", fail)
-    made.warm_up_others(["raw"], LOADED)
-    made.close()
-    assert (await made.ready("int8")).name == "int8"
+    made.ask_for("int8")
+    await until(lambda: made.ask_for("int8") == "could not be compiled")
+    assert not made.usable("int8")
+    assert "codec int8 could not be compiled; others are used in its place until a restart" in caplog.text
+    await until(lambda: gauge("int8") == 0)
 
 
-async def test_without_a_warm_up_it_is_there_at_once(codecs):
+async def test_what_ends_compiles_no_more(codecs):
     made, used = codecs
-    assert (await made.ready("int8")).name == "int8" and used == []
+    prepare(made)
+    os.kill(made._ahead.pid, signal.SIGSTOP)
+    with made._compiling:
+        made.ask_for("int8")
+        made.close()
+    await until(lambda: not made._compiling.locked())
+    assert used == ["raw"] and not alive(made._ahead.pid)
+
+
+def test_until_it_is_prepared_every_codec_is_usable(codecs):
+    made, used = codecs
+    assert made.usable("int8") and made.ask_for("int8") == "" and used == []
 
 
 def test_where_nothing_can_be_kept_it_is_said_once(monkeypatch, caplog):

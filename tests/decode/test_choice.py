@@ -1,7 +1,5 @@
 """The expected time to the k-th token against a simulation, and what is chosen and learnt from."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +7,18 @@ from prometheus_client import CollectorRegistry
 
 from kvrail.codec.cost import CodecCost
 from kvrail.metrics import TransferMetrics
-from kvrail.services.decode.choice import LEAST_GAIN, Chooser, LinkSample, LinkWatch, Situation, choose, expected_s
+from kvrail.services.decode.choice import (
+    LEAST_GAIN,
+    LEAST_PAYLOAD_BYTES,
+    LEAST_SAMPLE_BYTES,
+    SAMPLES,
+    Chooser,
+    LinkSample,
+    Situation,
+    choose,
+    expected_s,
+    link_rate,
+)
 
 RAW = CodecCost(1e-10, 1e-10, (1.0,))
 SPLITZIP = CodecCost(5e-10, 3e-10, (0.72,))
@@ -97,55 +106,68 @@ def make(costs=COSTS):
 
 def test_codecs_that_were_not_measured_are_not_chosen():
     chooser, _ = make({})
-    chooser.observe_link("p:1", "splitzip", LinkSample(10_000_000, 0.4, 0.39))
+    chooser.observe_link("p:1", LinkSample(10_000_000, 0.4))
     choice = chooser.choose("p:1", 100_000_000)
     assert (choice.codec, choice.reason) == ("splitzip", "costs_unknown")
     chooser.costs["raw"] = COSTS["raw"]
     assert chooser.choose("p:1", 100_000_000).codec == "raw"
 
 
-def test_an_unknown_link_takes_the_fallback_and_is_learnt():
+def test_an_unknown_link_takes_the_fallback_and_one_transfer_tells_it():
     chooser, registry = make()
     first = chooser.choose("p:1", 100_000_000)
     assert (first.codec, first.reason) == ("splitzip", "link_unknown")
-    chooser.observe_link("p:1", "splitzip", LinkSample(10_000_000, 0.4, 0.39))
+    assert chooser.link_bytes_per_s("p:1") == 0
+    chooser.observe_link("p:1", LinkSample(10_000_000, 0.4))
     assert chooser.choose("p:1", 100_000_000).codec == "splitzip-progressive"
     assert chooser.choose("p:2", 100_000_000).reason == "link_unknown"
     labels = {"model_name": "m", "codec": "splitzip-progressive", "reason": "fastest"}
     assert registry.get_sample_value("kvrail_kv_codec_choices_total", labels) == 1
     rate = {"model_name": "m", "prefill_worker": "p:1"}
     assert registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate) == pytest.approx(2.5e7)
-    chooser.observe_link("p:1", "splitzip", LinkSample(10_000_000, 0.2, 0.19))
-    assert registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate) == pytest.approx(
-        1 / (0.7 / 2.5e7 + 0.3 / 5e7)
-    )
+    assert chooser.link_bytes_per_s("p:1") == 25_000_000
 
 
-def test_what_its_ends_held_up_only_raises_the_estimate():
-    chooser, registry = make()
-    rate = {"model_name": "m", "prefill_worker": "p"}
-
-    def estimate():
-        return registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate)
-
+def test_payloads_that_tell_nothing_of_a_link_are_left_out():
+    sample = LinkSample()
+    sample.add(LEAST_PAYLOAD_BYTES - 1, 1e-6)  # lay in the socket's buffer
+    sample.add(1 << 30, 0.0)  # crossed no link
+    assert sample == LinkSample()
+    for _ in range(2):
+        sample.add(LEAST_PAYLOAD_BYTES, 0.25)
+    assert sample == LinkSample(2 * LEAST_PAYLOAD_BYTES, 0.5)
+    chooser, _ = make()
+    chooser.observe_link("p", LinkSample(LEAST_SAMPLE_BYTES - 1, 1.0))
     assert chooser.link_bytes_per_s("p") == 0
-    chooser.observe_link("p", "raw", LinkSample(10_000_000, 0.1, 0.09))
-    assert chooser.link_bytes_per_s("p") == 100_000_000
-    chooser.observe_link("p", "raw", LinkSample(10_000_000, 1.0, 0.1))  # the receiver was busy
-    assert estimate() == pytest.approx(1e8)
-    chooser.observe_link("p", "lynx-exact", LinkSample(28_000_000, 0.1, 0.1))  # what its encoder gives
-    assert estimate() == pytest.approx(2.8e8)
-    chooser.observe_link("p", "lynx-exact", LinkSample(23_000_000, 0.1, 0.1))
-    assert estimate() == pytest.approx(2.8e8)
-    chooser.observe_link("p", "raw", LinkSample(1000, 1.0, 1.0))  # too little to say anything
-    assert estimate() == pytest.approx(2.8e8)
+    chooser.observe_link("p", LinkSample(LEAST_SAMPLE_BYTES, 1.0))
+    assert chooser.link_bytes_per_s("p") == LEAST_SAMPLE_BYTES
+
+
+def test_a_link_is_the_median_of_its_last_transfers_by_their_bytes():
+    chooser, _ = make()
+
+    def rate_after(*transfers):
+        for payload_bytes, seconds in transfers:
+            chooser.observe_link("p", LinkSample(payload_bytes, seconds))
+        return chooser.link_bytes_per_s("p")
+
+    assert rate_after((10_000_000, 0.1), (10_000_000, 0.1)) == 100_000_000
+    assert rate_after((10_000_000, 30.0)) == 100_000_000  # it stood still
+    assert rate_after(*[(1_000_000, 0.001)] * 3) == 100_000_000  # bursts
+    assert rate_after(*[(10_000_000, 1.0)] * SAMPLES) == 10_000_000  # the link has become slower
+    assert rate_after(*[(10_000_000, 0.01)] * SAMPLES) == 1_000_000_000
+
+
+def test_a_link_without_samples_has_no_rate():
+    with pytest.raises(ValueError, match="observe one first"):
+        link_rate([])
 
 
 def test_drafts_and_steps_are_learnt():
     """With drafts that are always wrong, two stages lose their advantage; with slow steps, the link matters less."""
     at = 100_000_000
     chooser, _ = make()
-    chooser.observe_link("p", "raw", LinkSample(10_000_000, 0.4, 0.4))
+    chooser.observe_link("p", LinkSample(10_000_000, 0.4))
     chooser.costs = {**COSTS, "splitzip-progressive": CodecCost(6e-10, 3e-10, (0.37, 0.37))}
     assert chooser.choose("p", at).codec == "splitzip-progressive"
     for _ in range(40):
@@ -156,12 +178,3 @@ def test_drafts_and_steps_are_learnt():
     for _ in range(60):
         chooser.observe_steps(64.0, 32)
     assert chooser.choose("p", at).reason == "no_gain"
-
-
-def test_the_window_of_a_link_opens_with_its_first_frame():
-    times = [1.0, 3.0, 3.5, 5.0]
-    watch = LinkWatch(iter(times[1:]).__next__)
-    assert watch.sample() == LinkSample(0, 0.0, 0.0)
-    for asked, came in itertools.pairwise(times):
-        watch.frame(100, came - asked)
-    assert watch.sample() == LinkSample(200, 2.0, 2.0)

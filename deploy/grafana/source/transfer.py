@@ -64,7 +64,7 @@ def _wire() -> list[Panel]:
         ),
         lines(
             "Links",
-            "Running mean of what the link from a prefill worker to a decode worker carries.",
+            "What the link from a prefill worker to a decode worker carries, by its last transfers.",
             "Bps",
             Query(series("kvrail_kv_link_bytes_per_second"), "{{prefill_worker}} to {{instance}}"),
         ),

@@ -1,8 +1,8 @@
 """Codec `auto`: which exact codec gives the k-th token soonest, from what was measured of link and codecs."""
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from time import perf_counter
 
 from kvrail.codec.cost import CodecCost
 from kvrail.metrics import TransferMetrics
@@ -14,8 +14,12 @@ LEAST_GAIN = 0.03
 """Of raw's expected time; for less, raw is taken: estimates are no better than that."""
 WEIGHT = 0.3
 """Of the newest measurement in a running mean."""
+LEAST_PAYLOAD_BYTES = 128 << 10
+"""A shorter payload fits into the buffers of its ends, and seems to cross in no time."""
 LEAST_SAMPLE_BYTES = 256 << 10
-"""A transfer's end with fewer bytes says nothing of the link."""
+"""A transfer of fewer bytes says nothing of the link."""
+SAMPLES = 8
+"""Transfers that tell a link's rate: those of the last few requests."""
 FIRST_STEP_S = 0.01
 """Time of a decode step before any was measured."""
 FIRST_ACCEPTANCE = 0.6
@@ -71,41 +75,31 @@ def choose(costs: Mapping[str, CodecCost], at: Situation) -> Choice:
     return Choice(best, "fastest", sentence)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LinkSample:
-    """The end of a transfer, when nothing was left to compute: how many payload bytes came in how many seconds.
+    """What one transfer says of the link: bytes of its payloads, and the seconds in which they crossed."""
 
-    waited_s: of these seconds, those in which the receiver had nothing to do.
+    payload_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, payload_bytes: int, flight_s: float) -> None:
+        """Count a payload that crossed in so many seconds (`Region`). A short one tells of buffers, not of links."""
+        if payload_bytes >= LEAST_PAYLOAD_BYTES and flight_s > 0:
+            self.payload_bytes += payload_bytes
+            self.seconds += flight_s
+
+
+def link_rate(samples: Collection[LinkSample]) -> float:
+    """Bytes a second of a link: the samples' median, where each counts with its bytes.
+
+    So neither a transfer that stood still nor a short one that a shaper let through in a burst decides alone.
     """
-
-    payload_bytes: int
-    seconds: float
-    waited_s: float
-
-
-class LinkWatch:
-    """Watches the frames of one transfer that come after its prompt was computed."""
-
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock
-        self._begin: float | None = None
-        self._end = 0.0
-        self._bytes = 0
-        self._waited_s = 0.0
-
-    def frame(self, payload_bytes: int, waited_s: float) -> None:
-        """A frame came now, for which the receiver waited so long; the first opens the window."""
-        now = self._clock()
-        if self._begin is None:
-            self._begin = now
-            return
-        self._end = now
-        self._bytes += payload_bytes
-        self._waited_s += waited_s
-
-    def sample(self) -> LinkSample:
-        """What was seen so far."""
-        return LinkSample(self._bytes, 0.0 if self._begin is None else self._end - self._begin, self._waited_s)
+    half = sum(sample.payload_bytes for sample in samples) / 2
+    for sample in sorted(samples, key=lambda each: each.payload_bytes / each.seconds):
+        half -= sample.payload_bytes
+        if half <= 0:
+            return sample.payload_bytes / sample.seconds
+    raise ValueError("a link without samples has no rate; observe one first")
 
 
 class Chooser:
@@ -119,6 +113,7 @@ class Chooser:
         self._metrics = metrics
         self._max_drafts = max_drafts
         self._fallback = fallback
+        self._samples: dict[str, deque[LinkSample]] = {}
         self._links: dict[str, float] = {}
         self._step_s = FIRST_STEP_S
         self._acceptance = FIRST_ACCEPTANCE
@@ -126,17 +121,23 @@ class Chooser:
 
     def choose(self, worker: str, raw_bytes: int) -> Choice:
         """The codec for a transfer of `raw_bytes` from a prefill worker; counted."""
-        link = self._links.get(worker)
-        if link is None:
-            sentence = f"the link to {worker} has not been measured yet"
-            choice = Choice(self._fallback, "link_unknown", sentence)
-        elif WITHOUT_CODE not in self.costs:
-            choice = Choice(self._fallback, "costs_unknown", "the codecs have not been measured yet")
-        else:
-            at = Situation(raw_bytes, link, self._step_s, self._max_drafts, self._acceptance)
-            choice = choose(self.costs, at)
+        choice = self._best(worker, raw_bytes, self.costs)
         self._metrics.codec_chosen(choice.codec, choice.reason)
         return choice
+
+    def meanwhile(self, worker: str, raw_bytes: int, usable: Callable[[str], bool]) -> str:
+        """Name of what `choose` would take if there were only codecs that are usable."""
+        costs = {name: cost for name, cost in self.costs.items() if usable(name)}
+        return self._best(worker, raw_bytes, costs).codec
+
+    def _best(self, worker: str, raw_bytes: int, costs: Mapping[str, CodecCost]) -> Choice:
+        link = self._links.get(worker)
+        if link is None:
+            return Choice(self._fallback, "link_unknown", f"the link to {worker} has not been measured yet")
+        if WITHOUT_CODE not in costs:
+            return Choice(self._fallback, "costs_unknown", "the codecs have not been measured yet")
+        at = Situation(raw_bytes, link, self._step_s, self._max_drafts, self._acceptance)
+        return choose(costs, at)
 
     def link_bytes_per_s(self, worker: str) -> int:
         """Rate of the link from a prefill worker; 0 where it has not been measured yet."""
@@ -146,20 +147,14 @@ class Chooser:
         """Seconds that a byte takes, over all links from prefill workers that were measured; 0 where none was."""
         return sum(1 / rate for rate in self._links.values()) / len(self._links) if self._links else 0.0
 
-    def observe_link(self, worker: str, codec: str, sample: LinkSample) -> None:
-        """Learn from a transfer. One that its ends held up, not the wire, can only raise the estimate."""
-        if sample.payload_bytes < LEAST_SAMPLE_BYTES or sample.seconds <= 0:
+    def observe_link(self, worker: str, sample: LinkSample) -> None:
+        """Learn from a transfer, whether or not it came to its end."""
+        if sample.payload_bytes < LEAST_SAMPLE_BYTES:
             return
-        rate = sample.payload_bytes / sample.seconds
-        cost = self.costs.get(codec)
-        encoder_bound = cost is not None and rate * cost.encode_s > 0.7 * sum(cost.stages)
-        known = self._links.get(worker)
-        if encoder_bound or sample.waited_s < 0.5 * sample.seconds:
-            known = max(rate, known or 0.0)
-        else:  # means of seconds per byte: frames too large for a link that has slowed down harm more than small ones
-            known = 1 / _mean(known and 1 / known, 1 / rate)
-        self._links[worker] = known
-        self._metrics.link_measured(worker, known)
+        samples = self._samples.setdefault(worker, deque(maxlen=SAMPLES))
+        samples.append(sample)
+        self._links[worker] = link_rate(samples)
+        self._metrics.link_measured(worker, self._links[worker])
 
     def observe_steps(self, seconds: float, steps: int) -> None:
         """Learn from `steps` decode steps of a request."""

@@ -15,12 +15,12 @@ from kvrail.engine.requests import EngineRequest
 from kvrail.errors import DeadlineError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.services.carriers import Carriers
-from kvrail.services.codecs import AUTO, CodecChoiceError, Codecs
+from kvrail.services.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
 from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fallback import LocalFallbacks
 from kvrail.services.decode.local import LocalPrefill
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
-from kvrail.services.decode.progress import Progress
+from kvrail.services.decode.progress import Progress, Received
 from kvrail.services.decode.transfer import Fetch
 from kvrail.tuning import compute_with
 from kvrail.worker import Worker
@@ -46,7 +46,8 @@ class PrefillWorkers(Protocol):
 class Fetcher:
     """Fetches prompts' KV for one decode worker. Belongs to one event loop.
 
-    asked_codec: a codec's name, or AUTO; first_codec: what AUTO takes as long as it knows nothing of a link.
+    asked_codec: a codec's name, or AUTO; first_codec: what AUTO takes as long as it knows nothing of a link. It is
+    usable, as plain bytes are.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class Fetcher:
         """Find out what each exact codec costs here, one after the other, beside the requests; then AUTO can choose."""
         for name in self._codecs.exact:
             try:
-                self._chooser.costs[name] = await self._codecs.measured(name, on_device=self._carriers.on_device)
+                self._chooser.costs[name] = await self._codecs.measured(
+                    name, self._worker.loaded, on_device=self._carriers.on_device
+                )
             except CodecChoiceError as error:
                 logger.warning("codec %s leaves one out: %s", AUTO, error)
 
@@ -159,6 +162,7 @@ class Fetcher:
         metrics.fallbacks["local"].inc()
         logger.warning("no prefill worker could be used; the prompt is computed here")
         progress.falls_back = True
+        progress.prefill_worker, progress.received = "", Received()
         self._worker.engine.compute_here(asked.request_id)
 
     async def leave(self, fetching: asyncio.Task[None], progress: Progress) -> None:
@@ -188,8 +192,7 @@ class Fetcher:
     ) -> bool:
         """Whether a worker has filled the pages, or nobody asks for them any more; then nothing writes them."""
         asked, engine, metrics = progress.request, self._worker.engine, self._worker.transfers
-        codec = self._choose(codec_name, workers, asked, admitted, progress)
-        await self._codecs.ready(codec.name)
+        codecs = self._offer(codec_name, workers, asked, admitted, progress)
         lease = engine.claim_lease(asked.request_id)
         if lease is None:
             return True  # dropped meanwhile: nobody asks for its pages any more
@@ -201,7 +204,7 @@ class Fetcher:
                 asked,
                 admitted,
                 lease,
-                codec,
+                codecs,
                 progress.timeline,
                 progress.spans,
                 {} if progress.trace is None else progress.trace.context,
@@ -236,8 +239,10 @@ class Fetcher:
             breaker.succeeded(began)
             self._commit(address, fetch, progress)
 
+        received = Received()
+        progress.prefill_worker, progress.received = address, received
         try:
-            await fetch.fetch(client, time_remaining(), link, committed, avoided)
+            await fetch.fetch(client, received, time_remaining(), link, committed, avoided)
         except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
             if progress.committed:
                 logger.warning("the way from prefill worker %s could not be closed: %s", address, error)
@@ -245,35 +250,45 @@ class Fetcher:
             logger.warning("prefill worker %s failed: %s", address, error)
             if not isinstance(error, OverloadedError | DeadlineError):
                 breaker.failed(began)
-            received = fetch.received
             if received.transport and not received.payload_bytes and len(self._carriers.all) > 1:
                 # Agreed upon, and nothing came: perhaps no way leads there.
                 self._avoided[address, received.transport] = now + AVOIDED_S
             return False
         finally:
             breaker.left(began)
+            self._chooser.observe_link(address, fetch.crossing)
         return True
 
     def _commit(self, address: str, fetch: Fetch, progress: Progress) -> None:
         """A worker has filled the pages: the engine goes on with them at once."""
-        metrics, received = self._worker.transfers, fetch.received
+        metrics, received = self._worker.transfers, progress.received
         self._worker.engine.receive_kv(progress.request.request_id)
-        progress.prefill_worker, progress.received = address, received
+        progress.committed = True
         progress.promise.received(address, received.numerics)
         if (exposed := progress.exposed_s()) is not None:
             metrics.exposed_seconds.observe(exposed)
-        self._chooser.observe_link(address, received.codec, fetch.watch.sample())
         if received.lossy:
             metrics.lossy_requests.inc()
+        if received.codec != progress.asked_codec:
+            metrics.codec_substituted(progress.asked_codec)
 
-    def _choose(
+    def _offer(
         self, name: str, workers: Sequence[Asked], asked: EngineRequest, admitted: Admitted, progress: Progress
-    ) -> Codec:
-        """The codec called `name`; for AUTO the one that suits what is missing here and the link."""
-        if name != AUTO:
-            return self._codecs.get(name)
-        layout = self._worker.loaded.layout
+    ) -> list[Codec]:
+        """What a prefill worker may take, best first: codec `name`, for AUTO what suits the missing KV and the link.
+
+        Behind it come those that serve where that one is not compiled there; where it is not compiled here, before it.
+        """
+        codecs, layout, address = self._codecs, self._worker.loaded.layout, workers[0].address
         pages = layout.pages_for(len(asked.prompt_ids)) - admitted.cached_tokens // layout.page_size
-        choice = self._chooser.choose(workers[0].address, pages * layout.page_bytes)
-        progress.codec_reason = choice.sentence
-        return self._codecs.get(choice.codec)
+        raw_bytes = pages * layout.page_bytes
+        if name == AUTO:
+            choice = self._chooser.choose(address, raw_bytes)
+            name, progress.codec_reason = choice.codec, choice.sentence
+        others = [self._chooser.meanwhile(address, raw_bytes, codecs.usable), WITHOUT_CODE]
+        obstacle = codecs.ask_for(name)
+        progress.asked_codec = name
+        progress.substituted = f"codec {name} " + (
+            f"{obstacle} on the decode worker" if obstacle else "is not compiled on the prefill worker yet"
+        )
+        return [codecs.get(each) for each in dict.fromkeys([*others, name] if obstacle else [name, *others])]

@@ -31,9 +31,11 @@ async def _main(settings: DecodeSettings) -> None:
     codecs.check_codebook(worker.loaded)
     prefill_workers = GrpcPrefillWorkers(tls)
     carriers = await Carriers.to_receive(settings, worker.loaded.device)
-    first = carriers.first_codec(codecs.usual) if asked == AUTO else asked
-    codecs.prepare(first, worker.loaded)
+    first = carriers.first_codec(codecs.usual)
+    codecs.prepare(first, worker.loaded, worker.coding)
     worker.transfers.expect(first)
+    if asked != AUTO:
+        codecs.ask_for(asked)
     fetcher = Fetcher(worker, settings, codecs, carriers, asked, first, prefill_workers)
     servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
     measuring = asyncio.create_task(fetcher.measure_codecs())

@@ -46,8 +46,11 @@ class Progress:
     trace: DecodeTrace | None = None
     timeline: Timeline = field(default_factory=Timeline)
     cached_tokens: int = 0
-    prefill_worker: str = ""
-    codec_reason: str = ""
+    prefill_worker: str = ""  # asked to compute the prompt; empty where none was, or where all have failed
+    committed: bool = False  # that worker's KV is in the pages
+    asked_codec: str = ""
+    substituted: str = ""  # why another codec crosses, where one does
+    codec_reason: str = ""  # why this one was asked for, where the choice was left to this worker
     falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
     drafts: DraftLog = field(init=False)
@@ -60,11 +63,6 @@ class Progress:
         if self.traced or self.trace is not None:
             self.spans = SpanLog(PROCESS, self.timeline, told=self.traced)
         self.drafts = DraftLog([len(each.token_ids) for each in self.request.resumed] or [0] * self.request.params.n)
-
-    @property
-    def committed(self) -> bool:
-        """Whether a prefill worker's KV is in the pages."""
-        return bool(self.prefill_worker)
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
         """Take note of an event; returns what the caller is told, if anything."""
@@ -173,7 +171,7 @@ class Progress:
                 kv_raw_bytes=received.raw_bytes,
                 drafts_proposed=self.drafts.proposed,
                 drafts_accepted=self.drafts.accepted,
-                codec_reason=self.codec_reason,
+                codec_reason=self.codec_reason if self.received.codec in ("", self.asked_codec) else self.substituted,
                 transport=received.transport if self.prefill_worker else "",
                 exposed_s=self.exposed_s() or 0.0,
                 spans=spans_to_proto(self.spans.all()) if self.spans is not None and self.traced else (),

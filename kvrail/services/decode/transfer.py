@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from time import perf_counter
 
@@ -17,7 +17,7 @@ from kvrail.lifecycle import Stage, Timeline
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.rpc.prefill_call import PrefillCall
 from kvrail.services.carriers import Carriers
-from kvrail.services.decode.choice import LinkWatch
+from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Received
 from kvrail.services.observing import ReceivedKV
 from kvrail.services.pages import LeasedPages
@@ -42,7 +42,10 @@ logger = logging.getLogger("kvrail.decode")
 
 
 class Fetch:
-    """Fetches into the pages of `admitted`; several workers may be tried one after another."""
+    """Fetches into the pages of `admitted`; several workers may be tried one after another.
+
+    codecs: of which a worker takes the first that it can use.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class Fetch:
         request: EngineRequest,
         admitted: Admitted,
         lease: PageLease,
-        codec: Codec,
+        codecs: Sequence[Codec],
         timeline: Timeline,
         spans: SpanLog | None,
         trace_context: Mapping[str, str],
@@ -64,19 +67,20 @@ class Fetch:
         self._request = request
         self._lease = lease
         self._held_pages = admitted.cached_tokens // worker.loaded.layout.page_size
-        self._codec = codec
+        self._codecs = {codec.name: codec for codec in codecs}
         self._timeline = timeline
         self._spans = spans
         self._trace_context = trace_context
         self._silence_s = silence_s
         self._pages = LeasedPages(worker.cache, worker.side, lease.pages, len(request.prompt_ids))
-        self.received = Received(codec.name, not codec.exact)
+        self._received = Received()
         self.drafting = False  # the engine was told that it may draft on what came in this attempt
-        self.watch = LinkWatch()
+        self.crossing = LinkSample()
 
     async def fetch(
         self,
         client: PrefillClient,
+        received: Received,
         timeout_s: float | None,
         link_bytes_per_s: int,
         committed: Callable[[], None],
@@ -84,12 +88,13 @@ class Fetch:
     ) -> None:
         """Receive everything, or raise; then nothing of the attempt is written any more.
 
+        received: filled with what was agreed on and what has come so far.
         committed: called once the pages hold everything; the call's end is heard after that, and changes nothing.
         link_bytes_per_s: of the link from there, 0 where it is not known. avoided: transports that are not offered, if
         there are others. Whatever is raised, another worker may succeed.
         """
         begin = perf_counter()
-        self.drafting, self.watch, self.received = False, LinkWatch(), Received(self._codec.name, not self._codec.exact)
+        self.drafting, self.crossing, self._received = False, LinkSample(), received
         key = secrets.randbits(64)
         request = self._prefill_request(link_bytes_per_s, key, avoided)
         async with client.prefill(request, timeout_s=timeout_s) as call:
@@ -147,7 +152,10 @@ class Fetch:
                 protocol_version=PROTOCOL_VERSION,
                 model_fingerprint=loaded.fingerprint,
                 layout=layout_to_proto(loaded.layout),
-                codecs=[prefill_pb2.OfferedCodec(name=self._codec.name, parameters_id=self._codec.parameters_id)],
+                codecs=[
+                    prefill_pb2.OfferedCodec(name=codec.name, parameters_id=codec.parameters_id)
+                    for codec in self._codecs.values()
+                ],
                 transports=[
                     prefill_pb2.OfferedTransport(
                         name=carrier.name, address=carrier.address, on_device=carrier.on_device
@@ -165,16 +173,18 @@ class Fetch:
         """Check the other end's choice and open the way on which payloads will come."""
         accepted = await unless_silent(call.accepted(), self._silence_s)
         self._timeline.mark(Stage.PREFILL_QUEUED)
-        codec, num_pages = self._codec, self._num_pages()
-        chosen = (accepted.protocol_version, accepted.codec, accepted.first_page, accepted.page_count)
-        if chosen != (PROTOCOL_VERSION, codec.name, self._held_pages, num_pages):
+        codec, num_pages = self._codecs.get(accepted.codec), self._num_pages()
+        chosen = (accepted.protocol_version, accepted.first_page, accepted.page_count)
+        if codec is None or chosen != (PROTOCOL_VERSION, self._held_pages, num_pages):
             raise IncompatibleError(
                 f"the prefill worker accepted protocol {accepted.protocol_version}, codec {accepted.codec!r} and"
                 f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION},"
-                f" codec {codec.name!r} and {num_pages} pages from {self._held_pages}"
+                f" codec {' or '.join(map(repr, self._codecs))} and {num_pages} pages from {self._held_pages}"
             )
         carrier = self._carriers.get(accepted.transport)
-        self.received = Received(codec.name, not codec.exact, carrier.name, numerics=accepted.numerics)
+        received = self._received
+        received.codec, received.lossy, received.transport = codec.name, not codec.exact, carrier.name
+        received.numerics = accepted.numerics
         inlet = carrier.inlet(Peer(accepted.transport_address, host), key)
         return await unless_silent(inlet, self._silence_s)
 
@@ -184,7 +194,7 @@ class Fetch:
 
     async def _receive(self, call: PrefillCall, inlet: Inlet) -> None:
         """Have all pages written."""
-        codec, layout = self._codec, self._worker.loaded.layout
+        codec, layout = self._codecs[self._received.codec], self._worker.loaded.layout
         transfer = Transfer(
             self._request.caller_id,
             codec.name,
@@ -193,7 +203,7 @@ class Fetch:
             self._held_pages,
             first_recent_page(len(self._request.prompt_ids), layout.page_size),
         )
-        observer = _Watching(self._worker, self._spans, self.received, self.watch, self._timeline)
+        observer = _Watching(self._worker, self._spans, self._received, self.crossing)
         receiver = PageReceiver(
             transfer, codec, self._pages, self._executor, observer, self._silence_s, self._begin_drafting
         )
@@ -224,21 +234,17 @@ class Fetch:
 
 
 class _Watching(ReceivedKV):
-    """Counts, and watches the link once the prompt has been computed."""
+    """Counts, and times the link."""
 
-    def __init__(
-        self, worker: Worker, spans: SpanLog | None, received: Received, watch: LinkWatch, timeline: Timeline
-    ) -> None:
+    def __init__(self, worker: Worker, spans: SpanLog | None, received: Received, crossing: LinkSample) -> None:
         super().__init__(worker, spans)
         self._received = received
-        self._watch = watch
-        self._timeline = timeline
+        self._crossing = crossing
 
-    def arrived(self, payload_bytes: int, waited_s: float) -> None:
+    def arrived(self, payload_bytes: int, waited_s: float, flight_s: float) -> None:
         """A frame is here."""
-        super().arrived(payload_bytes, waited_s)
-        if self._timeline.get(Stage.PREFILL_FINISHED) is not None:
-            self._watch.frame(payload_bytes, waited_s)
+        super().arrived(payload_bytes, waited_s, flight_s)
+        self._crossing.add(payload_bytes, flight_s)
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages."""

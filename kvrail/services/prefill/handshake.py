@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvrail.codec.base import Codec
 from kvrail.config import flag_name
-from kvrail.errors import IncompatibleError, InvalidRequestError
+from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
 from kvrail.layout import KVLayout
 from kvrail.services.carriers import Carriers
 from kvrail.services.codecs import Codecs
@@ -77,14 +77,21 @@ def _same_layout(theirs: KVLayout, ours: KVLayout) -> None:
 
 
 def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:
+    """The first that is offered and usable here. What is offered and not compiled here is compiled from now on."""
     offered = {codec.name: codec.parameters_id for codec in theirs.codecs}
-    codec = codecs.get(_first_known("codec", list(offered), list(codecs.names)))
-    if offered[codec.name] != codec.parameters_id:
-        raise IncompatibleError(
-            f"parameters of codec {codec.name!r} differ: decode worker {offered[codec.name]:016x}, prefill worker"
-            f" {codec.parameters_id:016x}; run both with the same {flag_name('codebook')} file"
-        )
-    return codec
+    _first_known("codec", list(offered), list(codecs.names))
+    obstacles = {name: codecs.ask_for(name) for name in offered if name in codecs.names}
+    for name, obstacle in obstacles.items():
+        ours = codecs.get(name).parameters_id
+        if offered[name] != ours:
+            raise IncompatibleError(
+                f"parameters of codec {name!r} differ: decode worker {offered[name]:016x}, prefill worker"
+                f" {ours:016x}; run both with the same {flag_name('codebook')} file"
+            )
+        if not obstacle:
+            return codecs.get(name)
+    told = "; ".join(f"codec {name} {obstacle}" for name, obstacle in obstacles.items())
+    raise WorkerUnavailableError(f"{told} on this prefill worker, and nothing else was offered; offer raw too")
 
 
 def _first_known(what: str, theirs: list[str], ours: list[str]) -> str:

@@ -31,7 +31,7 @@ async def _main(settings: PrefillSettings) -> None:
     observer.attach(worker)
     carriers = await Carriers.to_send(settings, worker.loaded.device)
     first = carriers.first_codec(codecs.usual)
-    codecs.prepare(first, worker.loaded)
+    codecs.prepare(first, worker.loaded, worker.coding)
     worker.transfers.expect(first)
     servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
     try:

@@ -1,6 +1,5 @@
 """Prefill workers' service: agree, make the way on which pages leave, tell the story."""
 
-import asyncio
 import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from kvrail.config import PrefillSettings
-from kvrail.errors import WorkerUnavailableError
 from kvrail.lifecycle import Timeline
 from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
@@ -30,8 +28,6 @@ from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrail.worker import Worker
 
 ENCODER_THREADS = 4
-COMPILING_S = 30.0
-"""So long a request waits for kernels here; its decode worker would soon take it for silence."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -71,7 +67,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """
         with bound_request_id(request.request_id), self._worker.calls.track():
             agreed = agree(self._worker, self._codecs, self._carriers, request, receiver)
-            await self._ready(agreed.codec.name)
             outlet = await agreed.carrier.outlet(agreed.peer, agreed.key)
             try:
                 number, timeline = next(self._calls), Timeline()
@@ -91,16 +86,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     await story.tell(agreed.accepted)
             finally:
                 await outlet.aclose()
-
-    async def _ready(self, codec: str) -> None:
-        """Wait for a codec's kernels, but not so long that the receiver takes it for silence."""
-        try:
-            async with asyncio.timeout(COMPILING_S):
-                await self._codecs.ready(codec)
-        except TimeoutError:
-            raise WorkerUnavailableError(
-                f"codec {codec!r} is still being compiled on this prefill worker; its next requests find it ready"
-            ) from None
 
     def _outgoing(self, request: prefill_pb2.PrefillRequest, agreed: Agreement) -> Outgoing:
         handshake, own = request.handshake, self._worker.settings.max_frame_bytes

@@ -23,8 +23,9 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
     that finished last. prefill_worker: null where decode workers prefilled themselves. lossy: whether a codec was used
     that does not restore every bit. invariant: whether any worker would give these tokens these bits, whatever is
-    computed beside them. codec_reason: why this codec, where the choice was left to the decode worker.
-    exposed_transfer_seconds: the longest time that exact KV came after its prompt had been computed.
+    computed beside them. codec_reason: why this codec, where the choice was left to the decode worker or another one
+    was asked for that is not compiled yet. exposed_transfer_seconds: the longest time that exact KV came after its
+    prompt had been computed.
     """
     summaries = generation.summaries
     usage = usage_so_far(generation.plan, completion_tokens)

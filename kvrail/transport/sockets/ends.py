@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 
@@ -162,8 +163,15 @@ class SocketInlet:
     def _ask(self, size: int, region: PooledRegion, length: bytearray) -> asyncio.Future[None]:
         """Let the payload come: its size into `length`, itself into the region."""
         view = _host_view(region.payload)
+
+        def job(stream: Stream) -> None:
+            stream.receive(memoryview(length))
+            begin = perf_counter()
+            stream.receive(view, begun=True)
+            region.flight_s = perf_counter() - begin
+
         self._lane.stream.post(SIZE.pack(size))
-        return self._lane.run(lambda stream: stream.receive(memoryview(length), view))
+        return self._lane.run(job)
 
     async def _room(self, size: int) -> PooledRegion:
         """A region, unless the attempt ends before there is one."""

@@ -78,14 +78,15 @@ class SealedStream(Stream):
                 self._out.cipher.encrypt_into(self._out.nonce(), segment, None, sealed)
                 super().send(sealed)
 
-    def receive(self, *parts: memoryview) -> None:
+    def receive(self, *parts: memoryview, begun: bool = False) -> None:
         """Fill all of `parts`, one after the other; bytes that the other end has not sent are a ConnectionError."""
         from cryptography.exceptions import InvalidTag
 
         for part in parts:
             for segment in _segments(part):
                 sealed = self._room(segment.nbytes)
-                super().receive(sealed)
+                super().receive(sealed, begun=begun)
+                begun = True
                 try:
                     self._in.cipher.decrypt_into(self._in.nonce(), sealed, None, segment)
                 except InvalidTag as error:

@@ -40,9 +40,12 @@ class Stream:
                 raise self._stalled() from error
             left = _without(left, sent)
 
-    def receive(self, *parts: memoryview) -> None:
-        """Fill all of `parts`, one after the other. Waits for the first byte as long as the connection lives."""
-        left, begun = [part for part in parts if part.nbytes], False
+    def receive(self, *parts: memoryview, begun: bool = False) -> None:
+        """Fill all of `parts`, one after the other. Waits for the first byte as long as the connection lives.
+
+        begun: these bytes belong to a payload that has begun to come, so that a pause before them is a stall too.
+        """
+        left = [part for part in parts if part.nbytes]
         while left:
             try:
                 got = self._sock.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 from kvrail.errors import FrameError, TransferAbortedError
@@ -52,6 +53,7 @@ class UcxInlet:
         self._giving: set[asyncio.Task[None]] = set()
         self._posted: set[_Landing] = set()
         self._closed = False
+        self._landed = 0.0  # when the payload before this one had crossed
         self._coming = PAYLOADS  # payloads of this number or above will not come
         self._bell = Bell()
         self._last = bytearray(8)
@@ -71,7 +73,10 @@ class UcxInlet:
         try:
             self._check(number)  # the link may have gone while the pool was waited for
             self._post(landing, size)
+            posted = perf_counter()
             await self._land(landing, size)
+            begin, self._landed = max(posted, self._landed), perf_counter()
+            landing.region.flight_s = self._landed - begin
             if size < ACKNOWLEDGED_BELOW:
                 self._attempt.send(bytes(8), Kind.ACK, number)
         except BaseException:

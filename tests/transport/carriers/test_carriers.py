@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ async def test_a_gibibyte(ends, gibibyte):
         assert torch.equal(tensor(region.payload), tensor(payload))
         region.release()
         await sending
+
+
+async def test_a_flight_lasts_no_longer_than_what_was_waited(ends):
+    async with ends.attempt(1) as (outlet, inlet):
+        for seed in range(3):
+            begin = time.perf_counter()
+            sending = ends.sending(outlet, pattern(1 << 20, seed))
+            region = await ends.receive(inlet, 1 << 20)
+            flight_s, waited_s = region.flight_s, time.perf_counter() - begin
+            region.release()
+            await sending
+            assert flight_s == 0 if ends.kind.one_object else 0 < flight_s <= waited_s
 
 
 async def test_64_attempts_at_once_do_not_mix(ends):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from kvrail.transport.base import Peer
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.sockets import SocketCarrier, Timeouts
 from kvrail.transport.sockets.messages import Address, hello, sealed_hello
-from kvrail.transport.sockets.sealed import SEGMENT_BYTES, name_of
+from kvrail.transport.sockets.sealed import SEGMENT_BYTES, Keys, SealedStream, name_of, new_salt
+from kvrail.transport.sockets.stream import Stream
 
 HOST = "127.0.0.1"
 HASTY = Timeouts(connect_s=5, hello_s=5, come_s=20, linger_s=0.3)
@@ -131,3 +133,25 @@ async def test_a_hello_that_is_heard_again_gives_nothing(ends):
     with contextlib.suppress(ConnectionResetError):
         assert await asyncio.wait_for(reader.read(), 20) == b""
     writer.close()
+
+
+async def test_a_payload_that_stands_still_between_two_segments_ends():
+    listener = socket.create_server((HOST, 0))
+    there = socket.create_connection(listener.getsockname())
+    here, _ = listener.accept()
+    keys = Keys.derive(b"secret", 1, new_salt())
+    sender = SealedStream(Stream(there), keys, receiver=False)
+    receiver = SealedStream(Stream(here, stall_s=0.2), keys, receiver=True)
+    segment = memoryview(bytearray(SEGMENT_BYTES))
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, segment))
+    receiving = asyncio.create_task(asyncio.to_thread(receiver.receive, segment, segment))
+    try:
+        await asyncio.wait((receiving,), timeout=20)
+        assert receiving.done()
+        with pytest.raises(TimeoutError, match="stood still"):
+            await receiving
+    finally:
+        receiver.shutdown()
+        await asyncio.wait((sending, receiving))
+        for each in (listener, there, here):
+            each.close()

@@ -13,7 +13,7 @@ import torch
 from kvrail.errors import ConfigError, FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
 from kvrail.transport.regions import RegionPool
-from kvrail.transport.sockets import SocketCarrier, Timeouts
+from kvrail.transport.sockets import SocketCarrier, Timeouts, ends
 from kvrail.transport.sockets import carrier as carrier_module
 from kvrail.transport.sockets.lane import Lane
 from kvrail.transport.sockets.messages import HELLO_BYTES, SIZE, Address, hello, read_hello
@@ -269,12 +269,13 @@ async def test_what_a_sender_says_is_held_against_what_was_asked(receiver, answe
     assert receiver.pool.free_bytes == buffer.numel()
 
 
-async def test_a_payload_that_stands_still_ends(receiver):
+@pytest.mark.parametrize("begun", [0, 10])
+async def test_a_payload_that_stands_still_ends(receiver, begun):
     async def hasty(sock, host):
         return Stream(sock, stall_s=0.2)
 
     carrier = await SocketCarrier.start(some_pool(), wrap=hasty)
-    fake = FakeSender([SIZE.pack(1000) + bytes(10)])
+    fake = FakeSender([SIZE.pack(1000) + bytes(begun)])
     inlet = await carrier.inlet(fake.peer, 5)
     with pytest.raises(TransferAbortedError, match="stood still"):
         await inlet.receive(1000, on_device=False)
@@ -282,6 +283,28 @@ async def test_a_payload_that_stands_still_ends(receiver):
     await asyncio.to_thread(fake.close)
     assert carrier.pool.free_bytes == carrier.pool.buffer.numel()
     await carrier.aclose()
+
+
+async def test_a_flight_is_timed_from_the_first_byte_to_the_last(receiver, monkeypatch):
+    begun, times = threading.Event(), iter([10.0, 12.5])
+
+    def clock():
+        begun.set()
+        return next(times)
+
+    def answer():
+        yield b"" if begun.is_set() else SIZE.pack(1000) + bytes(10)  # what comes before is not timed
+        if begun.wait(20):
+            yield bytes(990)
+
+    monkeypatch.setattr(ends, "perf_counter", clock)
+    fake = FakeSender(answer())
+    inlet = await receiver.inlet(fake.peer, 5)
+    region = await inlet.receive(1000, on_device=False)
+    assert region.flight_s == 2.5
+    region.release()
+    await inlet.aclose()
+    await asyncio.to_thread(fake.close)
 
 
 async def test_a_receiver_that_stands_still_in_a_payload_ends():
