@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError
+from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError, reason_of
 from kvrail.rpc.prefill_call import Deliver
 from kvrail.rpc.signal import Signal
 from kvrail.transport.base import Announcement
@@ -111,9 +111,10 @@ class PrefillReplies:
 
     def _aborted(self) -> TransferAbortedError:
         """Make the sender's view of a failure."""
+        assert self._failure is not None
         if isinstance(self._failure, TransferAbortedError):
             return self._failure
-        return TransferAbortedError(f"the transfer ended early: {self._failure}")
+        return TransferAbortedError(f"the transfer ended early: {reason_of(self._failure)}")
 
 
 Story = Callable[[PrefillReplies], Coroutine[Any, Any, None]]
