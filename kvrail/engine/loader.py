@@ -173,7 +173,9 @@ def _resolve(model: str, load_format: LoadFormat, packed: WeightReader | None) -
         try:
             folder = Path(snapshot_download(model, allow_patterns=patterns))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise ConfigError(f"model {model!r} is no local folder, and the Hub did not give it: {reason_of(error)}") from error
+            raise ConfigError(
+                f"model {model!r} is no local folder, and the Hub did not give it: {reason_of(error)}"
+            ) from error
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model {model!r} has no config.json")
     if load_format == "dummy" or any(folder.glob("*.safetensors")):

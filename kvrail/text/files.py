@@ -38,8 +38,8 @@ def resolve_folder(model: str) -> Path:
         ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model {model!r}: the tokenizer's files cannot be fetched from the Hub ({reason_of(error)}); check the name, the "
-            "access token and the network, or name a local folder"
+            f"model {model!r}: the tokenizer's files cannot be fetched from the Hub ({reason_of(error)}); check the"
+            " name, the access token and the network, or name a local folder"
         ) from error
 
 
