@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from kvrail.engine.events import Admitted, Finished, Output
+from kvrail.engine.events import Admitted, Finished, Output, Recomputed
 from kvrail.engine.requests import EngineRequest, Resumed
 from kvrail.errors import WorkerUnavailableError
 from kvrail.lifecycle import Timeline
@@ -90,6 +90,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 if isinstance(event, Finished) and fetching is not None and progress.spans is not None:
                     await self._fetcher.heard(fetching)  # its end brings the prefill worker's spans
                 reply = progress.take(event)
+                if isinstance(event, Recomputed):
+                    self._fetcher.recomputed(progress)
                 if progress.falls_back and isinstance(event, Output):
                     self._fetcher.computed(progress)
                 if isinstance(event, Admitted) and event.awaits_kv:
