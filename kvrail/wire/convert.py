@@ -10,6 +10,7 @@ from kvrail.sampling import MAX_GRAMMAR_BYTES, FinishReason, LogitBias, PromptLo
 from kvrail.spans import MAX_SIZES, MAX_SPANS, Span
 from kvrail.wire.checks import (
     MAX_NAME_CHARS,
+    MAX_NAMES,
     MAX_SECONDS,
     check_logprobs,
     check_names,
@@ -50,6 +51,18 @@ def check_request_id(request_id: str) -> None:
             f" {MAX_REQUEST_ID_CHARS} printable ones",
             param="request_id",
         )
+
+
+def check_workers(addresses: Sequence[str]) -> None:
+    """Raise InvalidRequestError where a request names too many prefill workers, or one by no name."""
+    _check("the number of prefill_workers", len(addresses), 0, MAX_NAMES)
+    for address in addresses:
+        if not 0 < len(address) <= MAX_NAME_CHARS or not address.isprintable():
+            raise InvalidRequestError(
+                f"prefill worker {address[:MAX_NAME_CHARS]!r} has {len(address)} characters; give host:port, of"
+                f" {MAX_NAME_CHARS} printable ones at most",
+                param="prefill_workers",
+            )
 
 
 def _check(param: str, value: float, low: float, high: float, *, above: bool = False) -> None:

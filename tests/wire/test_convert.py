@@ -92,6 +92,21 @@ def test_out_of_range_sampling_names_the_parameter(param, value):
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("workers", [[""], ["x" * 257], ["p:1\nERROR forged"], ["p:1"] * 1025])
+def test_prefill_workers_that_a_request_names_are_checked(workers):
+    convert.check_workers(["10.0.0.2:7001"] * 1024)
+    with pytest.raises(InvalidRequestError, match="prefill"):
+        convert.check_workers(workers)
+
+
+@pytest.mark.parametrize(
+    "params", [{"stop": ("x",) * 65}, {"stop": ("x" * 1025,)}, {"stop_token_ids": (1,) * 257}, {"stop": ("",)}]
+)
+def test_lists_that_are_too_long_are_refused(params):
+    with pytest.raises(InvalidRequestError, match="stop"):
+        convert.check_sampling(SamplingParams(max_tokens=1, **params))
+
+
 def test_sampling_from_the_network_is_checked():
     message = convert.sampling_to_proto(SamplingParams(max_tokens=10))
     message.top_p = math.nan

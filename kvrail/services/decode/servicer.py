@@ -20,7 +20,7 @@ from kvrail.services.decode.prefill_workers import Asked
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.promise import Promise
 from kvrail.services.decode.trace import DecodeTrace
-from kvrail.wire.convert import check_request_id, sampling_from_proto
+from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from kvrail.worker import Worker
 
@@ -116,4 +116,5 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 f" {request.model_fingerprint[:16]!r}; ask another worker"
             )
         check_request_id(request.request_id)
+        check_workers(request.prefill_workers)
         return self._fetcher.codec_for(request.codec)
