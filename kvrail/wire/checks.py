@@ -88,7 +88,7 @@ def check_summary(summary: decode_pb2.GenerateSummary, prompt_tokens: int, most_
 
     most_tokens: that all sequences of the request may have.
     """
-    check_number("prompt_tokens", summary.prompt_tokens, prompt_tokens, prompt_tokens)
+    check_number("prompt_tokens", summary.prompt_tokens, prompt_tokens)
     check_number("completion_tokens", summary.completion_tokens, most_tokens)
     check_number("cached_tokens", summary.cached_tokens, prompt_tokens)
     check_number("drafts_accepted", summary.drafts_accepted, summary.drafts_proposed)

@@ -43,7 +43,8 @@ END = {"token_ids": [10], "text": "x", "finish_reason": STOP}
         (saying({"drafted": decode_pb2.Drafted(token_ids=[10])}), "not asked for"),
         (saying(END, exposed_s=math.nan), "exposed_s is nan"),
         (saying(END, completion_tokens=1 << 31), "completion_tokens is 2147483648"),
-        (saying(END, {"summary": summary(1, 1)}), "prompt_tokens is"),
+        (saying(END, {"summary": summary(1, 1)}), "second summary"),
+        (saying(END, prompt_tokens=1 << 31), "prompt_tokens is 2147483648"),
     ],
 )
 async def test_output_that_cannot_be_fails_its_request(cluster: Cluster, script, reason):

@@ -84,7 +84,7 @@ def test_drafts_that_cannot_be_are_refused(reply, what):
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"prompt_tokens": 4}, "prompt_tokens is 4"),
+        ({"prompt_tokens": 6}, "prompt_tokens is 6"),
         ({"completion_tokens": 21}, "completion_tokens is 21"),
         ({"cached_tokens": 6}, "cached_tokens is 6"),
         ({"drafts_accepted": 1}, "drafts_accepted is 1"),

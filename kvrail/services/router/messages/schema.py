@@ -19,8 +19,7 @@ from kvrail.services.router.schema import (
     kind_of,
     not_longer,
 )
-from kvrail.wire.convert import MAX_STOPS
-from kvrail.wire.convert import UINT32_MAX
+from kvrail.wire.convert import MAX_STOPS, UINT32_MAX
 
 
 class TextBlock(Wire):
