@@ -256,7 +256,10 @@ def run_inside(options: argparse.Namespace) -> None:
             range(options.port, options.port + 4),
             options.shape,
             options.device,
-            prefill_flags=["--held-kv-gib", HELD_GIB, *(["--no-prefix-cache"] if options.cold else [])],
+            prefill_flags=[
+                *("--held-kv-gib", HELD_GIB, "--transfer-timeout-s", COMPILE_SECONDS),
+                *(["--no-prefix-cache"] if options.cold else []),
+            ],
             decode_flags=["--allow-lossy", "--transfer-timeout-s", COMPILE_SECONDS],
             decode_module=imposed_decode.__name__ if options.acceptance else MODULE,
         )

@@ -269,6 +269,11 @@ class WorkerSettings(ServiceSettings):
         "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"
     )
     max_frame_bytes: PositiveInt = Field(64 << 20, description="most KV bytes of a frame, before encoding")
+    transfer_timeout_s: PositiveFloat = Field(
+        60.0,
+        description="longest silence of a transfer's other end, which sends nothing or takes nothing, before it counts"
+        " as lost; equal on every worker",
+    )
 
 
 class PrefillSettings(WorkerSettings):
@@ -320,9 +325,6 @@ class DecodeSettings(WorkerSettings):
     )
     receive_pool_mib: PositiveInt = Field(
         512, description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly"
-    )
-    transfer_timeout_s: PositiveFloat = Field(
-        60.0, description="longest silence of a prefill worker before it counts as lost"
     )
 
 

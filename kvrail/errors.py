@@ -23,6 +23,11 @@ Errors cross a process boundary as a gRPC status (kvrail.rpc.errors) or an HTTP 
 """
 
 
+def reason_of(error: BaseException) -> str:
+    """What an error says, or where it says nothing, as a timeout does, its class."""
+    return str(error) or type(error).__name__
+
+
 class KvrailError(Exception):
     """Base of every error that kvrail raises on purpose."""
 

@@ -9,6 +9,10 @@ MAX_SPANS = 4096
 """Of one request in one process, those of processes behind it included; what comes after them is dropped."""
 
 
+MAX_SIZES = 16
+"""Of one span that another process tells of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Something that took time. Spans of one track may overlap.
@@ -44,9 +48,12 @@ class SpanLog:
             self._spans.append(Span(self._process, track, name, begin, seconds, sizes))
 
     def adopt(self, spans: Iterable[Span], zero: float) -> None:
-        """Take over another process's spans, whose clock began at `zero`, in seconds, of this one."""
+        """Take over another process's spans, whose clock began at `zero`, in seconds, of this one.
+
+        None may pass for one of this process.
+        """
         room = MAX_SPANS - len(self._spans)
-        moved = [replace(span, begin=zero + span.begin) for span in spans]
+        moved = [replace(span, begin=zero + span.begin) for span in spans if span.process != self._process]
         self._spans.extend(moved[:room])
 
     def all(self) -> list[Span]:

@@ -27,7 +27,7 @@ from kvrail.engine.scheduler import Scheduler
 from kvrail.engine.streams import SideStream
 from kvrail.engine.toolchain import check_toolchain
 from kvrail.engine.watch import broken
-from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError
+from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError, reason_of
 from kvrail.exposition import Exposition
 from kvrail.grammar import Grammars
 from kvrail.metrics import CodecMetrics, EngineMetrics, TransferMetrics, show_certificates, show_process
@@ -307,7 +307,7 @@ def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, No
         logger.error("%s", error)
         return 1
     except OSError as error:
-        logger.error("%s; %s", error, FULL_DISK if error.errno in NO_ROOM else "see the system's log")
+        logger.error("%s; %s", reason_of(error), FULL_DISK if error.errno in NO_ROOM else "see the system's log")
         return 1
     return 0
 

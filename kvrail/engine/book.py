@@ -15,6 +15,7 @@ from kvrail.engine.events import (
     Output,
     Prefilled,
     PrefillStarted,
+    Recomputed,
     Verified,
 )
 from kvrail.engine.leases import Leases
@@ -235,14 +236,27 @@ class RequestBook:
         return events
 
     def _fail_undrawn(self, step: Step, drawn: Mapping[Seq, Sequence[SampledToken]]) -> Events:
-        """Fail the requests for which nothing could be drawn; a draft that could not be made is no more than that."""
-        undrawn = {sequence for sequence, new in drawn.items() if any(t.token_id == NOT_DRAWN for t in new)}
+        """Fail the requests for which nothing could be drawn; a draft that could not be made is no more than that.
+
+        KV that gave no finite logits leaves the prefix cache; what a sequence had borrowed is computed once more.
+        """
+        alive = [s for s in drawn if s.status is not Status.FINISHED]
+        undrawn = {s for s in alive if any(token.token_id == NOT_DRAWN for token in drawn[s])}
         drafting = {item.sequence: item for item in step.work if item.drafts is not None}
         for sequence in undrawn & drafting.keys():
             if self._drafting.wants(drafting[sequence]):
                 self.drop_drafts(sequence.request_id)
-        why = {sequence.request_id: step.stuck.get(sequence, _NO_LOGITS) for sequence in undrawn - drafting.keys()}
-        return [event for request_id, error in why.items() for event in self.fail([request_id], error)]
+        events: Events = []
+        for sequence in undrawn - drafting.keys():
+            if (error := step.stuck.get(sequence)) is None:
+                self._scheduler.pool.forget([*sequence.page_table, *sequence.copied_pages])
+            if error is None and sequence.borrowed and not sequence.prefill_only:
+                self._requests[sequence.request_id].sequences[sequence.index] = self._computing.begin_again(sequence)
+                events.append((sequence.request_id, Recomputed()))
+            else:
+                events += self.fail([sequence.request_id], error or _NO_LOGITS)
+        self._withdraw_dropped()
+        return events
 
     def abandon(self, steps: Sequence[Step]) -> None:
         """These steps, the last ones that were planned, are over without result."""

@@ -41,6 +41,14 @@ class Computing:
         elif sequence.status is not Status.FINISHED:
             self._scheduler.finish(sequence)
 
+    def begin_again(self, sequence: Sequence) -> Sequence:
+        """Queue a sequence once more, for other pages: a step that computes now may still write into these."""
+        self._scheduler.drop_drafts(sequence)
+        self.finish(sequence)
+        fresh = sequence.once_more()
+        self._scheduler.add(fresh)
+        return fresh
+
     def _finish_doomed(self) -> None:
         for sequence in [s for s in self._doomed if not self._has(s)]:
             self._doomed.remove(sequence)

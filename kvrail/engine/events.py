@@ -93,6 +93,11 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """KV that another worker sent, or that was cached, gave no finite logits: a sequence computes its own from now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """All n sequences have ended and their pages are back."""
 
@@ -106,6 +111,8 @@ class Failed:
     error: KvrailError
 
 
-Event = Admitted | PrefillStarted | PromptScored | Prefilled | Output | Drafted | Verified | Finished | Failed
+Event = (
+    Admitted | PrefillStarted | PromptScored | Prefilled | Output | Drafted | Verified | Recomputed | Finished | Failed
+)
 Delivery = Sequence[tuple[str, Event]]
 """Events of several requests, in order, each with its request id."""

@@ -23,7 +23,7 @@ from kvrail.engine.onednn_linear import can_use_onednn, use_onednn
 from kvrail.engine.probe import forward, inspect, verify
 from kvrail.engine.support import context_limit, refuse_unsupported
 from kvrail.engine.weights import LoadedWeights, WeightReader, plain_files
-from kvrail.errors import ConfigError, UnsupportedModelError
+from kvrail.errors import ConfigError, UnsupportedModelError, reason_of
 from kvrail.layout import DTYPE_BYTES, KVLayout
 
 logger = logging.getLogger("kvrail.worker")
@@ -176,7 +176,9 @@ def _resolve(model: str, load_format: LoadFormat, packed: WeightReader | None) -
         try:
             folder = Path(snapshot_download(model, allow_patterns=patterns))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise ConfigError(f"model {model!r} is no local folder, and the Hub did not give it: {error}") from error
+            raise ConfigError(
+                f"model {model!r} is no local folder, and the Hub did not give it: {reason_of(error)}"
+            ) from error
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model {model!r} has no config.json")
     if load_format == "dummy" or any(folder.glob("*.safetensors")):

@@ -11,7 +11,7 @@ Each page is in exactly one of three states, and free + used + cached = total, a
       ▲           │ ▲                                   │
       │  release  │ │ acquire (prefix hit)              │
       ├───────────┘ └───────────────────────────────────┤
-      └────────── evict, least recently used first ─────┘
+      └──── evict, least recently used first; forget ───┘
 """
 
 from collections import OrderedDict, deque
@@ -114,6 +114,16 @@ class PagePool:
             self._hash_of[page] = page_hash
             self.ledger.add(page_hash)
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Make the content of pages unknown, for it is wrong. Cached ones become free; holders keep theirs."""
+        for page in pages:
+            if page not in self._hash_of:
+                continue
+            self._forget_hash(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+
     def check(self) -> None:
         """Raise AssertionError unless every page is in exactly one state and hashes are one to one."""
         free, cached = set(self._free), set(self._cached)
@@ -127,7 +137,10 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
+        self._forget_hash(page)
+        return page
+
+    def _forget_hash(self, page: int) -> None:
         page_hash = self._hash_of.pop(page)
         del self._page_of[page_hash]
         self.ledger.remove(page_hash)
-        return page

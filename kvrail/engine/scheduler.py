@@ -80,8 +80,9 @@ class Scheduler:
         return len(self._waiting) < self.limits.max_waiting
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
-        self._queue_of(sequence).append(sequence)
+        """Queue a sequence; one that has run already comes first."""
+        queue = self._queue_of(sequence)
+        (queue.appendleft if sequence.solitary else queue.append)(sequence)
 
     def admit(self) -> list[Sequence]:
         """Give pages to waiting sequences, in order, as long as they fit. Returns those that were admitted."""
@@ -172,12 +173,12 @@ class Scheduler:
         self._receiving[self._receiving.index(receiving)] = heir
         heir.status, receiving.status = Status.RECEIVING, Status.FINISHED
         heir.page_table, receiving.page_table = receiving.page_table, []
-        heir.computed, heir.published = receiving.computed, receiving.published
+        heir.computed, heir.published, heir.borrowed = receiving.computed, receiving.published, receiving.borrowed
 
     def received(self, sequence: Sequence) -> None:
         """A transfer has filled the prompt's pages: the sequence runs; first, its drafts are verified."""
         self._receiving.remove(sequence)
-        sequence.computed = len(sequence.prompt_ids)
+        sequence.computed, sequence.borrowed = len(sequence.prompt_ids), True
         self._publish(sequence)
         self._run(sequence)
 
@@ -239,7 +240,7 @@ class Scheduler:
         into which the cached one is copied. Cached tokens have no logits: where these are wanted, they are computed.
         """
         whole = (len(sequence.token_ids) - 1) // self.pool.page_size
-        found = self.pool.match(sequence.hashes(self.pool.page_size))
+        found = [] if sequence.solitary else self.pool.match(sequence.hashes(self.pool.page_size))
         if sequence.scoring:
             found = found[: sequence.scored // self.pool.page_size]
         return found[:whole], found[whole] if len(found) > whole and not self._awaits_kv(sequence, 1) else None
@@ -276,18 +277,18 @@ class Scheduler:
             sequence.copied_page, computed = last, computed + self.pool.page_size
         elif (page := self._sibling_page(sequence, len(hits))) is not None:
             sequence.copied_page, computed = page, len(sequence.prompt_ids)
-        self.pool.acquire([*hits, *([] if sequence.copied_page is None else [sequence.copied_page])])
+        self.pool.acquire([*hits, *sequence.copied_pages])
         fresh = self.pool.allocate(self._pages_for(len(sequence.token_ids)) - len(hits))
         sequence.page_table = [*hits, *fresh]
         sequence.computed = min(computed, len(sequence.token_ids) - 1)
-        sequence.published = len(hits)
+        sequence.published, sequence.borrowed = len(hits), computed > 0
         if not sequence.output_ids:
             sequence.cached_tokens = sequence.computed
 
     def _sibling_page(self, sequence: Sequence, number: int) -> int | None:
         """Page `number`, of another sequence of the request, where it holds the end of their prompt and is not full."""
         begun, rest = divmod(len(sequence.prompt_ids), self.pool.page_size)
-        if number != begun or not rest:
+        if number != begun or not rest or sequence.solitary:
             return None
         others = (s for s in self._running if s.request_id == sequence.request_id and s.copied_page is None)
         return next((s.page_table[number] for s in others if s.computed >= len(s.prompt_ids)), None)
@@ -391,6 +392,5 @@ class Scheduler:
         sequence.page_table = []
 
     def _forget_copied(self, sequence: Sequence) -> None:
-        if sequence.copied_page is not None:
-            self.pool.release([sequence.copied_page])
-            sequence.copied_page = None
+        self.pool.release(sequence.copied_pages)
+        sequence.copied_page = None

@@ -1,6 +1,6 @@
 """A sequence on its way through the engine: its tokens, its pages, and how far its KV is computed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from kvrail.grammar import Matcher
@@ -31,7 +31,8 @@ class Sequence:
     step has copied what it holds, KV up to `computed`, into the sequence's own last page. drafts: guesses of the
     tokens that follow; nothing that was computed from them counts as KV before they are verified. matcher: where the
     output must match a grammar. scored: leading tokens of the prompt for which the log probability of the token
-    behind has been told.
+    behind has been told. borrowed: whether some of the KV was not computed for it: another worker sent it, or it was
+    cached. solitary: borrows nothing, since what it had borrowed before gave no finite logits.
     """
 
     request_id: str
@@ -57,9 +58,27 @@ class Sequence:
     known_hashes: list[PageHash] = field(default_factory=list)
     matcher: Matcher | None = None
     scored: int = 0
+    borrowed: bool = False
+    solitary: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.output_ids]
+
+    def once_more(self) -> "Sequence":
+        """The same sequence from its begin: it holds nothing, and computes all KV itself."""
+        return replace(
+            self,
+            remote=False,
+            output_ids=list(self.output_ids),
+            page_table=[],
+            copied_page=None,
+            computed=0,
+            published=0,
+            drafts=[],
+            status=Status.WAITING,
+            borrowed=False,
+            solitary=True,
+        )
 
     def append(self, token_id: int) -> None:
         """Add one generated token."""
@@ -69,6 +88,11 @@ class Sequence:
     def length(self) -> int:
         """Tokens and drafts."""
         return len(self.token_ids) + len(self.drafts)
+
+    @property
+    def copied_pages(self) -> list[int]:
+        """The page that is held to be copied, if there is one."""
+        return [] if self.copied_page is None else [self.copied_page]
 
     def slice(self, start: int, end: int) -> list[int]:
         """Tokens `start` to `end` - 1; drafts count on behind the tokens."""

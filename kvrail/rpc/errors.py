@@ -9,7 +9,6 @@ import functools
 import inspect
 import json
 import logging
-import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
@@ -43,6 +42,7 @@ log = logging.getLogger(__name__)
 TRAILER = "kvrail-error-bin"
 MAX_MESSAGE_CHARS = 500  # gRPC may refuse metadata above 8 KiB; a character takes up to 12 bytes there
 MAX_PARAM_CHARS = 100
+MAX_RETRY_AFTER_S = 3600.0
 
 _CODES: dict[type[KvrailError], grpc.StatusCode] = {
     KvrailError: grpc.StatusCode.INTERNAL,
@@ -103,10 +103,10 @@ def _from_trailer(trailer: bytes, message: str) -> KvrailError | None:
         cls = _CLASSES[fields["error"]]
         if issubclass(cls, InvalidRequestError):
             param = fields["param"]
-            return cls(message, param=param if param is None else str(param))
+            return cls(message, param=param if param is None else _shown(str(param), MAX_PARAM_CHARS))
         if issubclass(cls, OverloadedError):
             retry_after = float(fields["retry_after"])
-            return cls(message, retry_after=retry_after) if 0.0 <= retry_after < math.inf else None
+            return cls(message, retry_after=retry_after) if 0.0 <= retry_after <= MAX_RETRY_AFTER_S else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return cls(message)
@@ -126,7 +126,11 @@ def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> KvrailError:
 
 
 def from_status(code: grpc.StatusCode, details: str, trailers: Iterable[bytes] = (), *, peer: str = "") -> KvrailError:
-    """Give the error that a status and its trailers, as `to_status` makes them, stand for."""
+    """Give the error that a status and its trailers, as `to_status` makes them, stand for.
+
+    What a peer says may end in a log or at a client: it is cut, and has no control characters.
+    """
+    details = _shown(details, MAX_MESSAGE_CHARS) or "it gives no reason"
     for trailer in trailers:
         if (known := _from_trailer(trailer, details)) is not None:
             return known
@@ -138,6 +142,10 @@ def from_status(code: grpc.StatusCode, details: str, trailers: Iterable[bytes] =
     if code is grpc.StatusCode.UNAVAILABLE and _UNLIKE_TLS.search(details):
         message += "; compare --tls-ca, --tls-cert and --tls-key of both ends, and see the worker's log"
     return _FOREIGN.get(code, KvrailError)(message)
+
+
+def _shown(text: str, most: int) -> str:
+    return "".join(char if char.isprintable() else " " for char in text[:most])
 
 
 _BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}

@@ -4,6 +4,8 @@ import asyncio
 import socket
 from collections.abc import Container, Sequence
 
+from kvrail.errors import reason_of
+
 
 async def resolve(host: str, port: int) -> Sequence[str]:
     """All addresses of `host` (A and AAAA records), host:port each, sorted; raises OSError where it has none.
@@ -37,7 +39,7 @@ class Name:
         try:
             self.addresses = tuple(await resolve(self.host, self.port))
         except OSError as error:
-            self.failure = f"does not resolve: {error.strerror or error}"
+            self.failure = f"does not resolve: {error.strerror or reason_of(error)}"
         except UnicodeError as error:  # what the codec idna makes of labels that are too long
             self.failure = f"is no DNS name: {error}"
         else:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError
+from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError, reason_of
 from kvrail.rpc.prefill_call import Deliver
 from kvrail.rpc.signal import Signal
 from kvrail.transport.base import Announcement
@@ -15,6 +15,9 @@ from kvrail.wire.v1.common_pb2 import Span
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, Heartbeat, PrefillReply, TransferDone
 
 log = logging.getLogger(__name__)
+
+TAKEN_WITHIN_S = 60.0
+"""A receiver that takes no reply for so long is given up: pages wait for it."""
 
 
 class PrefillReplies:
@@ -111,9 +114,10 @@ class PrefillReplies:
 
     def _aborted(self) -> TransferAbortedError:
         """Make the sender's view of a failure."""
+        assert self._failure is not None
         if isinstance(self._failure, TransferAbortedError):
             return self._failure
-        return TransferAbortedError(f"the transfer ended early: {self._failure}")
+        return TransferAbortedError(f"the transfer ended early: {reason_of(self._failure)}")
 
 
 Story = Callable[[PrefillReplies], Coroutine[Any, Any, None]]
@@ -133,7 +137,7 @@ async def tell(story: Story, deliver: Deliver) -> None:
 
     Where `deliver` raises or this is cancelled, the receiver is gone: the story is cancelled, and whatever else still
     uses its replies gets TransferAbortedError. Raises what the story raises, WorkerUnavailableError where someone else
-    cancels it, KvrailError where it ends without a commit.
+    cancels it, KvrailError where it ends without a commit, TransferAbortedError where the receiver takes no replies.
     """
     replies = PrefillReplies()
     task = asyncio.create_task(story(replies), name="prefill story")
@@ -144,7 +148,10 @@ async def tell(story: Story, deliver: Deliver) -> None:
             reply = await replies.take()
             done = reply.HasField("done")
             try:
-                await deliver(reply)
+                async with asyncio.timeout(TAKEN_WITHIN_S):
+                    await deliver(reply)
+            except TimeoutError:
+                raise TransferAbortedError(f"the receiver took no reply for {TAKEN_WITHIN_S:g} s") from None
             except asyncio.CancelledError:
                 if done:  # it may have left: who goes now has it, or does not want it any more
                     replies.finish()

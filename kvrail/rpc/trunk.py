@@ -21,6 +21,7 @@ from kvrail.errors import (
     KvrailError,
     RequestCancelledError,
     WorkerUnavailableError,
+    reason_of,
 )
 from kvrail.rpc.errors import code_of, from_rpc_error, from_status, is_cancelling
 from kvrail.rpc.options import MAX_MESSAGE_BYTES
@@ -260,7 +261,7 @@ class _Line:
             pass  # the reader tells of it
         except Exception as error:
             log.exception("an order to %s could not be sent", self._peer)
-            self.break_off(WorkerUnavailableError(f"the stream to {self._peer} takes no orders: {error}"))
+            self.break_off(WorkerUnavailableError(f"the stream to {self._peer} takes no orders: {reason_of(error)}"))
 
     async def _check(self) -> None:
         """Ask again and again which calls the worker has; where no answer comes, the trunk is broken."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from kvrail.errors import DeadlineError, IncompatibleError, KvrailError
+from kvrail.errors import DeadlineError, IncompatibleError, InvalidRequestError, KvrailError
 from kvrail.rpc.errors import TRAILER, abort_with, is_cancelling, to_status
 from kvrail.wire.v1 import decode_pb2
 
@@ -25,6 +25,9 @@ MAX_UNTAKEN_MESSAGES = 8
 """Messages on their way that the caller has not said to have taken; it says so each TAKEN_EVERY (trunk.py)."""
 MAX_WAITING_REPLIES = 1024
 """Replies that wait for a trunk before its calls do: a caller reads ahead of its clients, so it is slow as a whole."""
+
+MAX_TIMEOUT_S = 1e9
+"""Of a call: more than an event loop's clock can always tell."""
 
 INTERNAL = "internal error; the worker's log has the cause"
 
@@ -50,6 +53,13 @@ class _Ended(grpc.aio.AbortError):  # type: ignore[misc]
     def __init__(self, end: decode_pb2.CallEnd) -> None:
         super().__init__(end.message)
         self.end = end
+
+
+def _no_timeout(timeout_s: float) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"timeout_s is {timeout_s}; it must be at least 0, which is none, and at most {MAX_TIMEOUT_S:g}",
+        param="timeout_s",
+    )
 
 
 def _end_of(error: KvrailError) -> decode_pb2.CallEnd:
@@ -149,7 +159,7 @@ class TrunkServer:
             if order is None:  # what gRPC makes of bytes that it cannot read
                 raise IncompatibleError("the caller sent what is no message of this protocol version")
             if order.taken:
-                self._untaken -= order.taken
+                self._untaken = max(0, self._untaken - order.taken)
                 self._taken.set()
             if order.HasField("check"):
                 self._answer(order.check)
@@ -170,9 +180,11 @@ class TrunkServer:
 
     async def _serve(self, order: decode_pb2.TrunkRequest) -> None:
         """One call from its start to its end; nothing is said of a call that was dropped."""
-        call, timeout_s = order.call, max(0.0, order.timeout_s)
+        call, timeout_s = order.call, order.timeout_s
         end = None
         try:
+            if not 0.0 <= timeout_s <= MAX_TIMEOUT_S:
+                raise _Ended(_end_of(_no_timeout(timeout_s)))
             async with asyncio.timeout(timeout_s or None):
                 await _complete(self._method(order.start, context := CallContext(self, call, timeout_s)), context)
             end = decode_pb2.CallEnd()

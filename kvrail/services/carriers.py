@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from kvrail.config import DecodeSettings, PrefillSettings, WorkerSettings, flag_name
-from kvrail.errors import ConfigError, IncompatibleError, KvrailError
+from kvrail.errors import ConfigError, IncompatibleError, KvrailError, reason_of
 from kvrail.services.codecs import WITHOUT_CODE
 from kvrail.transport import ucx
 from kvrail.transport.base import Carrier
 from kvrail.transport.regions import ALIGNMENT, RegionPool
-from kvrail.transport.sockets import SocketCarrier
+from kvrail.transport.sockets import SocketCarrier, Timeouts
 
 logger = logging.getLogger("kvrail.carriers")
 
@@ -36,7 +36,12 @@ class Carriers:
         carriers: list[Carrier] = [] if fast is None else [fast]
         try:
             if settings.transport != "ucx":
-                carriers.append(await SocketCarrier.start(host=settings.host, port=settings.data_port, sealed=sealed))
+                times = Timeouts(silence_s=settings.transfer_timeout_s)
+                carriers.append(
+                    await SocketCarrier.start(
+                        host=settings.host, port=settings.data_port, timeouts=times, sealed=sealed
+                    )
+                )
         except BaseException:
             await cls(carriers).aclose()
             raise
@@ -111,12 +116,13 @@ async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) 
             device=device if on_cuda else None,
             device_bytes=pool_bytes if on_cuda else 0,
             settings=ucx.UcxSettings(spin=polls),
+            silence_s=settings.transfer_timeout_s,
         ), ""
     except (KvrailError, RuntimeError, OSError) as error:
         if settings.transport != "auto":
             raise
-        logger.warning("transport ucx does not start: %s", error)
-        return None, str(error)
+        logger.warning("transport ucx does not start: %s", reason_of(error))
+        return None, reason_of(error)
 
 
 def _cores() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from kvrail.errors import ConfigError
+from kvrail.errors import ConfigError, reason_of
 
 PATTERNS = (
     "tokenizer.json",
@@ -38,8 +38,8 @@ def resolve_folder(model: str) -> Path:
         ) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"model {model!r}: the tokenizer's files cannot be fetched from the Hub ({error}); check the name, the "
-            "access token and the network, or name a local folder"
+            f"model {model!r}: the tokenizer's files cannot be fetched from the Hub ({reason_of(error)}); check the"
+            " name, the access token and the network, or name a local folder"
         ) from error
 
 

@@ -1,6 +1,5 @@
 """The project's types to protobuf messages and back. What comes from the network is checked here."""
 
-import math
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -8,8 +7,17 @@ from kvrail.errors import IncompatibleError, InvalidRequestError
 from kvrail.layout import DTYPE_BYTES, KVLayout
 from kvrail.lifecycle import Stage
 from kvrail.sampling import MAX_GRAMMAR_BYTES, FinishReason, LogitBias, PromptLogprobs, SamplingParams, TokenLogprobs
-from kvrail.spans import MAX_SPANS, Span
-from kvrail.wire.v1 import common_pb2, decode_pb2
+from kvrail.spans import MAX_SIZES, MAX_SPANS, Span
+from kvrail.wire.checks import (
+    MAX_NAME_CHARS,
+    MAX_NAMES,
+    MAX_SECONDS,
+    check_logprobs,
+    check_names,
+    check_number,
+    check_tokens,
+)
+from kvrail.wire.v1 import common_pb2, decode_pb2, prefill_pb2
 
 UINT32_MAX = (1 << 32) - 1
 UINT64_MAX = (1 << 64) - 1
@@ -21,6 +29,10 @@ MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_TEMPERATURE = 100.0
 """Of what a worker is asked; above it a draw is as good as uniform."""
 MAX_LOGIT_BIAS = 100.0
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 256
+MAX_BIASES = 1 << 18
 
 _FINISH_REASONS = {
     FinishReason.STOP: decode_pb2.FINISH_REASON_STOP,
@@ -39,6 +51,18 @@ def check_request_id(request_id: str) -> None:
             f" {MAX_REQUEST_ID_CHARS} printable ones",
             param="request_id",
         )
+
+
+def check_workers(addresses: Sequence[str]) -> None:
+    """Raise InvalidRequestError where a request names too many prefill workers, or one by no name."""
+    _check("the number of prefill_workers", len(addresses), 0, MAX_NAMES)
+    for address in addresses:
+        if not 0 < len(address) <= MAX_NAME_CHARS or not address.isprintable():
+            raise InvalidRequestError(
+                f"prefill worker {address[:MAX_NAME_CHARS]!r} has {len(address)} characters; give host:port, of"
+                f" {MAX_NAME_CHARS} printable ones at most",
+                param="prefill_workers",
+            )
 
 
 def _check(param: str, value: float, low: float, high: float, *, above: bool = False) -> None:
@@ -65,6 +89,10 @@ def check_sampling(params: SamplingParams) -> None:
         _check("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     if params.prompt_logprobs is not None:
         _check("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
+    _check("the number of logit_bias", len(params.logit_bias), 0, MAX_BIASES)
+    _check("the number of stop_token_ids", len(params.stop_token_ids), 0, MAX_STOP_TOKENS)
+    _check("the number of stop", len(params.stop), 0, MAX_STOPS)
+    _check("the length of a stop", max(map(len, params.stop), default=0), 0, MAX_STOP_CHARS)
     for token_id, bias in params.logit_bias.items():
         if not (0 <= token_id <= UINT32_MAX and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS):  # for many in little time
             _check("logit_bias", token_id, 0, UINT32_MAX)
@@ -145,9 +173,35 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> common_pb2.TokenLogprobs:
     return common_pb2.TokenLogprobs(logprob=logprobs.logprob, top=top)
 
 
-def logprobs_from_proto(message: common_pb2.TokenLogprobs) -> TokenLogprobs:
-    """One token's log probabilities."""
+def logprobs_from_proto(message: common_pb2.TokenLogprobs, top: int, vocab_size: int) -> TokenLogprobs:
+    """One token's log probabilities, where `top` likely ones were asked for.
+
+    Raises IncompatibleError where others came, a token is outside the vocabulary or a value no log probability.
+    """
+    check_number("the number of likely tokens", len(message.top), top)
+    check_tokens("a likely token", (entry.token_id for entry in message.top), vocab_size)
+    check_logprobs((message.logprob, *(entry.logprob for entry in message.top)))
     return TokenLogprobs(message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
+
+
+def first_tokens_from_proto(
+    message: prefill_pb2.FirstToken, params: SamplingParams, vocab_size: int
+) -> list[tuple[int, TokenLogprobs | None]]:
+    """The first token of each of a request's sequences, with its log probabilities where these are asked for.
+
+    Raises IncompatibleError where the numbers of them are wrong, or a value is.
+    """
+    wanted = 0 if params.logprobs is None else params.n
+    if len(message.token_ids) != params.n or len(message.logprobs) != wanted:
+        raise IncompatibleError(
+            f"{len(message.token_ids)} first tokens with {len(message.logprobs)} log probabilities came; asked were"
+            f" {params.n} with {wanted}"
+        )
+    check_tokens("a first token", message.token_ids, vocab_size)
+    if params.logprobs is None:
+        return [(token_id, None) for token_id in message.token_ids]
+    found = [logprobs_from_proto(each, params.logprobs, vocab_size) for each in message.logprobs]
+    return list(zip(message.token_ids, found, strict=True))
 
 
 def prompt_logprobs_to_proto(found: PromptLogprobs) -> decode_pb2.PromptLogprobs:
@@ -162,8 +216,11 @@ def prompt_logprobs_to_proto(found: PromptLogprobs) -> decode_pb2.PromptLogprobs
     )
 
 
-def prompt_logprobs_from_proto(message: decode_pb2.PromptLogprobs) -> PromptLogprobs:
-    """Read them, into arrays; raises IncompatibleError where the columns' lengths do not fit each other."""
+def prompt_logprobs_from_proto(message: decode_pb2.PromptLogprobs, vocab_size: int) -> PromptLogprobs:
+    """Read them, into arrays.
+
+    Raises IncompatibleError where the columns' lengths do not fit each other, or a value is wrong.
+    """
     count = len(message.logprobs)
     lengths = (len(message.ranks), len(message.top_ids), len(message.top_logprobs))
     if not count or lengths != (count, count * message.top, count * message.top):
@@ -171,6 +228,11 @@ def prompt_logprobs_from_proto(message: decode_pb2.PromptLogprobs) -> PromptLogp
             f"the peer sent {count} log probabilities of a prompt with {lengths[0]} ranks, {lengths[1]} ids and"
             f" {lengths[2]} log probabilities of the {message.top} most likely tokens"
         )
+    check_tokens("a likely token", message.top_ids, vocab_size)
+    check_number("the lowest rank", min(message.ranks), vocab_size, 1)
+    check_number("the highest rank", max(message.ranks), vocab_size, 1)
+    check_logprobs(message.logprobs)
+    check_logprobs(message.top_logprobs)
     return PromptLogprobs(
         message.first,
         array("f", message.logprobs),
@@ -216,17 +278,17 @@ def marks_to_proto(marks: Iterable[tuple[Stage, float]]) -> list[common_pb2.Mark
     return [common_pb2.Mark(stage=stage.value, seconds=seconds) for stage, seconds in marks]
 
 
-def marks_from_proto(messages: Iterable[common_pb2.Mark]) -> list[tuple[Stage, float]]:
-    """Read a peer's marks; raises IncompatibleError for an unknown stage or a time that is negative or not finite."""
+def marks_from_proto(messages: Sequence[common_pb2.Mark]) -> list[tuple[Stage, float]]:
+    """Read a peer's marks; raises IncompatibleError for too many, an unknown stage or a time that no request has."""
+    check_number("the number of marks", len(messages), len(Stage))
     marks = []
     for message in messages:
         try:
             stage = Stage(message.stage)
         except ValueError:
-            known = ", ".join(Stage)
-            raise IncompatibleError(f"the peer marks the unknown stage {message.stage!r}; known are {known}") from None
-        if not 0.0 <= message.seconds < math.inf:
-            raise IncompatibleError(f"the peer marks {stage} at {message.seconds} s; a time is finite and not negative")
+            known, said = ", ".join(Stage), message.stage[:MAX_NAME_CHARS]
+            raise IncompatibleError(f"the peer marks the unknown stage {said!r}; known are {known}") from None
+        check_number(f"the time of {stage}", message.seconds, MAX_SECONDS)
         marks.append((stage, message.seconds))
     return marks
 
@@ -262,13 +324,11 @@ def spans_to_proto(spans: Iterable[Span]) -> list[common_pb2.Span]:
 
 
 def spans_from_proto(messages: Sequence[common_pb2.Span]) -> list[Span]:
-    """Read a peer's spans; raises IncompatibleError for too many, or a time that is negative or not finite."""
-    if len(messages) > MAX_SPANS:
-        raise IncompatibleError(f"the peer tells of {len(messages)} spans; at most {MAX_SPANS} are taken")
+    """Read a peer's spans; raises IncompatibleError for too many, a bad name, or a time that no request has."""
+    check_number("the number of spans", len(messages), MAX_SPANS)
     for message in messages:
-        if not (0.0 <= message.begin < math.inf and 0.0 <= message.seconds < math.inf):
-            raise IncompatibleError(
-                f"the peer's span {message.name!r} begins at {message.begin} s and takes {message.seconds} s; times are"
-                " finite and not negative"
-            )
+        check_names("a span's names", (message.process, message.track, message.name))
+        check_names("a span's sizes", message.sizes, MAX_SIZES)
+        check_number("a span's begin", message.begin, MAX_SECONDS)
+        check_number("a span's time", message.seconds, MAX_SECONDS)
     return [Span(m.process, m.track, m.name, m.begin, m.seconds, dict(m.sizes)) for m in messages]

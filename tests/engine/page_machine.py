@@ -12,14 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrail.engine.batch import Extras, Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.batch import NOT_DRAWN, Extras, Feed, SampledToken, SampleRow, SequenceSlice
 from kvrail.engine.draw import GREEDY, DrawParams
 
 VOCAB = 101
+POISON = 1_000_000
+"""In a cell: KV that is not finite. Logits of what reads it are NaN, and nothing is drawn from them."""
 
 
 def next_token(tokens: Sequence[int], index: int = 0) -> int:
     return (zlib.crc32(np.asarray(tokens, dtype=np.int64).tobytes()) + index) % VOCAB
+
+
+def drawn_from(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(1).masked_fill(logits.isnan().any(1), NOT_DRAWN)
 
 
 def expected(prompt: Sequence[int], count: int, index: int = 0) -> list[int]:
@@ -77,7 +83,8 @@ class PageMachine:
             tokens = self.read(piece.page_table, piece.start + len(piece.token_ids))
             assert -1 not in tokens, "KV was read that nobody wrote"
             for end in range(len(tokens) - piece.num_logits + 1, len(tokens) + 1):
-                rows.append(torch.nn.functional.one_hot(torch.tensor(next_token(tokens[:end])), VOCAB).float())
+                row = torch.nn.functional.one_hot(torch.tensor(next_token(tokens[:end])), VOCAB).float()
+                rows.append(torch.full_like(row, torch.nan) if POISON in tokens[:end] else row)
         if on_layer is not None:
             on_layer(0)
         self.meanwhile()
@@ -86,7 +93,7 @@ class PageMachine:
         if draws and all(len(piece.token_ids) == 1 for piece in slices):
             assert all(draw == GREEDY for draw in draws)
             self.drew += len(draws)
-            self.extras = replace(self.extras, drawn=self._draws[: len(draws)].copy_(logits.argmax(1)))
+            self.extras = replace(self.extras, drawn=self._draws[: len(draws)].copy_(drawn_from(logits)))
         return logits
 
 
@@ -127,7 +134,8 @@ class FirstIndexShift:
         if drawn is not None:
             return Drawn(drawn)
         first = self._shifts(rows)
-        return Drawn((logits.argmax(1) + torch.tensor(first)) % VOCAB)
+        shifted = (logits.argmax(1) + torch.tensor(first)) % VOCAB
+        return Drawn(shifted.where(drawn_from(logits) != NOT_DRAWN, NOT_DRAWN))
 
     @staticmethod
     def _shifts(rows: Sequence[SampleRow]) -> list[int]:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrail.engine.pages import PagePool
+from kvrail.engine.pages import PageCounts, PagePool
 from kvrail.pagehash import page_hashes
 
 
@@ -74,3 +74,18 @@ def test_any_history_keeps_the_books(history):
     for pages in held:
         pool.release(pages)
     assert pool.counts().used == 0
+
+
+def test_pages_whose_content_is_forgotten_serve_nobody():
+    pool = PagePool(4, 4)
+    hashes = page_hashes(range(8), 4)
+    pages = pool.allocate(2)
+    for page, page_hash in zip(pages, hashes, strict=True):
+        pool.publish(page, page_hash)
+    pool.release(pages[1:])
+    pool.forget([*pages, *pages])
+    pool.check()
+    assert pool.match(hashes) == [] and pool.counts() == PageCounts(free=3, used=1, cached=0)
+    pool.release(pages[:1])
+    pool.check()
+    assert pool.counts().free == 4

@@ -73,7 +73,7 @@ def summary(prompt_tokens: int, completion_tokens: int) -> decode_pb2.GenerateSu
     return decode_pb2.GenerateSummary(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
-        cached_tokens=3,
+        cached_tokens=min(3, prompt_tokens),
         marks=marks,
         prefill_worker="p:1",
         codec="raw",

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvrail.services.router import biases, bodies
 from kvrail.services.router.bodies import MAX_NAMES, SHORT_BODY, JsonRequest, most_names
-from kvrail.services.router.schema import MAX_BIASES
 from kvrail.turns import Turns
+from kvrail.wire.convert import MAX_BIASES
 from tests.router.cluster import MODEL, Cluster, until
 
 TEXTS = st.text(alphabet='a"\\:[{,é', max_size=12)

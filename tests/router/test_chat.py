@@ -169,7 +169,7 @@ async def test_text_that_is_held_back_makes_no_chunk(cluster: Cluster, tokenizer
         yield decode_pb2.GenerateReply(summary=summary(1, 2))
 
     cluster.decode[0].script = hold
-    events = (await cluster.chat(stream=True)).text.split("\n\n")[:-2]
+    events = (await cluster.chat(stream=True, stop="c")).text.split("\n\n")[:-2]
     assert len(events) == 2  # the role, and one with text and end
     choice = json.loads(events[1].removeprefix("data: "))["choices"][0]
     assert (choice["delta"], choice["finish_reason"], choice["stop_reason"]) == ({"content": "ab"}, "stop", "c")

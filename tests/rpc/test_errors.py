@@ -146,12 +146,29 @@ def test_plain_status_of_an_unknown_peer(code, details, cls):
         b'{"error": "OverloadedError"}',
         b'{"error": "OverloadedError", "retry_after": NaN}',
         b'{"error": "OverloadedError", "retry_after": "soon"}',
+        b'{"error": "OverloadedError", "retry_after": 1e300}',
         b"[" * 100_000,
     ],
 )
 def test_hostile_trailer_falls_back_to_the_status(trailer):
     error = from_rpc_error(Foreign(grpc.StatusCode.UNAVAILABLE, "gone", ((TRAILER, trailer),)))
     assert type(error) is errors.WorkerUnavailableError
+
+
+def test_what_a_peer_says_of_an_error_is_cut_and_forges_no_log_line():
+    trailer = json.dumps({"error": "InvalidRequestError", "param": "p\n" * 100}).encode()
+    for trailers in ((), ((TRAILER, trailer),)):
+        error = from_rpc_error(
+            Foreign(grpc.StatusCode.INVALID_ARGUMENT, "bad\nERROR forged" * 1000, trailers), peer="p"
+        )
+        assert "bad ERROR forged" in str(error) and len(str(error)) < 600
+        assert str(error).isprintable() and (error.param or "").isprintable() and len(error.param or "") <= 100
+
+
+def test_an_error_without_a_reason_says_so():
+    trailer = b'{"error": "FrameError"}'
+    for trailers in ((), ((TRAILER, trailer),)):
+        assert "no reason" in str(from_rpc_error(Foreign(grpc.StatusCode.DATA_LOSS, "", trailers), peer="p"))
 
 
 async def test_deadline_and_unreachable_worker(unused_tcp_port):

@@ -14,6 +14,7 @@ from kvrail.errors import (
     TransferAbortedError,
     WorkerUnavailableError,
 )
+from kvrail.rpc import prefill_replies
 from kvrail.rpc.prefill_call import MAX_UNTAKEN
 from kvrail.rpc.prefill_replies import tell
 from kvrail.transport.base import Announcement
@@ -88,6 +89,23 @@ async def test_summary_that_does_not_match(transport, lie):
     async with transport.connect(story) as client, client.prefill(REQUEST) as call:
         with pytest.raises(FrameError, match=f"{lie[0]} frames and {lie[1]} bytes; 1 and 10 were"):
             await receive_all(call)
+
+
+async def test_a_receiver_that_takes_no_replies_is_given_up(monkeypatch):
+    monkeypatch.setattr(prefill_replies, "TAKEN_WITHIN_S", 0.05)
+    over = asyncio.Event()
+
+    async def story(replies):
+        try:
+            replies.accept(Accepted())
+            await replies.commit()
+        finally:
+            over.set()
+
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(TransferAbortedError, match="took no reply for"):
+            await tell(story, lambda reply: asyncio.sleep(3600))
+    assert over.is_set()
 
 
 @pytest.mark.parametrize("leave", ["cancel", "exit"])

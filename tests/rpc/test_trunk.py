@@ -293,3 +293,14 @@ async def test_a_call_that_something_inside_it_cancels_has_an_end(pair, monkeypa
 
 def _with(init, method):
     return lambda self, _, context: init(self, method, context)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
+async def test_a_deadline_that_is_none_fails_its_call_and_no_other(pair, timeout_s):
+    _, client, _, _ = pair
+    beside = client.generate(ask("count 3"))
+    wrong = client.generate(ask("count 1"))
+    client._trunk._line._orders[-1].timeout_s = timeout_s
+    with pytest.raises(InvalidRequestError, match="timeout_s is"):
+        await collect(wrong)
+    assert await collect(beside) == [0, 1, 2]

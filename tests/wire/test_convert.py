@@ -10,7 +10,7 @@ from kvrail.layout import DTYPE_BYTES, KVLayout
 from kvrail.lifecycle import Stage
 from kvrail.sampling import FinishReason, SamplingParams, TokenLogprobs
 from kvrail.wire import convert
-from kvrail.wire.v1 import common_pb2, decode_pb2
+from kvrail.wire.v1 import common_pb2, decode_pb2, prefill_pb2
 
 uint32 = st.integers(0, 2**32 - 1)
 
@@ -92,6 +92,21 @@ def test_out_of_range_sampling_names_the_parameter(param, value):
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("workers", [[""], ["x" * 257], ["p:1\nERROR forged"], ["p:1"] * 1025])
+def test_prefill_workers_that_a_request_names_are_checked(workers):
+    convert.check_workers(["10.0.0.2:7001"] * 1024)
+    with pytest.raises(InvalidRequestError, match="prefill"):
+        convert.check_workers(workers)
+
+
+@pytest.mark.parametrize(
+    "params", [{"stop": ("x",) * 65}, {"stop": ("x" * 1025,)}, {"stop_token_ids": (1,) * 257}, {"stop": ("",)}]
+)
+def test_lists_that_are_too_long_are_refused(params):
+    with pytest.raises(InvalidRequestError, match="stop"):
+        convert.check_sampling(SamplingParams(max_tokens=1, **params))
+
+
 def test_sampling_from_the_network_is_checked():
     message = convert.sampling_to_proto(SamplingParams(max_tokens=10))
     message.top_p = math.nan
@@ -102,10 +117,80 @@ def test_sampling_from_the_network_is_checked():
         convert.sampling_from_proto(common_pb2.SamplingParams())
 
 
-@given(st.floats(width=32, allow_nan=False), st.lists(st.tuples(uint32, st.floats(width=32, allow_nan=False))))
+logprob_values = st.floats(max_value=0, width=32, allow_nan=False)
+
+
+@given(logprob_values, st.lists(st.tuples(st.integers(0, 99), logprob_values)))
 def test_logprobs_round_trip(logprob, top):
     logprobs = TokenLogprobs(logprob, tuple(top))
-    assert convert.logprobs_from_proto(convert.logprobs_to_proto(logprobs)) == logprobs
+    assert convert.logprobs_from_proto(convert.logprobs_to_proto(logprobs), len(top), 100) == logprobs
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "what"),
+    [
+        (TokenLogprobs(math.nan), "a log probability is nan"),
+        (TokenLogprobs(math.inf), "a log probability is inf"),
+        (TokenLogprobs(-1.0, ((1, 0.5), (2, -1.0))), "a log probability is 0.5"),
+        (TokenLogprobs(-1.0, ((100, -1.0),)), "token id 100"),
+        (TokenLogprobs(-1.0, ((1, -1.0),) * 3), "likely tokens is 3"),
+    ],
+)
+def test_wrong_logprobs_are_refused(logprobs, what):
+    with pytest.raises(IncompatibleError, match=what):
+        convert.logprobs_from_proto(convert.logprobs_to_proto(logprobs), 2, 100)
+
+
+@pytest.mark.parametrize(
+    ("first", "logprobs", "what"),
+    [
+        (prefill_pb2.FirstToken(token_ids=[1, 100]), None, "token id 100"),
+        (prefill_pb2.FirstToken(token_ids=[1]), None, "1 first tokens"),
+        (prefill_pb2.FirstToken(token_ids=[1, 2]), 0, "with 0 log probabilities"),
+        (prefill_pb2.FirstToken(token_ids=[1, 2], logprobs=[common_pb2.TokenLogprobs()] * 2), None, "with 2 log"),
+    ],
+)
+def test_wrong_first_tokens_are_refused(first, logprobs, what):
+    params = SamplingParams(max_tokens=1, n=2, logprobs=logprobs)
+    with pytest.raises(IncompatibleError, match=what):
+        convert.first_tokens_from_proto(first, params, 100)
+    first = prefill_pb2.FirstToken(token_ids=[1, 99])
+    assert convert.first_tokens_from_proto(first, SamplingParams(max_tokens=1, n=2), 100) == [(1, None), (99, None)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"top_ids": [1, 100]}, "token id 100"),
+        ({"ranks": [0]}, "rank is 0"),
+        ({"ranks": [101]}, "rank is 101"),
+        ({"logprobs": [math.nan]}, "nan"),
+        ({"top_logprobs": [-1.0, math.nan]}, "nan"),
+    ],
+)
+def test_wrong_logprobs_of_prompts_are_refused(changes, what):
+    fields = {"first": 1, "logprobs": [-1.0], "ranks": [1], "top": 2, "top_ids": [1, 2], "top_logprobs": [-1.0, -2.0]}
+    convert.prompt_logprobs_from_proto(decode_pb2.PromptLogprobs(**fields), 100)
+    with pytest.raises(IncompatibleError, match=what):
+        convert.prompt_logprobs_from_proto(decode_pb2.PromptLogprobs(**fields | changes), 100)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        {"begin": math.nan},
+        {"seconds": math.inf},
+        {"begin": 1e9},
+        {"name": "x" * 300},
+        {"process": "a\nERROR forged"},
+        {"sizes": {str(number): 1 for number in range(17)}},
+    ],
+)
+def test_wrong_spans_are_refused(span):
+    fields = {"process": "p", "track": "t", "name": "n", "begin": 1.0, "seconds": 2.0, "sizes": {"bytes": 3}}
+    convert.spans_from_proto([common_pb2.Span(**fields)])
+    with pytest.raises(IncompatibleError):
+        convert.spans_from_proto([common_pb2.Span(**fields | span)])
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
@@ -131,7 +216,14 @@ def test_marks_round_trip():
 
 @pytest.mark.parametrize(
     ("stage", "seconds"),
-    [("lunch", 1.0), ("", 0.0), ("received", -1.0), ("received", math.nan), ("received", math.inf)],
+    [
+        ("lunch", 1.0),
+        ("", 0.0),
+        ("received", -1.0),
+        ("received", math.nan),
+        ("received", math.inf),
+        ("received", 1e9),
+    ],
 )
 def test_wrong_mark_is_refused(stage, seconds):
     with pytest.raises(IncompatibleError):

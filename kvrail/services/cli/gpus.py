@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from kvrail.errors import ConfigError
+from kvrail.errors import ConfigError, reason_of
 
 GIB = 1 << 30
 USED_FRACTION = 0.85
@@ -56,5 +56,5 @@ def weights_gib(model: str) -> float:
     try:
         files = HfApi().model_info(model, files_metadata=True).siblings or []
     except (HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"the size of {model} is not known ({error}); set --kv-memory-gib") from None
+        raise ConfigError(f"the size of {model} is not known ({reason_of(error)}); set --kv-memory-gib") from None
     return sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors")) / GIB

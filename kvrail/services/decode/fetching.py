@@ -167,6 +167,9 @@ class Fetcher:
 
     async def leave(self, fetching: asyncio.Task[None], progress: Progress) -> None:
         """End the fetching of a request that has come to its end; a call whose pages all came may end by itself."""
+        if progress.asked is not None:
+            breaker, began = progress.asked
+            breaker.succeeded(began)
         if progress.committed:
             await self.heard(fetching)
         fetching.cancel()
@@ -176,6 +179,15 @@ class Fetcher:
     async def heard(self, fetching: asyncio.Task[None]) -> None:
         """Wait for the end of a call whose pages all came, but not for a worker that is lost."""
         await asyncio.wait([fetching], timeout=HEARD_S)
+
+    def recomputed(self, progress: Progress) -> None:
+        """The engine computes a prompt once more: the KV that it had gave no finite logits."""
+        source = f"prefill worker {progress.prefill_worker}" if progress.prefill_worker else "the prefix cache"
+        logger.warning("KV from %s gives no finite logits; the prompt is computed here, once more", source)
+        if progress.asked is not None:
+            breaker, began = progress.asked
+            breaker.failed(began)
+            progress.asked = None
 
     def computed(self, progress: Progress) -> None:
         """A prompt that fell back is computed, or nobody waits for it any more."""
@@ -236,7 +248,7 @@ class Fetcher:
         began = breaker.begin()
 
         def committed() -> None:
-            breaker.succeeded(began)
+            progress.asked = breaker, began
             self._commit(address, fetch, progress)
 
         received = Received()

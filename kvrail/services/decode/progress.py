@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from kvrail.breaker import Breaker
 from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PrefillStarted, PromptScored, Verified
 from kvrail.engine.requests import EngineRequest
 from kvrail.lifecycle import Stage, Timeline
@@ -53,6 +54,7 @@ class Progress:
     codec_reason: str = ""  # why this one was asked for, where the choice was left to this worker
     falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
+    asked: tuple[Breaker, float] | None = None  # of the prefill worker that sent the KV, and when it was asked
     drafts: DraftLog = field(init=False)
     spans: SpanLog | None = field(init=False, default=None)
     _last_draft: float = 0.0  # seconds since the request came

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from kvrail.engine.events import Admitted, Finished, Output
+from kvrail.engine.events import Admitted, Finished, Output, Recomputed
 from kvrail.engine.requests import EngineRequest, Resumed
 from kvrail.errors import WorkerUnavailableError
 from kvrail.lifecycle import Timeline
@@ -20,7 +20,7 @@ from kvrail.services.decode.prefill_workers import Asked
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.promise import Promise
 from kvrail.services.decode.trace import DecodeTrace
-from kvrail.wire.convert import check_request_id, sampling_from_proto
+from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from kvrail.worker import Worker
 
@@ -91,6 +91,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 if isinstance(event, Finished) and fetching is not None and progress.spans is not None:
                     await self._fetcher.heard(fetching)  # its end brings the prefill worker's spans
                 reply = progress.take(event)
+                if isinstance(event, Recomputed):
+                    self._fetcher.recomputed(progress)
                 if progress.falls_back and isinstance(event, Output):
                     self._fetcher.computed(progress)
                 if isinstance(event, Admitted) and event.awaits_kv:
@@ -115,4 +117,5 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 f" {request.model_fingerprint[:16]!r}; ask another worker"
             )
         check_request_id(request.request_id)
+        check_workers(request.prefill_workers)
         return self._fetcher.codec_for(request.codec)

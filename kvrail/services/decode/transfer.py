@@ -12,7 +12,7 @@ from kvrail.codec.frame import FrameHeader
 from kvrail.engine.batch import SampledToken
 from kvrail.engine.events import Admitted, PageLease
 from kvrail.engine.requests import EngineRequest
-from kvrail.errors import FrameError, IncompatibleError, KvrailError
+from kvrail.errors import IncompatibleError, KvrailError
 from kvrail.lifecycle import Stage, Timeline
 from kvrail.rpc.prefill import PrefillClient
 from kvrail.rpc.prefill_call import PrefillCall
@@ -28,9 +28,10 @@ from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.base import Inlet, Peer
 from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.checks import check_name
 from kvrail.wire.convert import (
+    first_tokens_from_proto,
     layout_to_proto,
-    logprobs_from_proto,
     marks_from_proto,
     sampling_to_proto,
     spans_from_proto,
@@ -104,7 +105,7 @@ class Fetch:
                 inlet = await self._agree(call, client.host, key)
                 first = asyncio.create_task(self._take_first_tokens(call))
                 await self._receive(call, inlet)
-                await first
+                await unless_silent(first, self._silence_s)
                 self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
                 self._timeline.mark(Stage.KV_COMPLETE)
                 self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
@@ -181,6 +182,7 @@ class Fetch:
                 f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION},"
                 f" codec {' or '.join(map(repr, self._codecs))} and {num_pages} pages from {self._held_pages}"
             )
+        check_name("numerics", accepted.numerics)
         carrier = self._carriers.get(accepted.transport)
         received = self._received
         received.codec, received.lossy, received.transport = codec.name, not codec.exact, carrier.name
@@ -219,17 +221,9 @@ class Fetch:
 
     async def _take_first_tokens(self, call: PrefillCall) -> None:
         message = await call.first_token()
-        logprobs = [logprobs_from_proto(item) for item in message.logprobs]
-        if len(message.token_ids) != self._request.params.n or len(logprobs) not in (0, len(message.token_ids)):
-            raise FrameError(
-                f"{len(message.token_ids)} first tokens with {len(logprobs)} log probabilities came;"
-                f" n is {self._request.params.n}"
-            )
+        found = first_tokens_from_proto(message, self._request.params, self._worker.loaded.vocab_size)
         self._timeline.merge(marks_from_proto(message.marks), Stage.PREFILL_QUEUED)
-        tokens = [
-            SampledToken(token_id, logprobs[number] if logprobs else None)
-            for number, token_id in enumerate(message.token_ids)
-        ]
+        tokens = [SampledToken(*each) for each in found]
         self._worker.engine.receive_first_tokens(self._request.request_id, tokens)
 
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrail.errors import OverloadedError
 from kvrail.services.router import biases
 from kvrail.services.router.errors import error_response, too_large, unsupported_encoding
-from kvrail.services.router.schema import MAX_BIASES
+from kvrail.wire.convert import MAX_BIASES
 
 DRAIN_FACTOR = 8
 """Of a body that is too large, up to this many times the limit is read and dropped, so that the client hears why."""

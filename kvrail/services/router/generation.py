@@ -23,6 +23,7 @@ from kvrail.services.router.values import Delta, Drafted, Ended, Scored, Settled
 from kvrail.services.router.worker import DecodeWorker
 from kvrail.services.router.workers import WorkerPool
 from kvrail.spans import Span
+from kvrail.wire.checks import check_drafts, check_number, check_output, check_summary
 from kvrail.wire.convert import (
     finish_reason_from_proto,
     logprobs_from_proto,
@@ -75,6 +76,9 @@ class _Call:
             self._open.discard(turn)
         try:
             yield place
+        except IncompatibleError:  # what the worker said cannot be
+            place.worker.breaker.failed(place.began)
+            raise
         finally:
             place.leave()
 
@@ -108,10 +112,10 @@ class _PromptStream:
         self._turn = turn
         self._first_index = first_index
         self._n = request.sampling.n
-        self._has_logprobs = request.sampling.HasField("logprobs")
         self._unscored = len(request.prompt_token_ids) - 1 if request.sampling.HasField("prompt_logprobs") else 0
         self._drafts: dict[int, Settled] = {}  # of each choice that has any, as if all were wrong
         self._unfinished = set(range(first_index, first_index + self._n))  # choices that have not ended
+        self._vocab_size = 0  # of the worker that has it
         self._tokens = 0  # of all choices, since the last batch
         self._numerics: set[str] = set()  # of all workers that it was given to
         self.ended: Ended | None = None
@@ -160,8 +164,9 @@ class _PromptStream:
 
     async def _from(self, place: Place) -> AsyncGenerator[Updates]:
         """What the worker of a place says."""
-        worker = place.worker
+        worker, self.ended = place.worker, None
         self._numerics.add(worker.numerics)
+        self._vocab_size = worker.vocab_size
         del self._request.prefill_workers[:]
         del self._request.prefill_instances[:]
         self._request.prefill_workers.extend(each.target for each in place.prefill)
@@ -174,7 +179,7 @@ class _PromptStream:
                 for reply in replies:
                     news = reply.WhichOneof("news")
                     if news == "summary":
-                        self.ended = Ended(reply.summary, offset)
+                        self.ended = self._end(reply.summary, offset)
                         place.ended(reply.summary.completion_tokens, reply.summary.cached_tokens)
                     elif news == "prompt_logprobs":
                         for scored in self._scored(self._scores(reply.prompt_logprobs)):
@@ -204,9 +209,16 @@ class _PromptStream:
             raise IncompatibleError(f"the decode worker sent sequence {reply.index} of a request with n {self._n}")
         return self._first_index + reply.index
 
+    def _end(self, summary: decode_pb2.GenerateSummary, offset: float) -> Ended:
+        if self.ended is not None:
+            raise IncompatibleError("the decode worker sent a second summary")
+        sampling = self._request.sampling
+        check_summary(summary, len(self._request.prompt_token_ids), self._n * sampling.max_tokens)
+        return Ended(summary, offset, marks_from_proto(summary.marks), spans_from_proto(summary.spans))
+
     def _scores(self, message: decode_pb2.PromptLogprobs) -> PromptLogprobs:
         """Log probabilities of the prompt, of which note is taken for a failover."""
-        found, told = prompt_logprobs_from_proto(message), self._request.scored_tokens
+        found, told = prompt_logprobs_from_proto(message, self._vocab_size), self._request.scored_tokens
         top, count = self._request.sampling.prompt_logprobs, len(found.logprobs)
         if found.first != told + 1 or count > self._unscored or found.top != top:
             raise IncompatibleError(
@@ -222,6 +234,7 @@ class _PromptStream:
 
     def _draft_news(self, reply: decode_pb2.GenerateReply) -> Drafted | Settled:
         index, drafted, verified = self._index(reply), reply.drafted, reply.verified
+        check_drafts(reply, self._request, self._vocab_size)
         if reply.HasField("verified"):
             self._drafts.pop(index, None)
             return Settled(index, verified.position, verified.proposed, verified.accepted)
@@ -231,7 +244,10 @@ class _PromptStream:
 
     def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
         """The reply's output, of which note is taken for a failover."""
-        index = self._index(reply)
+        index, sampling = self._index(reply), self._request.sampling
+        check_output(reply, sampling, self._vocab_size)
+        if index not in self._unfinished:
+            raise IncompatibleError(f"the decode worker sent output of sequence {reply.index}, which has ended")
         self._tokens += len(reply.token_ids)
         # A protobuf list is slow to walk: what is mostly empty or read by nobody is not walked here.
         token_ids, logprobs = reply.token_ids, reply.logprobs
@@ -240,14 +256,11 @@ class _PromptStream:
             raise IncompatibleError(
                 f"the decode worker sent output before the log probabilities of {self._unscored} of the prompt's tokens"
             )
-        if self._has_logprobs and len(logprobs) != len(token_ids):
-            raise IncompatibleError(
-                f"the decode worker sent {len(logprobs)} log probabilities with {len(token_ids)} tokens"
-            )
         if not self._request.resumed:
             self._request.resumed.extend(decode_pb2.Resumed() for _ in range(self._n))
         resumed = self._request.resumed[reply.index]
         resumed.token_ids.extend(token_ids)
+        check_number("the number of a sequence's tokens", len(resumed.token_ids), sampling.max_tokens)
         if finish_reason is not None:
             resumed.ended = True
             self._unfinished.discard(index)
@@ -257,14 +270,14 @@ class _PromptStream:
             index,
             reply.text,
             token_ids,
-            [logprobs_from_proto(entry) for entry in logprobs] if logprobs else (),
+            [logprobs_from_proto(entry, sampling.logprobs, self._vocab_size) for entry in logprobs] if logprobs else (),
             finish_reason,
             self._stop_reason(reply.stop_reason) if reply.stop_reason else None,
         )
 
     def _stop_reason(self, said: str) -> str | int:
         """The stop string, or the token id; an id that a stop string stood for is told as that string."""
-        if said in self._request.sampling.stop or not said.isdigit():
+        if said in self._request.sampling.stop:
             return said
         return self._special_stops.get(int(said), int(said))
 
@@ -333,7 +346,7 @@ class Generation:
             replace(span, begin=zero + stream.ended.offset + span.begin)
             for stream in self._streams
             if stream.ended is not None
-            for span in spans_from_proto(stream.ended.summary.spans)
+            for span in stream.ended.spans
         ]
 
     async def updates(self) -> AsyncGenerator[Updates]:
@@ -382,8 +395,7 @@ class Generation:
         found = []
         for stream in self._streams:
             if stream.ended is not None:
-                marks = marks_from_proto(stream.ended.summary.marks)
-                found.append([(stage, stream.ended.offset + seconds) for stage, seconds in marks])
+                found.append([(stage, stream.ended.offset + seconds) for stage, seconds in stream.ended.marks])
         if found:
             last = max(found, key=lambda marks: max((seconds for _, seconds in marks), default=0.0))
             self._timeline.merge(last, anchor=Stage.DISPATCHED)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from kvrail.errors import IncompatibleError
 from kvrail.wire.v1 import common_pb2
 
 PAGES_A_LOOK = 8192
@@ -31,12 +32,18 @@ class WorkerPages:
         self._ended = set()
         return common_pb2.StatusRequest(added_to=self._added_to, removed_to=self._removed_to, max_pages=PAGES_A_LOOK)
 
-    def take(self, news: common_pb2.HeldPages) -> None:
-        """Take in the answer to the last question."""
+    def take(self, news: common_pb2.HeldPages, most: int) -> None:
+        """Take in the answer to the last question.
+
+        Raises IncompatibleError, and forgets all, where the worker says that it holds more than `most` pages.
+        """
         if news.anew:
             self._held.clear()
         self._held.difference_update(news.removed)
         self._held.update(news.added)
+        if (count := len(self._held)) > most:
+            self.forget()
+            raise IncompatibleError(f"the worker says that it holds {count} pages, and that it has {most}")
         self._added_to, self._removed_to = news.added_to, news.removed_to
         if news.complete:  # what had ended when the question was asked is told by now, or was not kept
             self._ended_before = set()

@@ -24,20 +24,20 @@ from pydantic import (
 )
 
 from kvrail.wire.convert import (
+    MAX_BIASES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_PENALTY,
     MAX_REPETITION,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
     MIN_REPETITION,
     UINT32_MAX,
     UINT64_MAX,
 )
 
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKENS = 256
-MAX_BIASES = 1 << 18
 """Wider than any vocabulary."""
 MAX_NAMED_KEYS = 20
 MAX_PROMPTS = 128

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvrail.lifecycle import Stage
 from kvrail.sampling import FinishReason, PromptLogprobs, TokenLogprobs
+from kvrail.spans import Span
 from kvrail.wire.v1 import decode_pb2
 
 Json = dict[str, Any]
@@ -60,7 +62,12 @@ Updates = Sequence[Update]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a worker says at the end of one prompt's stream; offset: seconds from DISPATCHED to its own zero."""
+    """What a worker says at the end of one prompt's stream; offset: seconds from DISPATCHED to its own zero.
+
+    marks, spans: the summary's, on the worker's own clock.
+    """
 
     summary: decode_pb2.GenerateSummary
     offset: float
+    marks: Sequence[tuple[Stage, float]]
+    spans: Sequence[Span]

@@ -11,8 +11,9 @@ from kvrail.errors import KvrailError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.services.router.policy import Candidate, Load, WorkerState
-from kvrail.services.router.prefixes import WorkerPages
+from kvrail.services.router.prefixes import PAGES_A_LOOK, WorkerPages
 from kvrail.tls import Tls
+from kvrail.wire.checks import check_status
 from kvrail.wire.v1 import common_pb2
 
 NOT_ASKED = "has not answered yet"
@@ -45,6 +46,7 @@ class Worker:
         self.failure = ""
         self.heard = self.leaving = False  # heard: ever
         self.breaker = Breaker()
+        self.vocab_size = 0  # as it said last
         self._instance = 0
         self._last_heard = monotonic()
         self._client = client
@@ -61,20 +63,26 @@ class Worker:
         self._most = self._sequences
         try:
             answer = await self._client.get_status(self.pages.question(), timeout_s=STATUS_TIMEOUT_S)
+            check_status(answer, PAGES_A_LOOK)
+            self._take_pages(answer)
         except KvrailError as error:
             self.lost(str(error))
             return
-        known = answer.instance == self._instance
-        if not known:  # a new process owes nothing
-            self._instance, self.breaker = answer.instance, Breaker()
-        if known and answer.HasField("held_pages"):
-            self.pages.take(answer.held_pages)
-        else:
-            self.pages.forget()
         self._others = max(0, answer.running + answer.waiting - self._most)
         answer.ClearField("held_pages")
         self.answer, self.failure, self.refused = answer, "", False
+        self.vocab_size = answer.model.vocab_size
         self.heard, self._last_heard = True, monotonic()
+
+    def _take_pages(self, answer: common_pb2.WorkerStatus) -> None:
+        """Take in the news of its pages; a new process owes nothing. Raises IncompatibleError for too many."""
+        known = answer.instance == self._instance
+        if not known:
+            self._instance, self.breaker = answer.instance, Breaker()
+        if known and answer.HasField("held_pages"):
+            self.pages.take(answer.held_pages, answer.pages_total)
+        else:
+            self.pages.forget()
 
     @property
     def silent_s(self) -> float:

@@ -1,14 +1,16 @@
 """The carrier: a listener where this worker sends, and connections to listeners where it receives."""
 
 import asyncio
+import functools
 import hmac
 import logging
 import secrets
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from kvrail.errors import ConfigError, TransferAbortedError, WorkerUnavailableError
+from kvrail.errors import ConfigError, TransferAbortedError, WorkerUnavailableError, reason_of
 from kvrail.transport.base import Peer
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.sockets.ends import SocketInlet, SocketOutlet
@@ -28,16 +30,20 @@ from kvrail.transport.sockets.stream import Stream, Wrap, plain
 log = logging.getLogger(__name__)
 
 MAX_STRANGERS = 128
-"""Connections that have not proved themselves yet; more wait in the kernel, at most as long as silent ones may stay."""
+"""Connections that have not proved themselves yet. Beyond it, the host that has most of them loses its oldest one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds that the other end has: to be connected to, to say its hello, to come at all, to read what is left."""
+    """Seconds that the other end has.
+
+    To be connected to, to say its hello, to come at all, to take anything of what waits for it, to read what is left.
+    """
 
     connect_s: float = 10.0
     hello_s: float = 5.0
     come_s: float = 30.0
+    silence_s: float = 60.0
     linger_s: float = 10.0
 
 
@@ -53,7 +59,8 @@ class SocketCarrier:
         self._address = b""
         self._listener: socket.socket | None = None
         self._outlets: dict[int, SocketOutlet] = {}
-        self._strangers: dict[asyncio.Task[bool], socket.socket] = {}
+        self._strangers: dict[asyncio.Task[bool], str] = {}  # their hosts; the oldest first
+        self._leaving: set[asyncio.Task[bool]] = set()  # strangers that are shown out
         self._lingering: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -64,7 +71,6 @@ class SocketCarrier:
         *,
         host: str = "",
         port: int = 0,
-        told_host: str = "",
         timeouts: Timeouts | None = None,
         wrap: Wrap = plain,
         sealed: bool = False,
@@ -72,13 +78,13 @@ class SocketCarrier:
         """Start a worker's end.
 
         It receives into `pool`, uint8 in host memory, if it has one. It sends if it has a `host` to listen on, at
-        `port` or any free one. Peers are told `told_host`; without it they take the host by which they reach the gRPC
-        port. sealed: payloads are encrypted, and both ends must want it so. Raises ConfigError where it cannot listen.
+        `port` or any free one; peers reach it there by the host of the gRPC port. sealed: payloads are encrypted, and
+        both ends must want it so. Raises ConfigError where it cannot listen.
         """
         carrier = cls(pool, timeouts or Timeouts(), wrap, sealed=sealed)
         if host:
             carrier._listener = await _listen(host, port)
-            carrier._address = Address(carrier._listener.getsockname()[1], carrier._secret, told_host).pack()
+            carrier._address = Address(carrier._listener.getsockname()[1], carrier._secret).pack()
             carrier._accepting = asyncio.create_task(carrier._accept(carrier._listener), name="data port")
         return carrier
 
@@ -111,7 +117,8 @@ class SocketCarrier:
             raise ConfigError("this end has no data port to send from; give the carrier a host to listen on")
         if key in self._outlets:
             raise TransferAbortedError("the attempt's key is in use; the receiver draws a new one for each attempt")
-        outlet = SocketOutlet(lambda: self._forget(key, outlet), self._linger, self._timeouts.come_s)
+        times = self._timeouts
+        outlet = SocketOutlet(lambda: self._forget(key, outlet), self._linger, times.come_s, times.silence_s)
         self._outlets[key] = outlet
         return outlet
 
@@ -136,13 +143,14 @@ class SocketCarrier:
             if not isinstance(error, OSError):  # which TimeoutError is
                 raise
             raise WorkerUnavailableError(
-                f"no data connection to {address.host}:{address.port}: {error or 'no answer in time'}; is the prefill"
+                f"no data connection to {address.host}:{address.port}: {reason_of(error)}; is the prefill"
                 " worker's data port reachable from here?"
             ) from error
 
     async def aclose(self) -> None:
         """Close the listener and every connection; lets receivers read what outlets left, for a bounded time."""
-        tasks: list[asyncio.Task[Any]] = [*self._strangers, *([self._accepting] if self._accepting else [])]
+        tasks: list[asyncio.Task[Any]] = [*self._strangers, *self._leaving]
+        tasks += [self._accepting] if self._accepting else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -174,19 +182,29 @@ class SocketCarrier:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, place = await loop.sock_accept(listener)
             except OSError as error:  # no descriptor is free, or the other end has left already
-                log.warning("the data port accepted no connection: %s", error)
+                log.warning("the data port accepted no connection: %s", reason_of(error))
                 await asyncio.sleep(0.1)
                 continue
             task = asyncio.create_task(self._greet(sock), name="data connection's hello")
-            self._strangers[task] = sock
-            task.add_done_callback(self._greeted)
-            while len(self._strangers) >= MAX_STRANGERS:
-                await asyncio.wait(self._strangers, return_when=asyncio.FIRST_COMPLETED)
+            self._strangers[task] = place[0]
+            task.add_done_callback(functools.partial(self._greeted, sock))
+            if len(self._strangers) > MAX_STRANGERS:
+                self._make_room()
 
-    def _greeted(self, task: asyncio.Task[bool]) -> None:
-        sock = self._strangers.pop(task)
+    def _make_room(self) -> None:
+        """Show one stranger out: of the host that has most of them the oldest, for a peer speaks at once."""
+        hosts = Counter(self._strangers.values())
+        crowd, _ = max(hosts.items(), key=lambda item: item[1])
+        oldest = next(task for task, host in self._strangers.items() if host == crowd)
+        del self._strangers[oldest]
+        self._leaving.add(oldest)
+        oldest.cancel()
+
+    def _greeted(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
+        self._strangers.pop(task, None)
+        self._leaving.discard(task)
         if task.cancelled():
             sock.close()
         elif (error := task.exception()) is not None:
@@ -196,43 +214,41 @@ class SocketCarrier:
             sock.close()
 
     async def _greet(self, sock: socket.socket) -> bool:
-        """Hand a connection to the outlet whose key it knows; says whether there was one."""
-        said = bytearray(HELLO_BYTES)
-        lane: Lane | None = None
+        """Hand a connection to the outlet whose key it knows; says whether there was one.
+
+        A stranger costs a socket and no thread.
+        """
         try:
             async with asyncio.timeout(self._timeouts.hello_s):
-                lane = Lane(await self._wrap(sock, None))
-                await lane.wait(lane.run(lambda stream: stream.receive(memoryview(said))))
-            if (outlet := self._admitted(said, lane)) is not None:
-                outlet.connect(lane)
-                lane = None
-                return True
+                said = await _heard(sock, HELLO_BYTES)
+                found = self._sealed_hello(said) if self._sealed else self._plain_hello(said)
+                if found is None or found[0].connected:
+                    return False
+                stream = await self._wrap(sock, None)
         except OSError as error:
-            log.debug("a data connection was closed before its hello: %s", error)
-        finally:
-            if lane is not None:
-                await lane.aclose()
-        return False
+            log.debug("a data connection was closed before its hello: %s", reason_of(error))
+            return False
+        outlet, keys = found
+        if outlet.connected:  # by another one meanwhile
+            return False
+        outlet.connect(Lane(stream if keys is None else SealedStream(stream, keys, receiver=False)))
+        return True
 
-    def _admitted(self, said: bytearray, lane: Lane) -> SocketOutlet | None:
+    def _plain_hello(self, said: bytes) -> tuple[SocketOutlet, Keys | None] | None:
         """The outlet that waits for who said this."""
-        key = self._sealed_key(said, lane) if self._sealed else self._plain_key(said)
-        outlet = None if key is None else self._outlets.get(key)
-        return outlet if outlet is not None and not outlet.connected else None
-
-    def _plain_key(self, said: bytearray) -> int | None:
         read = read_hello(said)
-        return read[1] if read is not None and hmac.compare_digest(read[0], self._secret) else None
+        if read is None or not hmac.compare_digest(read[0], self._secret) or read[1] not in self._outlets:
+            return None
+        return self._outlets[read[1]], None
 
-    def _sealed_key(self, said: bytearray, lane: Lane) -> int | None:
-        """The key of the attempt that is named; what follows on its connection is encrypted."""
+    def _sealed_hello(self, said: bytes) -> tuple[SocketOutlet, Keys | None] | None:
+        """The outlet that is named, and the keys by which what follows on its connection is encrypted."""
         if (read := read_sealed_hello(said)) is None:
             return None
         name, salt = read
-        for key in self._outlets:
+        for key, outlet in self._outlets.items():
             if hmac.compare_digest(name_of(self._secret, key), name):
-                lane.stream = SealedStream(lane.stream, Keys.derive(self._secret, key, salt), receiver=False)
-                return key
+                return outlet, Keys.derive(self._secret, key, salt)
         return None
 
 
@@ -243,9 +259,23 @@ async def _listen(host: str, port: int) -> socket.socket:
         family, _, _, _, place = infos[0]
         listener = socket.create_server(place[:2], family=family, backlog=MAX_STRANGERS)
     except OSError as error:
-        raise ConfigError(f"cannot listen for data on {host}:{port}: {error}; choose another host or port") from error
+        raise ConfigError(
+            f"cannot listen for data on {host}:{port}: {reason_of(error)}; choose another host or port"
+        ) from error
     listener.setblocking(False)
     return listener
+
+
+async def _heard(sock: socket.socket, count: int) -> bytes:
+    """The first bytes of a connection. Raises ConnectionError where it ends before."""
+    sock.setblocking(False)
+    said = b""
+    while len(said) < count:
+        more = await asyncio.get_running_loop().sock_recv(sock, count - len(said))
+        if not more:
+            raise ConnectionResetError("the other end closed the connection")
+        said += more
+    return said
 
 
 async def _connect(host: str, port: int) -> socket.socket:

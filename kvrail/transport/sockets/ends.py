@@ -6,7 +6,7 @@ from time import perf_counter
 
 import torch
 
-from kvrail.errors import FrameError, TransferAbortedError
+from kvrail.errors import FrameError, TransferAbortedError, reason_of
 from kvrail.transport.base import Payload
 from kvrail.transport.regions import PooledRegion, RegionPool
 from kvrail.transport.sockets.lane import Lane
@@ -31,8 +31,11 @@ def _host_view(payload: Payload) -> memoryview:
 class SocketOutlet:
     """The sending end of one attempt. Its connection comes with `connect`, from the listener."""
 
-    def __init__(self, forget: Callable[[], None], linger: Callable[[Lane], None], wait_s: float) -> None:
-        self._forget, self._linger, self._wait_s = forget, linger, wait_s
+    def __init__(
+        self, forget: Callable[[], None], linger: Callable[[Lane], None], wait_s: float, silence_s: float
+    ) -> None:
+        """wait_s: how long the receiver may take to come; silence_s: to ask for a payload that waits for it."""
+        self._forget, self._linger, self._wait_s, self._silence_s = forget, linger, wait_s, silence_s
         self._lane: asyncio.Future[Lane] = asyncio.get_running_loop().create_future()
         self._turn = asyncio.Lock()
         self._failure = ""
@@ -57,7 +60,7 @@ class SocketOutlet:
         asked: list[int] = []
 
         def job(stream: Stream) -> None:
-            asked.append(_send(stream, view))
+            asked.append(_send(stream, view, self._silence_s))
 
         try:
             async with self._turn:  # calls that wait for the connection keep their order
@@ -68,7 +71,7 @@ class SocketOutlet:
             self._end("a send was cancelled")
             raise
         except OSError as error:
-            self._end(f"the receiver is gone: {error}")
+            self._end(f"the receiver is gone: {reason_of(error)}")
             raise TransferAbortedError(self._failure) from error
         if asked[0] != view.nbytes:
             # The connection stays until `aclose`: the receiver is to read the size.
@@ -109,10 +112,10 @@ class SocketOutlet:
         return self._lane.result()
 
 
-def _send(stream: Stream, view: memoryview) -> int:
+def _send(stream: Stream, view: memoryview, silence_s: float) -> int:
     """Send one payload where the receiver waits for one of its size; else the size alone. Returns the size asked."""
     grant = bytearray(SIZE.size)
-    stream.receive(memoryview(grant))
+    stream.receive(memoryview(grant), silence_s=silence_s)
     (asked,) = SIZE.unpack(grant)
     size = memoryview(SIZE.pack(view.nbytes))
     if asked == view.nbytes:
@@ -198,13 +201,13 @@ class SocketInlet:
         """End the attempt; returns what `receive` raises."""
         failure: BaseException = error
         if isinstance(error, OSError):
-            failure = TransferAbortedError(self._failure or f"the sender is gone: {error}")
+            failure = TransferAbortedError(self._failure or f"the sender is gone: {reason_of(error)}")
             if length != _NO_SIZE and not self._failure:
                 try:
                     _check_length(length, size)
                 except FrameError as wrong:
                     failure = wrong
-        self._end(f"an earlier payload failed: {failure or 'it was cancelled'}")
+        self._end(f"an earlier payload failed: {reason_of(failure)}")
         return failure
 
     def _end(self, why: str) -> None:

@@ -4,7 +4,7 @@ import struct
 from dataclasses import dataclass
 
 from kvrail.errors import WorkerUnavailableError
-from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
+from kvrail.transport.base import Peer
 
 VERSION = 1
 SECRET_BYTES = 32
@@ -25,33 +25,35 @@ assert _SEALED_HELLO.size == HELLO_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a sender listens. Without a host, where its gRPC port was reached."""
+    """Where a sender listens: a port of the host by which its gRPC port was reached."""
 
     port: int
     secret: bytes
     host: str = ""
 
     def pack(self) -> bytes:
-        """As peers get it."""
-        return _ADDRESS.pack(VERSION, self.port, self.secret) + self.host.encode()
+        """As peers get it: without the host, which is theirs to know."""
+        return _ADDRESS.pack(VERSION, self.port, self.secret)
 
     @classmethod
     def of(cls, peer: Peer) -> "Address":
-        """Read a peer's. Raises WorkerUnavailableError where it tells no place that can be reached."""
+        """Read a peer's. Raises WorkerUnavailableError where it tells no port of the host that was called.
+
+        A peer does not choose where this end connects to: an address that names a host is refused.
+        """
         data = peer.address
-        if len(data) > MAX_ADDRESS_BYTES or len(data) < _ADDRESS.size or data[0] != VERSION:
+        if len(data) != _ADDRESS.size or data[0] != VERSION:
             raise WorkerUnavailableError(
-                f"the prefill worker's data address ({len(data)} bytes) is none of version {VERSION}; give it a data"
-                " port, and run the same release on both ends"
+                f"the prefill worker's data address has {len(data)} bytes; one of version {VERSION} has"
+                f" {_ADDRESS.size}, and names no host: data comes from the host that was called ({peer.host}). Give the"
+                " worker a data port, and run the same release on both ends"
             )
-        _, port, secret = _ADDRESS.unpack_from(data)
-        try:
-            host = data[_ADDRESS.size :].decode() or peer.host
-        except UnicodeDecodeError as error:
-            raise WorkerUnavailableError("the host in the prefill worker's data address is no text") from error
-        if not host:
-            raise WorkerUnavailableError("the prefill worker told no host of its data port; configure the one to tell")
-        return cls(port, secret, host)
+        _, port, secret = _ADDRESS.unpack(data)
+        if not port or not peer.host:
+            raise WorkerUnavailableError(
+                f"port {port} of host {peer.host!r} is no place to fetch data from; give the prefill worker a data port"
+            )
+        return cls(port, secret, peer.host)
 
 
 def hello(secret: bytes, key: int) -> bytes:
@@ -59,7 +61,7 @@ def hello(secret: bytes, key: int) -> bytes:
     return _HELLO.pack(MAGIC, secret, key)
 
 
-def read_hello(data: bytes | bytearray) -> tuple[bytes, int] | None:
+def read_hello(data: bytes) -> tuple[bytes, int] | None:
     """The secret and the key of a hello, or None where it is none."""
     magic, secret, key = _HELLO.unpack(data)
     return (secret, key) if magic == MAGIC else None
@@ -70,7 +72,7 @@ def sealed_hello(name: bytes, salt: bytes) -> bytes:
     return _SEALED_HELLO.pack(SEALED_MAGIC, name, salt)
 
 
-def read_sealed_hello(data: bytes | bytearray) -> tuple[bytes, bytes] | None:
+def read_sealed_hello(data: bytes) -> tuple[bytes, bytes] | None:
     """The name and the salt of such a hello, or None where it is none."""
     magic, name, salt = _SEALED_HELLO.unpack(data)
     return (name, salt) if magic == SEALED_MAGIC else None

@@ -7,6 +7,7 @@ each direction of each connection has a key of its own (HKDF, RFC 5869), so that
 """
 
 import hmac
+import math
 import secrets
 from dataclasses import dataclass
 
@@ -78,14 +79,14 @@ class SealedStream(Stream):
                 self._out.cipher.encrypt_into(self._out.nonce(), segment, None, sealed)
                 super().send(sealed)
 
-    def receive(self, *parts: memoryview, begun: bool = False) -> None:
+    def receive(self, *parts: memoryview, begun: bool = False, silence_s: float = math.inf) -> None:
         """Fill all of `parts`, one after the other; bytes that the other end has not sent are a ConnectionError."""
         from cryptography.exceptions import InvalidTag
 
         for part in parts:
             for segment in _segments(part):
                 sealed = self._room(segment.nbytes)
-                super().receive(sealed, begun=begun)
+                super().receive(sealed, begun=begun, silence_s=silence_s)
                 begun = True
                 try:
                     self._in.cipher.decrypt_into(self._in.nonce(), sealed, None, segment)

@@ -1,9 +1,11 @@
 """One TCP connection as blocking threads use it. Any end or stall of it is an OSError."""
 
 import contextlib
+import math
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from time import monotonic
 
 STALL_S = 30.0
 """A payload that stands still for so long ends its connection; so does a host that answers nothing for so long."""
@@ -40,18 +42,21 @@ class Stream:
                 raise self._stalled() from error
             left = _without(left, sent)
 
-    def receive(self, *parts: memoryview, begun: bool = False) -> None:
-        """Fill all of `parts`, one after the other. Waits for the first byte as long as the connection lives.
+    def receive(self, *parts: memoryview, begun: bool = False, silence_s: float = math.inf) -> None:
+        """Fill all of `parts`, one after the other.
 
+        Waits at most `silence_s` seconds for the first byte, or `stall_s` more; for each further one `stall_s`.
         begun: these bytes belong to a payload that has begun to come, so that a pause before them is a stall too.
         """
-        left = [part for part in parts if part.nbytes]
+        left, began = [part for part in parts if part.nbytes], monotonic()
         while left:
             try:
                 got = self._sock.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError as error:
                 if begun:
                     raise self._stalled() from error
+                if monotonic() - began >= silence_s:
+                    raise TimeoutError(f"the other end took nothing for {silence_s:g} s") from error
                 continue
             if not got:
                 raise ConnectionResetError("the other end closed the connection")

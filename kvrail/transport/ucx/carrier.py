@@ -31,8 +31,16 @@ class UcxCarrier:
 
     name = "ucx"
 
-    def __init__(self, worker: UcxWorker, pools: Pools, settings: UcxSettings, address: bytes, grace_s: float) -> None:
-        self._worker, self._pools, self._grace_s = worker, pools, grace_s
+    def __init__(
+        self,
+        worker: UcxWorker,
+        pools: Pools,
+        settings: UcxSettings,
+        address: bytes,
+        grace_s: float,
+        silence_s: float,
+    ) -> None:
+        self._worker, self._pools, self._grace_s, self._silence_s = worker, pools, grace_s, silence_s
         self._links = Links(worker, peer_failure=settings.peer_failure)
         self._quarantine = Quarantine(pools.host.buffer.numel() // 4)
         self._keys: dict[int, None] = {}  # in the order of their use
@@ -50,12 +58,13 @@ class UcxCarrier:
         device_bytes: int = 0,
         settings: UcxSettings | None = None,
         grace_s: float = 5.0,
+        silence_s: float = 60.0,
     ) -> "UcxCarrier":
         """Start UCX and take the pools.
 
         They have `host_bytes` of host memory, pinned where `device` is given, and `device_bytes` on it. `grace_s` is
-        how long a peer may take to let go of an attempt that was given up, before it is cut off. Raises ConfigError
-        where UCXX is absent or does not start.
+        how long a peer may take to let go of an attempt that was given up, before it is cut off; `silence_s` how long
+        one may take nothing of what waits for it. Raises ConfigError where UCXX is absent or does not start.
         """
         settings = settings or UcxSettings()
         worker = UcxWorker(settings, device)
@@ -73,7 +82,7 @@ class UcxCarrier:
         except BaseException:
             await worker.aclose()
             raise
-        return cls(worker, pools, settings, address, grace_s)
+        return cls(worker, pools, settings, address, grace_s, silence_s)
 
     @property
     def on_device(self) -> bool:
@@ -101,7 +110,7 @@ class UcxCarrier:
         link = self._hold(address, TransferAbortedError)
         on_device = self.on_device and address.device is not None
         attempt = self._attempt(link, key, self._count_sent)
-        return UcxOutlet(attempt, on_device=on_device)
+        return UcxOutlet(attempt, on_device=on_device, silence_s=self._silence_s)
 
     async def inlet(self, peer: Peer, key: int) -> UcxInlet:
         """The receiving end of attempt `key`, which must be new.

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from kvrail.errors import reason_of
 from kvrail.transport.ucx.address import UcxAddress
 from kvrail.transport.ucx.tags import EXACT, HELLO
 from kvrail.transport.ucx.worker import UcxWorker
@@ -43,7 +44,7 @@ class Link:
         try:
             self.endpoint.close_blocking(period=_PERIOD_NS, max_attempts=_ATTEMPTS)
         except Exception as error:  # noqa: BLE001 what UCXX raises; what is still under way goes into quarantine
-            logger.warning("an endpoint of transport ucx did not close: %s", error)
+            logger.warning("an endpoint of transport ucx did not close: %s", reason_of(error))
         self.endpoint = None  # it would keep the worker alive, for as long as an attempt remembers it
 
 
@@ -114,6 +115,6 @@ def _logged(then: Callable[[asyncio.Task[None]], None]) -> Callable[[asyncio.Tas
     def done(task: asyncio.Task[None]) -> None:
         then(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("an endpoint of transport ucx did not close: %s", error)
+            logger.warning("an endpoint of transport ucx did not close: %s", reason_of(error))
 
     return done

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from kvrail.transport.ucx.worker import Operation
 
 logger = logging.getLogger(__name__)
 
+SLOWEST = 1 << 20
+"""Bytes a second that a link moves which is not taken for a dead one: UCX does not tell how far a payload has come."""
+
 
 class UcxOutlet:
     """Sends each payload, then its size, and waits for the receiver's word that it has both where it is a short one.
@@ -24,8 +28,13 @@ class UcxOutlet:
     for one.
     """
 
-    def __init__(self, attempt: Attempt, *, on_device: bool) -> None:
+    def __init__(self, attempt: Attempt, *, on_device: bool, silence_s: float) -> None:
+        """silence_s: how long the receiver may take nothing of what waits for it; more by what SLOWEST needs."""
         self._attempt = attempt
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._moved = 0.0  # when the receiver took something, or the first of what waits now began to
+        self._waiting_bytes = 0
         self._on_device = on_device
         self._number = 0
         self._reading: set[Operation] = set()  # UCX reads payloads for these
@@ -41,22 +50,46 @@ class UcxOutlet:
         self._check(payload)
         number = self._number
         self._number += 1
+        if not self._waiting_bytes:
+            self._moved = self._loop.time()
+        self._waiting_bytes += payload.nbytes
+        try:
+            await self._send(payload, number)
+        finally:
+            self._waiting_bytes -= payload.nbytes
+        self._moved = self._loop.time()
+        self._attempt.count(payload.nbytes)
+
+    async def _send(self, payload: Payload, number: int) -> None:
         awaited = [self._read(payload, number)] if payload.nbytes else []
         arrived = self._acknowledgement(number) if payload.nbytes < ACKNOWLEDGED_BELOW else None
         while not self._given_up and (left := [each for each in awaited if not each.done()]):
-            await self._bell.wait(left)
+            await self._wait(left)
         if self._ending is None and all(each.done() and each.exception() is None for each in awaited):
             self._attempt.send(payload.nbytes.to_bytes(8, "little"), Kind.SIZE, number)
         if arrived is not None:
             awaited.append(arrived)
             while not arrived.done() and not self._stop.done():
-                await self._bell.wait({arrived})
+                await self._wait({arrived})
         unwanted = arrived is None and self._stop.done()  # the receiver ended before it could have taken the payload
         failed = [each.exception() for each in awaited if each.done()]
         if self._ending is not None or unwanted or len(failed) < len(awaited) or any(failed):
             reason = "the outlet was closed" if self._ending is not None else f"the receiver is gone {failed}"
             raise TransferAbortedError(f"payload {number} was not sent: {reason}")
-        self._attempt.count(payload.nbytes)
+
+    async def _wait(self, pending: Collection[Operation]) -> None:
+        """Wait for news. Where the receiver has taken nothing for too long, close the outlet and raise."""
+        until = self._moved + self._silence_s + self._waiting_bytes / SLOWEST
+        try:
+            async with asyncio.timeout_at(until):
+                await self._bell.wait(pending)
+        except TimeoutError:
+            if self._moved + self._silence_s + self._waiting_bytes / SLOWEST > self._loop.time():
+                return  # it has taken another one meanwhile
+            await self.aclose()
+            raise TransferAbortedError(
+                f"the receiver took nothing of {self._waiting_bytes} bytes for {self._silence_s:g} s and longer"
+            ) from None
 
     async def aclose(self) -> None:
         """As `Outlet.aclose` says, within a grace.

@@ -16,7 +16,8 @@ from kvrail.transport.regions import RegionPool
 from kvrail.transport.sockets import SocketCarrier, Timeouts, ends
 from kvrail.transport.sockets import carrier as carrier_module
 from kvrail.transport.sockets.lane import Lane
-from kvrail.transport.sockets.messages import HELLO_BYTES, SIZE, Address, hello, read_hello
+from kvrail.transport.sockets.messages import HELLO_BYTES, SIZE, Address, hello, read_hello, sealed_hello
+from kvrail.transport.sockets.sealed import name_of
 from kvrail.transport.sockets.stream import Stream
 
 HOST = "127.0.0.1"
@@ -45,10 +46,10 @@ class Stranger:
     """A connection that speaks for itself."""
 
     @classmethod
-    async def come(cls, carrier, said=b""):
+    async def come(cls, carrier, said=b"", local=None):
         self = cls()
         self.address = Address.of(Peer(carrier.address, HOST))
-        self.reader, self.writer = await asyncio.open_connection(HOST, self.address.port)
+        self.reader, self.writer = await asyncio.open_connection(HOST, self.address.port, local_addr=local)
         self.writer.write(said)
         return self
 
@@ -121,8 +122,43 @@ async def test_strangers_are_bounded_and_keep_nobody_out_for_long(sender, receiv
         most = max(most, threading.active_count() - threads)
         await asyncio.sleep(0.01)
     await transfer
-    assert most <= 4 + 2, "each stranger had a thread"
+    assert most <= 2, "a stranger had a thread"
     await asyncio.gather(*(stranger.is_shown_out() for stranger in crowd))
+
+
+PATIENT = Timeouts(hello_s=3600, come_s=20)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_a_crowd_of_silent_strangers_does_not_delay_a_peer(monkeypatch, sealed):
+    """None of the strangers would leave by itself: the oldest ones make room."""
+    monkeypatch.setattr(carrier_module, "MAX_STRANGERS", 4)
+    sender = await SocketCarrier.start(host=HOST, timeouts=PATIENT, sealed=sealed)
+    receiver = await SocketCarrier.start(some_pool(), sealed=sealed)
+    crowd = [await Stranger.come(sender) for _ in range(20)]
+    await both(sender, receiver, 9)
+    await asyncio.gather(*(stranger.is_shown_out() for stranger in crowd[:16]))
+    assert not any(stranger.reader.at_eof() for stranger in crowd[17:])
+    await sender.aclose()
+    await receiver.aclose()
+    await asyncio.gather(*(stranger.is_shown_out() for stranger in crowd[16:]))
+
+
+async def test_strangers_of_one_host_do_not_show_out_another_hosts(monkeypatch):
+    monkeypatch.setattr(carrier_module, "MAX_STRANGERS", 4)
+    sender = await SocketCarrier.start(host=HOST, timeouts=PATIENT)
+    outlet = await sender.outlet(Peer(b""), 7)
+    peer = await Stranger.come(sender)  # the first of all, and slow to speak
+    crowd = [await Stranger.come(sender, local=("127.0.0.2", 0)) for _ in range(20)]
+    await asyncio.gather(*(stranger.is_shown_out() for stranger in crowd[:17]))
+    peer.writer.write(hello(address_of(sender).secret, 7))
+    async with asyncio.timeout(20):
+        while not outlet.connected:
+            await asyncio.sleep(0.01)
+    await outlet.aclose()
+    await sender.aclose()
+    for each in (peer, *crowd):
+        each.writer.close()
 
 
 async def test_the_second_with_a_key_is_refused(sender, receiver):
@@ -223,7 +259,7 @@ class FakeSender:
 
     def __init__(self, answer):
         self._listener = socket.create_server((HOST, 0))
-        self.peer = Peer(Address(self._listener.getsockname()[1], bytes(32), HOST).pack())
+        self.peer = Peer(Address(self._listener.getsockname()[1], bytes(32)).pack(), HOST)
         self._thread = threading.Thread(target=self._serve, args=(answer,))
         self._thread.start()
 
@@ -327,6 +363,44 @@ async def test_a_receiver_that_stands_still_in_a_payload_ends():
     await sender.aclose()
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_a_receiver_that_takes_nothing_ends(sealed):
+    """It proves itself and never asks for a payload: the sender's pages wait for it no longer than that."""
+
+    async def hasty(sock, host):
+        return Stream(sock, stall_s=0.1)
+
+    sender = await SocketCarrier.start(host=HOST, timeouts=Timeouts(silence_s=0.3), wrap=hasty, sealed=sealed)
+    outlet = await sender.outlet(Peer(b""), 1)
+    secret = address_of(sender).secret
+    said = sealed_hello(name_of(secret, 1), bytes(24)) if sealed else hello(secret, 1)
+    stranger = await Stranger.come(sender, said)
+    async with asyncio.timeout(20):
+        sent = await asyncio.gather(*(outlet.send(memoryview(bytes(100))) for _ in range(2)), return_exceptions=True)
+    assert all(isinstance(each, TransferAbortedError) and "took nothing for 0.3 s" in str(each) for each in sent)
+    await outlet.aclose()
+    await stranger.is_shown_out()
+    await sender.aclose()
+
+
+async def test_a_slow_receiver_that_still_moves_is_not_cut():
+    sender = await SocketCarrier.start(host=HOST, timeouts=Timeouts(silence_s=0.05))
+    outlet = await sender.outlet(Peer(b""), 1)
+    payload = random.Random(0).randbytes(8 << 20)  # more than the kernel keeps for a receiver that does not read
+    stranger = await Stranger.come(sender, hello(address_of(sender).secret, 1) + SIZE.pack(len(payload)))
+    sending, got = asyncio.create_task(outlet.send(memoryview(payload))), bytearray()
+    async with asyncio.timeout(60):
+        assert await stranger.reader.readexactly(SIZE.size) == SIZE.pack(len(payload))
+        while len(got) < len(payload):
+            got += await stranger.reader.read(1 << 20)
+            await asyncio.sleep(0.02)
+        await sending
+    assert bytes(got) == payload
+    await outlet.aclose()
+    stranger.writer.close()
+    await sender.aclose()
+
+
 async def test_devices_are_refused(sender, receiver):
     outlet = await sender.outlet(Peer(b""), 1)
     inlet = await receiver.inlet(Peer(sender.address, HOST), 1)
@@ -340,15 +414,33 @@ async def test_devices_are_refused(sender, receiver):
 
 async def test_addresses():
     secret = random.Random(0).randbytes(32)
-    packed = Address(4711, secret, "décode.example").pack()
+    packed = Address(4711, secret).pack()
     assert len(packed) <= MAX_ADDRESS_BYTES
-    assert Address.of(Peer(packed, "other")) == Address(4711, secret, "décode.example")
-    assert Address.of(Peer(Address(1, secret).pack(), "told")) == Address(1, secret, "told")
-    for bad in (b"", b"\1", packed[:10], b"\2" + packed[1:], packed + bytes(5000), packed + b"\xff"):
-        with pytest.raises(WorkerUnavailableError):
+    assert Address.of(Peer(packed, "called")) == Address(4711, secret, "called")
+    for bad in (b"", b"\1", packed[:10], b"\2" + packed[1:], packed + bytes(5000), Address(0, secret).pack()):
+        with pytest.raises(WorkerUnavailableError, match="data port"):
             Address.of(Peer(bad, "host"))
-    with pytest.raises(WorkerUnavailableError, match="no host"):
-        Address.of(Peer(Address(1, secret).pack()))
+    with pytest.raises(WorkerUnavailableError, match="host ''"):
+        Address.of(Peer(packed))
+
+
+async def test_a_sender_does_not_choose_which_host_is_connected_to(receiver):
+    """Nobody connects to the listener that the address names."""
+    with socket.create_server(("127.0.0.2", 0)) as elsewhere:
+        told = Address(elsewhere.getsockname()[1], bytes(32)).pack() + b"127.0.0.2"
+        with pytest.raises(WorkerUnavailableError, match=r"the host that was called \(127\.0\.0\.1\)"):
+            await receiver.inlet(Peer(told, HOST), 5)
+        elsewhere.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            elsewhere.accept()
+
+
+async def test_a_connection_that_is_not_answered_has_a_reason(monkeypatch):
+    monkeypatch.setattr(carrier_module, "_connect", lambda host, port: asyncio.sleep(3600))
+    receiver = await SocketCarrier.start(some_pool(), timeouts=Timeouts(connect_s=0.05))
+    with pytest.raises(WorkerUnavailableError, match="TimeoutError; is the"):
+        await receiver.inlet(Peer(Address(1, bytes(32)).pack(), HOST), 5)
+    await receiver.aclose()
 
 
 async def test_an_end_that_lacks_a_part_says_so(sender, receiver):

@@ -184,3 +184,34 @@ async def test_20_restarts_of_a_peer_leave_nothing_behind(carrier, transport):
     await until(lambda: carrier.endpoints == 0)
     await until(lambda: held() <= fds)
     assert psutil.Process().memory_info().rss < memory + (16 << 20)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+async def test_a_receiver_that_takes_nothing_ends(transport, size):
+    """Short payloads wait for its word, long ones to be read."""
+    sender = await UcxCarrier.start(host_bytes=4096, settings=SETTINGS[transport], grace_s=0.1, silence_s=0.2)
+    receiver = await UcxCarrier.start(host_bytes=4096, settings=SETTINGS[transport], grace_s=0.1)
+    outlet = await sender.outlet(Peer(receiver.address), 7)
+    async with asyncio.timeout(PATIENCE_S):
+        sent = await asyncio.gather(*(outlet.send(memoryview(bytes(size))) for _ in range(2)), return_exceptions=True)
+    assert all(isinstance(each, TransferAbortedError) for each in sent)
+    assert any("took nothing" in str(each) for each in sent)
+    await outlet.aclose()
+    await sender.aclose()
+    await receiver.aclose()
+
+
+async def test_a_receiver_that_takes_one_payload_after_another_is_not_cut():
+    """Together they wait longer than one may."""
+    receiver = await UcxCarrier.start(host_bytes=1 << 20, settings=SETTINGS["cma"])
+    sender = await UcxCarrier.start(host_bytes=4096, settings=SETTINGS["cma"], silence_s=4.0)
+    outlet = await sender.outlet(Peer(receiver.address), 7)
+    sending = [asyncio.create_task(outlet.send(memoryview(pattern(100_000)))) for _ in range(4)]
+    inlet = await receiver.inlet(Peer(sender.address), 7)
+    for _ in sending:
+        await asyncio.sleep(1.2)
+        (await inlet.receive(100_000, on_device=False)).release()
+    await asyncio.gather(*sending)
+    await asyncio.gather(outlet.aclose(), inlet.aclose())
+    await sender.aclose()
+    await receiver.aclose()

@@ -161,7 +161,7 @@ class Messages:
 @pytest.mark.parametrize(("size", "came"), [(1000, Kind.ACK), (1000, None), (1 << 20, None)])
 async def test_a_receiver_that_ends_in_the_same_moment_has_a_payload_only_if_it_said_so(size, came):
     attempt = Messages()
-    outlet = UcxOutlet(attempt, on_device=False)
+    outlet = UcxOutlet(attempt, on_device=False, silence_s=60)
     sending = asyncio.create_task(outlet.send(memoryview(bytes(size))))
     await asyncio.sleep(0)
     for kind in (Kind.BODY, Kind.STOP, *([came] if came else [])):
@@ -177,7 +177,7 @@ async def test_a_receiver_that_ends_in_the_same_moment_has_a_payload_only_if_it_
 
 async def test_a_long_payload_is_sent_once_it_is_read_and_its_size_has_left():
     attempt = Messages()
-    outlet = UcxOutlet(attempt, on_device=False)
+    outlet = UcxOutlet(attempt, on_device=False, silence_s=60)
     sending = asyncio.create_task(outlet.send(memoryview(bytes(1 << 20))))
     await asyncio.sleep(0)
     assert Kind.SIZE not in attempt.made and not sending.done()

@@ -7,7 +7,6 @@ from pydantic import Discriminator, Field, Tag
 from kvrail.services.router.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_STOPS,
     Count,
     Items,
     KvrailOptions,
@@ -20,7 +19,7 @@ from kvrail.services.router.schema import (
     kind_of,
     not_longer,
 )
-from kvrail.wire.convert import UINT32_MAX
+from kvrail.wire.convert import MAX_STOPS, UINT32_MAX
 
 
 class TextBlock(Wire):
