@@ -127,7 +127,8 @@ class SimWorker:
                 added=news.added,
                 removed=news.removed,
                 complete=news.complete,
-            )
+            ),
+            self.pool.num_pages,
         )
 
     def hold(self, job: Job) -> tuple[list[int], int]:

@@ -16,9 +16,9 @@ async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
 
         async def hear() -> None:
             answer = await c.client.get_status(decode.question(), timeout_s=10)
-            decode.take(answer.held_pages)
+            decode.take(answer.held_pages, answer.pages_total)
             said = worker.status(prefill.question(), [])
-            prefill.take(said.held_pages)
+            prefill.take(said.held_pages, said.pages_total)
             assert said.held_pages.complete and answer.held_pages.complete
             assert said.max_batch_tokens == answer.max_batch_tokens == 512
 

@@ -191,7 +191,7 @@ async def test_garbage_behind_a_request_ends_that_connection_and_no_other(cluste
         yield decode_pb2.GenerateReply(summary=decode_pb2.GenerateSummary(prompt_tokens=1, completion_tokens=31))
 
     cluster.decode[0].script = slow
-    other = asyncio.create_task(cluster.complete())
+    other = asyncio.create_task(cluster.complete(max_tokens=31))
     reader, writer = await connect(cluster)
     writer.write(HEAD + LENGTH + BODY)
     await until(lambda: cluster.service.admission.active == 2)

@@ -161,7 +161,7 @@ async def call_a_tool(claude: anthropic.AsyncAnthropic, cluster: Cluster, tokeni
     cluster.decode[0].script = saying(
         'I look.\n<tool_call>\n{"name": "look_up", "arguments": {"a": "b"}}\n</tool_call>'
     )
-    asked = {"model": MODEL, "max_tokens": 50, "tools": [tool], "messages": HI}
+    asked = {"model": MODEL, "max_tokens": 100, "tools": [tool], "messages": HI}
     answer = await claude.messages.create(**asked)
     text, call = answer.content
     assert (text.text, call.name, call.input, answer.stop_reason) == ("I look.", "look_up", {"a": "b"}, "tool_use")

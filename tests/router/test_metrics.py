@@ -53,7 +53,7 @@ async def test_counts_of_known_requests(cluster: Cluster, tokenizer: Tokenizer):
     for (own, vllm), count in expected.items():
         assert value(ours, own) == count, own
         assert value(theirs, vllm) == count, vllm
-    assert value(ours, "kvrail_cached_prompt_tokens_total") == 6
+    assert value(ours, "kvrail_cached_prompt_tokens_total") == 5
     assert value(theirs, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(theirs, "vllm:request_success_total", finished_reason="length") == 1
     assert value(theirs, "vllm:request_success_total", finished_reason="abort") == 0

@@ -15,8 +15,9 @@ async def flood(worker, request):
         async for reply in write_output(worker, request):
             yield reply
         return
+    yield decode_pb2.GenerateReply(token_ids=[10], text="x")
     while True:
-        yield decode_pb2.GenerateReply(token_ids=[10], text="x" * 4000)
+        yield decode_pb2.GenerateReply(text="x" * 4000)
         await asyncio.sleep(0)
 
 
