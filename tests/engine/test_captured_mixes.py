@@ -40,7 +40,7 @@ GRAMMARS = (texts.whole(texts.from_schema(SCHEMA, lenient=False)), texts.whole(t
 @functools.cache
 def grammar(text: str):
     tokenizer = loaded("llama")[1]
-    return asyncio.run(Grammars(lambda: tokenizer, EOS).get(text)) if text else None
+    return asyncio.run(Grammars(lambda: tokenizer, EOS).get(text, "test")) if text else None
 
 
 @dataclass

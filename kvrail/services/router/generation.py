@@ -105,8 +105,7 @@ class _PromptStream:
     def __init__(
         self, call: _Call, request: decode_pb2.GenerateRequest, turn: Turn, first_index: int, plan: Plan
     ) -> None:
-        self._silent = plan.silent
-        self._special_stops = plan.special_stops
+        self._silent, self._special_stops = plan.silent, plan.special_stops
         self._call = call
         self._request = request
         self._turn = turn
