@@ -162,7 +162,7 @@ class TransferMetrics:
         )
         self._links = make.gauge_family(
             "kvrail_kv_link_bytes_per_second",
-            "What the link from a prefill worker carries: the median of its last transfers, weighted by their bytes.",
+            "What the link from a prefill worker carries: the median of its last transfers, weighted by bytes and age.",
             "prefill_worker",
         )
 

@@ -143,7 +143,7 @@ def test_payloads_that_tell_nothing_of_a_link_are_left_out():
     assert chooser.link_bytes_per_s("p") == LEAST_SAMPLE_BYTES
 
 
-def test_a_link_is_the_median_of_its_last_transfers_by_their_bytes():
+def test_a_link_is_the_median_of_its_last_transfers_by_their_bytes_and_age():
     chooser, _ = make()
 
     def rate_after(*transfers):
@@ -154,8 +154,10 @@ def test_a_link_is_the_median_of_its_last_transfers_by_their_bytes():
     assert rate_after((10_000_000, 0.1), (10_000_000, 0.1)) == 100_000_000
     assert rate_after((10_000_000, 30.0)) == 100_000_000  # it stood still
     assert rate_after(*[(1_000_000, 0.001)] * 3) == 100_000_000  # bursts
-    assert rate_after(*[(10_000_000, 1.0)] * SAMPLES) == 10_000_000  # the link has become slower
-    assert rate_after(*[(10_000_000, 0.01)] * SAMPLES) == 1_000_000_000
+    assert rate_after(*[(10_000_000, 0.1)] * SAMPLES) == 100_000_000
+    assert rate_after((10_000_000, 1.0)) == 100_000_000
+    assert rate_after((10_000_000, 1.0)) == 10_000_000  # the link has become slower
+    assert rate_after(*[(10_000_000, 0.01)] * 2) == 1_000_000_000
 
 
 def test_a_link_without_samples_has_no_rate():

@@ -86,14 +86,16 @@ TOLERANCE = 2e-3
 """Of log probabilities: they are made beside other rows, from the same logits."""
 
 
-def difference(one: Answer, other: Answer) -> str | None:
-    """How two answers to the same request differ; None where they do not."""
+def difference(one: Answer, other: Answer, *, logprobs: bool = True) -> str | None:
+    """How two answers to the same request differ; None where they do not. logprobs: whether these count too."""
     for index, mine in one.choices.items():
         theirs = other.choices[index]
         for name in ("token_ids", "text", "finish_reason"):
             if getattr(mine, name) != getattr(theirs, name):
                 return f"choice {index}, {name}: {getattr(mine, name)!r} and {getattr(theirs, name)!r}"
-        if not (_near(mine.logprobs, theirs.logprobs) and _near(mine.prompt_logprobs, theirs.prompt_logprobs)):
+        if logprobs and not (
+            _near(mine.logprobs, theirs.logprobs) and _near(mine.prompt_logprobs, theirs.prompt_logprobs)
+        ):
             return f"choice {index}: other log probabilities"
     return None
 

@@ -1,7 +1,7 @@
 """Codec `auto`: which exact codec gives the k-th token soonest, from what was measured of link and codecs."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrail.codec.cost import CodecCost
@@ -20,6 +20,8 @@ LEAST_SAMPLE_BYTES = 256 << 10
 """A transfer of fewer bytes says nothing of the link."""
 SAMPLES = 8
 """Transfers that tell a link's rate: those of the last few requests."""
+FADE = 0.7
+"""Weight of a transfer beside the one behind it: the last two outvote all before, the last one alone does not."""
 FIRST_STEP_S = 0.01
 """Time of a decode step before any was measured."""
 FIRST_ACCEPTANCE = 0.6
@@ -89,16 +91,21 @@ class LinkSample:
             self.seconds += flight_s
 
 
-def link_rate(samples: Collection[LinkSample]) -> float:
-    """Bytes a second of a link: the samples' median, where each counts with its bytes.
+def link_rate(samples: Sequence[LinkSample]) -> float:
+    """Bytes a second of a link: the median of its samples, oldest first, where each counts with its bytes and its age.
 
-    So neither a transfer that stood still nor a short one that a shaper let through in a burst decides alone.
+    So neither a transfer that stood still nor a short one that a shaper let through in a burst decides alone, and a
+    link that has changed is known as such after two transfers.
     """
-    half = sum(sample.payload_bytes for sample in samples) / 2
-    for sample in sorted(samples, key=lambda each: each.payload_bytes / each.seconds):
-        half -= sample.payload_bytes
+    newest = len(samples) - 1
+    weights = {sample.payload_bytes / sample.seconds: 0.0 for sample in samples}
+    for place, sample in enumerate(samples):
+        weights[sample.payload_bytes / sample.seconds] += sample.payload_bytes * FADE ** (newest - place)
+    half = sum(weights.values()) / 2
+    for rate in sorted(weights):
+        half -= weights[rate]
         if half <= 0:
-            return sample.payload_bytes / sample.seconds
+            return rate
     raise ValueError("a link without samples has no rate; observe one first")
 
 
