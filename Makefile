@@ -101,6 +101,9 @@ format: $(VENV)/.dev  ## put the code into the form that lint demands
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+lines: | $(BIN)/python  ## lines of shipped code in each room; REV=main shows the difference to that commit
+	@$(BIN)/python scripts/lines.py $(REV)
+
 boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards
 	$(BIN)/python -m deploy.grafana.source
 

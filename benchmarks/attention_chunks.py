@@ -15,11 +15,11 @@ from time import perf_counter
 
 import torch
 
-from kvrail.engine.attention.decode_kernel import decode_attention
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.order import HeadShape
-from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
-from kvrail.engine.cache import LayerPages
+from kvrail.engine.attention.triton.decode_kernel import decode_attention
+from kvrail.engine.attention.triton.order import HeadShape
+from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
+from kvrail.engine.kv.cache import LayerPages
 
 KV_HEADS, DIM, PAGE = 8, 128, 16
 TOKENS = (2, 16, 32, 64, 128, 512)

@@ -21,9 +21,9 @@ from benchmarks.shapes import SHAPES
 from kvrail.codec.base import Block
 from kvrail.codec.splitzip.one_stage.exponents import Histogram, best_window, coverage, histogram
 from kvrail.codec.splitzip.tiles.format import FORMATS
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.loader import LoadedModel, load_model
-from kvrail.engine.runner import ModelRunner
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.model.loader import LoadedModel, load_model
+from kvrail.engine.step.runner import ModelRunner
 from kvrail.text import load_tokenizer
 
 ROOT = Path(__file__).parents[1]

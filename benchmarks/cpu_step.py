@@ -19,19 +19,19 @@ from unittest import mock
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvrail.engine.runner
+import kvrail.engine.step.runner
 from benchmarks import codec_report
 from benchmarks.codec_data import DEMO
 from benchmarks.codec_tables import Table
-from kvrail.engine import inputs
 from kvrail.engine.attention import cpu, reference
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.cache import LayerPages
-from kvrail.engine.loader import LoadedModel, load_model
-from kvrail.engine.runner import ModelRunner
-from kvrail.tuning import tune_process
+from kvrail.engine.batch import inputs
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.model.loader import LoadedModel, load_model
+from kvrail.engine.step.runner import ModelRunner
+from kvrail.runtime.tuning import tune_process
 
 PAGE_SIZE, CHUNK = 64, 2048
 MANY, SEQUENCES = 40, 8
@@ -73,7 +73,7 @@ def torch_attention(
 VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "as it is": contextlib.nullcontext,
     "torch's attention": lambda: mock.patch.object(cpu, "paged_attention", torch_attention),
-    "all cores in every step": lambda: mock.patch.object(kvrail.engine.runner, "_PRODUCTS_FOR_ALL_CORES", 0),
+    "all cores in every step": lambda: mock.patch.object(kvrail.engine.step.runner, "_PRODUCTS_FOR_ALL_CORES", 0),
     "rows not padded": lambda: mock.patch.object(inputs, "ROWS", 1),
 }
 

@@ -30,7 +30,7 @@ from benchmarks.engine_attention import attention_alone
 from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case, Measurement, measure_ceilings, profile_step
 from benchmarks.peers import generate_batch_seconds
 from benchmarks.shapes import SHAPES, write_shape
-from kvrail.engine.loader import LoadedModel, load_model
+from kvrail.engine.model.loader import LoadedModel, load_model
 
 RESULTS = Path(__file__).parent / "results"
 DECODES = "1x128,1x2048,8x128,8x2048,32x128,32x2048,64x128,64x2048"

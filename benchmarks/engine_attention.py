@@ -9,9 +9,9 @@ from benchmarks.engine_parts import Bench, Case, Measurement
 from kvrail.engine.attention.cuda import paged_attention
 from kvrail.engine.attention.meta import decode
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.inputs import step_inputs
-from kvrail.engine.packing import pack
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.batch.inputs import step_inputs
+from kvrail.engine.batch.packing import pack
 
 _LAUNCHES = 10
 _REPLAYS = 15

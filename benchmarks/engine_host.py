@@ -25,20 +25,20 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from benchmarks.shapes import SHAPES, write_shape
-from kvrail.engine.batch import SampleRow, SequenceSlice
-from kvrail.engine.chunks import Limits
+from kvrail.engine.batch.batch import SampleRow, SequenceSlice
 from kvrail.engine.engine import Engine
-from kvrail.engine.events import Delivery, Failed, Finished
-from kvrail.engine.loader import LoadedModel, load_model
-from kvrail.engine.pages import PagePool
-from kvrail.engine.requests import EngineRequest, ModelLimits
-from kvrail.engine.runner import ModelRunner
-from kvrail.engine.sampler import Sampler
-from kvrail.engine.scheduler import Scheduler
+from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.model.loader import LoadedModel, load_model
+from kvrail.engine.request.events import Delivery, Failed, Finished
+from kvrail.engine.request.requests import EngineRequest, ModelLimits
+from kvrail.engine.sampling.sampler import Sampler
+from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.engine.step.runner import ModelRunner
 from kvrail.errors import KvrailError
-from kvrail.metrics import EngineMetrics
-from kvrail.sampling import SamplingParams
-from kvrail.tuning import tune_process
+from kvrail.runtime.tuning import tune_process
+from kvrail.telemetry.worker import EngineMetrics
+from kvrail.values.sampling import SamplingParams
 
 CONTEXT, PROMPT, OUTPUT, STREAMS = 1100, 1024, 128, 32
 MAX_TOKENS, MAX_RUNNING, MIXED = 2048, 64, 512

@@ -12,18 +12,18 @@ from prometheus_client import CollectorRegistry
 from torch.profiler import ProfilerActivity, profile
 
 from kvrail.engine.attention.registry import NAME
-from kvrail.engine.batch import SampleRow, SequenceSlice
-from kvrail.engine.chunks import Limits
+from kvrail.engine.batch.batch import SampleRow, SequenceSlice
 from kvrail.engine.engine import Engine
-from kvrail.engine.events import Delivery, Output
-from kvrail.engine.loader import LoadedModel
-from kvrail.engine.pages import PagePool
-from kvrail.engine.requests import EngineRequest, ModelLimits
-from kvrail.engine.runner import ModelRunner
-from kvrail.engine.sampler import Sampler
-from kvrail.engine.scheduler import Scheduler
-from kvrail.metrics import EngineMetrics
-from kvrail.sampling import SamplingParams
+from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.model.loader import LoadedModel
+from kvrail.engine.request.events import Delivery, Output
+from kvrail.engine.request.requests import EngineRequest, ModelLimits
+from kvrail.engine.sampling.sampler import Sampler
+from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.engine.step.runner import ModelRunner
+from kvrail.telemetry.worker import EngineMetrics
+from kvrail.values.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

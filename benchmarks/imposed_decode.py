@@ -9,12 +9,12 @@ logits give there: what the steps cost is real, what they say is not. A greedy r
 
 from collections.abc import Sequence
 
-from kvrail.engine import book
-from kvrail.engine.batch import SampledToken
-from kvrail.engine.events import Verified
-from kvrail.engine.sequence import Sequence as Seq
-from kvrail.engine.speculation import Drafting
-from kvrail.services.cli.main import main
+from kvrail.cli.main import main
+from kvrail.engine.batch.batch import SampledToken
+from kvrail.engine.request.events import Verified
+from kvrail.engine.request.sequence import Sequence as Seq
+from kvrail.engine.schedule import book
+from kvrail.engine.schedule.speculation import Drafting
 
 WRONG = SampledToken(-1)
 """Equal to no draft."""

@@ -16,9 +16,9 @@ from contextlib import ExitStack
 
 from benchmarks.local_cluster import MODEL, local_cluster
 from benchmarks.serving import ask
-from kvrail import loops
-from kvrail.services.bench.answers import Answer
-from kvrail.services.bench.client import Client
+from kvrail.runtime import loops
+from kvrail.tools.bench.answers import Answer
+from kvrail.tools.bench.client import Client
 
 TOKENS = 24
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
-from kvrail.engine.loader import LoadedModel
+from kvrail.engine.model.loader import LoadedModel
 
 
 def generate_batch_seconds(

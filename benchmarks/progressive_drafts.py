@@ -9,15 +9,15 @@ from pathlib import Path
 from benchmarks.anchor_drafts import DEMO, DRAFTS, UNSEEN
 from benchmarks.codec_tables import Table
 from kvrail.codec import registry
-from kvrail.config import DecodeSettings
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.loader import load_model
-from kvrail.engine.runner import ModelRunner
-from kvrail.engine.streams import SideStream
-from kvrail.services.pages import LeasedPages
+from kvrail.config.settings import DecodeSettings
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.kv.streams import SideStream
+from kvrail.engine.model.loader import load_model
+from kvrail.engine.step.runner import ModelRunner
 from kvrail.text import load_tokenizer
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import USUAL_FRAME_BYTES, first_recent_page, pages_per_frame
+from kvrail.worker.pages import LeasedPages
 
 FILES = (*UNSEEN, "torch/optim/lr_scheduler.py")
 """Of installed packages, one context of a length each; the demo model's own held-out text is too short."""

@@ -30,14 +30,14 @@ from typing import Any
 import httpx
 
 from benchmarks.shapes import SHAPES, write_shape
-from kvrail import loops
+from kvrail.cli.bench import add_load, count, load_of, rate, tokens
 from kvrail.errors import ConfigError
-from kvrail.services.bench.answers import Answer, read
-from kvrail.services.bench.client import Client
-from kvrail.services.bench.load import Load, Range, completion, requests_of
-from kvrail.services.bench.report import figures
-from kvrail.services.bench.run import measure
-from kvrail.services.cli.bench import add_load, count, load_of, rate, tokens
+from kvrail.runtime import loops
+from kvrail.tools.bench.answers import Answer, read
+from kvrail.tools.bench.client import Client
+from kvrail.tools.bench.load import Load, Range, completion, requests_of
+from kvrail.tools.bench.report import figures
+from kvrail.tools.bench.run import measure
 
 SHORT = {"prompt": Range(512, 1536), "output": Range(64, 192)}
 FIELD: Sequence[dict[str, Any]] = (

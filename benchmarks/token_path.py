@@ -34,7 +34,7 @@ import psutil
 from benchmarks.token_path_stubs import MODEL
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
-from kvrail.sampling import SamplingParams
+from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
 

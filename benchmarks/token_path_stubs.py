@@ -14,9 +14,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from kvrail import loops
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
+from kvrail.runtime import loops
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
@@ -125,8 +125,8 @@ class StubEngine:
             return SimpleNamespace(running=len(self._running))
 
     def _run(self) -> None:
-        from kvrail.engine.events import Admitted, Finished, Output
-        from kvrail.sampling import FinishReason
+        from kvrail.engine.request.events import Admitted, Finished, Output
+        from kvrail.values.sampling import FinishReason
 
         begin = time.thread_time()
         due = time.perf_counter()
@@ -160,14 +160,14 @@ async def serve_servicer() -> None:
     """The real servicer of a decode worker over a stub engine; its metrics port is not served, but CPU is told."""
     from prometheus_client import CollectorRegistry
 
-    from kvrail.calls import ActiveCalls
-    from kvrail.config import DecodeSettings
-    from kvrail.metrics import TransferMetrics
-    from kvrail.services.carriers import Carriers
-    from kvrail.services.codecs import Codecs
+    from kvrail.config.settings import DecodeSettings
+    from kvrail.runtime.drain import ActiveCalls
     from kvrail.services.decode.fetching import Fetcher
     from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
     from kvrail.services.decode.servicer import DecodeServicer
+    from kvrail.telemetry.worker import TransferMetrics
+    from kvrail.worker.carriers import Carriers
+    from kvrail.worker.codecs import Codecs
 
     engine = StubEngine(asyncio.get_running_loop())
 

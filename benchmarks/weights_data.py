@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from kvrail.config import DEMO_MODEL
+from kvrail.config.settings import DEMO_MODEL
 
 DEVIATIONS = (0.011, 0.014, 0.017, 0.02, 0.023, 0.027, 0.034, 0.045)
 """Of a Gaussian model's layers: the range that projections of trained models lie in."""

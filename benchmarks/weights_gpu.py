@@ -35,12 +35,12 @@ from kvrail.codec.packed.torch_ops import pack
 from kvrail.codec.tbe import cpu as tbe_cpu
 from kvrail.codec.tbe import gpu as tbe_gpu
 from kvrail.codec.tbe.format import TbeWeight
-from kvrail.engine.batch import SampleRow, SequenceSlice
-from kvrail.engine.invariance import choose_products
-from kvrail.engine.loader import LoadedModel, load_model
-from kvrail.engine.sampler import Sampler
-from kvrail.sampling import SamplingParams
-from kvrail.services.weights import hold
+from kvrail.engine.batch.batch import SampleRow, SequenceSlice
+from kvrail.engine.model.loader import LoadedModel, load_model
+from kvrail.engine.sampling.sampler import Sampler
+from kvrail.engine.step.invariance import choose_products
+from kvrail.values.sampling import SamplingParams
+from kvrail.worker.weights import hold
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = {

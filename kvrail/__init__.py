@@ -1,4 +1,4 @@
-"""What kvrail's services share: settings, errors, wire, transports and the engine."""
+"""LLM serving with prefill and decode on separate workers; ARCHITECTURE.md has the map."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the settings in kvrail/config.py: `make docs`, or with another file's name."""
+"""Writes docs/configuration.md from kvrail/config/settings.py: `make docs`, or with another file's name."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from kvrail.config import (
+from kvrail.config.settings import (
     DEMO_MODEL,
     DecodeSettings,
     PrefillSettings,
@@ -22,7 +22,7 @@ from kvrail.config import (
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-<!-- Written by `make docs` from kvrail/config.py: change the settings there. -->
+<!-- Written by `make docs` from kvrail/config/settings.py: change the settings there. -->
 
 A setting comes from a flag, an environment variable, a TOML file (`--config FILE`) or its default; the first of these
 wins. All three have the same name: `--kv-dtype`, `KVRAIL_DECODE_KV_DTYPE` and `kv_dtype = "float8_e4m3fn"` in the file.

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_certificates, show_process
-from kvrail.tally import Family, Registry
-from kvrail.vllm import VLLM_METRICS
+from kvrail.telemetry.making import show_certificates, show_process
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.telemetry.series import Family, Registry
+from kvrail.telemetry.vllm import VLLM_METRICS
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 MODEL = "m"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cryptography import x509
 
-from kvrail.services.cli import certs
-from kvrail.tls import Tls
+from kvrail.cli import certs
+from kvrail.security.tls import Tls
 
 NAMES = "localhost,127.0.0.1"
 

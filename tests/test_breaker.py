@@ -1,6 +1,6 @@
 import pytest
 
-from kvrail.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from kvrail.runtime.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
 
 
 class Clock:

@@ -9,11 +9,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
-import kvrail.exposition
-from kvrail import buckets, tally
-from kvrail.exposition import Exposition
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
-from kvrail.tally import Registry
+import kvrail.telemetry.exposition
+from kvrail.telemetry import buckets, series
+from kvrail.telemetry.exposition import Exposition
+from kvrail.telemetry.making import show_process
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.telemetry.series import Registry
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 
 AWKWARD = ("", "plain", 'a "quoted" one', "back\\slash", "two\nlines", "é{}", "\\n")
 NUMBERS = (0, -1.5, 1e300, math.inf, -math.inf, math.nan, 12345678901234567890)
@@ -22,12 +24,12 @@ NUMBERS = (0, -1.5, 1e300, math.inf, -math.inf, math.nan, 12345678901234567890)
 def test_awkward_labels_values_and_words():
     registry = Registry()
     exposition = Exposition(registry)
-    gauge = tally.gauges("g", 'A gauge\nof \\ two "lines".', ["b", "a"], registry)
+    gauge = series.gauges("g", 'A gauge\nof \\ two "lines".', ["b", "a"], registry)
     for number, text in enumerate(AWKWARD):
         gauge.labels(text, AWKWARD[-number]).set(NUMBERS[number])
-    tally.counters("c", "Counts.", [], registry).labels().inc(3)
-    tally.gauges("never_set", "None of it.", ["x"], registry)
-    histogram = tally.histograms("h_seconds", "Times.", ["zone", "kind"], registry, buckets.PART)
+    series.counters("c", "Counts.", [], registry).labels().inc(3)
+    series.gauges("never_set", "None of it.", ["x"], registry)
+    histogram = series.histograms("h_seconds", "Times.", ["zone", "kind"], registry, buckets.PART)
     for seconds in (1e-9, 0.3, 7, 1e9):
         histogram.labels("z", "k").observe(seconds, 400_000)
     assert exposition.render()[0] == generate_latest(registry)
@@ -39,9 +41,9 @@ def test_what_has_moved_is_written_anew():
     registry = Registry()
     exposition = Exposition(registry)
     families = [
-        tally.counters("c", "Counts.", ["x"], registry),
-        tally.gauges("g", "A gauge.", ["x"], registry),
-        tally.histograms("h", "Times.", ["x"], registry, (0.1, 1.0)),
+        series.counters("c", "Counts.", ["x"], registry),
+        series.gauges("g", "A gauge.", ["x"], registry),
+        series.histograms("h", "Times.", ["x"], registry, (0.1, 1.0)),
     ]
     for number in range(200):
         family, label = draw.choice(families), draw.choice("abc")
@@ -52,19 +54,21 @@ def test_what_has_moved_is_written_anew():
         else:
             family.labels(label).inc(draw.choice((0, 1, 0.5)))
         if number == 100:
-            families.append(tally.gauges("later", "Came later.", ["x"], registry))
+            families.append(series.gauges("later", "Came later.", ["x"], registry))
         assert exposition.render()[0] == generate_latest(registry)
 
 
 def test_only_what_has_moved_is_written_anew(monkeypatch):
     registry = Registry()
-    counter = tally.counters("c", "Counts.", ["x"], registry)
-    histogram = tally.histograms("h", "Times.", ["x"], registry, (0.1, 1.0))
+    counter = series.counters("c", "Counts.", ["x"], registry)
+    histogram = series.histograms("h", "Times.", ["x"], registry, (0.1, 1.0))
     for label in "abcdef":
         counter.labels(label).inc()
         histogram.labels(label).observe(1)
     exposition, written = Exposition(registry), []
-    monkeypatch.setattr(kvrail.exposition, "floatToGoString", lambda value: written.append(value) or repr(value))
+    monkeypatch.setattr(
+        kvrail.telemetry.exposition, "floatToGoString", lambda value: written.append(value) or repr(value)
+    )
     exposition.render()
     assert len(written) == 6 + 6 * 5
     written.clear()

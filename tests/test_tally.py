@@ -6,7 +6,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvrail import tally
+from kvrail.telemetry import series as tally
 
 BOUNDS = (0.001, 0.01, 0.25, 5.0)
 

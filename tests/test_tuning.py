@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from kvrail.tuning import in_passing_thread
+from kvrail.runtime.tuning import in_passing_thread
 
 COUNTED = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 
@@ -24,7 +24,7 @@ def test_a_passing_thread_leaves_no_team() -> None:
     code = """
 import os, time
 import torch
-from kvrail.tuning import in_passing_thread
+from kvrail.runtime.tuning import in_passing_thread
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -47,7 +47,7 @@ def test_a_helper_computes_alone_and_leaves_the_engines_number() -> None:
     code = """
 import threading
 import torch
-from kvrail.tuning import compute_with
+from kvrail.runtime.tuning import compute_with
 
 def in_thread(*calls):
     thread = threading.Thread(target=lambda: [call() for call in calls])

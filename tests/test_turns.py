@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvrail.turns import Turns
+from kvrail.runtime.turns import Turns
 
 
 class Work:

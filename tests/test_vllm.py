@@ -5,10 +5,11 @@ from collections import defaultdict
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrail import buckets
-from kvrail.exposition import Exposition
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics
-from kvrail.tally import Registry
+from kvrail.telemetry import buckets
+from kvrail.telemetry.exposition import Exposition
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.telemetry.series import Registry
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 

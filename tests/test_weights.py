@@ -10,10 +10,10 @@ import torch
 
 from kvrail.codec.fused import launch
 from kvrail.codec.tbe import gpu
-from kvrail.config import DecodeSettings, PrefillSettings
-from kvrail.engine.fusion import JointLinear, merge_equal_products
+from kvrail.config.settings import DecodeSettings, PrefillSettings
+from kvrail.engine.model.fusion import JointLinear, merge_equal_products
 from kvrail.errors import ConfigError
-from kvrail.services.weights import FORMS, forms_of, hold
+from kvrail.worker.weights import FORMS, forms_of, hold
 from tests.codec.emulated import Emulated
 
 
@@ -78,7 +78,7 @@ def test_layers_are_held_where_they_can_and_compute_what_they_did(tmp_path, monk
     model, x = Model(), torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     wanted = model(x)
     loaded = SimpleNamespace(model=model, layers=[], projections=[])
-    with caplog.at_level("INFO", logger="kvrail.services.weights"):
+    with caplog.at_level("INFO", logger="kvrail.worker.weights"):
         assert hold(loaded, "tbe", join=False) is loaded
     assert [type(module).__name__ for module in model.children()] == [
         *["TbeLinear"] * 3, *["Linear"] * 2, "Embedding", "Linear"

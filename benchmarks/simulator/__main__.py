@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.simulator.cluster import PREFILL_WAIT_S, Outcome, Simulation
 from benchmarks.simulator.trace import Request, Shape, generate, read_trace, write_trace
 from benchmarks.simulator.workers import Speed
-from kvrail.services.router.policy import POLICIES
+from kvrail.services.router.fleet.policy import POLICIES
 
 HEADER = (
     "| policy | TTFT mean ms | p50 | p99 | tokens/s | cache hits | imbalance | of decode workers | to round-robin |"

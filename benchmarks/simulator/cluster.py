@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from benchmarks.simulator.trace import Request
 from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimWorker, Speed
-from kvrail.config import RouterSettings
-from kvrail.queueing import FairQueue, Ticket
-from kvrail.services.router.policy import POLICIES, Ask, choose
+from kvrail.config.settings import RouterSettings
+from kvrail.runtime.queueing import FairQueue, Ticket
+from kvrail.services.router.fleet.policy import POLICIES, Ask, choose
 
 REPORT_S: float = RouterSettings.model_fields["status_interval_s"].default
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default

@@ -5,10 +5,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrail.engine.ledger import Cursor
-from kvrail.engine.pages import PagePool
-from kvrail.services.router.policy import Candidate, Load, WorkerState
-from kvrail.services.router.prefixes import WorkerPages
+from kvrail.engine.kv.ledger import Cursor
+from kvrail.engine.kv.pages import PagePool
+from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
+from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.wire.v1 import common_pb2
 
 

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from kvrail.engine.engine import Engine
-from kvrail.engine.events import Delivery, Event, Failed, Finished, Prefilled
-from kvrail.engine.requests import EngineRequest
+from kvrail.engine.request.events import Delivery, Event, Failed, Finished, Prefilled
+from kvrail.engine.request.requests import EngineRequest
 from kvrail.errors import InvalidRequestError, KvrailError
 
 

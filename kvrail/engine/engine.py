@@ -12,22 +12,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from kvrail.engine.batch import Drawing, Feed, SampledToken
-from kvrail.engine.book import RequestBook
-from kvrail.engine.events import Delivery, Failed, PageLease
-from kvrail.engine.flight import Draws, Flight, Runner
-from kvrail.engine.late import LateLaunch
-from kvrail.engine.ledger import Cursor, HeldPages
-from kvrail.engine.masks import MaskFinder
-from kvrail.engine.pace import StepPace
-from kvrail.engine.pages import PageCounts
-from kvrail.engine.planning import Step
-from kvrail.engine.requests import EngineRequest, ModelLimits, WrittenPages, check_request
-from kvrail.engine.scheduler import Scheduler
+from kvrail.engine.batch.batch import Drawing, Feed, SampledToken
+from kvrail.engine.kv.leases import PageLease
+from kvrail.engine.kv.ledger import Cursor, HeldPages
+from kvrail.engine.kv.pages import PageCounts
+from kvrail.engine.request.events import Delivery, Failed
+from kvrail.engine.request.requests import EngineRequest, ModelLimits, WrittenPages, check_request
+from kvrail.engine.sampling.masks import MaskFinder
+from kvrail.engine.schedule.book import RequestBook
+from kvrail.engine.schedule.late import LateLaunch
+from kvrail.engine.schedule.pace import StepPace
+from kvrail.engine.schedule.planning import Step
+from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.engine.step.flight import Draws, Flight, Runner
 from kvrail.errors import KvrailError, OverloadedError, WorkerUnavailableError
-from kvrail.metrics import EngineMetrics
-from kvrail.pagehash import page_hashes
+from kvrail.telemetry.worker import EngineMetrics
 from kvrail.text import Tokenizer
+from kvrail.values.pagehash import page_hashes
 
 logger = logging.getLogger("kvrail.engine")
 

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.grammar.compiling import digest, ends_of, keep
 from kvrail.grammar.following import CHECK_S, read_message, write_message
+from kvrail.runtime.turns import Turns
 from kvrail.text import Tokenizer
-from kvrail.turns import Turns
 
 MAX_CHECKED = 1024
 """Verdicts that are kept, good and bad."""

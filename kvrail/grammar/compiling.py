@@ -9,9 +9,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar.matching import Matcher
-from kvrail.sampling import MAX_GRAMMAR_BYTES
+from kvrail.runtime.turns import Turns
 from kvrail.text import Tokenizer
-from kvrail.turns import Turns
+from kvrail.values.sampling import MAX_GRAMMAR_BYTES
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 
 from kvrail.rpc.options import MAX_MESSAGE_BYTES, MAX_RECONNECT_BACKOFF_MS, common_options
-from kvrail.tls import Material, Role, Tls, role_host
+from kvrail.security.tls import Material, Role, Tls, role_host
 
 
 def open_channel(

@@ -63,7 +63,7 @@ class DecodeClient:
 
 
 class PrefillStatusClient:
-    """Asks a prefill worker how it is; the prefill call itself is kvrail.rpc.prefill's."""
+    """Asks a prefill worker how it is; the prefill call itself is kvrail.rpc.prefill.client's."""
 
     def __init__(self, channel: grpc.aio.Channel, peer: str = "the prefill worker") -> None:
         self._stub: Any = prefill_pb2_grpc.PrefillStub(channel)  # type: ignore[no-untyped-call]

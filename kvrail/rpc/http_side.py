@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvrail.errors import ConfigError
-from kvrail.tls import Tls, roles_of
+from kvrail.security.tls import Tls, roles_of
 
 METRICS_PATHS = ("/metrics", "/metrics/vllm")
 ROLES = "roles"

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from kvrail.readings import Readings
+from kvrail.telemetry.readings import Readings
 from kvrail.wire.v1 import common_pb2
 
 RAW_BYTES, PAYLOAD_BYTES = "kvrail_kv_raw_bytes_total", "kvrail_kv_payload_bytes_total"

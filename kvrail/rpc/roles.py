@@ -11,7 +11,7 @@ import grpc.aio
 
 from kvrail.errors import PeerRefusedError
 from kvrail.rpc.errors import abort_with
-from kvrail.tls import Role, roles_of
+from kvrail.security.tls import Role, roles_of
 from kvrail.wire.v1 import decode_pb2, prefill_pb2
 
 log = logging.getLogger(__name__)

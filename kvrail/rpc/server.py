@@ -16,7 +16,7 @@ from kvrail.errors import ConfigError
 from kvrail.rpc.options import KEEPALIVE_TIME_MS, MAX_MESSAGE_BYTES, common_options
 from kvrail.rpc.roles import RoleCheck
 from kvrail.rpc.trunk_server import serving_trunks
-from kvrail.tls import Material, Tls
+from kvrail.security.tls import Material, Tls
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""The processes of a cluster: router, prefill worker, decode worker, and the command line over them."""
+"""The processes of a cluster: router, prefill worker, decode worker."""

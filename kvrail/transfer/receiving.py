@@ -16,6 +16,7 @@ from kvrail.codec.base import Codec, CodecError
 from kvrail.codec.core.digest import Digest
 from kvrail.codec.frame import FrameHeader, check_payload, unpack_head
 from kvrail.errors import FrameError
+from kvrail.runtime.waiting import in_thread, settled
 from kvrail.transfer.guard import FrameGuard, Transfer
 from kvrail.transfer.observer import ReceivingObserver
 from kvrail.transfer.pages import PageSink
@@ -23,7 +24,6 @@ from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import max_payload_bytes
 from kvrail.transfer.stages import KeptStages
 from kvrail.transport.base import Announcement, Inlet, Region
-from kvrail.waiting import in_thread, settled
 
 T = TypeVar("T")
 

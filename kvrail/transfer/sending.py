@@ -22,14 +22,14 @@ import torch
 from kvrail.codec.base import Codec
 from kvrail.codec.core.digest import Digest, digest_of
 from kvrail.codec.frame import FrameHeader, pack_head
-from kvrail.layout import KVLayout
+from kvrail.runtime.waiting import in_thread, settled
 from kvrail.transfer.observer import SendingObserver
 from kvrail.transfer.order import LATER_SLOTS, Link
 from kvrail.transfer.pages import PageSource
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import first_recent_page, pages_per_frame
 from kvrail.transport.base import Announcement, Outlet, Payload
-from kvrail.waiting import in_thread, settled
+from kvrail.values.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)

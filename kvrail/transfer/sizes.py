@@ -1,7 +1,7 @@
 """How much one KV frame may hold, and which pages travel whole; both ends of a transfer reckon alike."""
 
 from kvrail.codec.base import BlockSpec
-from kvrail.layout import KVLayout
+from kvrail.values.layout import KVLayout
 
 MAX_GROWTH_BYTES = 1024
 """A payload has at most this many bytes more than its KV: codecs send as it is what they cannot make smaller, with a

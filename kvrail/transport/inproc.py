@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
+from kvrail.runtime.waiting import settled
 from kvrail.transport.base import Payload, Peer
-from kvrail.waiting import settled
 
 
 class LentRegion:

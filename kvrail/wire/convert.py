@@ -4,10 +4,17 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from kvrail.errors import IncompatibleError, InvalidRequestError
-from kvrail.layout import DTYPE_BYTES, KVLayout
-from kvrail.lifecycle import Stage
-from kvrail.sampling import MAX_GRAMMAR_BYTES, FinishReason, LogitBias, PromptLogprobs, SamplingParams, TokenLogprobs
-from kvrail.spans import MAX_SIZES, MAX_SPANS, Span
+from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.spans import MAX_SIZES, MAX_SPANS, Span
+from kvrail.values.layout import DTYPE_BYTES, KVLayout
+from kvrail.values.sampling import (
+    MAX_GRAMMAR_BYTES,
+    FinishReason,
+    LogitBias,
+    PromptLogprobs,
+    SamplingParams,
+    TokenLogprobs,
+)
 from kvrail.wire.checks import (
     MAX_NAME_CHARS,
     MAX_NAMES,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrail.services.bench.answers import Answer, Failure, read
-from kvrail.services.bench.client import TIMEOUT, Reply
+from kvrail.tools.bench.answers import Answer, Failure, read
+from kvrail.tools.bench.client import TIMEOUT, Reply
 from tests.bench.server import DONE, answer, event, token, usage
 
 LAST = token("z", "length")

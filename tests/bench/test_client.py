@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvrail import loops
-from kvrail.services.bench.answers import Answer, Failure, read
-from kvrail.services.bench.client import IDLE_S, TIMEOUT, Client
-from kvrail.services.bench.load import Load, Range, completion
-from kvrail.services.bench.run import measure
+from kvrail.runtime import loops
+from kvrail.tools.bench.answers import Answer, Failure, read
+from kvrail.tools.bench.client import IDLE_S, TIMEOUT, Client
+from kvrail.tools.bench.load import Load, Range, completion
+from kvrail.tools.bench.run import measure
 from tests.bench.server import DONE, END, HEAD, Server, answer, chunked, event, good, refusal, token, usage
 from tests.certificates import Authority
 

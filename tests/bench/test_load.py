@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrail.services.bench.load import Load, Range, requests_of
+from kvrail.tools.bench.load import Load, Range, requests_of
 
 LOAD = Load(requests=2000, rate=16.0, prompt=Range(5, 14), output=Range(3, 7), vocab=50, seed=3)
 

@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from kvrail.services.bench.answers import Answer, Failure
-from kvrail.services.bench.load import Load, Range
-from kvrail.services.bench.report import figures, percentile, table
-from kvrail.services.bench.run import Run
+from kvrail.tools.bench.answers import Answer, Failure
+from kvrail.tools.bench.load import Load, Range
+from kvrail.tools.bench.report import figures, percentile, table
+from kvrail.tools.bench.run import Run
 
 LOAD = Load(requests=4, streams=2, prompt=Range(5, 5), output=Range(3, 3), vocab=50)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import serving
-from kvrail.services.bench.load import Load, Range, requests_of
+from kvrail.tools.bench.load import Load, Range, requests_of
 from tests.bench.server import END, HEAD, Server, answer, chunked, refusal, token
 
 SHORT = {"prompt": Range(512, 1536), "output": Range(64, 192)}

@@ -15,7 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
-from kvrail.services.cli.watch import end_with_parent
+from kvrail.cli.cluster.watch import end_with_parent
 
 mode, port, notes = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"

@@ -4,10 +4,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from kvrail.cli.cluster import supervisor
+from kvrail.cli.cluster.output import Output
+from kvrail.cli.cluster.plan import Process
 from kvrail.errors import KvrailError
-from kvrail.services.cli import supervisor
-from kvrail.services.cli.output import Output
-from kvrail.services.cli.plan import Process
 
 notes, grace, timeout, restarts, *children = sys.argv[1:]
 supervisor.KILL_MARGIN_S = supervisor.QUIET_S = supervisor.MOST_PAUSE_S = 0.3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrail.services.cli.main import main
+from kvrail.cli.main import main
 from kvrail.text import load_tokenizer
 from tests.bench.server import Server, good, refusal
 from tests.router.cluster import MODEL, run_cluster, write_tokenizer

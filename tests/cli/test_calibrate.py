@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from kvrail.cli.calibrate import DTYPES
+from kvrail.cli.main import main
 from kvrail.codec.splitzip.one_stage.codebook import WINDOWS, Codebook, default_codebook
 from kvrail.codec.splitzip.one_stage.exponents import coverage, histogram
 from kvrail.codec.splitzip.tiles.format import FORMATS
-from kvrail.config import DEMO_MODEL, DecodeSettings
-from kvrail.engine.loader import load_model
-from kvrail.services.calibrate import measure as measuring
-from kvrail.services.calibrate.main import describe, make_codebook
-from kvrail.services.calibrate.report import report
-from kvrail.services.cli.calibrate import DTYPES
-from kvrail.services.cli.main import main
+from kvrail.config.settings import DEMO_MODEL, DecodeSettings
+from kvrail.engine.model.loader import load_model
 from kvrail.text import load_tokenizer
+from kvrail.tools.calibrate import measure as measuring
+from kvrail.tools.calibrate.main import describe, make_codebook
+from kvrail.tools.calibrate.report import report
 from kvrail.wire.v1 import common_pb2
-from kvrail.worker import build_worker
+from kvrail.worker.process import build_worker
 from tests.models import VOCAB, reference_model, tiny_model
 
 LAYERS, VALUES = 3, 2 * 16  # of the tiny models; values of a token in a layer's keys

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, flag_name
-from kvrail.services.cli.flags import flag_arguments, given_flags
-from kvrail.services.cli.main import build_parser, main
-from kvrail.services.cli.role import ROLES, SPIN_COUNT
-from kvrail.services.cli.up import up_fields
+from kvrail.cli.flags import flag_arguments, given_flags
+from kvrail.cli.main import build_parser, main
+from kvrail.cli.role import ROLES, SPIN_COUNT
+from kvrail.cli.up import up_fields
+from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings, flag_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,8 +90,8 @@ def test_traces_without_their_extra_are_refused_before_anything_starts(capsys, m
 
     monkeypatch.delitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc", None)  # as with opentelemetry-api alone
-    monkeypatch.setattr("kvrail.services.cli.role.end_with_parent", start)
-    monkeypatch.setattr("kvrail.services.cli.up._supervise", start)
+    monkeypatch.setattr("kvrail.cli.role.end_with_parent", start)
+    monkeypatch.setattr("kvrail.cli.up._supervise", start)
     given, flags = "http://127.0.0.1:4317", []
     if variable:
         monkeypatch.setenv(variable, given)
@@ -139,7 +139,7 @@ def test_the_command_line_is_quick_to_start(argv):
     heavy = ("torch", "transformers", "httpx", "grpc", "fastapi", "numpy")
     code = f"""
 import sys
-from kvrail.services.cli.main import main
+from kvrail.cli.main import main
 try:
     main({argv!r})
 except SystemExit:
@@ -152,7 +152,7 @@ print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
 
 def test_the_router_never_imports_torch():
     heavy = ("torch", "transformers", "triton", "numpy", "kvrail.engine")
-    imports = "import sys, kvrail.services.cli.role, kvrail.services.router.main"
+    imports = "import sys, kvrail.cli.role, kvrail.services.router.main"
     code = f"{imports}; print(sorted(set({heavy}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -161,8 +161,8 @@ def test_the_router_never_imports_torch():
 def test_what_is_checked_of_a_worker_needs_no_torch():
     code = """
 import sys
-from kvrail.config import DecodeSettings
-from kvrail.services.cli.checks import check_worker
+from kvrail.config.settings import DecodeSettings
+from kvrail.cli.checks import check_worker
 check_worker(DecodeSettings(codec="lynx-exact"))
 print([name for name in ("torch", "numpy", "numba") if name in sys.modules])
 """
@@ -182,10 +182,10 @@ def test_teams_of_workers_soon_sleep(monkeypatch, given, role, wanted):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     if given is not None:
         monkeypatch.setenv("GOMP_SPINCOUNT", given)
-    monkeypatch.setattr("kvrail.services.cli.role.end_with_parent", lambda _: None)
+    monkeypatch.setattr("kvrail.cli.role.end_with_parent", lambda _: None)
     found = []
     service = SimpleNamespace(setup=lambda *_: None, run=lambda _: found.append(os.environ.get("GOMP_SPINCOUNT")) or 0)
-    monkeypatch.setattr("kvrail.services.cli.role.importlib.import_module", lambda _: service)
+    monkeypatch.setattr("kvrail.cli.role.importlib.import_module", lambda _: service)
     workers = ["--prefill-workers=127.0.0.1:1", "--decode-workers=127.0.0.1:2"] if role == "router" else []
     assert main([role, *workers, "--model=models/kvrail-demo"]) == 0
     assert found == [wanted]

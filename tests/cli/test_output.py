@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvrail.services.cli.output import Output
+from kvrail.cli.cluster.output import Output
 
 
 def test_a_full_disk_takes_lines_and_not_the_cluster(tmp_path):

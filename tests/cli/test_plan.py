@@ -5,13 +5,13 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings
+from kvrail.cli.cluster import gpus
+from kvrail.cli.cluster.plan import LOOPBACK, plan_cluster, threads_each
+from kvrail.cli.flags import given_flags
+from kvrail.cli.main import build_parser
+from kvrail.cli.up import up_fields, welcome
+from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings
 from kvrail.errors import ConfigError
-from kvrail.services.cli import gpus
-from kvrail.services.cli.flags import given_flags
-from kvrail.services.cli.main import build_parser
-from kvrail.services.cli.plan import LOOPBACK, plan_cluster, threads_each
-from kvrail.services.cli.up import up_fields, welcome
 
 SETTINGS = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
 
@@ -60,7 +60,7 @@ def test_the_router_knows_each_worker_and_ports_are_apart(model):
 
 def test_a_port_is_given_once_however_few_there_are(model, monkeypatch):
     monkeypatch.setattr(
-        "kvrail.services.cli.plan.WORKER_PORTS", [port for port in range(21_000, 21_020) for _ in range(20)]
+        "kvrail.cli.cluster.plan.WORKER_PORTS", [port for port in range(21_000, 21_020) for _ in range(20)]
     )
     _, *workers = map(settings_of, plan("--decode-workers", "3", model=model).processes)
     ports = [port for worker in workers for port in (worker.port, worker.metrics_port)]
@@ -160,7 +160,7 @@ def test_a_wildcard_address_is_shown_as_one_that_can_be_called(model):
 
 
 def test_gpus_are_taken_in_turn(model, monkeypatch):
-    monkeypatch.setattr("kvrail.services.cli.plan.shared_kv_memory_gib", lambda *_: 1.5)
+    monkeypatch.setattr("kvrail.cli.cluster.plan.shared_kv_memory_gib", lambda *_: 1.5)
     cluster = plan("--prefill-workers", "2", "--decode-workers", "1", gpus="01", model=model)
     workers = [settings_of(process) for process in cluster.processes[1:]]
     assert [worker.device for worker in workers] == ["cuda:0", "cuda:1", "cuda:0"]

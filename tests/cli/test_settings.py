@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings, UpSettings
+from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings, UpSettings
 from kvrail.errors import ConfigError
 
 

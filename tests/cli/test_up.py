@@ -27,7 +27,7 @@ class Up:
         (folder / "services").mkdir()
         (folder / "services" / "__init__.py").write_text("raise RuntimeError('somebody else's code')\n")
         self.log = folder / "log"
-        command = "import sys; from kvrail.services.cli.main import main; raise SystemExit(main())"
+        command = "import sys; from kvrail.cli.main import main; raise SystemExit(main())"
         flags = ("--port", "0", "--model", str(tiny_model("llama")), "--kv-memory-gib", "0.05", "--device", "cpu")
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

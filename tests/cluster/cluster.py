@@ -9,25 +9,25 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvrail.config import DecodeSettings, PrefillSettings
+from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
-from kvrail.rpc.prefill import InprocPrefillClient
+from kvrail.rpc.prefill.client import InprocPrefillClient
 from kvrail.rpc.server import build_server
-from kvrail.sampling import SamplingParams
-from kvrail.services.carriers import Carriers
-from kvrail.services.codecs import AUTO, Codecs
 from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
-from kvrail.services.weights import forms_of
 from kvrail.transport import ucx
 from kvrail.transport.inproc import InprocCarrier
+from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
-from kvrail.worker import Worker, build_worker
+from kvrail.worker.carriers import Carriers
+from kvrail.worker.codecs import AUTO, Codecs
+from kvrail.worker.process import Worker, build_worker
+from kvrail.worker.weights import forms_of
 
 MODEL = "tiny"
 WITHOUT_UCX = ucx.available()

@@ -9,12 +9,12 @@ import kvrail.services.decode.choice
 import kvrail.services.prefill.servicer
 from kvrail.codec import registry
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
-from kvrail.config import DecodeSettings
+from kvrail.config.settings import DecodeSettings
 from kvrail.errors import ConfigError, InvalidRequestError, TransferAbortedError
-from kvrail.layout import DTYPE_BYTES
-from kvrail.pagehash import page_hashes
-from kvrail.services.codecs import Codecs
 from kvrail.transfer.sizes import MAX_GROWTH_BYTES
+from kvrail.values.layout import DTYPE_BYTES
+from kvrail.values.pagehash import page_hashes
+from kvrail.worker.codecs import Codecs
 from tests.cluster.cluster import TRANSPORTS, cluster, settings
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_equality import prompt_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrail.config import DEMO_MODEL
+from kvrail.config.settings import DEMO_MODEL
 from kvrail.text import load_tokenizer
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.models import FAMILIES, generate, tiny_model

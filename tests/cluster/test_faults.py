@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from kvrail.breaker import FAILURES
 from kvrail.codec.base import Block, PagedBlock
 from kvrail.codec.raw.codec import RawCodec
 from kvrail.errors import InvalidRequestError, KvrailError, OverloadedError, WorkerUnavailableError
-from kvrail.rpc.prefill_replies import PrefillReplies
+from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.runtime.breaker import FAILURES
 from kvrail.services.decode import fetching
 from kvrail.services.prefill import story
 from kvrail.wire.v1 import prefill_pb2

@@ -5,9 +5,9 @@ import torch
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, PagedBlock
-from kvrail.config import DecodeSettings
+from kvrail.config.settings import DecodeSettings
 from kvrail.errors import InvalidRequestError
-from kvrail.services.codecs import Codecs
+from kvrail.worker.codecs import Codecs
 from tests.cluster.cluster import cluster, settings
 from tests.cluster.test_codecs import SHARED, content
 from tests.cluster.test_equality import prompt_of

@@ -4,9 +4,9 @@ import asyncio
 import threading
 from types import SimpleNamespace
 
-from kvrail.engine.requests import WrittenPages
-from kvrail.layout import KVLayout
+from kvrail.engine.request.requests import WrittenPages
 from kvrail.services.prefill.observer import PageObserver
+from kvrail.values.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, key_dim=8, value_dim=8, page_size=16, dtype="bfloat16")
 

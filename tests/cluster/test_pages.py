@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvrail.engine.cache import PagedCache
-from kvrail.engine.streams import SideStream
-from kvrail.layout import DTYPE_BYTES, KVLayout
-from kvrail.services.pages import LeasedPages, paged_block
+from kvrail.engine.kv.cache import PagedCache
+from kvrail.engine.kv.streams import SideStream
+from kvrail.values.layout import DTYPE_BYTES, KVLayout
+from kvrail.worker.pages import LeasedPages, paged_block
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)

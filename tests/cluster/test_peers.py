@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from kvrail.breaker import FAILURES
 from kvrail.codec.base import Block, PagedBlock
 from kvrail.codec.raw.codec import RawCodec
-from kvrail.rpc.prefill_replies import PrefillReplies
+from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.runtime.breaker import FAILURES
 from kvrail.transport.sockets.messages import Address
 from kvrail.wire.v1 import common_pb2
 from tests.cluster.cluster import cluster

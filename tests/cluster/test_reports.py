@@ -1,7 +1,7 @@
 """What real workers report of their pages and their pace, as the router takes it in."""
 
-from kvrail.pagehash import page_digest, page_hashes
-from kvrail.services.router.prefixes import WorkerPages
+from kvrail.services.router.fleet.prefixes import WorkerPages
+from kvrail.values.pagehash import page_digest, page_hashes
 from tests.cluster.cluster import cluster
 from tests.models import tiny_model
 

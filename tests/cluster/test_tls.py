@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvrail.config import DecodeSettings, PrefillSettings
+from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.errors import ConfigError
-from kvrail.services.carriers import Carriers
 from kvrail.transport.sockets.sealed import SealedStream
+from kvrail.worker.carriers import Carriers
 from tests.certificates import Authority
 from tests.cluster.cluster import WITHOUT_UCX, cluster, settings
 from tests.cluster.test_equality import prompt_of

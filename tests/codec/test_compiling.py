@@ -17,10 +17,10 @@ from kvrail.codec import compiling, registry
 from kvrail.codec.base import BlockSpec
 from kvrail.codec.compiling import CompilerProcess, Order, sample_pages, use_once
 from kvrail.codec.core import cpu_compile
-from kvrail.config import PrefillSettings
-from kvrail.layout import KVLayout
-from kvrail.metrics import CodecMetrics
-from kvrail.services.codecs import Codecs
+from kvrail.config.settings import PrefillSettings
+from kvrail.telemetry.worker import CodecMetrics
+from kvrail.values.layout import KVLayout
+from kvrail.worker.codecs import Codecs
 
 SPEC = BlockSpec("bfloat16", 1, 1, 16, 2, 8, 8, False)
 LOADED = SimpleNamespace(layout=KVLayout(2, 2, 8, 8, 16, "bfloat16"), device=torch.device("cpu"))
@@ -102,7 +102,7 @@ def codecs(monkeypatch):
     """A worker's codecs, each of which counts as compiled, and those that were used in this process."""
     used = []
     monkeypatch.setattr(registry, "compiles", lambda name, kind: True)
-    monkeypatch.setattr("kvrail.services.codecs.use_once", lambda codec, pages: used.append(codec.name))
+    monkeypatch.setattr("kvrail.worker.codecs.use_once", lambda codec, pages: used.append(codec.name))
     made = Codecs(PrefillSettings(model="unread", kv_dtype="bfloat16"), allow_lossy=True)
     monkeypatch.setattr(Codecs, "names", property(lambda self: ("raw", "int8", "int4")))
     yield made, used
@@ -177,7 +177,7 @@ async def test_a_codec_that_cannot_be_compiled_is_never_usable_and_that_is_told(
     def fail(codec, pages):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("kvrail.services.codecs.use_once", fail)
+    monkeypatch.setattr("kvrail.worker.codecs.use_once", fail)
     made.ask_for("int8")
     await until(lambda: made.ask_for("int8") == "could not be compiled")
     assert not made.usable("int8")

@@ -9,7 +9,7 @@ from kvrail.codec.base import CodecError
 from kvrail.codec.tbe import reference
 from kvrail.codec.tbe.cpu import check, compress, decompress
 from kvrail.codec.tbe.format import TbeWeight, refusal
-from kvrail.config import DEMO_MODEL
+from kvrail.config.settings import DEMO_MODEL
 from tests.codec.test_packed import bits, normal, of_bits
 
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvrail.codec.cost import CodecCost
-from kvrail.metrics import TransferMetrics
 from kvrail.services.decode.choice import (
     LEAST_GAIN,
     LEAST_PAYLOAD_BYTES,
@@ -19,6 +18,7 @@ from kvrail.services.decode.choice import (
     expected_s,
     link_rate,
 )
+from kvrail.telemetry.worker import TransferMetrics
 
 RAW = CodecCost(1e-10, 1e-10, (1.0,))
 SPLITZIP = CodecCost(5e-10, 3e-10, (0.72,))

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from kvrail.breaker import FAILURES
 from kvrail.rpc import names
+from kvrail.runtime.breaker import FAILURES
 from kvrail.services.decode import prefill_workers
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers, GrpcPrefillWorkers
 

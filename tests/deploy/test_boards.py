@@ -22,9 +22,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from deploy.grafana.source import live, vllm
 from deploy.grafana.source.__main__ import FOLDER, rendered
 from deploy.grafana.source.parts import STATES
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_certificates, show_process
-from kvrail.services.router.policy import WorkerState
-from kvrail.tally import Family, Registry
+from kvrail.services.router.fleet.policy import WorkerState
+from kvrail.telemetry.making import show_certificates, show_process
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.telemetry.series import Family, Registry
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 
 ROOT = Path(__file__).parents[2]
 SCRAPED = {"instance", "job", "le"}

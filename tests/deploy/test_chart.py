@@ -11,8 +11,9 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from kvrail.config import DecodeSettings, PrefillSettings, RouterSettings
-from kvrail.metrics import EngineMetrics, RouterMetrics
+from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.telemetry.worker import EngineMetrics
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "kvrail"
 CASES = ("minimal", "gpu", "everything")

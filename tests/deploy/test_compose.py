@@ -187,7 +187,7 @@ def test_a_container_is_confined(cluster, service):
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_has_what_traces_need(cluster, service):
-    code = "from kvrail.tracing import check_tracing; check_tracing('http://collector:4317')"
+    code = "from kvrail.telemetry.tracing import check_tracing; check_tracing('http://collector:4317')"
     cluster.compose("exec", "-T", service, "python3", "-c", code)
 
 

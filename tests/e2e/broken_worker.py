@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvrail.cli.main import main
 from kvrail.engine import watch
-from kvrail.engine.runner import ModelRunner
-from kvrail.engine.scheduler import Scheduler
-from kvrail.services.cli.main import main
+from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.engine.step.runner import ModelRunner
 from kvrail.services.decode.progress import Progress
 
 

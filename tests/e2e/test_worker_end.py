@@ -16,7 +16,7 @@ import pytest
 from kvrail.errors import WorkerUnavailableError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
-from kvrail.sampling import SamplingParams
+from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
 

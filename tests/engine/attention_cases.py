@@ -6,8 +6,8 @@ import torch
 
 from kvrail.engine.attention import reference
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.cache import LayerPages, PagedCache
-from kvrail.layout import KVLayout
+from kvrail.engine.kv.cache import LayerPages, PagedCache
+from kvrail.values.layout import KVLayout
 
 
 @dataclass

@@ -5,15 +5,15 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrail.engine.batch import SampledToken
-from kvrail.engine.chunks import Limits
+from kvrail.engine.batch.batch import SampledToken
 from kvrail.engine.engine import Engine
-from kvrail.engine.events import Admitted, Output
-from kvrail.engine.pages import PagePool
-from kvrail.engine.requests import EngineRequest, ModelLimits
-from kvrail.engine.scheduler import Scheduler
-from kvrail.metrics import EngineMetrics
-from kvrail.sampling import SamplingParams
+from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.request.events import Admitted, Output
+from kvrail.engine.request.requests import EngineRequest, ModelLimits
+from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.telemetry.worker import EngineMetrics
+from kvrail.values.sampling import SamplingParams
 from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expected
 
 

@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvrail.engine import graphs, sampler, sampling_kernels
 from kvrail.engine.attention import cuda
 from kvrail.engine.attention.meta import decode
-from kvrail.engine.batch import NOT_DRAWN
-from kvrail.engine.buffers import StepBuffer, StepSize
-from kvrail.engine.draw import DrawParams, draw_on_cpu
-from kvrail.engine.graphs import StepGraphs
-from kvrail.engine.inputs import StepInputs
-from kvrail.engine.readback import Readback
-from kvrail.engine.runner import ModelRunner
-from kvrail.layout import KVLayout
+from kvrail.engine.batch.batch import NOT_DRAWN
+from kvrail.engine.batch.inputs import StepInputs
+from kvrail.engine.batch.readback import Readback
+from kvrail.engine.sampling import sampler, sampling_kernels
+from kvrail.engine.sampling.draw import DrawParams, draw_on_cpu
+from kvrail.engine.step import graphs
+from kvrail.engine.step.buffers import StepBuffer, StepSize
+from kvrail.engine.step.graphs import StepGraphs
+from kvrail.engine.step.runner import ModelRunner
+from kvrail.values.layout import KVLayout
 from tests.models import VOCAB
 
 MAX_LEN = 96

@@ -6,20 +6,21 @@ from collections.abc import Callable
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvrail.engine.batch import SampleRow, SequenceSlice
-from kvrail.engine.chunks import Limits
+from kvrail.engine.batch.batch import SampleRow, SequenceSlice
 from kvrail.engine.engine import Engine
-from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PageLease, Verified
-from kvrail.engine.loader import LoadedModel, load_model
-from kvrail.engine.pages import PagePool
-from kvrail.engine.requests import EngineRequest, ModelLimits
-from kvrail.engine.runner import ModelRunner
-from kvrail.engine.sampler import Sampler
-from kvrail.engine.scheduler import Scheduler
-from kvrail.metrics import EngineMetrics
-from kvrail.pagehash import page_hashes
-from kvrail.sampling import SamplingParams
+from kvrail.engine.kv.leases import PageLease
+from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.model.loader import LoadedModel, load_model
+from kvrail.engine.request.events import Admitted, Drafted, Event, Finished, Output, Verified
+from kvrail.engine.request.requests import EngineRequest, ModelLimits
+from kvrail.engine.sampling.sampler import Sampler
+from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.engine.step.runner import ModelRunner
+from kvrail.telemetry.worker import EngineMetrics
 from kvrail.text import Tokenizer, load_tokenizer
+from kvrail.values.pagehash import page_hashes
+from kvrail.values.sampling import SamplingParams
 from tests.models import tiny_model
 
 PAGE_SIZE = 16

@@ -2,7 +2,7 @@
 
 import random
 
-from kvrail.engine.batch import SequenceSlice
+from kvrail.engine.batch.batch import SequenceSlice
 
 
 def steps_of(sequences: list[list[int]], seed: int) -> list[list[SequenceSlice]]:

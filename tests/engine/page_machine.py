@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrail.engine.batch import NOT_DRAWN, Extras, Feed, SampledToken, SampleRow, SequenceSlice
-from kvrail.engine.draw import GREEDY, DrawParams
+from kvrail.engine.batch.batch import NOT_DRAWN, Extras, Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.sampling.draw import GREEDY, DrawParams
 
 VOCAB = 101
 POISON = 1_000_000

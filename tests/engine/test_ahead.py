@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvrail.engine.engine import MAX_FAILURES
-from kvrail.engine.events import Admitted, Failed, Finished, Prefilled
+from kvrail.engine.request.events import Admitted, Failed, Finished, Prefilled
 from tests.engine.bench import Bench, Transfer, prompts
 from tests.engine.page_machine import VOCAB, expected
 

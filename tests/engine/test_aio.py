@@ -5,7 +5,7 @@ import threading
 from types import SimpleNamespace
 
 from kvrail.engine.aio import EventRouter
-from kvrail.engine.events import Drafted, Finished
+from kvrail.engine.request.events import Drafted, Finished
 
 ENGINE = SimpleNamespace(submit=lambda request: None, abort=lambda request_id: None)
 

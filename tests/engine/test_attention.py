@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvrail.engine.attention import cpu, cpu_kernel, reference
 from kvrail.engine.attention.meta import Extents, StepMeta, decode
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.inputs import fill_meta
-from kvrail.engine.packing import most_blocks, pack, query_blocks
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.batch.inputs import fill_meta
+from kvrail.engine.batch.packing import most_blocks, pack, query_blocks
 from tests.engine.attention_cases import Case, expected, make_case, relative_error
 
 MIXES = {

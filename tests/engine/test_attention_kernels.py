@@ -14,12 +14,12 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from kvrail.engine.attention import reference
-from kvrail.engine.attention.decode_kernel import decode_attention, splits_for
-from kvrail.engine.attention.order import HeadShape, parts_of
-from kvrail.engine.attention.order_kernel import begins_part, part_begin, part_of
-from kvrail.engine.attention.page_kernels import write_pages
-from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
-from kvrail.engine.cache import LayerPages
+from kvrail.engine.attention.triton.decode_kernel import decode_attention, splits_for
+from kvrail.engine.attention.triton.order import HeadShape, parts_of
+from kvrail.engine.attention.triton.order_kernel import begins_part, part_begin, part_of
+from kvrail.engine.attention.triton.page_kernels import write_pages
+from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
+from kvrail.engine.kv.cache import LayerPages
 from tests.engine.attention_cases import Case, expected, make_case, relative_error
 
 SHAPES = {

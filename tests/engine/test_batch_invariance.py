@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kvrail.engine.attention import cpu
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.loader import LoadedModel, load_model
-from kvrail.engine.runner import ModelRunner
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.model.loader import LoadedModel, load_model
+from kvrail.engine.step.runner import ModelRunner
 from tests.engine import tiny_models
 from tests.engine.test_runner import poisoned_runner, run_schedule, tokens
 

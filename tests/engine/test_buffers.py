@@ -11,11 +11,11 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before
 
 from kvrail.engine.attention import cpu, cuda
 from kvrail.engine.attention.step import PagedStep
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.buffers import StepBuffer, StepSize, decode_size, mixed_size
-from kvrail.engine.inputs import StepInputs
-from kvrail.engine.packing import pack
-from kvrail.engine.runner import ModelRunner
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.batch.inputs import StepInputs
+from kvrail.engine.batch.packing import pack
+from kvrail.engine.step.buffers import StepBuffer, StepSize, decode_size, mixed_size
+from kvrail.engine.step.runner import ModelRunner
 from tests.engine import tiny_models
 from tests.engine.mixed_steps import steps_of
 from tests.engine.test_runner import poisoned_runner, tokens

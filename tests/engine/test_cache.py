@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvrail.engine.cache import PagedCache, pages_that_fit
+from kvrail.engine.kv.cache import PagedCache, pages_that_fit
 from kvrail.errors import ConfigError
-from kvrail.layout import DTYPE_BYTES, KVLayout
+from kvrail.values.layout import DTYPE_BYTES, KVLayout
 
 
 def filled(dtype: str, num_pages: int = 9) -> PagedCache:

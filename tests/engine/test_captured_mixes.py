@@ -12,21 +12,21 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.buffers import StepBuffer, decode_size, mixed_size
-from kvrail.engine.chunks import Limits
-from kvrail.engine.draw import DrawParams, draw_words
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.batch.packing import pack
 from kvrail.engine.engine import Engine
-from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled, PromptScored
-from kvrail.engine.packing import pack
-from kvrail.engine.pages import PagePool
-from kvrail.engine.requests import EngineRequest, ModelLimits, Resumed
-from kvrail.engine.runner import ModelRunner
-from kvrail.engine.sampler import Sampler
-from kvrail.engine.scheduler import Scheduler
+from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PromptScored
+from kvrail.engine.request.requests import EngineRequest, ModelLimits, Resumed
+from kvrail.engine.sampling.draw import DrawParams, draw_words
+from kvrail.engine.sampling.sampler import Sampler
+from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.engine.step.buffers import StepBuffer, decode_size, mixed_size
+from kvrail.engine.step.runner import ModelRunner
 from kvrail.grammar import Grammars, texts
-from kvrail.metrics import EngineMetrics
-from kvrail.sampling import SamplingParams
+from kvrail.telemetry.worker import EngineMetrics
+from kvrail.values.sampling import SamplingParams
 from tests.engine.captured_machine import MAX_LEN, QUERIES, CapturedRunner, TokenModel, without_cuda
 from tests.engine.drafting import loaded
 from tests.models import VOCAB

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrail.engine.events import Output
+from kvrail.engine.request.events import Output
 from tests.engine.bench import Bench
 from tests.engine.page_machine import expected
 

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from kvrail.engine.batch import NOT_DRAWN, SampleRow, SequenceSlice
-from kvrail.engine.chunks import MANY, Limits
-from kvrail.engine.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
-from kvrail.engine.requests import EngineRequest
+from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow, SequenceSlice
+from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
+from kvrail.engine.request.requests import EngineRequest
+from kvrail.engine.schedule.chunks import MANY, Limits
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
-from kvrail.sampling import FinishReason, SamplingParams
+from kvrail.values.sampling import FinishReason, SamplingParams
 from tests.engine.bench import Bench, prompts
 from tests.engine.page_machine import FirstIndexShift, PageMachine, expected
 

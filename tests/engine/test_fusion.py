@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from kvrail.engine import fusion
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.fusion import JointLinear, compile_layers, join_projections, merge_equal_products
-from kvrail.engine.runner import ModelRunner
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.model import fusion
+from kvrail.engine.model.fusion import JointLinear, compile_layers, join_projections, merge_equal_products
+from kvrail.engine.step.runner import ModelRunner
 from tests.engine import tiny_models
 
 
@@ -62,7 +62,7 @@ def test_products_of_other_arguments_are_kept() -> None:
 
 
 def test_a_layer_is_compiled_once_for_steps_of_all_shapes(monkeypatch) -> None:
-    """Code for another number of tokens would add in another order (kvrail.engine.runner._COMPILED_FOR)."""
+    """Code for another number of tokens would add in another order (kvrail.engine.step.runner._COMPILED_FOR)."""
     compiled = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from benchmarks.imposed_decode import ImposedDrafting
-from kvrail.engine.events import Verified
-from kvrail.sampling import FinishReason, SamplingParams
+from kvrail.engine.request.events import Verified
+from kvrail.values.sampling import FinishReason, SamplingParams
 from tests.engine.drafting import DecodeSite, noise
 from tests.models import generate, tiny_model
 
@@ -18,7 +18,7 @@ LENGTH = 75
 def test_so_many_drafts_are_output_and_the_rest_is_the_models(
     made: int, imposed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrail.engine.book.Drafting", ImposedDrafting)
+    monkeypatch.setattr("kvrail.engine.schedule.book.Drafting", ImposedDrafting)
     site = DecodeSite()
     params = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, seed=imposed)
     transfer = site.begin("r", PROMPT, params, provisional=True)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kvrail.config import DecodeSettings
-from kvrail.engine.invariance import Finding
-from kvrail.engine.onednn_linear import OneDnnLinear
-from kvrail.engine.runner import ModelRunner
+from kvrail.config.settings import DecodeSettings
+from kvrail.engine.model.onednn_linear import OneDnnLinear
+from kvrail.engine.step.invariance import Finding
+from kvrail.engine.step.runner import ModelRunner
 from kvrail.errors import ConfigError
-from kvrail.worker import _tell_of
+from kvrail.worker.process import _tell_of
 from tests.engine import tiny_models
 
 

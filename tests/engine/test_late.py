@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrail.engine.late import LEFT, LateLaunch
+from kvrail.engine.schedule.late import LEFT, LateLaunch
 from tests.engine.bench import Bench, Transfer
 from tests.engine.page_machine import expected
 

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.engine import ledger as ledgers
-from kvrail.engine.ledger import Cursor, PageLedger
-from kvrail.engine.pace import LineFit, StepPace
-from kvrail.engine.pages import PagePool
-from kvrail.pagehash import page_digest, page_hashes
+from kvrail.engine.kv import ledger as ledgers
+from kvrail.engine.kv.ledger import Cursor, PageLedger
+from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.schedule.pace import LineFit, StepPace
+from kvrail.values.pagehash import page_digest, page_hashes
 
 
 class Listener:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvrail.engine import fingerprint
-from kvrail.engine.loader import load_model
-from kvrail.engine.weights import plain_files
+from kvrail.engine.model import fingerprint
+from kvrail.engine.model.loader import load_model
+from kvrail.engine.model.weights import plain_files
 from kvrail.errors import ConfigError, UnsupportedModelError
-from kvrail.layout import KVLayout
+from kvrail.values.layout import KVLayout
 from tests.engine import tiny_models
 
 OPTIONS = {"device": "cpu", "dtype": "auto", "kv_dtype": "bfloat16", "page_size": 16, "load_format": "safetensors"}

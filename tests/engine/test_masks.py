@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvrail.engine import masks as masks_of_steps
-from kvrail.engine.batch import SampledToken
-from kvrail.engine.events import Failed, Finished, Output
-from kvrail.engine.mask_kernel import mask_on_cuda
-from kvrail.engine.masks import Masks, mask_on_cpu
-from kvrail.engine.requests import EngineRequest
-from kvrail.engine.runner import ModelRunner
-from kvrail.engine.sampler import Sampler
+from kvrail.engine.batch.batch import SampledToken
+from kvrail.engine.request.events import Failed, Finished, Output
+from kvrail.engine.request.requests import EngineRequest
+from kvrail.engine.sampling import masks as masks_of_steps
+from kvrail.engine.sampling.mask_kernel import mask_on_cuda
+from kvrail.engine.sampling.masks import Masks, mask_on_cpu
+from kvrail.engine.sampling.sampler import Sampler
+from kvrail.engine.step.runner import ModelRunner
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar import Grammars, texts
-from kvrail.sampling import SamplingParams
+from kvrail.values.sampling import SamplingParams
 from tests.engine.drafting import DecodeSite, deliver, exact, loaded, noise
 from tests.engine.test_sampler import random_logits, row
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvrail.engine.onednn_linear import OneDnnLinear, can_use_onednn, mean_weights, use_onednn
+from kvrail.engine.model.onednn_linear import OneDnnLinear, can_use_onednn, mean_weights, use_onednn
 from tests.engine import tiny_models
 
 

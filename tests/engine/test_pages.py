@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrail.engine.pages import PageCounts, PagePool
-from kvrail.pagehash import page_hashes
+from kvrail.engine.kv.pages import PageCounts, PagePool
+from kvrail.values.pagehash import page_hashes
 
 
 def test_states_move_and_add_up():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvrail.engine.batch import SampledToken
-from kvrail.engine.events import Admitted, Failed, Finished, Prefilled, Recomputed, Verified
-from kvrail.pagehash import page_hashes
+from kvrail.engine.batch.batch import SampledToken
+from kvrail.engine.request.events import Admitted, Failed, Finished, Prefilled, Recomputed, Verified
+from kvrail.values.pagehash import page_hashes
 from tests.engine.bench import Bench, Transfer
 from tests.engine.page_machine import POISON, expected
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvrail.engine.events import Admitted, Failed, Output, PromptScored
-from kvrail.engine.requests import EngineRequest
-from kvrail.sampling import PromptLogprobs, SamplingParams
+from kvrail.engine.request.events import Admitted, Failed, Output, PromptScored
+from kvrail.engine.request.requests import EngineRequest
+from kvrail.values.sampling import PromptLogprobs, SamplingParams
 from tests.engine.bench import Bench, prompts
 from tests.engine.drafting import PAGE_SIZE, DecodeSite
 from tests.engine.page_machine import VOCAB, expected, next_token
@@ -154,8 +154,9 @@ def test_logits_that_are_no_numbers_fail_the_request_alone():
 
 
 def test_a_row_of_ties_is_ranked_by_id():
-    from kvrail.engine.scoring import Scores, Scoring
-    from kvrail.engine.sequence import Sequence
+    from kvrail.engine.request.sequence import Sequence
+    from kvrail.engine.sampling.logprobs import Scores
+    from kvrail.engine.schedule.scoring import Scoring
 
     logits = torch.zeros(1, VOCAB)
     sequence = Sequence("r", 0, SamplingParams(max_tokens=1, prompt_logprobs=2), [4, 7], arrival=1)

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-import kvrail.engine.runner
-from kvrail.engine.batch import SequenceSlice
-from kvrail.engine.graphs import batch_sizes
-from kvrail.engine.loader import LoadedModel
-from kvrail.engine.onednn_linear import mean_weights
-from kvrail.engine.runner import ModelRunner
+import kvrail.engine.step.runner
+from kvrail.engine.batch.batch import SequenceSlice
+from kvrail.engine.model.loader import LoadedModel
+from kvrail.engine.model.onednn_linear import mean_weights
+from kvrail.engine.step.graphs import batch_sizes
+from kvrail.engine.step.runner import ModelRunner
 from tests.engine import tiny_models
 from tests.engine.attention_cases import poison
 
@@ -152,7 +152,7 @@ def test_captured_batch_sizes_end_with_the_largest_step() -> None:
 
 def test_small_steps_take_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, cores, before = tiny_models.load("llama"), [], torch.get_num_threads()
-    monkeypatch.setattr(kvrail.engine.runner, "_PRODUCTS_FOR_ALL_CORES", 5 * mean_weights(loaded.model))
+    monkeypatch.setattr(kvrail.engine.step.runner, "_PRODUCTS_FOR_ALL_CORES", 5 * mean_weights(loaded.model))
     monkeypatch.setattr(LoadedModel, "logits", lambda self, inputs: cores.append(torch.get_num_threads()))
     torch.set_num_threads(2)
     try:

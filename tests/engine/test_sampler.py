@@ -17,13 +17,13 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvrail.engine.batch import NOT_DRAWN, SampleRow
-from kvrail.engine.draw import DrawParams, keep_threshold
-from kvrail.engine.edits import edit_logits
-from kvrail.engine.noise import gumbel_noise, noise_key
-from kvrail.engine.sampler import Sampler
+from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow
+from kvrail.engine.sampling.draw import DrawParams, keep_threshold
+from kvrail.engine.sampling.edits import edit_logits
+from kvrail.engine.sampling.noise import gumbel_noise, noise_key
+from kvrail.engine.sampling.sampler import Sampler
 from kvrail.errors import ConfigError
-from kvrail.sampling import LogitBias, SamplingParams
+from kvrail.values.sampling import LogitBias, SamplingParams
 from tests.engine.test_sampler_noise import chi_square_z
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrail.engine.batch import NOT_DRAWN
-from kvrail.engine.draw import DrawParams, draw_on_cpu
-from kvrail.engine.sampling_kernels import draw_on_cuda
+from kvrail.engine.batch.batch import NOT_DRAWN
+from kvrail.engine.sampling.draw import DrawParams, draw_on_cpu
+from kvrail.engine.sampling.sampling_kernels import draw_on_cuda
 from tests.engine.test_sampler import UNDRAWABLE, mixed_rows, random_logits, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

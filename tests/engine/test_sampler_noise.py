@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kvrail.engine.noise import gumbel_noise, hash_tokens, noise_key
+from kvrail.engine.sampling.noise import gumbel_noise, hash_tokens, noise_key
 
 TOKENS = np.arange(1 << 16, dtype=np.uint32)
 
@@ -72,7 +72,7 @@ def test_noise_is_accurate_and_finite() -> None:
 
 def test_extreme_hashes_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     edge = np.array([0, 1, 2, 255, 2**32 - 1, 2**32 - 128, 2**31, 2**31 - 1], dtype=np.uint32)
-    monkeypatch.setattr("kvrail.engine.noise.hash_tokens", lambda key, ids: edge.copy())
+    monkeypatch.setattr("kvrail.engine.sampling.noise.hash_tokens", lambda key, ids: edge.copy())
     noise = gumbel_noise((0, 0), edge)
     assert np.isfinite(noise).all()
     assert noise.max() == pytest.approx(32 * math.log(2), rel=1e-6)

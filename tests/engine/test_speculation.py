@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrail.engine.batch import SampledToken
-from kvrail.engine.events import Admitted, Drafted, Failed, Finished, Output, Verified
-from kvrail.sampling import FinishReason
+from kvrail.engine.batch.batch import SampledToken
+from kvrail.engine.request.events import Admitted, Drafted, Failed, Finished, Output, Verified
+from kvrail.values.sampling import FinishReason
 from tests.engine.bench import Bench, Transfer
 from tests.engine.page_machine import VOCAB, expected
 

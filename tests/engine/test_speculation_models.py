@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrail.engine.events import Output, Verified
-from kvrail.engine.runner import ModelRunner
-from kvrail.sampling import FinishReason, SamplingParams
+from kvrail.engine.request.events import Output, Verified
+from kvrail.engine.step.runner import ModelRunner
+from kvrail.values.sampling import FinishReason, SamplingParams
 from tests.engine.drafting import PAGE_SIZE, Coarse, DecodeSite, Transfer, deliver, exact, noise, prefill, rounded
 from tests.models import generate, tiny_model
 

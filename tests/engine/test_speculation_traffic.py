@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvrail.engine.events import Admitted, Failed, Finished, Verified
+from kvrail.engine.request.events import Admitted, Failed, Finished, Verified
 from tests.engine.bench import Bench, Transfer, prompts
 from tests.engine.page_machine import expected
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrail.engine import toolchain
-from kvrail.engine.toolchain import try_build
+from kvrail.engine.model import toolchain
+from kvrail.engine.model.toolchain import try_build
 from kvrail.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvrail.engine.loader import LoadedModel, load_model
+from kvrail.engine.model.loader import LoadedModel, load_model
 from tests.scratch import new_folder
 
 VOCAB = 101

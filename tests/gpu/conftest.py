@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvrail.engine.invariance import choose_products
+from kvrail.engine.step.invariance import choose_products
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from kvrail.services.cli.main import main
+from kvrail.cli.main import main
 from kvrail.transfer.sending import PageSender
 
 ORDER = Path(sys.argv[1])

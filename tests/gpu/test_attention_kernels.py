@@ -10,11 +10,11 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from kvrail.engine.attention import cuda, reference  # noqa: E402
-from kvrail.engine.attention.decode_kernel import decode_attention  # noqa: E402
 from kvrail.engine.attention.meta import StepMeta  # noqa: E402
-from kvrail.engine.attention.order import HeadShape  # noqa: E402
-from kvrail.engine.attention.page_kernels import write_pages  # noqa: E402
-from kvrail.engine.attention.prefill_kernel import prefill_attention, queries_for  # noqa: E402
+from kvrail.engine.attention.triton.decode_kernel import decode_attention  # noqa: E402
+from kvrail.engine.attention.triton.order import HeadShape  # noqa: E402
+from kvrail.engine.attention.triton.page_kernels import write_pages  # noqa: E402
+from kvrail.engine.attention.triton.prefill_kernel import prefill_attention, queries_for  # noqa: E402
 from tests.engine.attention_cases import Case, expected, make_case, relative_error  # noqa: E402
 
 SIZES = (1, 63, 64, 65, 500, 3000, 2, 129)

@@ -23,12 +23,12 @@ from kvrail.codec.tbe import gpu as tbe_gpu  # noqa: E402
 from kvrail.codec.tbe import reference as tbe_reference  # noqa: E402
 from kvrail.codec.tbe.cpu import compress  # noqa: E402
 from kvrail.codec.tbe.format import TbeWeight  # noqa: E402
-from kvrail.config import DEMO_MODEL  # noqa: E402
-from kvrail.engine.batch import SequenceSlice  # noqa: E402
-from kvrail.engine.invariance import choose_products  # noqa: E402
-from kvrail.engine.loader import load_model  # noqa: E402
-from kvrail.engine.runner import ModelRunner  # noqa: E402
-from kvrail.services.weights import PackedLinear, TbeLinear, hold  # noqa: E402
+from kvrail.config.settings import DEMO_MODEL  # noqa: E402
+from kvrail.engine.batch.batch import SequenceSlice  # noqa: E402
+from kvrail.engine.model.loader import load_model  # noqa: E402
+from kvrail.engine.step.invariance import choose_products  # noqa: E402
+from kvrail.engine.step.runner import ModelRunner  # noqa: E402
+from kvrail.worker.weights import PackedLinear, TbeLinear, hold  # noqa: E402
 from tests.cluster.cluster import cluster  # noqa: E402
 from tests.cluster.test_equality import prompt_of  # noqa: E402
 from tests.codec.test_packed import bits, normal, of_bits  # noqa: E402

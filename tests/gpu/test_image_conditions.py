@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvrail.config import DEMO_MODEL
+from kvrail.config.settings import DEMO_MODEL
 from tests.e2e.test_worker_end import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

@@ -15,14 +15,15 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from kvrail.engine import invariance  # noqa: E402
-from kvrail.engine.attention import decode_kernel, order, reference  # noqa: E402
-from kvrail.engine.attention.decode_kernel import DecodeTuning, decode_attention  # noqa: E402
-from kvrail.engine.attention.order import HeadShape  # noqa: E402
-from kvrail.engine.attention.prefill_kernel import PrefillTuning, prefill_attention, queries_for  # noqa: E402
-from kvrail.engine.batch import SequenceSlice  # noqa: E402
-from kvrail.engine.loader import LoadedModel, load_model  # noqa: E402
-from kvrail.engine.runner import ModelRunner  # noqa: E402
+from kvrail.engine.attention import reference  # noqa: E402
+from kvrail.engine.attention.triton import decode_kernel, order  # noqa: E402
+from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention  # noqa: E402
+from kvrail.engine.attention.triton.order import HeadShape  # noqa: E402
+from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention, queries_for  # noqa: E402
+from kvrail.engine.batch.batch import SequenceSlice  # noqa: E402
+from kvrail.engine.model.loader import LoadedModel, load_model  # noqa: E402
+from kvrail.engine.step import invariance  # noqa: E402
+from kvrail.engine.step.runner import ModelRunner  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
 from tests.engine.attention_cases import Case, make_case  # noqa: E402
 from tests.engine.test_runner import tokens  # noqa: E402
@@ -198,7 +199,7 @@ def test_another_process_gives_the_same_numerics(tmp_path: Path) -> None:
 
 def test_products_that_split_their_sums_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     invariance.choose_products(invariant=False)
-    monkeypatch.setattr("kvrail.engine.runner.choose_products", lambda *, invariant: None)
+    monkeypatch.setattr("kvrail.engine.step.runner.choose_products", lambda *, invariant: None)
     runner = runner_of(wide_model(tmp_path))
     assert not runner.finding.holds and "products of these shapes" in runner.finding.reason
     assert list(differing(runner))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvrail.codec.raw.codec import RawCodec
-from kvrail.engine.streams import SideStream
+from kvrail.engine.kv.streams import SideStream
 from kvrail.errors import WorkerUnavailableError
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_codecs import content

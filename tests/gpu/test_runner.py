@@ -12,15 +12,15 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from kvrail.engine.batch import Feed, SampleRow, SequenceSlice  # noqa: E402
-from kvrail.engine.mask_kernel import _mask_kernel  # noqa: E402
-from kvrail.engine.masks import Masks  # noqa: E402
-from kvrail.engine.packing import pack  # noqa: E402
-from kvrail.engine.runner import ModelRunner  # noqa: E402
-from kvrail.engine.sampler import Sampler  # noqa: E402
-from kvrail.engine.sampling_kernels import _draw_kernel  # noqa: E402
-from kvrail.sampling import SamplingParams  # noqa: E402
-from kvrail.services.pages import paged_block  # noqa: E402
+from kvrail.engine.batch.batch import Feed, SampleRow, SequenceSlice  # noqa: E402
+from kvrail.engine.batch.packing import pack  # noqa: E402
+from kvrail.engine.sampling.mask_kernel import _mask_kernel  # noqa: E402
+from kvrail.engine.sampling.masks import Masks  # noqa: E402
+from kvrail.engine.sampling.sampler import Sampler  # noqa: E402
+from kvrail.engine.sampling.sampling_kernels import _draw_kernel  # noqa: E402
+from kvrail.engine.step.runner import ModelRunner  # noqa: E402
+from kvrail.values.sampling import SamplingParams  # noqa: E402
+from kvrail.worker.pages import paged_block  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
 from tests.engine.mixed_steps import steps_of  # noqa: E402
 from tests.engine.test_runner import TOLERANCE, errors, poisoned_runner, run_schedule, tokens  # noqa: E402

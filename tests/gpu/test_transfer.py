@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from kvrail.config import DEMO_MODEL
+from kvrail.config.settings import DEMO_MODEL
 from kvrail.text import load_tokenizer
 from tests.cluster.test_codecs import content
 from tests.cluster.test_equality import DEMO, prompt_of

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from transformers import Qwen3Config
 
-from kvrail.engine.loader import LoadedModel, load_model
-from kvrail.engine.runner import ModelRunner
+from kvrail.engine.model.loader import LoadedModel, load_model
+from kvrail.engine.step.runner import ModelRunner
 
 
 def wide_model(folder: Path) -> LoadedModel:

@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 import jsonschema
 import pytest
 
-from kvrail.config import DEMO_MODEL
+from kvrail.config.settings import DEMO_MODEL
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar import Checker, Grammars, texts
 from kvrail.grammar import checking as checks
 from kvrail.grammar.closing import closed
 from kvrail.grammar.following import CHECK_S
 from kvrail.grammar.texts import MAX_OPTIONAL
-from kvrail.sampling import MAX_GRAMMAR_BYTES
 from kvrail.text import load_tokenizer
+from kvrail.values.sampling import MAX_GRAMMAR_BYTES
 from kvrail.wire.convert import sampling_from_proto, sampling_to_proto
 from tests.engine.test_sampler import row
 from tests.models import tiny_model

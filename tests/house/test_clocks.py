@@ -7,14 +7,14 @@ ROOT = Path(__file__).parents[2]
 WALL = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
 TELLING = {
     "kvrail/text/chat.py",
-    "kvrail/keyfile.py",
-    "kvrail/tls.py",
-    "kvrail/services/cli/bench.py",
-    "kvrail/services/cli/certs.py",
-    "kvrail/services/router/service.py",
+    "kvrail/security/keyfile.py",
+    "kvrail/security/tls.py",
+    "kvrail/cli/bench.py",
+    "kvrail/cli/certs.py",
+    "kvrail/services/router/answer/service.py",
     "kvrail/services/router/responses/service.py",
     "kvrail/services/router/responses/writer.py",
-    "kvrail/tracing.py",
+    "kvrail/telemetry/tracing.py",
 }
 """A chat template's date; when an answer was created, and when it was complete; when a trace's span began; when
 certificates and keys end; when a load was measured."""

@@ -11,9 +11,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LINT = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
 BREACHES = [
-    ("imports point down", "kvrail/rpc/breach.py", "import kvrail.services.cli"),
+    ("imports point down", "kvrail/rpc/breach.py", "import kvrail.cli"),
     ("imports point down", "kvrail/codec/breach.py", "import kvrail.errors"),
+    ("imports point down", "kvrail/services/decode/breach.py", "from kvrail.cli import flags"),
+    ("imports point down", "kvrail/transfer/breach.py", "import kvrail.engine.kv.pages"),
     ("imports point down", "kvrail/breach.py", ""),  # a module that no layer has
+    ("the engine's rooms point down", "kvrail/engine/kv/breach.py", "import kvrail.engine.request.events"),
+    ("the engine's rooms point down", "kvrail/engine/schedule/breach.py", "import kvrail.engine.sampling.sampler"),
+    ("the engine's rooms point down", "kvrail/engine/model/breach.py", "import kvrail.engine.sampling.masks"),
+    ("the engine's rooms point down", "kvrail/engine/breach.py", ""),
+    ("the router's rooms point down", "kvrail/services/router/plan/breach.py", "import kvrail.services.router.fleet"),
+    ("the router's rooms point down", "kvrail/services/router/answer/breach.py", "import kvrail.services.router.http"),
+    ("the router's rooms point down", "kvrail/services/router/breach.py", ""),
     ("a codec imports core and base alone", "kvrail/codec/lynx/breach.py", "import kvrail.codec.splitzip.tiles.plan"),
     ("a codec imports core and base alone", "kvrail/codec/raw/breach.py", "import kvrail.codec.frame"),
     ("a codec imports core and base alone", "kvrail/codec/core/breach.py", "import kvrail.codec.raw.codec"),
@@ -22,22 +31,27 @@ BREACHES = [
         "kvrail/codec/splitzip/progressive/breach.py",
         "import kvrail.codec.splitzip.one_stage.payload",
     ),
-    ("below the services only a transfer knows codecs", "kvrail/engine/breach.py", "import kvrail.codec.base"),
+    ("below the workers only a transfer knows codecs", "kvrail/engine/kv/breach.py", "import kvrail.codec.base"),
     (
         "a transfer knows pages, codecs and carriers: no engine, metrics or messages",
         "kvrail/transfer/breach.py",
-        "import kvrail.engine.pages",
+        "import kvrail.telemetry.lifecycle",
     ),
-    ("carriers know payloads alone", "kvrail/transport/breach.py", "import kvrail.wire"),
-    ("services never import each other", "kvrail/services/prefill/breach.py", "import kvrail.services.decode"),
+    ("carriers know payloads alone", "kvrail/transport/breach.py", "import kvrail.telemetry.spans"),
     (
-        "services know nothing of the command line",
-        "kvrail/services/decode/breach.py",
-        "from kvrail.services.cli import flags",
+        "services and tools never import each other",
+        "kvrail/services/prefill/breach.py",
+        "import kvrail.services.decode.main",
+    ),
+    ("services and tools never import each other", "kvrail/tools/pack/breach.py", "import kvrail.tools.calibrate.main"),
+    (
+        "what to compute is decided without torch",
+        "kvrail/engine/schedule/breach.py",
+        "import kvrail.engine.kv.cache",
     ),
     (
         "the router and the command line never reach torch",
-        "kvrail/services/router/breach.py",
+        "kvrail/services/router/plan/breach.py",
         "import kvrail.text.breach",
     ),
 ]

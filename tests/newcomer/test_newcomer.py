@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvrail.services.cli.up import FIRST_CHAT
+from kvrail.cli.up import FIRST_CHAT
 from tests.e2e.processes import free_ports
 
 ROOT = Path(__file__).parents[2]

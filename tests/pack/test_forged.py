@@ -11,13 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from safetensors.torch import load_file, save_file
 
-from kvrail.engine.loader import load_model
+from kvrail.cli.main import main
+from kvrail.engine.model.loader import load_model
 from kvrail.errors import ConfigError
-from kvrail.services.cli.main import main
-from kvrail.services.pack import packing, unpacking
-from kvrail.services.packed import file as packed_file
-from kvrail.services.packed.file import MAGIC, digest
-from kvrail.services.packed.weights import PackedWeights
+from kvrail.tools.pack import packing, unpacking
+from kvrail.worker.packed import file as packed_file
+from kvrail.worker.packed.file import MAGIC, digest
+from kvrail.worker.packed.weights import PackedWeights
 from tests.models import tiny_model
 from tests.pack.folders import copy, make_folder, sums
 from tests.pack.test_loading import OPTIONS

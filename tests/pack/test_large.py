@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvrail.services.cli.main import main
-from kvrail.services.packed.file import PackedFile
+from kvrail.cli.main import main
+from kvrail.worker.packed.file import PackedFile
 from tests.pack.folders import sums
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(3600)]
 
 LAYERS, SHARDS = 24, 4
 KILLS = 10
-RUN = "import sys; from kvrail.services.cli.main import main; sys.exit(main(sys.argv[1:]))"
+RUN = "import sys; from kvrail.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 def layer_of(number, generator):

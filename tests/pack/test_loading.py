@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvrail.config import DEMO_MODEL
-from kvrail.engine import fingerprint
-from kvrail.engine.fingerprint import fingerprint_model
-from kvrail.engine.loader import load_model
-from kvrail.engine.weights import plain_files
+from kvrail.cli.main import main
+from kvrail.config.settings import DEMO_MODEL
+from kvrail.engine.model import fingerprint
+from kvrail.engine.model.fingerprint import fingerprint_model
+from kvrail.engine.model.loader import load_model
+from kvrail.engine.model.weights import plain_files
 from kvrail.errors import ConfigError
-from kvrail.services.cli.main import main
-from kvrail.services.packed.weights import PackedWeights
+from kvrail.worker.packed.weights import PackedWeights
 from tests.cluster.cluster import cluster
 from tests.models import generate, tiny_model
 from tests.pack.folders import make_folder, tensors_of

@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from kvrail.engine.header import parse_header
+from kvrail.cli.main import main
+from kvrail.engine.model.header import parse_header
 from kvrail.errors import ConfigError
-from kvrail.services.cli.main import main
-from kvrail.services.pack import journal, packing
-from kvrail.services.packed import file as packed_file
-from kvrail.services.packed.file import PackedFile
+from kvrail.tools.pack import journal, packing
+from kvrail.worker.packed import file as packed_file
+from kvrail.worker.packed.file import PackedFile
 from tests.pack.folders import copy, make_folder, sums, tensors_of
 
 

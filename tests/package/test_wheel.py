@@ -20,7 +20,7 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 
-from kvrail.services.cli.up import FIRST_CHAT
+from kvrail.cli.up import FIRST_CHAT
 
 ROOT = Path(__file__).parents[2]
 FALLBACK = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools_scm"]["fallback_version"]

@@ -4,8 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from kvrail.engine.events import Drafted, Event
-from kvrail.logs import request_id
+from kvrail.engine.request.events import Drafted, Event
+from kvrail.runtime.logs import request_id
 from kvrail.services.decode.progress import Progress
 from kvrail.transfer.order import Link
 from tests.cluster.staged import hold_later_stages

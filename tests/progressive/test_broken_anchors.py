@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvrail.codec import registry
-from kvrail.engine.book import RequestBook
+from kvrail.engine.schedule.book import RequestBook
 from kvrail.text import load_tokenizer
 from tests.cluster.cluster import cluster
 from tests.cluster.staged import held_bytes, hold_later_stages

@@ -11,16 +11,16 @@ import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from kvrail.config import RouterSettings
-from kvrail.lifecycle import Stage
+from kvrail.config.settings import RouterSettings
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
-from kvrail.services.router.app import build_app
-from kvrail.services.router.defaults import Defaults
+from kvrail.security.tls import Tls
+from kvrail.services.router.fleet.worker import NOT_ASKED
+from kvrail.services.router.http.app import build_app
 from kvrail.services.router.main import RouterServer, listen, open_admin
-from kvrail.services.router.worker import NOT_ASKED
+from kvrail.services.router.plan.defaults import Defaults
+from kvrail.telemetry.lifecycle import Stage
 from kvrail.text import Tokenizer
-from kvrail.tls import Tls
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 

@@ -16,7 +16,7 @@ from tests.router.cluster import FakeDecode, Script, until
 
 RUN = """
 import sys
-from kvrail.config import RouterSettings
+from kvrail.config.settings import RouterSettings
 from kvrail.services.router.main import run
 sys.exit(run(RouterSettings(model=sys.argv[1], decode_workers=(sys.argv[2],), prefill_workers=(), port=0,
                             grace_period_s=20, status_interval_s=0.05)))

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import httpx
 
 from kvrail.errors import KvrailError, WorkerUnavailableError
-from kvrail.services.router.policy import able
-from kvrail.services.router.workers import WorkerPool
+from kvrail.services.router.fleet.policy import able
+from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.wire.v1 import decode_pb2
 from tests.router.cluster import Script, write_output
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.services.router import biases, bodies
-from kvrail.services.router.bodies import MAX_NAMES, SHORT_BODY, JsonRequest, most_names
-from kvrail.turns import Turns
+from kvrail.runtime.turns import Turns
+from kvrail.services.router.http import biases, bodies
+from kvrail.services.router.http.bodies import MAX_NAMES, SHORT_BODY, JsonRequest, most_names
 from kvrail.wire.convert import MAX_BIASES
 from tests.router.cluster import MODEL, Cluster, until
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from kvrail.services.router import bodies
+from kvrail.services.router.http import bodies
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until

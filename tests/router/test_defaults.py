@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvrail.config import RouterSettings
+from kvrail.config.settings import RouterSettings
 from kvrail.errors import ConfigError
-from kvrail.services.router.defaults import Defaults, defaults_of
+from kvrail.services.router.plan.defaults import Defaults, defaults_of
 from tests.router.cluster import MODEL, run_cluster
 
 QWENS = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "min_p": None}

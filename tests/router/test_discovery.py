@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvrail.config import RouterSettings
+from kvrail.config.settings import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.rpc import names
-from kvrail.services.router import workers
+from kvrail.services.router.fleet import workers
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, status, until, write_output
 from tests.router.scripts import able_prefill, error_of

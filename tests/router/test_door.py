@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrail.config import RouterSettings
+from kvrail.config.settings import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from kvrail.errors import ContextLengthError
-from kvrail.services.router.encoding import LONG_CHARS, MAX_COUNTED_CHARS, Encoder
+from kvrail.services.router.plan.encoding import LONG_CHARS, MAX_COUNTED_CHARS, Encoder
 from kvrail.services.router.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from tests.router.cluster import CONTEXT, MODEL, Cluster
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.sampling import FinishReason, TokenLogprobs
-from kvrail.services.router.events import TextEvents, encode_event, is_plain
-from kvrail.services.router.formats import ChatFormat, CompletionFormat, Head
+from kvrail.services.router.openai.events import TextEvents, encode_event, is_plain
+from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
 from kvrail.services.router.values import Delta
+from kvrail.values.sampling import FinishReason, TokenLogprobs
 
 HEAD = Head('cmpl-"data"\u2028', 1, "mo\\del", "fp_0")
 FORMATS = {

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from kvrail import breaker
 from kvrail.errors import OverloadedError, WorkerUnavailableError
-from kvrail.services.router import worker as one_worker
-from kvrail.services.router import workers
+from kvrail.runtime import breaker
+from kvrail.services.router.fleet import worker as one_worker
+from kvrail.services.router.fleet import workers
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2
 from tests.router.cluster import CONTEXT, MODEL, OUTPUT, VOCABULARY, run_cluster, status, until, write_output

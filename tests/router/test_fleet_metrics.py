@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrail.services.router.policy import WorkerState
+from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, Cluster, run_cluster, status, until, write_output
 from tests.router.scripts import hanging

@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from kvrail.breaker import FAILURES
 from kvrail.errors import IncompatibleError
-from kvrail.services.router.policy import WorkerState
-from kvrail.services.router.prefixes import WorkerPages
+from kvrail.runtime.breaker import FAILURES
+from kvrail.services.router.fleet.policy import WorkerState
+from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.wire.v1 import common_pb2, decode_pb2
 from tests.router.cluster import VOCABULARY, Cluster, status, summary, until, write_output
 

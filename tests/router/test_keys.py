@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from kvrail.errors import ConfigError
-from kvrail.keyfile import hash_of, parse
-from kvrail.services.router.quotas import WINDOW_S, Quotas, Window, duration
+from kvrail.security.keyfile import hash_of, parse
+from kvrail.services.router.http.quotas import WINDOW_S, Quotas, Window, duration
 from tests.router.cluster import MODEL, run_cluster
 from tests.router.scripts import error_of
 
@@ -28,7 +28,7 @@ def bearer(secret):
 @pytest.fixture
 def at_once(monkeypatch):
     """Files are looked at whenever they are used."""
-    monkeypatch.setattr("kvrail.watched.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
 
 
 @pytest.fixture

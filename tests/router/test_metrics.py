@@ -8,10 +8,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrail.exposition import Exposition
-from kvrail.lifecycle import PARTS
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics, show_process
-from kvrail.tally import Registry
+from kvrail.telemetry.exposition import Exposition
+from kvrail.telemetry.lifecycle import PARTS
+from kvrail.telemetry.making import show_process
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.telemetry.series import Registry
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvrail.services.router.compatibility import Identity, choose_fingerprint, codec_mismatch, incompatibility
-from kvrail.services.router.policy import POLICIES, Ask, Candidate, Load, WorkerState, cached_tokens, choose
+from kvrail.services.router.fleet.compatibility import Identity, choose_fingerprint, codec_mismatch, incompatibility
+from kvrail.services.router.fleet.policy import POLICIES, Ask, Candidate, Load, WorkerState, cached_tokens, choose
 
 ASK = Ask(prompt_tokens=2048, pages=range(32), page_size=64, output_tokens=128)
 

@@ -17,9 +17,9 @@ from tests.router.process import run_router
 
 IMPORTS = """
 import pkgutil, sys, importlib, kvrail.services.router
-for module in pkgutil.iter_modules(kvrail.services.router.__path__):
-    importlib.import_module(f"kvrail.services.router.{module.name}")
-print(sorted(set(sys.modules) & {"torch", "transformers", "numpy", "kvrail.engine", "codec"}))
+for module in pkgutil.walk_packages(kvrail.services.router.__path__, "kvrail.services.router."):
+    importlib.import_module(module.name)
+print(sorted(set(sys.modules) & {"torch", "transformers", "numpy", "kvrail.engine", "kvrail.codec"}))
 """
 
 

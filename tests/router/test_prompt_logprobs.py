@@ -6,10 +6,10 @@ import openai
 import pytest
 
 from kvrail.errors import WorkerUnavailableError
-from kvrail.sampling import PromptLogprobs
-from kvrail.services.router.logprobs import TokenTexts
-from kvrail.services.router.scored import ScoredPrompt
+from kvrail.services.router.openai.logprobs import TokenTexts
+from kvrail.services.router.openai.scored import ScoredPrompt
 from kvrail.text import Tokenizer
+from kvrail.values.sampling import PromptLogprobs
 from kvrail.wire.v1 import decode_pb2
 from tests.chats import chat_ids
 from tests.router.cluster import MODEL, OUTPUT, Cluster, prompt_score, prompt_scores, run_cluster, write_output

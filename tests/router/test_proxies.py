@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from kvrail.config import RouterSettings
+from kvrail.config.settings import RouterSettings
 from kvrail.errors import ConfigError
-from kvrail.services.router import middleware
-from kvrail.services.router.clients import client_of
+from kvrail.services.router.http import middleware
+from kvrail.services.router.http.clients import client_of
 from kvrail.text import Tokenizer
 from tests.router.cluster import Cluster, run_cluster
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.queueing import PATIENCE, FairQueue, Ticket, fair
-from kvrail.services.router.clients import client_of
-from kvrail.services.router.prefixes import WorkerPages
-from kvrail.services.router.rates import LONGEST_S, SHORTEST_S, Pace
+from kvrail.runtime.queueing import PATIENCE, FairQueue, Ticket, fair
+from kvrail.services.router.fleet.prefixes import WorkerPages
+from kvrail.services.router.generate.rates import LONGEST_S, SHORTEST_S, Pace
+from kvrail.services.router.http.clients import client_of
 from kvrail.wire.v1 import common_pb2
 
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from kvrail.errors import KvrailError
-from kvrail.services.router.answer import Answer
+from kvrail.services.router.answer.answer import Answer
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
 from tests.router.scripts import error_of, failing, hanging

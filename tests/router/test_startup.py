@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvrail.rpc.server import build_server
-from kvrail.services.router import workers
+from kvrail.services.router.fleet import workers
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, FakeDecode, FakePrefill, run_cluster, status, until
 

@@ -10,13 +10,14 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrail.lifecycle import PARTS
-from kvrail.metrics import CodecMetrics, EngineMetrics, RouterMetrics, TransferMetrics
 from kvrail.rpc.report import report_of
 from kvrail.services.router.page.history import STEPS, History
 from kvrail.services.router.page.routes import FILES
 from kvrail.services.router.page.status import StatusPage
-from kvrail.tally import Family, Registry
+from kvrail.telemetry.lifecycle import PARTS
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.telemetry.series import Family, Registry
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2
 from tests.router.cluster import MODEL, Cluster, run_cluster, status, until

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from kvrail.grammar import texts
-from kvrail.sampling import MAX_GRAMMAR_BYTES
+from kvrail.values.sampling import MAX_GRAMMAR_BYTES
 from tests.router.cluster import MODEL, Cluster, run_cluster
 from tests.router.writing import matching, saying
 

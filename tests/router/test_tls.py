@@ -9,7 +9,7 @@ import pytest
 from cryptography import x509
 
 from kvrail.errors import ConfigError
-from kvrail.tls import DoorCertificate
+from kvrail.security.tls import DoorCertificate
 from tests.certificates import Authority
 from tests.router.cluster import MODEL, OUTPUT, run_cluster, until
 
@@ -126,7 +126,7 @@ async def test_one_port_tells_all_as_long_as_no_other_is_set(tokenizer):
 
 
 async def test_a_new_certificate_at_the_door_under_a_running_stream(tokenizer, authority, monkeypatch):
-    monkeypatch.setattr("kvrail.watched.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
     settings = {**authority.settings("router"), **door(authority)}
     async with run_cluster(tokenizer, tls=lambda role: authority.tls(role), **settings) as cluster:
         go, answered = asyncio.Event(), cluster.decode[0].script
@@ -159,7 +159,7 @@ async def test_a_new_certificate_at_the_door_under_a_running_stream(tokenizer, a
 
 
 async def test_metrics_tell_when_certificates_end(tokenizer, authority, monkeypatch):
-    monkeypatch.setattr("kvrail.watched.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
 
     def end(name):
         pem = (authority.folder / f"{name}.pem").read_bytes()

@@ -6,7 +6,7 @@ import pytest
 
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill import GrpcPrefillClient, InprocPrefillClient, serve_prefill
+from kvrail.rpc.prefill.client import GrpcPrefillClient, InprocPrefillClient, serve_prefill
 from kvrail.rpc.server import build_server
 from kvrail.wire.v1 import prefill_pb2_grpc
 

@@ -14,9 +14,9 @@ from kvrail.errors import (
     TransferAbortedError,
     WorkerUnavailableError,
 )
-from kvrail.rpc import prefill_replies
-from kvrail.rpc.prefill_call import MAX_UNTAKEN
-from kvrail.rpc.prefill_replies import tell
+from kvrail.rpc.prefill import replies as prefill_replies
+from kvrail.rpc.prefill.call import MAX_UNTAKEN
+from kvrail.rpc.prefill.replies import tell
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillRequest
 

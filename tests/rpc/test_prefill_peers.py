@@ -14,7 +14,7 @@ from kvrail.errors import FrameError, IncompatibleError, WorkerUnavailableError
 from kvrail.rpc import options
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
-from kvrail.rpc.prefill import GrpcPrefillClient
+from kvrail.rpc.prefill.client import GrpcPrefillClient
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1 import decode_pb2, prefill_pb2
 from kvrail.wire.v1.prefill_pb2 import Accepted, FrameAnnounced, PrefillReply, PrefillRequest, TransferDone
@@ -25,7 +25,7 @@ FRAME = Announcement(b"head", 5, False)
 WORKER = """
 import asyncio
 from kvrail.rpc.server import build_server
-from kvrail.rpc.prefill import serve_prefill
+from kvrail.rpc.prefill.client import serve_prefill
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1 import prefill_pb2, prefill_pb2_grpc
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.simulator.__main__ import table
 from benchmarks.simulator.cluster import Simulation
 from benchmarks.simulator.trace import Request, Shape, generate, read_trace, write_trace
-from kvrail.services.router.policy import POLICIES
+from kvrail.services.router.fleet.policy import POLICIES
 
 RATE = 0.7 * 8 * 40_000 / 2200
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import uvicorn
 
-from kvrail import logs
+from kvrail.runtime import logs
 
 
 @pytest.fixture(autouse=True)

@@ -216,5 +216,5 @@ def test_half_a_surrogate_pair_is_refused(folders: dict[str, Path]) -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, kvrail.text, kvrail.logs; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, kvrail.text, kvrail.runtime.logs; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"

@@ -11,9 +11,9 @@ from kvrail.rpc import channel as channel_module
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill import GrpcPrefillClient, serve_prefill
+from kvrail.rpc.prefill.client import GrpcPrefillClient, serve_prefill
 from kvrail.rpc.server import build_server
-from kvrail.tls import Material, Tls
+from kvrail.security.tls import Material, Tls
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.certificates import Authority
 
@@ -192,7 +192,7 @@ async def test_a_worker_at_another_host(authority, capfd):
 
 async def test_certificates_change_under_a_running_stream(worker, authority, monkeypatch, capfd):
     """New calls use the new certificates of both ends; the stream that runs ends as it began."""
-    monkeypatch.setattr("kvrail.watched.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
     opened = []
     connect = grpc.aio.secure_channel
     monkeypatch.setattr(
@@ -220,7 +220,7 @@ async def test_certificates_change_under_a_running_stream(worker, authority, mon
 
 
 def _other_ca():
-    from kvrail.services.cli import certs
+    from kvrail.cli import certs
 
     made = certs.make_authority(30)
     return made.certificate, made.key

@@ -9,10 +9,10 @@ import subprocess
 import httpx
 import pytest
 
+from kvrail.cli.main import main
 from kvrail.errors import ConfigError
 from kvrail.rpc.http_side import start_side_server
-from kvrail.services.cli.main import main
-from kvrail.tls import ROLES, Tls
+from kvrail.security.tls import ROLES, Tls
 from tests.certificates import Authority
 
 
@@ -133,7 +133,7 @@ def test_what_the_command_refuses(tmp_path, capsys, arguments, match):
 
 async def test_the_metrics_port_of_a_worker(authority, monkeypatch):
     """Metrics for members of the CA, health for all; another CA is taken over while the port is open."""
-    monkeypatch.setattr("kvrail.watched.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
     tls = authority.tls("decode")
     port, stop = await start_side_server("127.0.0.1", 0, lambda path: (b"m 1\n", "text/plain"), lambda: True, tls)
 

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.link import once_compiled
 from kvrail.errors import ConfigError
-from kvrail.lifecycle import Timeline
-from kvrail.spans import Span
-from kvrail.tracing import MAX_GROUPS, Tracing
+from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.spans import Span
+from kvrail.telemetry.tracing import MAX_GROUPS, Tracing
 from tests.e2e.processes import Processes
 from tests.models import tiny_model
 from tests.tracing.collector import Collector
@@ -172,8 +172,8 @@ def test_groups_of_layers_are_few_and_nothing_is_lost(collector):
 
 def test_without_an_endpoint_no_exporter_is_imported():
     code = (
-        "import sys, kvrail.services.router.service, kvrail.tracing;"
-        "assert kvrail.tracing.Tracing.start('', 'router') is None;"
+        "import sys, kvrail.services.router.answer.service, kvrail.telemetry.tracing;"
+        "assert kvrail.telemetry.tracing.Tracing.start('', 'router') is None;"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry.sdk')]"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}

@@ -10,7 +10,6 @@ import torch
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, PagedBlock
-from kvrail.layout import KVLayout
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.order import Link
 from kvrail.transfer.pieces import Piece
@@ -19,6 +18,7 @@ from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.base import Peer
 from kvrail.transport.inproc import InprocCarrier
+from kvrail.values.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, key_dim=8, value_dim=6, page_size=16, dtype="bfloat16")
 TOKENS = 10 * 16 + 5

@@ -5,7 +5,6 @@ import torch
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, BlockSpec, PagedBlock
-from kvrail.layout import KVLayout
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import (
     FRAME_S,
@@ -20,6 +19,7 @@ from kvrail.transfer.sizes import (
     max_payload_bytes,
     pages_per_frame,
 )
+from kvrail.values.layout import KVLayout
 
 SHAPES = ((1, 1, 64, 2, 64), (3, 5, 7, 3, 5), (1, 2, 1, 1, 1), (2, 1, 500, 1, 24))
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrail.errors import IncompatibleError, InvalidRequestError
-from kvrail.layout import DTYPE_BYTES, KVLayout
-from kvrail.lifecycle import Stage
-from kvrail.sampling import FinishReason, SamplingParams, TokenLogprobs
+from kvrail.telemetry.lifecycle import Stage
+from kvrail.values.layout import DTYPE_BYTES, KVLayout
+from kvrail.values.sampling import FinishReason, SamplingParams, TokenLogprobs
 from kvrail.wire import convert
 from kvrail.wire.v1 import common_pb2, decode_pb2, prefill_pb2
 

@@ -4,14 +4,14 @@ import functools
 
 import torch
 
-from kvrail.engine.attention.decode_kernel import decode_attention
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.order import head_shape
-from kvrail.engine.attention.page_kernels import write_pages
-from kvrail.engine.attention.prefill_kernel import prefill_attention, queries_for
-from kvrail.engine.cache import LayerPages
-from kvrail.layout import KVLayout
+from kvrail.engine.attention.triton.decode_kernel import decode_attention
+from kvrail.engine.attention.triton.order import head_shape
+from kvrail.engine.attention.triton.page_kernels import write_pages
+from kvrail.engine.attention.triton.prefill_kernel import prefill_attention, queries_for
+from kvrail.engine.kv.cache import LayerPages
+from kvrail.values.layout import KVLayout
 
 
 def paged_attention(

@@ -4,7 +4,7 @@ import torch
 
 from kvrail.engine.attention.meta import StepMeta, decode
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.cache import LayerPages
+from kvrail.engine.kv.cache import LayerPages
 
 
 @torch.library.custom_op("kvrail::paged_attention", mutates_args=("keys", "values", "key_scales", "value_scales"))

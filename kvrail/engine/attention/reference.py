@@ -3,7 +3,7 @@
 import torch
 
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.cache import LayerPages
+from kvrail.engine.kv.cache import LayerPages
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrail.codec.cost import CodecCost
-from kvrail.metrics import TransferMetrics
-from kvrail.services.codecs import WITHOUT_CODE
+from kvrail.telemetry.worker import TransferMetrics
+from kvrail.worker.codecs import WITHOUT_CODE
 
 COUNTED_TOKEN = 32
 """The k of the k-th token."""

@@ -1,6 +1,6 @@
 """Where each sequence's output stands, and how many drafts lie beyond it."""
 
-from kvrail.engine.events import Drafted, Output, Verified
+from kvrail.engine.request.events import Drafted, Output, Verified
 from kvrail.wire.v1 import decode_pb2
 
 

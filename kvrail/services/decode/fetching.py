@@ -7,23 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Protocol
 
-from kvrail.budgets import helping_tokens
 from kvrail.codec.base import Codec
-from kvrail.config import DecodeSettings
-from kvrail.engine.events import Admitted
-from kvrail.engine.requests import EngineRequest
+from kvrail.config.settings import DecodeSettings
+from kvrail.engine.request.events import Admitted
+from kvrail.engine.request.requests import EngineRequest
 from kvrail.errors import DeadlineError, InvalidRequestError, KvrailError, OverloadedError
-from kvrail.rpc.prefill import PrefillClient
-from kvrail.services.carriers import Carriers
-from kvrail.services.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
+from kvrail.rpc.prefill.client import PrefillClient
+from kvrail.runtime.tuning import compute_with
 from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fallback import LocalFallbacks
 from kvrail.services.decode.local import LocalPrefill
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
 from kvrail.services.decode.progress import Progress, Received
 from kvrail.services.decode.transfer import Fetch
-from kvrail.tuning import compute_with
-from kvrail.worker import Worker
+from kvrail.worker.budgets import helping_tokens
+from kvrail.worker.carriers import Carriers
+from kvrail.worker.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
+from kvrail.worker.process import Worker
 
 logger = logging.getLogger("kvrail.decode")
 

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from kvrail.config import DecodeSettings
-from kvrail.services.carriers import Carriers
-from kvrail.services.codecs import AUTO, Codecs
+from kvrail.config.settings import DecodeSettings
 from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
-from kvrail.services.weights import forms_of
-from kvrail.worker import build_worker, certificate, run_worker, serve
+from kvrail.worker.carriers import Carriers
+from kvrail.worker.codecs import AUTO, Codecs
+from kvrail.worker.process import build_worker, certificate, run_worker, serve
+from kvrail.worker.weights import forms_of
 
 
 def run(settings: DecodeSettings) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc.aio
 
-from kvrail.breaker import Breaker
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.names import Name
-from kvrail.rpc.prefill import GrpcPrefillClient
-from kvrail.tls import Tls
+from kvrail.rpc.prefill.client import GrpcPrefillClient
+from kvrail.runtime.breaker import Breaker
+from kvrail.security.tls import Tls
 
 logger = logging.getLogger("kvrail.decode")
 

@@ -2,14 +2,23 @@
 
 from dataclasses import dataclass, field
 
-from kvrail.breaker import Breaker
-from kvrail.engine.events import Admitted, Drafted, Event, Finished, Output, PrefillStarted, PromptScored, Verified
-from kvrail.engine.requests import EngineRequest
-from kvrail.lifecycle import Stage, Timeline
+from kvrail.engine.request.events import (
+    Admitted,
+    Drafted,
+    Event,
+    Finished,
+    Output,
+    PrefillStarted,
+    PromptScored,
+    Verified,
+)
+from kvrail.engine.request.requests import EngineRequest
+from kvrail.runtime.breaker import Breaker
 from kvrail.services.decode.drafts import DraftLog
 from kvrail.services.decode.promise import Promise
 from kvrail.services.decode.trace import PROCESS, DecodeTrace
-from kvrail.spans import SpanLog
+from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.spans import SpanLog
 from kvrail.wire.convert import (
     finish_reason_to_proto,
     logprobs_to_proto,

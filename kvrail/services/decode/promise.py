@@ -6,7 +6,7 @@ logger = logging.getLogger("kvrail.decode")
 
 
 class Promise:
-    """What this worker may say of the bits of its output; own: its numerics (kvrail.engine.invariance)."""
+    """What this worker may say of the bits of its output; own: its numerics (kvrail.engine.step.invariance)."""
 
     def __init__(self, own: str) -> None:
         self._own = own

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from kvrail.engine.events import Admitted, Finished, Output, Recomputed
-from kvrail.engine.requests import EngineRequest, Resumed
+from kvrail.engine.request.events import Admitted, Finished, Output, Recomputed
+from kvrail.engine.request.requests import EngineRequest, Resumed
 from kvrail.errors import WorkerUnavailableError
-from kvrail.lifecycle import Timeline
-from kvrail.logs import bound_request_id
 from kvrail.rpc.errors import maps_errors
-from kvrail.services.codecs import AUTO
+from kvrail.runtime.logs import bound_request_id
 from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import Asked
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.promise import Promise
 from kvrail.services.decode.trace import DecodeTrace
+from kvrail.telemetry.lifecycle import Timeline
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
-from kvrail.worker import Worker
+from kvrail.worker.codecs import AUTO
+from kvrail.worker.process import Worker
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):

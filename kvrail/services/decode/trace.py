@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvrail.lifecycle import Stage, Timeline
-from kvrail.tracing import Attribute, Hop
+from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.tracing import Attribute, Hop
 from kvrail.wire.v1 import decode_pb2
-from kvrail.worker import Worker
+from kvrail.worker.process import Worker
 
 if TYPE_CHECKING:
     from kvrail.services.decode.progress import Progress

@@ -9,19 +9,17 @@ from time import perf_counter
 
 from kvrail.codec.base import Codec
 from kvrail.codec.frame import FrameHeader
-from kvrail.engine.batch import SampledToken
-from kvrail.engine.events import Admitted, PageLease
-from kvrail.engine.requests import EngineRequest
+from kvrail.engine.batch.batch import SampledToken
+from kvrail.engine.kv.leases import PageLease
+from kvrail.engine.request.events import Admitted
+from kvrail.engine.request.requests import EngineRequest
 from kvrail.errors import IncompatibleError, KvrailError
-from kvrail.lifecycle import Stage, Timeline
-from kvrail.rpc.prefill import PrefillClient
-from kvrail.rpc.prefill_call import PrefillCall
-from kvrail.services.carriers import Carriers
+from kvrail.rpc.prefill.call import PrefillCall
+from kvrail.rpc.prefill.client import PrefillClient
 from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Received
-from kvrail.services.observing import ReceivedKV
-from kvrail.services.pages import LeasedPages
-from kvrail.spans import SpanLog
+from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.receiving import PageReceiver
 from kvrail.transfer.silence import unless_silent
@@ -37,7 +35,10 @@ from kvrail.wire.convert import (
     spans_from_proto,
 )
 from kvrail.wire.v1 import prefill_pb2
-from kvrail.worker import Worker
+from kvrail.worker.carriers import Carriers
+from kvrail.worker.observing import ReceivedKV
+from kvrail.worker.pages import LeasedPages
+from kvrail.worker.process import Worker
 
 logger = logging.getLogger("kvrail.decode")
 

@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 
 from kvrail.codec.base import Codec
-from kvrail.config import flag_name
+from kvrail.config.settings import flag_name
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
-from kvrail.layout import KVLayout
-from kvrail.services.carriers import Carriers
-from kvrail.services.codecs import Codecs
 from kvrail.transport.base import Carrier, Peer
+from kvrail.values.layout import KVLayout
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import check_request_id, layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
-from kvrail.worker import Worker
+from kvrail.worker.carriers import Carriers
+from kvrail.worker.codecs import Codecs
+from kvrail.worker.process import Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from kvrail.config import PrefillSettings
-from kvrail.services.carriers import Carriers
-from kvrail.services.codecs import Codecs
+from kvrail.config.settings import PrefillSettings
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
-from kvrail.services.weights import forms_of
-from kvrail.worker import build_worker, certificate, run_worker, serve
+from kvrail.worker.carriers import Carriers
+from kvrail.worker.codecs import Codecs
+from kvrail.worker.process import build_worker, certificate, run_worker, serve
+from kvrail.worker.weights import forms_of
 
 
 def run(settings: PrefillSettings) -> int:

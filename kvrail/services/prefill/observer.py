@@ -7,10 +7,10 @@ from time import sleep
 
 import torch
 
-from kvrail.engine.requests import WrittenPages
+from kvrail.engine.request.requests import WrittenPages
 from kvrail.transfer.pieces import Piece
 from kvrail.transfer.sending import PageSender
-from kvrail.worker import Worker
+from kvrail.worker.process import Worker
 
 _LOOK_S = 0.0005
 """Between looks whether a step is done. A thread that waited for the event would keep a core busy."""

@@ -6,26 +6,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
-from kvrail.config import PrefillSettings
-from kvrail.lifecycle import Timeline
-from kvrail.logs import bound_request_id
+from kvrail.config.settings import PrefillSettings
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill import serve_prefill
-from kvrail.rpc.prefill_replies import PrefillReplies
-from kvrail.services.carriers import Carriers
-from kvrail.services.codecs import Codecs
-from kvrail.services.observing import SentKV
+from kvrail.rpc.prefill.client import serve_prefill
+from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.runtime.logs import bound_request_id
+from kvrail.runtime.tuning import compute_with
 from kvrail.services.prefill.handshake import Agreement, agree
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.story import PrefillStory
 from kvrail.services.prefill.trace import PROCESS, PrefillTrace
-from kvrail.spans import SpanLog
+from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
-from kvrail.tuning import compute_with
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from kvrail.worker import Worker
+from kvrail.worker.carriers import Carriers
+from kvrail.worker.codecs import Codecs
+from kvrail.worker.observing import SentKV
+from kvrail.worker.process import Worker
 
 ENCODER_THREADS = 4
 

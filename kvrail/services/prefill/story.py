@@ -4,21 +4,22 @@ import asyncio
 import contextlib
 
 from kvrail.engine.aio import EventStream
-from kvrail.engine.events import Admitted, PageLease, Prefilled, PrefillStarted
-from kvrail.engine.requests import EngineRequest
+from kvrail.engine.kv.leases import PageLease
+from kvrail.engine.request.events import Admitted, Prefilled, PrefillStarted
+from kvrail.engine.request.requests import EngineRequest
 from kvrail.errors import KvrailError, TransferAbortedError
 from kvrail.grammar import Grammar
-from kvrail.lifecycle import Stage, Timeline
-from kvrail.rpc.prefill_replies import PrefillReplies
-from kvrail.sampling import SamplingParams
-from kvrail.services.pages import LeasedPages
+from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.runtime.waiting import settled
 from kvrail.services.prefill.observer import PageObserver
-from kvrail.spans import SpanLog
+from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.sending import PageSender
-from kvrail.waiting import settled
+from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto, spans_to_proto
 from kvrail.wire.v1 import prefill_pb2
-from kvrail.worker import Worker
+from kvrail.worker.pages import LeasedPages
+from kvrail.worker.process import Worker
 
 HEARTBEAT_S = 5.0
 HUNG_S = 30.0

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvrail.lifecycle import Timeline
-from kvrail.spans import SpanLog
-from kvrail.tracing import Attribute, Hop
+from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.spans import SpanLog
+from kvrail.telemetry.tracing import Attribute, Hop
 from kvrail.wire.v1 import prefill_pb2
-from kvrail.worker import Worker
+from kvrail.worker.process import Worker
 
 PROCESS = "prefill worker"
 PARTS = {"prefill_queue": "queue", "prefill": "prefill"}

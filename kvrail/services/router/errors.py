@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -62,6 +62,11 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+def refuse(param: str, message: str) -> NoReturn:
+    """Raise InvalidRequestError about a parameter."""
+    raise InvalidRequestError(f"{param}: {message}", param=param)
 
 
 class ErrorResponse(Response):

@@ -13,17 +13,17 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI
 
-from kvrail import logs, loops
-from kvrail.config import RouterSettings
+from kvrail.config.settings import RouterSettings
 from kvrail.errors import ConfigError
 from kvrail.rpc.http_side import SideServer, side_config
-from kvrail.services.router.app import build_admin, build_app
-from kvrail.services.router.connection import ClientConnection, ConnectionLimits
-from kvrail.services.router.defaults import defaults_of
-from kvrail.services.router.middleware import NO_HANDLER, NO_METHOD
-from kvrail.services.router.service import RouterService
+from kvrail.runtime import logs, loops
+from kvrail.security.tls import DoorCertificate, Tls
+from kvrail.services.router.answer.service import RouterService
+from kvrail.services.router.http.app import build_admin, build_app
+from kvrail.services.router.http.connection import ClientConnection, ConnectionLimits
+from kvrail.services.router.http.middleware import NO_HANDLER, NO_METHOD
+from kvrail.services.router.plan.defaults import defaults_of
 from kvrail.text import load_tokenizer
-from kvrail.tls import DoorCertificate, Tls
 
 log = logging.getLogger("kvrail.router")
 

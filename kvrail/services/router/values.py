@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrail.lifecycle import Stage
-from kvrail.sampling import FinishReason, PromptLogprobs, TokenLogprobs
-from kvrail.spans import Span
+from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.spans import Span
+from kvrail.values.sampling import FinishReason, PromptLogprobs, TokenLogprobs
 from kvrail.wire.v1 import decode_pb2
 
 Json = dict[str, Any]
 """An object of an API, as it is read or written."""
+
+
+SPENT = "tokens"
+"""Key of a request's state: prompt and generated tokens that it took, once it has ended."""
 
 
 @dataclass(frozen=True, slots=True)

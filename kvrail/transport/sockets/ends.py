@@ -7,12 +7,12 @@ from time import perf_counter
 import torch
 
 from kvrail.errors import FrameError, TransferAbortedError, reason_of
+from kvrail.runtime.waiting import settled
 from kvrail.transport.base import Payload
 from kvrail.transport.regions import PooledRegion, RegionPool
 from kvrail.transport.sockets.lane import Lane
 from kvrail.transport.sockets.messages import SIZE
 from kvrail.transport.sockets.stream import Stream
-from kvrail.waiting import settled
 
 NO_DEVICE = "the transport grpc carries payloads in host memory only; copy the payload to the host before"
 

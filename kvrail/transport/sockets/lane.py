@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from kvrail.runtime.waiting import settled
 from kvrail.transport.sockets.stream import Stream
-from kvrail.waiting import settled
 
 Job = Callable[[Stream], None]
 """Something that blocks in a stream; what it raises is the future's."""

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrail.config import PrefillSettings
+from kvrail.config.settings import PrefillSettings
 from kvrail.errors import ConfigError, IncompatibleError, TransferAbortedError
-from kvrail.services import carriers
 from kvrail.transport.base import MAX_ADDRESS_BYTES
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.ucx import UcxCarrier, UcxSettings, available, library
@@ -22,6 +21,7 @@ from kvrail.transport.ucx.address import UcxAddress
 from kvrail.transport.ucx.outlet import UcxOutlet
 from kvrail.transport.ucx.quarantine import Quarantine
 from kvrail.transport.ucx.tags import DIRECTION_MASK, PAYLOADS, Kind, shorten, tag
+from kvrail.worker import carriers
 
 
 @given(st.binary(min_size=1, max_size=2000), st.none() | st.uuids())

@@ -4,13 +4,13 @@ from typing import Any
 
 from starlette.datastructures import State
 
-from kvrail.services.router.answer import Answer
+from kvrail.services.router.answer.answer import Answer
+from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.messages.schema import MessagesRequest, Prompted
 from kvrail.services.router.messages.translate import chat_request
 from kvrail.services.router.messages.writer import MessageWriter, failure_event
-from kvrail.services.router.renaming import renamed
-from kvrail.services.router.service import RouterService
-from kvrail.services.router.translate import Plan
+from kvrail.services.router.openai.renaming import renamed
+from kvrail.services.router.plan.translate import Plan
 
 
 class Messages:

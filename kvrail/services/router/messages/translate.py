@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrail.services.router.encoding import refuse
+from kvrail.services.router.errors import refuse
 from kvrail.services.router.messages.schema import (
     MessagesRequest,
     Prompted,
@@ -15,7 +15,7 @@ from kvrail.services.router.messages.schema import (
     ToolUse,
     TurnMessage,
 )
-from kvrail.services.router.renaming import Rename, as_chat
+from kvrail.services.router.openai.renaming import Rename, as_chat
 from kvrail.services.router.schema import ChatRequest
 from kvrail.services.router.values import Json
 

@@ -8,12 +8,12 @@ message_delta, message_stop, or error
 import json
 
 from kvrail.errors import KvrailError
-from kvrail.sampling import FinishReason
 from kvrail.services.router.errors import anthropic_error, to_http
-from kvrail.services.router.events import encode_named
-from kvrail.services.router.reading import OutputReader
-from kvrail.services.router.tools.forms import CallDelta, Said
+from kvrail.services.router.openai.events import encode_named
+from kvrail.services.router.plan.reading import OutputReader
+from kvrail.services.router.plan.tools.forms import CallDelta, Said
 from kvrail.services.router.values import Delta, Json, Scored, Updates
+from kvrail.values.sampling import FinishReason
 
 EVENTS = (
     "message_start",

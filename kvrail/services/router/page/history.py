@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from prometheus_client import CollectorRegistry
 
-from kvrail.readings import Readings
+from kvrail.telemetry.readings import Readings
 
 REQUESTS, TOKENS = "kvrail_requests_total", "kvrail_generation_tokens_total"
 SECONDS, PARTS = "kvrail_request_seconds", "kvrail_request_stage_seconds"

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvrail import __version__
-from kvrail.readings import Readings
+from kvrail.services.router.answer.service import RouterService
+from kvrail.services.router.fleet.worker import Worker
 from kvrail.services.router.page.history import STEP_S, STEPS, History, Sample
-from kvrail.services.router.service import RouterService
-from kvrail.services.router.worker import Worker
+from kvrail.telemetry.readings import Readings
 from kvrail.wire.v1 import common_pb2
 
 FRESH_S = 1.0

@@ -6,17 +6,17 @@ from typing import Any
 from starlette.datastructures import State
 
 from kvrail.errors import InvalidRequestError
-from kvrail.services.router.answer import Answer
-from kvrail.services.router.defaults import Defaults
-from kvrail.services.router.encoding import refuse
-from kvrail.services.router.logprobs import TokenTexts
-from kvrail.services.router.renaming import renamed
+from kvrail.services.router.answer.answer import Answer
+from kvrail.services.router.answer.service import RouterService
+from kvrail.services.router.errors import refuse
+from kvrail.services.router.openai.logprobs import TokenTexts
+from kvrail.services.router.openai.renaming import renamed
+from kvrail.services.router.plan.defaults import Defaults
+from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.responses.schema import ResponsesRequest
 from kvrail.services.router.responses.store import ResponseStore
 from kvrail.services.router.responses.translate import chat_request, input_items
 from kvrail.services.router.responses.writer import ResponseWriter, failure_event
-from kvrail.services.router.service import RouterService
-from kvrail.services.router.translate import Plan
 from kvrail.services.router.values import Json
 
 MAX_PAGE = 100

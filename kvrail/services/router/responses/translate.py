@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrail.services.router.encoding import refuse
-from kvrail.services.router.renaming import Rename, as_chat
+from kvrail.services.router.errors import refuse
+from kvrail.services.router.openai.renaming import Rename, as_chat
 from kvrail.services.router.responses.schema import (
     FunctionCall,
     FunctionCallOutput,

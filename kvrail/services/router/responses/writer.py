@@ -15,13 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvrail.errors import KvrailError
-from kvrail.sampling import FinishReason
 from kvrail.services.router.errors import to_http
-from kvrail.services.router.events import encode_named
-from kvrail.services.router.logprobs import TokenTexts, chat_logprobs
-from kvrail.services.router.reading import OutputReader
-from kvrail.services.router.tools.forms import CallDelta, Said
+from kvrail.services.router.openai.events import encode_named
+from kvrail.services.router.openai.logprobs import TokenTexts, chat_logprobs
+from kvrail.services.router.plan.reading import OutputReader
+from kvrail.services.router.plan.tools.forms import CallDelta, Said
 from kvrail.services.router.values import Delta, Json, Scored, Updates
+from kvrail.values.sampling import FinishReason
 
 EVENTS = (
     "response.created",

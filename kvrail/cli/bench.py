@@ -1,0 +1,177 @@
+"""`kvrail bench`: load on a running server, and what its clients saw."""
+
+import argparse
+import json
+import os
+import sys
+from contextlib import closing, suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvrail.cli.flags import Commands, add_command
+from kvrail.errors import ConfigError
+from kvrail.tools.bench.client import Client
+from kvrail.tools.bench.load import Load, Range
+from kvrail.tools.bench.report import LIMITED, figures, table
+from kvrail.tools.bench.run import measure
+
+SUMMARY = "measure a running server under load"
+EPILOG = """Any server with OpenAI's /v1/completions that takes token ids and ignore_eos (kvrail, vLLM, SGLang).
+The prompts of a seed are the same in every run: take another --seed where the server keeps prefixes of the last run.
+Ctrl-C ends the load and reports what was measured until then. The exit status is 1 if any request failed.
+
+examples:
+  kvrail bench --streams 32 --requests 192
+  kvrail bench --rate 16 --requests 240 --prompt-tokens 512:1536 --output-tokens 64:192 --goodput ttft:300 tpot:15
+  kvrail bench --rate 16 --prefixes 8 --prefix-tokens 3072 --prompt-tokens 256 --json run.json"""
+INTERRUPTED = 130
+SMALL_VOCAB = 1000
+"""Every vocabulary has so many ids; no path of OpenAI's API tells how many a model has."""
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `kvrail bench`."""
+    with add_command(commands, "bench", SUMMARY, EPILOG, run) as parser:
+        server = parser.add_argument_group("server")
+        server.add_argument(
+            "--url",
+            default="http://127.0.0.1:8000",
+            metavar="URL",
+            help="address of the server (default http://127.0.0.1:8000)",
+        )
+        server.add_argument("--api-key", metavar="KEY", help="bearer key (default: the variable KVRAIL_API_KEY)")
+        server.add_argument("--model", metavar="NAME", help="which model to ask (default: the first that is served)")
+        arrivals = parser.add_argument_group("arrivals")
+        kind = arrivals.add_mutually_exclusive_group()
+        kind.add_argument("--streams", type=count, metavar="N", help="requests that are open at any time (default 8)")
+        kind.add_argument("--rate", type=rate, metavar="X", help="requests a second, as a Poisson process")
+        arrivals.add_argument("--requests", type=count, default=100, metavar="N", help="how many to send (default 100)")
+        add_load(parser)
+        parser.add_argument("--greedy", action="store_true", help="temperature 0 (default: 1, a seed for each request)")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file too")
+
+
+def add_load(parser: argparse.ArgumentParser, vocab: int = SMALL_VOCAB) -> None:
+    """Add the flags of prompts, outputs and limits."""
+    load = parser.add_argument_group("load")
+    for name, default, of in (("prompt", "1024", "prompt, after its prefix"), ("output", "128", "output")):
+        load.add_argument(
+            f"--{name}-tokens",
+            type=tokens,
+            default=default,
+            metavar="N[:M]",
+            help=f"tokens of each {of}; N:M draws uniformly (default {default})",
+        )
+    load.add_argument("--prefixes", type=count, default=0, metavar="N", help="prefixes that prompts share (default 0)")
+    load.add_argument("--prefix-tokens", type=count, default=0, metavar="N", help="tokens of each prefix (default 0)")
+    load.add_argument("--vocab", type=count, default=vocab, metavar="N", help=f"ids are below this (default {vocab})")
+    load.add_argument("--seed", type=seed, default=0, metavar="N", help="another one is another load (default 0)")
+    load.add_argument("--timeout", type=rate, default=600.0, metavar="X", help="seconds of a request (default 600)")
+    load.add_argument(
+        "--goodput",
+        type=limit,
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help=f"count requests/s within these limits: {' '.join(f'{name}:MS' for name in LIMITED)} (default none)",
+    )
+
+
+def count(text: str) -> int:
+    """A number from 1 on."""
+    return _whole(text, 1)
+
+
+def seed(text: str) -> int:
+    """A number from 0 on."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a whole number, at least {least}")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A number above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write a number above 0, for example 16")
+    return found
+
+
+def tokens(text: str) -> Range:
+    """A length or a range of lengths."""
+    least, colon, most = text.partition(":")
+    bounds = (least, most if colon else least)
+    if not all(bound.isdecimal() and int(bound) for bound in bounds) or int(bounds[0]) > int(bounds[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write 1024, or a range such as 512:1536")
+    return Range(int(bounds[0]), int(bounds[1]))
+
+
+def limit(text: str) -> tuple[str, float]:
+    """A limit of goodput: what it holds for, and milliseconds."""
+    name, _, value = text.partition(":")
+    if name in LIMITED:
+        with suppress(argparse.ArgumentTypeError):
+            return name, rate(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not accepted; write {', '.join(LIMITED)} with :MS, as in ttft:300")
+
+
+def load_of(arguments: argparse.Namespace, **changes: object) -> Load:
+    """The load that the flags describe; changes: other values of its fields. Raises ConfigError."""
+    if bool(arguments.prefixes) != bool(arguments.prefix_tokens):
+        given, missing = ("--prefixes", "--prefix-tokens")[:: 1 if arguments.prefixes else -1]
+        raise ConfigError(f"{given} needs {missing} too, for example --prefixes 8 --prefix-tokens 3072")
+    fields = {
+        "prompt": arguments.prompt_tokens,
+        "output": arguments.output_tokens,
+        "prefixes": arguments.prefixes,
+        "prefix_tokens": arguments.prefix_tokens,
+        "vocab": arguments.vocab,
+        "seed": arguments.seed,
+    }
+    return Load(**(fields | changes))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and report; returns the exit status."""
+    from kvrail.cli.client import ChatClient
+
+    streams = 0 if arguments.rate else arguments.streams or 8
+    arrivals = {"requests": arguments.requests, "streams": streams, "rate": arguments.rate or 0.0}
+    load = load_of(arguments, **arrivals, greedy=arguments.greedy)
+    if arguments.json:
+        _write(arguments.json, "", "a")  # a file that cannot be written is told now, and not after the load
+    key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
+    with closing(ChatClient(arguments.url, key)) as chat:
+        models = [arguments.model] if arguments.model else chat.models()
+    if not models:
+        raise ConfigError(f"{arguments.url} serves no model; start a cluster with `kvrail up`")
+    sys.stderr.write(f"{arguments.url}, {models[0]}: {load}\n")
+    try:
+        measured = measure(Client(arguments.url, key, timeout_s=arguments.timeout), load, models[0])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    limits = dict(arguments.goodput)
+    told = figures(measured, limits)
+    sys.stdout.write(table(told, limits))
+    if arguments.json:
+        head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "url": arguments.url, "model": models[0]}
+        _write(arguments.json, json.dumps({**head, "load": asdict(load), "goodput": limits, **told}, indent=1) + "\n")
+    if measured.unfinished:
+        return INTERRUPTED
+    return 1 if measured.failures else 0
+
+
+def _write(path: Path, text: str, mode: str = "w") -> None:
+    try:
+        with path.open(mode) as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"--json: {path} cannot be written: {error.strerror}") from None

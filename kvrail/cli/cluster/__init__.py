@@ -1,0 +1,1 @@
+"""The processes of `kvrail up`: planned, started, watched, and what they print."""

@@ -1,0 +1,255 @@
+"""Command-line flags made of settings, so that a flag, its default and its meaning are written once."""
+
+import argparse
+import difflib
+import json
+import shutil
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from kvrail.config.settings import DEMO_MODEL, Settings, flag_name
+
+GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("cluster", ("prefill_workers", "decode_workers", "dns_interval_s", "startup_timeout_s", "restarts")),
+    ("network", ("host", "port", "metrics_port", "admin_host", "admin_port")),
+    (
+        "model",
+        (
+            "model",
+            "served_model_name",
+            "load_format",
+            "max_model_len",
+            "generation_config",
+            "override_generation_config",
+            "tool_parser",
+            "reasoning_parser",
+        ),
+    ),
+    (
+        "compute",
+        (
+            "device",
+            "dtype",
+            "max_batch_tokens",
+            "mixed_batch_tokens",
+            "max_running",
+            "max_waiting",
+            "step_timeout_s",
+            "cuda_graphs",
+            "compile",
+            "invariant",
+        ),
+    ),
+    ("KV cache", ("kv_dtype", "page_size", "kv_memory_gib", "num_pages", "prefix_cache")),
+    (
+        "KV transfer",
+        (
+            "local_prefill_tokens",
+            "local_fallback_tokens",
+            "codec",
+            "allow_lossy",
+            "max_drafts",
+            "codebook",
+            "transport",
+            "ucx_in_clear",
+            "ucx_polling",
+            "data_port",
+            "receive_pool_mib",
+            "max_frame_bytes",
+            "held_kv_gib",
+            "transfer_timeout_s",
+            "allowed_prefill_workers",
+        ),
+    ),
+    (
+        "requests",
+        (
+            "api_keys",
+            "api_keys_file",
+            "request_timeout_s",
+            "max_concurrent_requests",
+            "prefill_wait_s",
+            "newcomer_share",
+            "priorities",
+            "policy",
+            "status_interval_s",
+            "stored_responses",
+            "stored_responses_mib",
+        ),
+    ),
+    (
+        "connections",
+        (
+            "trusted_proxies",
+            "cors_origins",
+            "max_connections",
+            "max_body_bytes",
+            "head_timeout_s",
+            "body_timeout_s",
+            "write_timeout_s",
+            "stream_head_s",
+            "keep_alive_s",
+        ),
+    ),
+    (
+        "security",
+        (
+            "tls_ca",
+            "tls_cert",
+            "tls_key",
+            "tls_verify",
+            "metrics_tls",
+            "ssl_cert",
+            "ssl_key",
+        ),
+    ),
+    ("process", ("log_level", "log_format", "otlp_endpoint", "grace_period_s")),
+)
+OTHER = "other"
+HELP_WIDTH = 140
+
+Commands: TypeAlias = "argparse._SubParsersAction[OneLineErrors]"
+
+
+class OneLineErrors(argparse.ArgumentParser):
+    """A parser whose errors are one line, with the nearest flag where one is misspelt, and exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Write `message` and exit with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def parse(self, argv: list[str] | None) -> argparse.Namespace:
+        """Parse `argv`; an argument that is not known is an error with the nearest flag as a hint."""
+        found, unknown = self.parse_known_args(argv)
+        if unknown:
+            prog = getattr(found, "prog", self.prog)
+            near = difflib.get_close_matches(
+                unknown[0].partition("=")[0], getattr(found, "known_flags", ()), n=1, cutoff=0.75
+            )
+            remedy = f"did you mean {near[0]}?" if near else f"{prog} --help lists all flags"
+            self.exit(2, f"{prog}: unknown argument {unknown[0]}; {remedy}\n")
+        return found
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """One line a flag where the terminal is wide enough; examples as they are written."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size((HELP_WIDTH, 24)).columns, HELP_WIDTH)
+        super().__init__(prog, max_help_position=32, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0].removeprefix('--')}"
+        return super()._format_action_invocation(action)
+
+
+@contextmanager
+def add_command(
+    commands: Commands,
+    name: str,
+    summary: str,
+    epilog: str,
+    run: Callable[[argparse.Namespace], int],
+    operands: str = "",
+) -> Iterator[argparse.ArgumentParser]:
+    """Add the command `name`, which calls `run`; its flags are added inside the `with` block."""
+    parser = commands.add_parser(
+        name,
+        usage=f"kvrail {name} [FLAG ...]{f' {operands}' if operands else ''}",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    yield parser
+    flags = tuple(flag for action in parser._actions for flag in action.option_strings)
+    parser.set_defaults(run=run, prog=parser.prog, known_flags=flags)
+
+
+def add_settings(parser: argparse.ArgumentParser, fields: Mapping[str, FieldInfo]) -> None:
+    """Add one flag for each of `fields`, in groups; a flag that is not given leaves no trace in the namespace."""
+    titles = {name: title for title, names in GROUPS for name in names}
+    order = {name: place for place, name in enumerate(titles)}
+    for title in (*(title for title, _ in GROUPS), OTHER):
+        names = [name for name in fields if titles.get(name, OTHER) == title]
+        if names:
+            group = parser.add_argument_group(title)
+            for name in sorted(names, key=lambda name: order.get(name, 0)):
+                _add_flag(group, name, fields[name])
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add --config."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file with settings; flags and environment win (default none)"
+    )
+
+
+def given_flags(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, object]:
+    """Which of the settings `names` were given as flags, and their values."""
+    return {name: value for name, value in vars(arguments).items() if name in set(names)}
+
+
+def flag_arguments(values: Mapping[str, object]) -> list[str]:
+    """`values` of settings as command-line arguments; what `given_flags` reads back."""
+    arguments = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            arguments.append(flag_name(name) if value else f"--no-{flag_name(name)[2:]}")
+        else:
+            arguments.append(f"{flag_name(name)}={_text(value)}")
+    return arguments
+
+
+def _text(value: object) -> str:
+    """A value as a flag has it; what kvrail/config/types.py reads."""
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def environment_help(process: type[Settings]) -> str:
+    """How the settings of `process` are set by environment variables, for the end of a help page."""
+    prefix = process.model_config["env_prefix"]
+    return f"Each flag can be set by an environment variable too: --log-level is {prefix}LOG_LEVEL."
+
+
+def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
+    described = f"{field.description}{_facts(field)}".replace("%", "%%")
+    if field.annotation is bool:
+        group.add_argument(
+            flag_name(name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=described
+        )
+        return
+    group.add_argument(flag_name(name), metavar=_metavar(field.annotation), default=argparse.SUPPRESS, help=described)
+
+
+def _metavar(kind: object) -> str:
+    if get_origin(kind) in (tuple, types.UnionType):
+        return "A,B,…"
+    return {int: "N", float: "X"}.get(kind, "VALUE") if isinstance(kind, type) else "VALUE"
+
+
+def _facts(field: FieldInfo) -> str:
+    """What may be given and what holds where nothing is given, in brackets."""
+    value = field.default
+    if value == DEMO_MODEL:
+        shown = "the demo model"
+    elif isinstance(value, bool):
+        shown = "on" if value else "off"
+    elif isinstance(value, tuple | dict):
+        shown = ",".join(value) or "none"
+    else:
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    facts = [" | ".join(choices)] if len(choices) > 1 else []
+    if shown:
+        facts.append(f"default {shown}")
+    return f" ({'; '.join(facts)})" if facts else ""

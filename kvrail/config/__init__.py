@@ -1,0 +1,1 @@
+"""Every setting of every process, read and checked once at its start."""

@@ -1,0 +1,1 @@
+"""Attention's Triton kernels for CUDA, and the one order in which they add up."""

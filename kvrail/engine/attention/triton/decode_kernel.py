@@ -1,0 +1,313 @@
+"""Triton kernel: one new token a sequence is stored in its page, then attends to its pages.
+
+Split-KV flash decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): several programs share a long
+sequence, and the one that finishes last joins what they leave. How many there are changes no bit of the result: they
+leave the parts of `attention.order` one by one, and joining folds these as a single program would. The query heads of
+one KV head are computed together, so that KV is read once. Launch shapes depend on tensor shapes alone, never on
+lengths, so a captured launch serves any lengths. All is one launch: at decode's sizes a launch costs as much as a small
+kernel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.triton.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
+from kvrail.engine.attention.triton.order_kernel import (
+    LOWEST,
+    add_block,
+    begins_part,
+    fold,
+    join,
+    leave,
+    nothing,
+    output_of,
+    part_of,
+    scores_of,
+    share_of,
+    slots_of,
+    sums_of,
+)
+from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
+from kvrail.engine.kv.cache import LayerPages
+
+_FEW_ROWS = 4
+_MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """Launch parameters: warps and pipeline stages a program, programs wanted a processor, registers of a thread.
+
+    registers None: as many as the compiler likes.
+    """
+
+    warps: int = 4
+    stages: int = 3
+    programs: int = 2
+    registers: int | None = None
+
+
+def tuning_for(shape: HeadShape, rows: int) -> DecodeTuning:
+    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128.
+
+    Few sequences want more loads under way a program, many want more programs at once: 1 x 2,048 tokens take 10.1 and
+    11.2 us with the former and the latter, 32 x 1,152 tokens 67.8 and 64.9.
+    """
+    if block_of(shape) < 64:
+        return DecodeTuning(stages=2)
+    return DecodeTuning(stages=5) if rows <= _FEW_ROWS else DecodeTuning(stages=3, registers=128)
+
+
+def splits_for(rows: int, kv_heads: int, programs: int, block: int) -> tuple[int, int]:
+    """(most programs of a sequence, fewest tokens of one) for about `programs` programs in all.
+
+    Lengths have no say: a captured launch serves them all. Where the batch alone fills the chip, only long sequences
+    are split: a second program of a short one is overhead (measured on an H200: 125 instead of 136 µs for 64 sequences
+    of 2,048 tokens).
+    """
+    wanted = min(int(triton.next_power_of_2(-(-programs // (rows * kv_heads)))), _MAX_SPLITS)
+    return max(wanted, 4), {1: 4096, 2: 1024}.get(wanted, 2 * block)
+
+
+@triton.jit
+def _store_token(
+    key,
+    value,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    token,
+    kv_head,
+    row,
+    key_stride_row,
+    value_stride_row,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Store one head of a row's new token; key, value: that head's of the first row."""
+    slot = tl.load(table + token // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + token % PAGE_SIZE
+    slot = slot * KV_HEADS + kv_head
+    store_rows(key, keys, key_scales, slot, row, 0, key_stride_row, 1, 1, KEY_DIM, KEY_DIM_PADDED, LIMIT)
+    store_rows(value, values, value_scales, slot, row, 0, value_stride_row, 1, 1, VALUE_DIM, VALUE_DIM_PADDED, LIMIT)
+    tl.debug_barrier()  # what follows reads it again
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "part_stride", "shortest"],
+    do_not_specialize_on_alignment=["page_tables", "kv_lens", "counters"],
+)
+def _decode_kernel(
+    query,
+    key,
+    value,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    page_tables,
+    kv_lens,
+    counters,
+    sinks,
+    out,
+    part_out,
+    part_top,
+    part_total,
+    query_stride_row,
+    query_stride_head,
+    key_stride_row,
+    key_stride_head,
+    value_stride_row,
+    value_stride_head,
+    table_stride,
+    part_stride,
+    shortest,
+    scale,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    GROUP_JOINED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SEVERED: tl.constexpr,
+):
+    """Grid: (KV_HEADS, splits, sequences).
+
+    What programs that share a sequence leave, float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
+    part_top, part_total [sequences, heads, part_stride].
+    """
+    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_len = tl.load(kv_lens + row)
+    first = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
+    first = first // BLOCK * BLOCK
+    begin, end = share_of(first, kv_len, split, tl.num_programs(1), shortest)
+    if (begin >= end) & (split > 0):
+        return
+    alone = end - begin == kv_len - first
+    table = page_tables + row * table_stride
+    if (end == kv_len) & (kv_len > 0):  # the new token is in this program's share
+        _store_token(
+            key + kv_head * key_stride_head, value + kv_head * value_stride_head, keys, values, key_scales,
+            value_scales, table, kv_len - 1, kv_head, row, key_stride_row, value_stride_row,
+            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, LIMIT,
+        )  # fmt: skip
+
+    group = tl.arange(0, GROUP_PADDED)
+    live = group < GROUP
+    head = kv_head * GROUP + group
+    key_dim = tl.arange(0, KEY_DIM_PADDED)
+    q = tl.load(
+        query + row * query_stride_row + head[:, None] * query_stride_head + key_dim[None, :],
+        mask=live[:, None] & (key_dim < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    position = tl.full([1], kv_len - 1, tl.int32)
+    place = (row * KV_HEADS * GROUP + head) * part_stride
+    first_part = part_of(first)
+    all_acc = tl.zeros([GROUP_PADDED, VALUE_DIM_PADDED], tl.float32)
+    all_top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
+    all_total = tl.zeros([GROUP_PADDED], tl.float32)
+    acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
+    for block in range(begin, end, BLOCK):
+        base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
+        scores = scores_of(
+            q, keys, key_scales, base, rows, block, position, kv_len, scale, softcap,
+            KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, LIMIT > 0, SEVERED, True,
+        )  # fmt: skip
+        acc, top, total = add_block(
+            scores, values, value_scales, base, rows, acc, top, total, block, kv_len, scale, softcap, q.dtype,
+            VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, LIMIT > 0, SEVERED, True,
+        )  # fmt: skip
+        if begins_part(block + BLOCK) & (block + BLOCK < end):
+            if alone:
+                all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+            else:
+                leave(
+                    part_out, part_top, part_total, place + part_of(block) - first_part, acc, top, total, live,
+                    VALUE_DIM, VALUE_DIM_PADDED,
+                )  # fmt: skip
+            acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
+
+    if alone:
+        all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+        result = output_of(all_acc, all_top, all_total, sinks, head, live, SINKS)
+        value_dim = tl.arange(0, VALUE_DIM_PADDED)
+        where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
+        tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
+    else:
+        leave(
+            part_out, part_top, part_total, place + part_of(end - 1) - first_part, acc, top, total, live,
+            VALUE_DIM, VALUE_DIM_PADDED,
+        )  # fmt: skip
+        left = part_of(end - 1) - part_of(begin) + 1
+        parts = part_of(kv_len - 1) - first_part + 1
+        tl.debug_barrier()  # all threads' stores come before the count that announces them
+        counter = counters + row * KV_HEADS + kv_head
+        if tl.atomic_add(counter, left, sem="acq_rel") + left == parts:
+            tl.store(counter, 0)  # for the next layer
+            join(
+                out, part_out, part_top, part_total, sinks, row, kv_head, parts, part_stride,
+                KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
+            )  # fmt: skip
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: LayerPages,
+    page_tables: torch.Tensor,
+    kv_lens: torch.Tensor,
+    counters: torch.Tensor,
+    out: torch.Tensor,
+    options: ScoreOptions,
+    processors: int,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """Store each sequence's one new token and attend it to the sequence's pages.
+
+    query: [sequences, heads, key_dim]; key, value: [sequences, kv_heads, dim]; page_tables: int32 [sequences, width];
+    kv_lens: int32 [sequences], the new token included; 0: nothing is stored, and the output is zeros. counters: int32
+    [sequences * kv_heads], zeros, and zeros again afterwards. out: [sequences, heads, value_dim], contiguous.
+    processors: multiprocessors of the device. tuning: launch parameters, by default those of `tuning_for`.
+    """
+    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
+    rows, heads, key_dim = query.shape
+    page_size, kv_heads = layer.keys.shape[1:3]
+    value_dim = out.shape[2]
+    shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
+    tuning = tuning or tuning_for(shape, rows)
+    splits, shortest = splits_for(rows, kv_heads, tuning.programs * processors, block_of(shape))
+    parts = parts_of(page_tables.shape[1] * page_size)
+    part_out = torch.empty(rows, heads, parts, value_dim, device=query.device)
+    part_top, part_total = torch.empty(2, rows, heads, parts, device=query.device)
+    _decode_kernel[(kv_heads, splits, rows)](
+        query,
+        key,
+        value,
+        *(layer.keys, layer.values, layer.key_scales, layer.value_scales),
+        page_tables,
+        kv_lens,
+        counters,
+        options.sinks,
+        out,
+        part_out,
+        part_top,
+        part_total,
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        page_tables.stride(0),
+        parts,
+        shortest,
+        options.scale,
+        options.softcap,
+        **_dims(kv_heads, heads // kv_heads, key_dim, value_dim),
+        PAGE_SIZE=page_size,
+        BLOCK=block_of(shape),
+        WINDOW=options.window,
+        SOFTCAP=options.softcap != 0,
+        SINKS=options.sinks is not None,
+        LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
+        SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+        maxnreg=tuning.registers,
+        enable_fp_fusion=False,
+    )
+
+
+def _dims(kv_heads: int, group: int, key_dim: int, value_dim: int) -> dict[str, int]:
+    """The kernel's constants of a model's head shape."""
+    joined = int(triton.next_power_of_2(group))
+    return {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "GROUP_PADDED": max(16, joined),
+        "GROUP_JOINED": joined,
+        "KEY_DIM": key_dim,
+        "KEY_DIM_PADDED": padded(key_dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_DIM_PADDED": padded(value_dim),
+        "AT_ONCE": joined_at_once(group, value_dim),
+    }

@@ -1,0 +1,277 @@
+"""Steps of attention that every kernel takes alike, in bits: see `attention.order`."""
+
+import triton
+import triton.language as tl
+
+from kvrail.engine.attention.triton.order import FIRST, PARTS
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_FIRST_OCTAVE = tl.constexpr(FIRST + PARTS)
+_PER_OCTAVE = tl.constexpr(PARTS)
+SUMS = tl.constexpr(8)
+"""Columns of ones: the fewest that a tensor core multiplies by."""
+LOWEST = tl.constexpr(-1.0e30)
+"""Stands for minus infinity, so that no difference is undefined."""
+
+
+@triton.jit
+def _octave(token):
+    """Binary logarithm of `token`, from the exponent of a float; of tokens before the first octave that octave's."""
+    exponent = (tl.cast(token, tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.maximum(exponent, _FIRST_OCTAVE)
+
+
+@triton.jit
+def part_of(token):
+    """Number of the part in which `token` lies."""
+    octave = _octave(token)
+    return (token >> (octave - _PER_OCTAVE)) + ((octave - _FIRST_OCTAVE) << _PER_OCTAVE)
+
+
+@triton.jit
+def part_begin(token):
+    """The first token of a part at or behind `token`."""
+    length = 1 << (_octave(token) - _PER_OCTAVE)
+    return (token + length - 1) & -length
+
+
+@triton.jit
+def begins_part(block):
+    """Whether a part begins with token `block`."""
+    return (block & ((1 << (_octave(block) - _PER_OCTAVE)) - 1)) == 0
+
+
+@triton.jit
+def tanh(x):
+    """Tl has none; saturates without overflow, since exp(inf) only meets a division."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _apart(x, SEVERED: tl.constexpr):
+    """`x`, through an operation that the compiler does not look behind, if SEVERED.
+
+    Of operands that were loaded in narrower elements it deals out the sum's terms to a tensor core's instructions in
+    another order, where both come from registers. Triton's interpreter knows no assembler, and needs none.
+    """
+    if SEVERED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
+    """What a part begins with: (weighted values, highest score, sums of weights) of each row."""
+    acc = tl.zeros([ROWS, VALUE_DIM_PADDED], tl.float32)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS, SUMS], tl.float32)
+    return acc, top, total
+
+
+@triton.jit
+def slots_of(table, block, kv_head, end, KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of one head in the pages that hold a block's tokens: (where they begin, distances from there [BLOCK])."""
+    offset = tl.arange(0, BLOCK)
+    if PAGE_SIZE % BLOCK == 0:  # the whole block lies in one page: one look-up, and short offsets within it
+        page = tl.load(table + block // PAGE_SIZE).to(tl.int64)
+        base = (page * PAGE_SIZE + block % PAGE_SIZE) * KV_HEADS + kv_head
+        rows = offset * KV_HEADS
+    else:
+        token = block + offset
+        page = tl.load(table + token // PAGE_SIZE, mask=token < end, other=0).to(tl.int64)
+        base = kv_head
+        rows = (page * PAGE_SIZE + token % PAGE_SIZE) * KV_HEADS
+    return base, rows
+
+
+@triton.jit
+def scores_of(
+    q,
+    keys,
+    key_scales,
+    base,
+    rows,
+    block,
+    position,
+    end,
+    scale,
+    softcap,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEVERED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Products of one block's keys, [rows, BLOCK], not scaled yet; minus infinity where a query does not see a token.
+
+    q: [rows, KEY_DIM_PADDED]; base, rows: see slots_of; position: the queries' own tokens, [rows], or [1] where all are
+    of one token; end: tokens that there are. MASKED: some query does not see some token of the block; else all see all.
+    """
+    token = block + tl.arange(0, BLOCK)
+    key_dim = tl.arange(0, KEY_DIM_PADDED)
+    mask = (key_dim < KEY_DIM)[:, None]
+    if MASKED:
+        mask &= (token < end)[None, :]
+    key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
+    if MASKED or KEY_DIM < KEY_DIM_PADDED:  # noqa: SIM108 compiled apart, a branch of constants costs nothing
+        k = tl.load(key, mask=mask, other=0.0)
+    else:
+        k = tl.load(key)
+    scores = tl.dot(q, _apart(k.to(q.dtype), SEVERED), input_precision="ieee")
+    if SCALED:
+        scores *= tl.load(key_scales + base + rows, mask=token < end, other=0.0)[None, :]
+    if SOFTCAP:
+        scores = tanh(scores * scale / softcap)
+    if MASKED:
+        seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
+        if WINDOW > 0:
+            seen &= token[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def add_block(
+    scores,
+    values,
+    value_scales,
+    base,
+    rows,
+    acc,
+    top,
+    total,
+    block,
+    end,
+    scale,
+    softcap,
+    dtype: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEVERED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add one block's values, weighted by `scores_of` the same block; dtype: what is multiplied, see scores_of."""
+    token = block + tl.arange(0, BLOCK)
+    value_dim = tl.arange(0, VALUE_DIM_PADDED)
+    mask = (value_dim < VALUE_DIM)[None, :]
+    if MASKED:
+        mask &= (token < end)[:, None]
+    factor = (softcap if SOFTCAP else scale) * _LOG2E
+    higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
+    weights = tl.exp2(
+        tl.fma(scores, tl.broadcast_to(factor, scores.shape), tl.broadcast_to(-higher[:, None], scores.shape))
+    )
+    shrink = tl.exp2(top - higher)
+    ones = tl.full([BLOCK, SUMS], 1.0, dtype)
+    total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
+    if SCALED:
+        weights *= tl.load(value_scales + base + rows, mask=token < end, other=0.0)[None, :]
+    value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
+    if MASKED or VALUE_DIM < VALUE_DIM_PADDED:  # noqa: SIM108
+        v = tl.load(value, mask=mask, other=0.0)
+    else:
+        v = tl.load(value)
+    acc = tl.dot(weights.to(dtype), _apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
+    return acc, higher, total
+
+
+@triton.jit
+def fold(acc, top, total, part_acc, part_top, part_total):
+    """Add one more part to those before it. total, part_total: [rows]."""
+    higher = tl.maximum(top, part_top)
+    old, new = tl.exp2(top - higher), tl.exp2(part_top - higher)
+    return acc * old[:, None] + part_acc * new[:, None], higher, total * old + part_total * new
+
+
+@triton.jit
+def sums_of(total):
+    """The sums of weights, [rows]: all columns of ones give the same."""
+    return tl.max(total, axis=1)
+
+
+@triton.jit
+def output_of(acc, top, total, sinks, head, live, SINKS: tl.constexpr):
+    """Outputs of all parts folded; head: of each row; 0 where a row sees nothing, and never -0."""
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _LOG2E - top)
+    return acc / tl.where(total > 0, total, 1.0)[:, None] + 0.0
+
+
+@triton.jit
+def share_of(first, end, number, programs, shortest):
+    """What program `number` of `programs` takes of the tokens from `first` on: (begin, end), perhaps none of them.
+
+    Whole parts, of `shortest` tokens at least; `first` is a multiple of a block.
+    """
+    span = tl.maximum(tl.cdiv(end - first, programs), shortest)
+    begin = first if number == 0 else part_begin(first + number * span)
+    return begin, tl.minimum(part_begin(first + (number + 1) * span), end)
+
+
+@triton.jit
+def leave(
+    part_out,
+    part_top,
+    part_total,
+    part,
+    acc,
+    top,
+    total,
+    live,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+):
+    """Store a part for `join`; part: its place, of each row."""
+    value_dim = tl.arange(0, VALUE_DIM_PADDED)
+    where = part[:, None] * VALUE_DIM + value_dim[None, :]
+    tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])
+    tl.store(part_top + part, top, live)
+    tl.store(part_total + part, sums_of(total), live)
+
+
+@triton.jit
+def join(
+    out,
+    part_out,
+    part_top,
+    part_total,
+    sinks,
+    row,
+    kv_head,
+    parts,
+    stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Fold the first `parts` parts of one KV head's query heads, in order."""
+    group = tl.arange(0, GROUP_PADDED)
+    value_dim = tl.arange(0, VALUE_DIM_PADDED)
+    head = kv_head * GROUP + group
+    place = (row * KV_HEADS * GROUP + head) * stride
+    live = (group < GROUP)[:, None] & (value_dim < VALUE_DIM)[None, :]
+    acc = tl.zeros([GROUP_PADDED, VALUE_DIM_PADDED], tl.float32)
+    top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    for begin in range(0, parts, AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):  # unrolled, so that the loads of several parts are under way together
+            part = begin + ahead + group * 0
+            there = (group < GROUP) & (part < parts)
+            new_top = tl.load(part_top + place + part, mask=there, other=LOWEST)
+            new_total = tl.load(part_total + place + part, mask=there, other=0.0)
+            where = (place + part)[:, None] * VALUE_DIM + value_dim[None, :]
+            new = tl.load(part_out + where, mask=live & there[:, None], other=0.0)
+            acc, top, total = fold(acc, top, total, new, new_top, new_total)
+    result = output_of(acc, top, total, sinks, head, group < GROUP, SINKS)
+    where = (row * KV_HEADS * GROUP + head)[:, None] * VALUE_DIM + value_dim[None, :]
+    tl.store(out + where, result.to(out.dtype.element_ty), live)

@@ -1,0 +1,390 @@
+"""Triton kernel: causal attention of packed sequences whose queries are their last tokens, over their pages.
+
+Flash attention (Dao, "FlashAttention-2", 2023), in the order of `attention.order`. Which queries a program computes is
+read from a list of blocks that the host makes, so that a launch's shape depends on tensor shapes alone and a captured
+one serves any lengths. Keys and values are read where they lie, in pages: nothing is gathered before.
+
+Few tokens make few programs, each of which would go through all that its queries see: a chip of 132 processors that
+computes a sentence behind a book would idle. So in a step of FEW tokens a program takes fewer queries, of several heads
+that share keys, and several programs share what these see, as in the decode kernel; a second launch joins what they
+leave. No bit depends on it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvrail.engine.attention.meta import BLOCK_FIELDS
+from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.triton.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
+from kvrail.engine.attention.triton.order_kernel import (
+    LOWEST,
+    add_block,
+    begins_part,
+    fold,
+    join,
+    leave,
+    nothing,
+    output_of,
+    part_of,
+    scores_of,
+    share_of,
+    slots_of,
+    sums_of,
+)
+from kvrail.engine.attention.triton.page_kernels import unit_stride
+from kvrail.engine.kv.cache import LayerPages
+
+_FIELDS = tl.constexpr(BLOCK_FIELDS)
+
+
+FEW = 64
+"""Tokens of a step up to which programs share what queries see. The parts that they leave take memory: of 64 tokens
+with 64 heads of 128, and 40,960 tokens before them, 142 MB."""
+_PROGRAMS = 4
+"""Programs of a processor that are wanted then. On an H200 16 tokens with 64 heads of 128 behind 32,768 tokens take 118
+us a layer, where two heads a program take 176 and one 229, and programs that share nothing 835."""
+_MAX_SPLITS = 16
+_SHORTEST = 256
+"""Tokens of a program's share at least, a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """Launch parameters: queries a program, heads whose queries it takes, warps, pipeline stages; programs a block."""
+
+    queries: int
+    warps: int
+    stages: int
+    heads: int = 1
+    splits: int = 1
+
+
+def queries_for(shape: HeadShape, tokens: int) -> int:
+    """The most queries of a block in a step of `tokens` tokens."""
+    return 16 if shape.compute_bytes > 2 or tokens <= FEW else 64
+
+
+def tuning_for(shape: HeadShape, tokens: int, heads: int, kv_heads: int, processors: int) -> PrefillTuning:
+    """Parameters for a step of `tokens` tokens with heads of `shape` on a device of so many multiprocessors."""
+    wide = shape.compute_bytes > 2
+    queries, together, splits = queries_for(shape, tokens), 1, 1
+    if tokens <= FEW:
+        while not wide and together < 4 and heads // kv_heads % (2 * together) == 0:
+            together *= 2
+        wanted = _PROGRAMS * processors // (-(-tokens // queries) * heads // together)
+        splits = min(1 << max(wanted, 1).bit_length() - 1, _MAX_SPLITS)
+    return PrefillTuning(queries, 4, 2, together, splits)
+
+
+@triton.jit
+def _one_block(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    kv_head,
+    block,
+    position,
+    end,
+    scale,
+    softcap,
+    begin,
+    part_out,
+    part_top,
+    part_total,
+    place,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEVERED: tl.constexpr,
+    SHARED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add one block to its part, `acc`, `top` and `total`; where it begins one, that before is folded into `all_`.
+
+    SHARED: it is left for `join` instead; place: of part 0 of each row; begin: the program's first block.
+    """
+    base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
+    scores = scores_of(
+        q, keys, key_scales, base, rows, block, position, end, scale, softcap,
+        KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED,
+    )  # fmt: skip
+    if begins_part(block):  # behind the product, which the one before it, still under way, is waited for with
+        if SHARED:
+            if block > begin:
+                part = place + part_of(block - 1)
+                leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+        else:
+            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
+    acc, top, total = add_block(
+        scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
+        VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED,
+    )  # fmt: skip
+    return all_acc, all_top, all_total, acc, top, total
+
+
+@triton.jit
+def _fields(blocks):
+    """The fields of the program's block, see StepMeta.blocks."""
+    fields = blocks + tl.program_id(0) * _FIELDS
+    return tl.load(fields).to(tl.int64), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
+
+
+@triton.jit
+def _seen(lowest, count, sequence, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """What a block's queries see: (first, end), whole blocks before the queries' own tokens; nothing of padding."""
+    end = tl.where(sequence >= 0, lowest + count, 0)  # the queries' own tokens are the last that any of them sees
+    first = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
+    return first, end
+
+
+@triton.jit(do_not_specialize=["table_stride", "part_stride"], do_not_specialize_on_alignment=["page_tables", "blocks"])
+def _prefill_kernel(
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    page_tables,
+    blocks,
+    sinks,
+    out,
+    part_out,
+    part_top,
+    part_total,
+    query_stride_token,
+    query_stride_head,
+    table_stride,
+    part_stride,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHORTEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEVERED: tl.constexpr,
+):
+    """Grid: (blocks, HEADS / TOGETHER, SPLITS). A block's fields: see StepMeta.blocks.
+
+    A program has QUERIES queries of each of TOGETHER heads. What programs that share a block leave, float32: part_out
+    [tokens, HEADS, part_stride, VALUE_DIM], and part_top, part_total [tokens, HEADS, part_stride].
+    """
+    ROWS: tl.constexpr = QUERIES * TOGETHER
+    SHARED: tl.constexpr = SPLITS > 1
+    first_head = tl.program_id(1) * TOGETHER
+    kv_head = first_head // (HEADS // KV_HEADS)
+    first_token, count, lowest, sequence = _fields(blocks)
+    if count == 0:
+        return
+    first, end = _seen(lowest, count, sequence, BLOCK, WINDOW)
+    begin, stop = first, end
+    if SHARED:
+        begin, stop = share_of(first, end, tl.program_id(2), SPLITS, SHORTEST)
+        if begin >= stop:
+            return
+    table = page_tables + tl.maximum(sequence, 0).to(tl.int64) * table_stride
+    row = tl.arange(0, ROWS)
+    local, heads = row % QUERIES, first_head + row // QUERIES
+    position = lowest + local
+    packed = first_token + local
+    live = local < count
+    key_dim = tl.arange(0, KEY_DIM_PADDED)
+    value_dim = tl.arange(0, VALUE_DIM_PADDED)
+    q = tl.load(
+        query + (packed * query_stride_token + heads * query_stride_head)[:, None] + key_dim[None, :],
+        mask=live[:, None] & (key_dim < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    place = (packed * HEADS + heads) * part_stride - part_of(first)
+    all_acc = tl.zeros([ROWS, VALUE_DIM_PADDED], tl.float32)
+    all_top = tl.full([ROWS], LOWEST, tl.float32)
+    all_total = tl.zeros([ROWS], tl.float32)
+    acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
+    if WINDOW > 0:  # a window begins somewhere in the middle of blocks: all of them are masked
+        masked_from = begin
+    else:
+        masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
+        for block in range(begin, tl.minimum(masked_from, stop), BLOCK):
+            all_acc, all_top, all_total, acc, top, total = _one_block(
+                q, keys, values, key_scales, value_scales, table, kv_head, block, position, end, scale, softcap,
+                begin, part_out, part_top, part_total, place, live,
+                all_acc, all_top, all_total, acc, top, total,
+                KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK,
+                WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, False,
+            )  # fmt: skip
+    for block in range(tl.maximum(begin, masked_from), stop, BLOCK):
+        all_acc, all_top, all_total, acc, top, total = _one_block(
+            q, keys, values, key_scales, value_scales, table, kv_head, block, position, end, scale, softcap,
+            begin, part_out, part_top, part_total, place, live,
+            all_acc, all_top, all_total, acc, top, total,
+            KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK,
+            WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, True,
+        )  # fmt: skip
+    if SHARED:
+        part = place + part_of(stop - 1)
+        leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+    else:
+        all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+        result = output_of(all_acc, all_top, all_total, sinks, heads, live, SINKS)
+        tl.store(
+            out + ((packed * HEADS + heads) * VALUE_DIM)[:, None] + value_dim[None, :],
+            result.to(out.dtype.element_ty),
+            mask=live[:, None] & (value_dim < VALUE_DIM)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["part_stride"], do_not_specialize_on_alignment=["blocks"])
+def _join_kernel(
+    blocks,
+    sinks,
+    out,
+    part_out,
+    part_top,
+    part_total,
+    part_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Grid: (blocks, queries of a block, KV_HEADS): fold what programs of `_prefill_kernel` that share a block left."""
+    first_token, count, lowest, sequence = _fields(blocks)
+    query = tl.program_id(1)
+    if query >= count:
+        return
+    first, end = _seen(lowest, count, sequence, BLOCK, WINDOW)
+    parts = tl.where(end > first, part_of(end - 1) - part_of(first) + 1, 0)  # none of padding, which gets zeros
+    join(
+        out, part_out, part_top, part_total, sinks, first_token + query, tl.program_id(2), parts, part_stride,
+        KV_HEADS, GROUP, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
+    )  # fmt: skip
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    layer: LayerPages,
+    page_tables: torch.Tensor,
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    options: ScoreOptions,
+    processors: int,
+    tuning: PrefillTuning | None = None,
+) -> None:
+    """Attend the queries of `blocks` to their sequences' tokens up to themselves; all of these are in the pages.
+
+    query: [tokens, heads, key_dim]; page_tables: int32 [sequences, width]; blocks: int32 [blocks, 4], of at most
+    `tuning.queries` queries each, see StepMeta.blocks; out: [tokens, heads, value_dim], contiguous: rows that are in no
+    block are left alone. processors: multiprocessors of the device. tuning: launch parameters, by default those of
+    `tuning_for`.
+    """
+    query = unit_stride(query)
+    tokens, heads, key_dim = query.shape
+    page_size, kv_heads, value_dim = layer.values.shape[1:]
+    shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
+    tuning = tuning or tuning_for(shape, tokens, heads, kv_heads, processors)
+    parts = parts_of(page_tables.shape[1] * page_size) if tuning.splits > 1 else 0
+    left = [torch.empty(tokens, heads, parts, *last, device=query.device) for last in ((value_dim,), (), ())]
+    shared: dict[str, int] = {
+        "KV_HEADS": kv_heads,
+        "VALUE_DIM": value_dim,
+        "VALUE_DIM_PADDED": padded(value_dim),
+        "BLOCK": block_of(shape),
+        "WINDOW": options.window,
+        "SINKS": options.sinks is not None,
+    }
+    _prefill_kernel[(len(blocks), heads // tuning.heads, tuning.splits)](
+        query,
+        *(layer.keys, layer.values, layer.key_scales, layer.value_scales),
+        page_tables,
+        blocks,
+        options.sinks,
+        out,
+        *left,
+        *query.stride()[:2],
+        page_tables.stride(0),
+        parts,
+        options.scale,
+        options.softcap,
+        HEADS=heads,
+        KEY_DIM=key_dim,
+        KEY_DIM_PADDED=padded(key_dim),
+        PAGE_SIZE=page_size,
+        QUERIES=tuning.queries,
+        TOGETHER=tuning.heads,
+        SPLITS=tuning.splits,
+        SHORTEST=_SHORTEST,
+        SOFTCAP=options.softcap != 0,
+        SCALED=layer.key_scales is not None,
+        SEVERED=severed(shape)
+        and tuning.queries * tuning.heads < 64  # of 64 rows tensor cores take them from shared memory
+        and isinstance(_prefill_kernel, triton.JITFunction),
+        **shared,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+        enable_fp_fusion=False,
+    )
+    if tuning.splits > 1:
+        _join((len(blocks), tuning.queries, kv_heads), blocks, options, out, left, shared)
+
+
+def _join(
+    grid: tuple[int, int, int],
+    blocks: torch.Tensor,
+    options: ScoreOptions,
+    out: torch.Tensor,
+    left: list[torch.Tensor],
+    shared: dict[str, int],
+) -> None:
+    """Launch `_join_kernel`. left: part_out, part_top and part_total; shared: constants of both kernels."""
+    heads, value_dim = out.shape[1:]
+    group = heads // shared["KV_HEADS"]
+    _join_kernel[grid](
+        blocks,
+        options.sinks,
+        out,
+        *left,
+        left[0].shape[2],
+        GROUP=group,
+        GROUP_PADDED=int(triton.next_power_of_2(group)),
+        AT_ONCE=joined_at_once(group, value_dim),
+        **shared,
+        enable_fp_fusion=False,
+    )

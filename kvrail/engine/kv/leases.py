@@ -1,0 +1,58 @@
+"""Holds on the pages of requests whose KV a transfer reads or writes, whatever becomes of the requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrail.engine.kv.pages import PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class PageLease:
+    """A hold on a request's pages by someone who reads or writes them beside the engine: a transfer.
+
+    The pages are not reused until the lease is released, whatever becomes of the request. `generations` are the pages'
+    allocation counts when the lease was taken.
+    """
+
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+class Leases:
+    """One engine's. A lease lies ready from a request's admission on; its transfer claims it, and releases it.
+
+    Nothing here locks; the engine calls it with its lock held.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._unclaimed: dict[str, PageLease] = {}
+        self._claimed = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether any pages are held."""
+        return bool(self._unclaimed or self._claimed)
+
+    def take(self, request_id: str, page_table: Sequence[int]) -> None:
+        """Hold a request's pages until a transfer claims them."""
+        pages = tuple(page_table)
+        self._pool.acquire(pages)
+        self._unclaimed[request_id] = PageLease(pages, tuple(self._pool.generation(page) for page in pages))
+
+    def claim(self, request_id: str) -> PageLease | None:
+        """Take over the hold on an admitted request's pages; None where the request was dropped before."""
+        lease = self._unclaimed.pop(request_id, None)
+        self._claimed += lease is not None
+        return lease
+
+    def release(self, lease: PageLease) -> None:
+        """A transfer no longer reads or writes the pages."""
+        self._pool.release(lease.pages)
+        self._claimed -= 1
+
+    def drop(self, request_id: str) -> None:
+        """Give back a lease that nobody has claimed, if there is one."""
+        lease = self._unclaimed.pop(request_id, None)
+        if lease is not None:
+            self._pool.release(lease.pages)

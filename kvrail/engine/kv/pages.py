@@ -1,0 +1,146 @@
+"""Bookkeeping of KV pages: who holds which page, and which finished pages can be used again. No tensors.
+
+Each page is in exactly one of three states, and free + used + cached = total, always:
+
+    free    nobody holds it and its content means nothing
+    used    at least one holder: a sequence, or a transfer that writes or reads it
+    cached  no holder, but its content is known by hash and serves the next prompt that begins alike
+
+        allocate              release (content known)
+    free ──────▶ used ──────────────────────────────▶ cached
+      ▲           │ ▲                                   │
+      │  release  │ │ acquire (prefix hit)              │
+      ├───────────┘ └───────────────────────────────────┤
+      └──── evict, least recently used first; forget ───┘
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrail.engine.kv.ledger import PageLedger
+from kvrail.values.pagehash import PageHash
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Pages by state; their sum is the pool's size."""
+
+    free: int
+    used: int
+    cached: int
+
+
+class PagePool:
+    """Reference counts, prefix cache and least-recently-used eviction over `num_pages` pages."""
+
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._keep = prefix_cache
+        self._free: deque[int] = deque(range(num_pages))
+        self._holders = [0] * num_pages
+        self._generation = [0] * num_pages
+        self._hash_of: dict[int, PageHash] = {}
+        self._page_of: dict[PageHash, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.ledger = PageLedger()
+
+    def counts(self) -> PageCounts:
+        """Pages by state."""
+        free, cached = len(self._free), len(self._cached)
+        return PageCounts(free=free, used=self.num_pages - free - cached, cached=cached)
+
+    def available(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    def can_allocate(self, count: int) -> bool:
+        """Whether `allocate(count)` would succeed."""
+        return count <= self.available()
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages, evicting cached ones where none is free. The caller is their only holder."""
+        if not self.can_allocate(count):
+            raise ValueError(f"{count} pages asked for, {self.available()} available; ask can_allocate first")
+        pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._holders[page] = 1
+            self._generation[page] += 1
+        return pages
+
+    def is_cached(self, page: int) -> bool:
+        """Whether the page has no holder but known content."""
+        return page in self._cached
+
+    def generation(self, page: int) -> int:
+        """How often the page was allocated; a writer that knows another number writes to a page it lost."""
+        return self._generation[page]
+
+    def match(self, hashes: Iterable[PageHash]) -> list[int]:
+        """The longest run of leading pages whose content is here, without taking them."""
+        found: list[int] = []
+        for page_hash in hashes:
+            page = self._page_of.get(page_hash)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def acquire(self, pages: Iterable[int]) -> None:
+        """Become one more holder of pages that are used or cached."""
+        for page in pages:
+            if self._holders[page] == 0:
+                del self._cached[page]
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Stop holding pages. Last pages of a sequence are given back first, so they are evicted first."""
+        for page in reversed(list(pages)):
+            if self._holders[page] <= 0:
+                raise ValueError(f"page {page} released more often than held")
+            self._holders[page] -= 1
+            if self._holders[page]:
+                continue
+            if page in self._hash_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def publish(self, page: int, page_hash: PageHash) -> None:
+        """Make a full page's content known. Where another page has the same content, that one stays known."""
+        if self._keep and page_hash not in self._page_of:
+            self._page_of[page_hash] = page
+            self._hash_of[page] = page_hash
+            self.ledger.add(page_hash)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Make the content of pages unknown, for it is wrong. Cached ones become free; holders keep theirs."""
+        for page in pages:
+            if page not in self._hash_of:
+                continue
+            self._forget_hash(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every page is in exactly one state and hashes are one to one."""
+        free, cached = set(self._free), set(self._cached)
+        used = {page for page, holders in enumerate(self._holders) if holders > 0}
+        assert len(free) == len(self._free), "a page is free twice"
+        assert not (free & cached or free & used or cached & used), "a page is in two states"
+        assert len(free) + len(used) + len(cached) == self.num_pages, "free + used + cached != total"
+        assert {h: p for p, h in self._hash_of.items()} == self._page_of, "hashes and pages disagree"
+        assert len(self.ledger) == len(self._page_of), "the ledger and the pages disagree"
+        assert cached <= self._hash_of.keys() and not (free & self._hash_of.keys()), "cached pages need a hash"
+
+    def _evict(self) -> int:
+        page, _ = self._cached.popitem(last=False)
+        self._forget_hash(page)
+        return page
+
+    def _forget_hash(self, page: int) -> None:
+        page_hash = self._hash_of.pop(page)
+        del self._page_of[page_hash]
+        self.ledger.remove(page_hash)

@@ -1,0 +1,1 @@
+"""A model: found, loaded, checked, probed, and its layers joined or replaced."""

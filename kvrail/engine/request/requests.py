@@ -1,0 +1,120 @@
+"""What the engine is asked for, and whether it can ever serve it."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrail.engine.kv.pages import PagePool
+from kvrail.errors import ContextLengthError, InvalidRequestError
+from kvrail.grammar import Grammar
+from kvrail.values.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What one of a request's sequences has come to in another engine. ended: nothing follows."""
+
+    token_ids: tuple[int, ...]
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to continue.
+
+    request_id: of this call alone. caller_id: by which its caller and other workers know it. client: who asks, as the
+    router names it. remote: another worker computes the prompt's KV, unless no more than local_tokens of it are
+    missing. prefill_only: draw the first tokens, compute nothing further. resumed: of each of the n sequences, what
+    another engine generated before; it is continued, and the prompt computed here. provisional: report drafts as they
+    are made, before they are verified. cache_space: pages are shared with requests of the same space only; those of a
+    codec that loses bits are kept apart by its name. grammar: params.grammar, compiled. scored: see Sequence; more than
+    0 where another engine has told so many log probabilities.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    remote: bool = False
+    local_tokens: int = 0
+    prefill_only: bool = False
+    resumed: tuple[Resumed, ...] = ()
+    provisional: bool = False
+    cache_space: str = ""
+    caller_id: str = ""
+    client: str = ""
+    grammar: Grammar | None = None
+    scored: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPages:
+    """Pages of a prefill-only request that a step completes: logical numbers first_page to end_page - 1."""
+
+    request_id: str
+    first_page: int
+    end_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What requests are checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+
+def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -> None:
+    """Raise InvalidRequestError or ContextLengthError where the request can never be served."""
+    prompt = request.prompt_ids
+    if request.params.grammar and request.grammar is None:
+        raise InvalidRequestError("the grammar was not compiled; compile it before the request is submitted")
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty; give at least one token", param="prompt")
+    _check_resumed(request.resumed, request.params)
+    tokens = itertools.chain(prompt, *(each.token_ids for each in request.resumed))
+    outside = [token for token in tokens if not 0 <= token < limits.vocab_size]
+    if outside:
+        raise InvalidRequestError(
+            f"token id {outside[0]} is outside the vocabulary of {limits.vocab_size}", param="prompt"
+        )
+    if not 0 <= request.scored < len(prompt):
+        raise InvalidRequestError(
+            f"{request.scored} tokens of a prompt of {len(prompt)} cannot be scored", param="scored_tokens"
+        )
+    for name in ("logit_bias", "stop_token_ids"):
+        unknown = [token for token in getattr(request.params, name) if not 0 <= token < limits.vocab_size]
+        if unknown:
+            raise InvalidRequestError(
+                f"{name} names token id {unknown[0]}; the vocabulary has {limits.vocab_size}", param=name
+            )
+    if len(prompt) >= limits.max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens; the model's context is {limits.max_model_len} tokens,"
+            " with room for at least one more; shorten the prompt",
+            param="prompt",
+        )
+    longest = min(len(prompt) + (0 if request.prefill_only else request.params.max_tokens), limits.max_model_len)
+    if -(-longest // pool.page_size) > pool.num_pages:
+        raise ContextLengthError(
+            f"prompt and max_tokens make up to {longest} tokens; this worker's KV cache holds"
+            f" {pool.num_pages * pool.page_size}; shorten the prompt or lower max_tokens",
+            param="max_tokens",
+        )
+
+
+def _check_resumed(resumed: Sequence[Resumed], params: SamplingParams) -> None:
+    if not resumed:
+        return
+    if len(resumed) != params.n or all(each.ended for each in resumed):
+        ended = sum(each.ended for each in resumed)
+        raise InvalidRequestError(
+            f"{len(resumed)} sequences, of which {ended} have ended, cannot be resumed with n {params.n}; give all n,"
+            " of which one goes on",
+            param="resumed",
+        )
+    longest = max(len(each.token_ids) for each in resumed if not each.ended)
+    if longest >= params.max_tokens:
+        raise InvalidRequestError(
+            f"{longest} tokens cannot be resumed with max_tokens {params.max_tokens}", param="resumed"
+        )

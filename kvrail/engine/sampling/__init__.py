@@ -1,0 +1,1 @@
+"""From logits to tokens: draws, noise, penalties, grammar masks, log probabilities."""

@@ -1,0 +1,107 @@
+"""From sampled tokens to output: when a sequence ends, and which text its tokens completed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrail.engine.batch.batch import SampledToken
+from kvrail.engine.request.events import Output
+from kvrail.engine.request.requests import ModelLimits
+from kvrail.engine.request.sequence import Sequence
+from kvrail.text import IncrementalDetokenizer, StopMatcher, Tokenizer
+from kvrail.values.sampling import FinishReason, SamplingParams, TokenLogprobs
+
+Ending = tuple[FinishReason | None, str]
+"""Why a sequence ends, if it does, and the stop string or token id that ended it, if one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """A token that belongs to a sequence; its text is not made yet.
+
+    count: the sequence's output tokens up to this one. ending: whether it ends the sequence.
+    """
+
+    token: SampledToken
+    count: int
+    ending: Ending
+
+
+def ending_of(sequence: Sequence, newest: int, length: int, limits: ModelLimits) -> Ending:
+    """Whether the token `newest` ends the sequence, if it is the last of `length` tokens."""
+    params, count = sequence.params, length - len(sequence.prompt_ids)
+    if count > params.min_tokens or not params.min_tokens:
+        if newest in params.stop_token_ids:
+            return FinishReason.STOP, str(newest)
+        if newest in limits.eos_token_ids and (params.grammar or not params.ignore_eos):
+            return FinishReason.STOP, ""
+    if count >= params.max_tokens or length >= limits.max_model_len:
+        return FinishReason.LENGTH, ""
+    return None, ""
+
+
+def ends_by_length(sequence: Sequence, limits: ModelLimits) -> bool:
+    """Whether the next token is the last, whatever it is."""
+    length = sequence.length() + 1
+    return length - len(sequence.prompt_ids) >= sequence.params.max_tokens or length >= limits.max_model_len
+
+
+def banned_tokens(params: SamplingParams, count: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens."""
+    if count >= params.min_tokens:
+        return ()
+    return (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
+
+
+class SequenceText:
+    """Text of one sequence as its tokens come, with stop strings cut out."""
+
+    def __init__(self, tokenizer: Tokenizer, sequence: Sequence) -> None:
+        params = sequence.params
+        self._sequence = sequence
+        self._detokenizer = IncrementalDetokenizer(tokenizer, sequence.prompt_ids, params.skip_special_tokens)
+        self._matcher = StopMatcher(params.stop, params.include_stop_in_output)
+
+    def push(
+        self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], count: int, ending: Ending
+    ) -> Output:
+        """The output that these tokens make, the last being number `count` of the sequence's output.
+
+        A stop string that they complete turns into the finish reason.
+        """
+        reason, stop_reason = ending
+        stopped_by_token = reason is FinishReason.STOP and not self._sequence.params.include_stop_in_output
+        text = self._detokenizer.push(token_ids[:-1] if stopped_by_token else token_ids)
+        if reason is not None:
+            text += self._detokenizer.flush()
+        if count <= self._sequence.params.min_tokens:
+            return self._output(token_ids, text, logprobs, reason, stop_reason)
+        found = self._matcher.push(text)
+        text = found.text_to_emit
+        if found.matched is not None:
+            return self._output(token_ids, text, logprobs, FinishReason.STOP, found.matched)
+        if reason is not None:
+            rest = self._matcher.flush()
+            text += rest.text_to_emit
+            if rest.matched is not None:
+                return self._output(token_ids, text, logprobs, FinishReason.STOP, rest.matched)
+        return self._output(token_ids, text, logprobs, reason, stop_reason)
+
+    def resume(self, token_ids: tuple[int, ...]) -> None:
+        """Take in output that another engine has said already; what it still held back comes with the next token.
+
+        As there, the text of the first min_tokens tokens is not searched for stop strings.
+        """
+        unsearched = token_ids[: self._sequence.params.min_tokens]
+        self.push(unsearched, (), len(unsearched), (None, ""))
+        if len(token_ids) > len(unsearched):
+            self.push(token_ids[len(unsearched) :], (), len(token_ids), (None, ""))
+
+    def _output(
+        self,
+        token_ids: Iterable[int],
+        text: str,
+        logprobs: tuple[TokenLogprobs, ...],
+        reason: FinishReason | None,
+        stop_reason: str,
+    ) -> Output:
+        return Output(self._sequence.index, tuple(token_ids), text, logprobs, reason, stop_reason)

@@ -1,0 +1,396 @@
+"""What to compute next. Decides over sequences and pages; knows no tensors and no clock.
+
+Each step has a budget of tokens. Sequences that decode come first, one token each, so that prefills never stall them;
+then drafts are verified, then made, one a sequence; chunks of prompts share what is left: half of it is the oldest
+prompt's, the rest goes to those that lack the fewest tokens. So short prompts do not wait for a long one, which gets on
+all the same. Beside other work chunks may get less than that: a step lasts as long as its chunks take, and who decodes
+waits for it. Sequences wait first come, first served: the head of the queue is never overtaken, so none starves. A
+request's sequences beyond its first leave an eighth of the places free, for which they are overtaken: one request of
+many sequences does not make others wait for their first token. Where a decoding sequence needs a page and none can be
+had, drafts give up theirs, youngest first. Where there are none, the youngest running sequence gives up its pages and
+goes back to the head of the queue; it computes its KV again, or finds it cached.
+"""
+
+from collections import deque
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.request.sequence import Sequence, Status
+from kvrail.engine.schedule.chunks import Limits, share
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sequence's part of a step: its next `count` tokens, those after the `start` first ones.
+
+    drafts: the list to which the step adds a draft; None where the step computes what counts. source: where the one
+    token is not known yet: which draw of the step before it is.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    drafts: list[int] | None = None
+    source: int | None = None
+
+
+class Scheduler:
+    """Queue, running set and pages of one engine."""
+
+    def __init__(self, pool: PagePool, limits: Limits) -> None:
+        self.pool = pool
+        self.limits = limits
+        self.preemptions = 0
+        self._waiting: deque[Sequence] = deque()
+        self._siblings: deque[Sequence] = deque()  # likewise; of requests whose first sequence was admitted
+        self._running: list[Sequence] = []  # oldest arrival first
+        self._receiving: list[Sequence] = []  # status RECEIVING or DRAFTING
+        self._dropped: list[tuple[Sequence, int]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no pages."""
+        return len(self._waiting) + len(self._siblings)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold pages: computing, or waiting for their KV to arrive."""
+        return len(self._running) + len(self._receiving)
+
+    @property
+    def num_receiving(self) -> int:
+        """Of these, sequences that only wait for their KV: no step computes anything of them."""
+        return sum(sequence.status is Status.RECEIVING for sequence in self._receiving)
+
+    @property
+    def awaits_next_step(self) -> bool:
+        """Whether KV is about to come: its request's first token is here, which leaves when the prompt is computed."""
+        return any(s.output_ids for s in self._receiving)
+
+    def has_work(self) -> bool:
+        """Whether `schedule` could return anything now."""
+        drafting = (s for s in self._receiving if s.status is Status.DRAFTING)
+        if self._running or any(self._has_room(s, s.length()) for s in drafting):
+            return True
+        return self._next() is not None
+
+    def can_wait(self) -> bool:
+        """Whether the queue has room for one more request."""
+        return len(self._waiting) < self.limits.max_waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; one that has run already comes first."""
+        queue = self._queue_of(sequence)
+        (queue.appendleft if sequence.solitary else queue.append)(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Give pages to waiting sequences, in order, as long as they fit. Returns those that were admitted."""
+        admitted: list[Sequence] = []
+        while (sequence := self._next()) is not None:
+            self._queue_of(sequence).popleft()
+            self._take_pages(sequence)
+            if self._awaits_kv(sequence, len(sequence.prompt_ids) - sequence.computed):
+                sequence.status = Status.RECEIVING
+                self._receiving.append(sequence)
+            else:
+                self._run(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def schedule(self) -> list[Work]:
+        """The next step's work, in the order of the module's docstring. Takes pages, may drop drafts and preempt."""
+        work = self._decodes()
+        budget = self.limits.max_batch_tokens - len(work)
+        for number, sequence in enumerate([s for s in self._running if s.drafts]):
+            if budget < sequence.to_compute() and (number or not budget):
+                break  # the next step begins with this one
+            if self._fit_drafts(sequence, budget):
+                work.append(Work(sequence, sequence.computed, sequence.to_compute()))
+                budget -= work[-1].count
+        for sequence in self._receiving:
+            if budget and sequence.status is Status.DRAFTING and self._extend(sequence, sequence.length()):
+                work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
+                budget -= 1
+        prompts = [(s, s.computed) for s in self._running if not s.is_decoding() and not s.drafts]
+        return work + self._chunks(prompts, self._chunk_tokens(self.limits.max_batch_tokens - budget))
+
+    def schedule_ahead(
+        self, current: Iterable[Work], rows: Mapping[Sequence, int], ending: Container[Sequence]
+    ) -> list[Work] | None:
+        """The work of the step behind `current`, which computes now; tokens that it draws come first, as sources.
+
+        rows: which of current's draws is a sequence's next token, or draft. ending: sequences that end with theirs, or
+        make no more drafts. None where the next step cannot be planned yet: drafts are to be verified, or pages are
+        short. Takes pages.
+        """
+        current = list(current)
+        made = {item.sequence: item.drafts for item in current if item.drafts is not None}
+        if any(s.drafts or s in made for s in self._running):
+            return None
+        after = {item.sequence: item.start + item.count for item in current}
+        alive = [s for s in self._running if s.status is Status.RUNNING and s not in ending]
+        work = [Work(s, after[s], 1, source=rows[s]) for s in alive if s in rows]
+        known = [s for s in alive if s not in rows and s.output_ids]
+        last = [
+            s for s in known if after.get(s, s.computed) == len(s.token_ids) - 1
+        ]  # drawn elsewhere, or just admitted
+        work += [Work(s, len(s.token_ids) - 1, 1) for s in last]
+        missing = sum(self._missing_pages(item.sequence, item.start + 1) for item in work)
+        if len(work) > self.limits.max_batch_tokens or not self.pool.can_allocate(missing):
+            return None
+        for item in work:
+            self._extend(item.sequence, item.start + 1)
+        for s in [s for s in self._receiving if s.status is Status.DRAFTING and s not in ending]:
+            continues = made.get(s) is s.drafts  # otherwise nothing is on its way that still counts
+            start = after[s] if continues else s.length() - 1
+            if len(work) < self.limits.max_batch_tokens and self._extend(s, start + 1):
+                work.append(Work(s, start, 1, s.drafts, rows[s] if continues else None))
+        work.sort(key=lambda item: item.source is None)
+        decoding = {item.sequence for item in work}
+        prompts = [(s, after.get(s, s.computed)) for s in alive if s not in decoding]
+        return work + self._chunks(prompts, self._chunk_tokens(len(work)))
+
+    def computed(self, work: Iterable[Work]) -> None:
+        """Note that a step's KV is in the pages; full pages become known to the prefix cache.
+
+        Called when the tokens that the step drew have been appended: what was computed from rejected drafts lies at or
+        behind the last of them and does not count.
+        """
+        for item in work:
+            sequence = item.sequence
+            if sequence.status is Status.RUNNING and item.drafts is None:
+                valid = len(sequence.token_ids) - bool(sequence.output_ids)
+                sequence.computed = min(item.start + item.count, valid)
+                self._forget_copied(sequence)
+                self._publish(sequence)
+                self._shrink(sequence, len(sequence.token_ids))
+
+    def hand_over(self, receiving: Sequence, heir: Sequence) -> None:
+        """Let `heir`, a sequence of the same prompt, await the KV instead; it takes over the pages."""
+        if heir is receiving:
+            return
+        self._receiving[self._receiving.index(receiving)] = heir
+        heir.status, receiving.status = Status.RECEIVING, Status.FINISHED
+        heir.page_table, receiving.page_table = receiving.page_table, []
+        heir.computed, heir.published, heir.borrowed = receiving.computed, receiving.published, receiving.borrowed
+
+    def received(self, sequence: Sequence) -> None:
+        """A transfer has filled the prompt's pages: the sequence runs; first, its drafts are verified."""
+        self._receiving.remove(sequence)
+        sequence.computed, sequence.borrowed = len(sequence.prompt_ids), True
+        self._publish(sequence)
+        self._run(sequence)
+
+    def draft(self, sequence: Sequence) -> None:
+        """The prompt's pages hold a coarse form of its KV: make drafts."""
+        sequence.status = Status.DRAFTING
+
+    def stop_drafting(self, sequence: Sequence) -> None:
+        """Make no more drafts; those that there are wait for the exact KV."""
+        sequence.status = Status.RECEIVING
+
+    def drop_drafts(self, sequence: Sequence) -> None:
+        """Forget the drafts and make no more."""
+        if sequence.status is Status.DRAFTING:
+            sequence.status = Status.RECEIVING
+        if sequence.drafts:
+            self._dropped.append((sequence, len(sequence.drafts)))
+        sequence.drafts = []  # another list: a step that computes now adds its draft to the old one
+
+    def take_dropped(self) -> list[tuple[Sequence, int]]:
+        """Sequences whose drafts were dropped since the last call, and how many drafts."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def compute_here(self, sequence: Sequence) -> None:
+        """A transfer failed for good: the prompt's missing KV is computed here, in the pages already held."""
+        self.drop_drafts(sequence)
+        self._receiving.remove(sequence)
+        sequence.remote = False
+        self._run(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and release its pages."""
+        for place in (self._running, self._receiving, self._waiting, self._siblings):
+            if sequence in place:
+                place.remove(sequence)
+        sequence.status = Status.FINISHED
+        self._release(sequence)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books are right."""
+        self.pool.check()
+        for sequence in [*self._running, *self._receiving]:
+            assert len(sequence.page_table) * self.pool.page_size >= sequence.computed, "KV without pages"
+        waiting = (*self._waiting, *self._siblings)
+        assert all(not sequence.page_table for sequence in waiting), "a waiting sequence holds pages"
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.page_size)
+
+    def _awaits_kv(self, sequence: Sequence, uncached: int) -> bool:
+        """Whether another worker is to send the KV of a prompt of which so many tokens are not cached here."""
+        return sequence.remote and not sequence.output_ids and uncached > sequence.local_tokens
+
+    def _usable_prefix(self, sequence: Sequence) -> tuple[list[int], int | None]:
+        """Cached leading pages; and, where these hold all but the last page, that one too if it is cached.
+
+        The last token is computed even so, since its logits are needed. Its KV goes to a page of the sequence's own,
+        into which the cached one is copied. Cached tokens have no logits: where these are wanted, they are computed.
+        """
+        whole = (len(sequence.token_ids) - 1) // self.pool.page_size
+        found = [] if sequence.solitary else self.pool.match(sequence.hashes(self.pool.page_size))
+        if sequence.scoring:
+            found = found[: sequence.scored // self.pool.page_size]
+        return found[:whole], found[whole] if len(found) > whole and not self._awaits_kv(sequence, 1) else None
+
+    def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
+        return self._waiting if sequence.leads else self._siblings
+
+    def _next(self) -> Sequence | None:
+        """The waiting sequence that comes first, where it can have its pages now."""
+        most = self.limits.max_running
+        places = (self._waiting, most), (self._siblings, most - most // 8)
+        heads = [queue[0] for queue, count in places if queue and self.num_running < count]
+        heads = [sequence for sequence in heads if sequence.leads or not self._is_begun(sequence)]
+        first = min(heads, key=lambda sequence: sequence.arrival, default=None)
+        return first if first is not None and self._fits(first, self._usable_prefix(first)[0]) else None
+
+    def _is_begun(self, sequence: Sequence) -> bool:
+        """Whether another sequence of the request computes their prompt, of which this one can have the end soon."""
+        others = (s for s in self._running if s.request_id == sequence.request_id)
+        return any(s.computed < len(s.prompt_ids) for s in others)
+
+    def _fits(self, sequence: Sequence, held: list[int]) -> bool:
+        """Whether a waiting sequence can have its pages while it holds these cached ones."""
+        shared = min(len(held), (len(sequence.token_ids) - 1) // self.pool.page_size)
+        fresh = self._pages_for(len(sequence.token_ids)) - shared
+        spare = sum(1 for s in self._running if s.is_decoding())  # each may need one more page at the next step
+        revived = sum(1 for page in held if self.pool.is_cached(page))  # these leave the evictable pages
+        return self.pool.can_allocate(fresh + revived + (spare if self.num_running else 0))
+
+    def _take_pages(self, sequence: Sequence) -> None:
+        hits, last = self._usable_prefix(sequence)
+        computed = len(hits) * self.pool.page_size
+        if last is not None and self._fits(sequence, [*hits, last]):
+            sequence.copied_page, computed = last, computed + self.pool.page_size
+        elif (page := self._sibling_page(sequence, len(hits))) is not None:
+            sequence.copied_page, computed = page, len(sequence.prompt_ids)
+        self.pool.acquire([*hits, *sequence.copied_pages])
+        fresh = self.pool.allocate(self._pages_for(len(sequence.token_ids)) - len(hits))
+        sequence.page_table = [*hits, *fresh]
+        sequence.computed = min(computed, len(sequence.token_ids) - 1)
+        sequence.published, sequence.borrowed = len(hits), computed > 0
+        if not sequence.output_ids:
+            sequence.cached_tokens = sequence.computed
+
+    def _sibling_page(self, sequence: Sequence, number: int) -> int | None:
+        """Page `number`, of another sequence of the request, where it holds the end of their prompt and is not full."""
+        begun, rest = divmod(len(sequence.prompt_ids), self.pool.page_size)
+        if number != begun or not rest or sequence.solitary:
+            return None
+        others = (s for s in self._running if s.request_id == sequence.request_id and s.copied_page is None)
+        return next((s.page_table[number] for s in others if s.computed >= len(s.prompt_ids)), None)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = Status.RUNNING
+        self._running.append(sequence)
+        self._running.sort(key=lambda s: s.arrival)
+
+    def _decodes(self) -> list[Work]:
+        """The newest token of every decoding sequence, as far as the budget goes."""
+        chosen: list[Sequence] = []
+        for sequence in [s for s in self._running if s.is_decoding()]:
+            if len(chosen) == self.limits.max_batch_tokens:
+                break
+            if sequence.status is Status.RUNNING and self._grow(sequence):
+                chosen.append(sequence)
+        # A later one may have preempted an earlier one.
+        return [Work(s, s.computed, 1) for s in chosen if s.status is Status.RUNNING]
+
+    def _chunk_tokens(self, others: int) -> int:
+        """Tokens of prompts in a step that computes so many others; whoever awaits KV is as much company."""
+        helping = any(sequence.remote for sequence in (*self._receiving, *self._running))
+        return self.limits.chunk_tokens(others, beside=bool(others or self._receiving), helping=helping)
+
+    def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
+        """Chunks of prompts in the order of the module's docstring; see chunks.share."""
+        counts = share(prompts, tokens, self.limits.prompt_rows, self.pool.page_size)
+        return [Work(*prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
+
+    def _missing_pages(self, sequence: Sequence, num_tokens: int) -> int:
+        return max(0, self._pages_for(num_tokens) - len(sequence.page_table))
+
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether there are pages for so many tokens and drafts without taking any from others."""
+        return self.pool.can_allocate(self._missing_pages(sequence, num_tokens))
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Take these pages; False where there are too few."""
+        if room := self._has_room(sequence, num_tokens):
+            sequence.page_table += self.pool.allocate(self._missing_pages(sequence, num_tokens))
+        return room
+
+    def _fit_drafts(self, sequence: Sequence, budget: int) -> bool:
+        """Keep as many drafts as pages and a budget of tokens allow; False where none are left to be verified."""
+        self._extend(sequence, sequence.length())
+        in_pages = len(sequence.page_table) * self.pool.page_size - len(sequence.token_ids)
+        room = min(in_pages, budget - sequence.to_compute() + len(sequence.drafts))
+        if room <= 0:
+            self.drop_drafts(sequence)
+        del sequence.drafts[max(room, 0) :]
+        return bool(sequence.drafts)
+
+    def _reclaim(self) -> bool:
+        """Take the youngest drafts' pages; False where no sequence that awaits KV holds more than the prompt's."""
+        for sequence in reversed(self._receiving):
+            if self._shrink(sequence, len(sequence.prompt_ids)):
+                self.drop_drafts(sequence)
+                return True
+        return False
+
+    def _shrink(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give back the pages behind those of `num_tokens` tokens; False where there are none."""
+        kept = self._pages_for(num_tokens)
+        if len(sequence.page_table) <= kept:
+            return False
+        self.pool.release(sequence.page_table[kept:])
+        sequence.page_table = sequence.page_table[:kept]
+        return True
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Make room for the sequence's next token, preempting younger ones; False where itself had to give way."""
+        while len(sequence.page_table) < self._pages_for(len(sequence.token_ids)):
+            if self.pool.can_allocate(1):
+                sequence.page_table += self.pool.allocate(1)
+            elif not self._reclaim():
+                self._preempt(victim := self._running[-1])
+                if victim is sequence:
+                    return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.drop_drafts(sequence)
+        self._running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = sequence.published = 0
+        sequence.status = Status.WAITING
+        self._queue_of(sequence).appendleft(sequence)
+        self.preemptions += 1
+
+    def _publish(self, sequence: Sequence) -> None:
+        full = sequence.computed // self.pool.page_size
+        hashes = sequence.hashes(self.pool.page_size)
+        for number in range(sequence.published, full):
+            self.pool.publish(sequence.page_table[number], hashes[number])
+        sequence.published = max(sequence.published, full)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._forget_copied(sequence)
+        self.pool.release(sequence.page_table)
+        sequence.page_table = []
+
+    def _forget_copied(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.copied_pages)
+        sequence.copied_page = None

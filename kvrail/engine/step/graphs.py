@@ -1,0 +1,257 @@
+"""Steps captured as CUDA graphs: a few launches replay the whole model, whatever the step's lengths.
+
+A graph replays fixed shapes over fixed addresses, so there is one for each of a few sizes, and the integers of a step
+are copied to where the graph reads them. Attention reads every length from there. Tokens that pad a step to its size
+store nothing and attend to nothing.
+
+There are two kinds. Steps in which each sequence has one new token are two graphs each, draws included; between the two
+the host can be told that the step nears its end. All others are captured for numbers of tokens, for any mix of chunks
+and decodes, as one graph for each group of layers: then the host can be told that the group's pages are under way.
+
+Beside transfers a launch's price is the interpreter's lock, which each call into torch gives away and wants back. So
+all that can be is captured.
+"""
+
+import gc
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kvrail.engine.attention.step import PagedStep
+from kvrail.engine.batch.batch import Extras, Feed
+from kvrail.engine.batch.inputs import StepInputs, take_fed
+from kvrail.engine.batch.packing import PackedStep
+from kvrail.engine.kv.cache import PagedCache
+from kvrail.engine.model.loader import LoadedModel
+from kvrail.engine.sampling.draw import DrawParams
+from kvrail.engine.schedule.late import LEFT
+from kvrail.engine.step.buffers import StepBuffer, StepSize, decode_size, mixed_size
+from kvrail.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+GROUPS = 12
+"""Groups of layers of a step: what is still to be sent behind the last one is a twelfth of the step's pages."""
+STEPS = 3
+"""That may be on the device at once, and one more."""
+VERIFIED_ROWS = 64
+"""Rows of logits beyond one a sequence, as many as one sequence's drafts. The head reads its weights in about the time
+in which it computes two hundred rows, so these cost little where nobody drafts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """One size.
+
+    graphs: in order, each with the last layer that it completes, or None. logits: float32, what they leave.
+    """
+
+    buffer: StepBuffer
+    graphs: list[tuple[torch.cuda.CUDAGraph, int | None]]
+    logits: torch.Tensor
+
+
+class StepGraphs:
+    """Captured steps of one model over one page pool. All sizes share one memory pool: only one runs at a time.
+
+    least: tokens to which every step is padded at least. extras: of the last step.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int, least: int = 0
+    ) -> None:
+        from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
+
+        self.extras = Extras()
+        self._loaded = loaded
+        self._cache = cache
+        self._near_ends: Any = itertools.cycle([torch.cuda.Event() for _ in range(STEPS)])  # type: ignore[no-untyped-call]
+        self._draws = torch.zeros(max(max_tokens, max_running), dtype=torch.int64, device=loaded.device)
+        self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
+        self._last_layer = len(loaded.layers) - 1
+        self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer a step nears its end
+        layout = cache.layout
+        width = min(layout.pages_for(loaded.max_model_len), cache.num_pages)
+        group = -(-len(loaded.layers) // GROUPS)
+        begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
+        gc.collect()
+        torch.cuda.empty_cache()
+        # The largest first: the others find their memory in what it took.
+        self._mixed = [
+            self._capture(
+                mixed_size(
+                    tokens,
+                    max_running,
+                    width,
+                    layout.num_kv_heads,
+                    max_running + VERIFIED_ROWS,
+                    queries_of_a_block(layout, loaded.dtype, tokens),
+                ),
+                {*range(group - 1, self._last_layer, group), self._last_layer},
+            )
+            for tokens in reversed(token_sizes(max(max_tokens, least)))
+        ][::-1]
+        self._decodes = [
+            self._capture(decode_size(rows, width, layout.num_kv_heads, least), {self._near_end})
+            for rows in reversed(batch_sizes(max_running))
+        ][::-1]
+        taken = free - torch.cuda.mem_get_info(loaded.device)[0]
+        logger.info(
+            "captured decode steps of up to %d sequences (%d sizes) and other steps of up to %d tokens (%d sizes, %d"
+            " graphs each) in %.1f s, %.0f MiB; not captured: steps that want more than %d rows of logits",
+            max_running,
+            len(self._decodes),
+            max_tokens,
+            len(self._mixed),
+            len(self._mixed[0].graphs),
+            perf_counter() - begin,
+            taken / (1 << 20),
+            self._mixed[-1].logits.shape[0],
+        )
+
+    def run(
+        self,
+        packed: PackedStep,
+        on_layer: Callable[[int], None] | None = None,
+        feed: Feed | None = None,
+        draws: Sequence[DrawParams] = (),
+    ) -> torch.Tensor | None:
+        """Replay `packed`: float32 logits [rows, vocab], valid until the next call; None where no size holds it.
+
+        on_layer, feed, draws: see ModelRunner.execute. So are `extras`.
+        """
+        self.extras = Extras()
+        step = self._size_for(packed, on_layer is not None)
+        if step is None or (feed is not None and len(feed.tokens) > len(self._draws)):
+            return None
+        if not self._copied.query():
+            self._copied.synchronize()  # the host arrays are free again once the last copy has read them
+        step.buffer.fill(packed, feed, draws)
+        step.buffer.send()
+        self._copied.record()
+        if feed is not None and feed.tokens.data_ptr() != self._draws.data_ptr():
+            self._draws[: len(feed.tokens)].copy_(feed.tokens)
+        near_end = None
+        for graph, layer in step.graphs:
+            graph.replay()
+            if layer is None:
+                break
+            if near_end is None and layer >= self._near_end:
+                near_end = next(self._near_ends)
+                near_end.record()
+            if on_layer is not None:
+                on_layer(layer)
+        drawn = self._draws[: len(draws)] if draws and step.buffer.size.draws else None
+        self.extras = Extras(drawn, near_end)
+        return step.logits[: len(packed.logit_rows)]
+
+    def _size_for(self, packed: PackedStep, grouped: bool) -> _Captured | None:
+        """The smallest size that holds a step; grouped: of those that tell of layers."""
+        tokens, rows = len(packed.token_ids), len(packed.logit_rows)
+        if not grouped and tokens == len(packed.plan) == rows:
+            return next((step for step in self._decodes if step.buffer.size.extents.rows >= tokens), None)
+        for step in self._mixed:
+            size = step.buffer.size
+            if size.extents.tokens >= tokens and size.logit_rows >= rows:
+                return step
+        return None
+
+    def _capture(self, size: StepSize, cuts: set[int]) -> _Captured:
+        """Run a step of padding, so that everything is compiled and allocated, then capture it.
+
+        cuts: layers behind which one graph ends and another begins; the last one has what comes behind the layers.
+        """
+        buffer = StepBuffer(size, self._loaded.device)
+        recorder = _Recorder(self._pool, self._stream)
+        try:
+            for _ in range(2):
+                self._compute(buffer, None)
+            torch.cuda.synchronize(self._loaded.device)
+            with recorder.recording():
+                logits = self._compute(buffer, lambda layer: recorder.cut(layer) if layer in cuts else None)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(f"steps cannot be captured ({error}); set cuda_graphs to false") from error
+        return _Captured(buffer, recorder.graphs, logits)
+
+    def _compute(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        """What is captured of a step: tokens that the step before drew, the model, draws."""
+        from kvrail.engine.sampling.sampling_kernels import launch_draw  # needs triton
+
+        take_fed(buffer.there.token_ids, self._draws, buffer.there.fed_rows)
+        logits = self._loaded.logits(self._inputs(buffer, on_layer))
+        if draws := buffer.size.draws:
+            launch_draw(logits[:draws], buffer.there.draws, self._draws[:draws])
+        return logits
+
+    def _inputs(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> StepInputs:
+        cache, there, size = self._cache, buffer.there, buffer.size
+        step = PagedStep(
+            cache.keys, cache.values, cache.key_scales, cache.value_scales, there.data, size.extents.plan(), on_layer
+        )
+        rows = there.logit_rows if size.logit_rows else 0
+        return StepInputs(there.token_ids, there.positions, rows, size.logit_rows or size.extents.tokens, step)
+
+
+class _Recorder:
+    """Captures what one thread enqueues as several graphs, one after the other.
+
+    Tensors may be made in one graph and used in later ones: as long as the code that is captured holds them, the pool
+    gives their memory to nobody else, and replays come in the same order.
+    """
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self.graphs: list[tuple[torch.cuda.CUDAGraph, int | None]] = []
+        self._pool = pool
+        self._stream = stream
+        self._open: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Capture the block; on an error the capture is ended, and its graphs are of no use."""
+        with torch.cuda.stream(self._stream):
+            self._begin()
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # the first error tells more
+                    if self._open is not None:
+                        self._open.capture_end()
+                raise
+            self._end(None)
+
+    def cut(self, layer: int) -> None:
+        """End one graph, behind `layer`, and begin the next."""
+        self._end(layer)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._open = torch.cuda.CUDAGraph()
+        self._open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self, layer: int | None) -> None:
+        graph, self._open = self._open, None
+        assert graph is not None
+        graph.capture_end()
+        self.graphs.append((graph, layer))
+
+
+def batch_sizes(max_running: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, 32, … and last `max_running`."""
+    small = [size for size in (1, 2, 4, 8) if size < max_running]
+    return [*small, *range(16, max_running, 8), max_running]
+
+
+def token_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens, and last `max_tokens`; for 512 tokens or more, never more than an eighth beyond a step's."""
+    sizes = [32, *range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, max_tokens, 256)]
+    return [*(size for size in sizes if size < max_tokens), max_tokens]

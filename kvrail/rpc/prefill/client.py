@@ -1,0 +1,92 @@
+"""Calls of a prefill worker: over gRPC, or to one that lives in the same event loop."""
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from kvrail.errors import DeadlineError, IncompatibleError, RequestCancelledError, WorkerUnavailableError
+from kvrail.rpc.errors import from_rpc_error
+from kvrail.rpc.prefill.call import Deliver, PrefillCall
+from kvrail.rpc.prefill.replies import PrefillReplies, Story, tell
+from kvrail.wire.v1 import prefill_pb2_grpc
+from kvrail.wire.v1.prefill_pb2 import PrefillRequest
+
+
+async def serve_prefill(context: grpc.aio.ServicerContext, story: Story) -> None:
+    """Answer one `Prefill.Prefill` call with a story; for a servicer's method under `maps_errors`."""
+    await tell(story, context.write)
+
+
+class PrefillClient(Protocol):
+    """Reaches one prefill worker."""
+
+    @property
+    def host(self) -> str:
+        """By which its gRPC port is reached; empty in one process."""
+        ...
+
+    def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
+        """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""
+        ...
+
+
+class GrpcPrefillClient:
+    """Calls a prefill worker over gRPC; `address`, host:port, names it in errors."""
+
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self._prefill = prefill_pb2_grpc.PrefillStub(channel).Prefill  # type: ignore[no-untyped-call]
+        self._peer = f"prefill worker {address}"
+        self._host = address.rpartition(":")[0].strip("[]")
+
+    @property
+    def host(self) -> str:
+        """By which the worker is reached."""
+        return self._host
+
+    def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
+        """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""
+        return PrefillCall(functools.partial(self._feed, request, timeout_s))
+
+    async def _feed(self, request: PrefillRequest, timeout_s: float | None, deliver: Deliver) -> None:
+        call = self._prefill(request, timeout=timeout_s)
+        try:
+            async for reply in call:
+                if reply is None:  # what gRPC makes of bytes that it cannot read
+                    raise IncompatibleError(f"{self._peer} sent a reply that is no message of this protocol version")
+                await deliver(reply)
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error, peer=self._peer)
+            if isinstance(failure, RequestCancelledError):  # not by this end, which would have raised CancelledError
+                failure = WorkerUnavailableError(f"{self._peer} cancelled the call: {failure}")
+            raise failure from error
+        finally:
+            call.cancel()
+
+
+Handler = Callable[[PrefillRequest, PrefillReplies], Coroutine[Any, Any, None]]
+"""What a prefill worker does with one request."""
+
+
+class InprocPrefillClient:
+    """Calls a prefill worker that lives in this event loop."""
+
+    host = ""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def prefill(self, request: PrefillRequest, *, timeout_s: float | None = None) -> PrefillCall:
+        """Begin a call; it opens at the event loop's next turn. Past `timeout_s` it ends with DeadlineError."""
+
+        async def feed(deliver: Deliver) -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await tell(lambda replies: self._handler(request, replies), deliver)
+            except TimeoutError as error:
+                raise DeadlineError(f"the prefill call's {timeout_s} s are over") from error
+
+        return PrefillCall(feed)

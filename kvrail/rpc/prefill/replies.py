@@ -1,0 +1,168 @@
+"""The prefill worker's end of one prefill call: what it says, in order."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvrail.errors import FrameError, KvrailError, TransferAbortedError, WorkerUnavailableError, reason_of
+from kvrail.rpc.prefill.call import Deliver
+from kvrail.rpc.signal import Signal
+from kvrail.runtime.waiting import settled
+from kvrail.transport.base import Announcement
+from kvrail.wire.v1.common_pb2 import Span
+from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, Heartbeat, PrefillReply, TransferDone
+
+log = logging.getLogger(__name__)
+
+TAKEN_WITHIN_S = 60.0
+"""A receiver that takes no reply for so long is given up: pages wait for it."""
+
+
+class PrefillReplies:
+    """What a prefill worker answers to one call. Belongs to one event loop.
+
+    Replies are small, and frames are announced as they leave, so nothing here waits but `commit`.
+    """
+
+    def __init__(self) -> None:
+        self._replies: deque[PrefillReply] = deque()
+        self._frame_count = 0
+        self._payload_bytes = 0
+        self._committed = False
+        self._finished = False
+        self._failure: Exception | None = None
+        self._changed = Signal()
+
+    def accept(self, accepted: Accepted) -> None:
+        """Answer the handshake; always the first reply."""
+        self._put(PrefillReply(accepted=accepted))
+
+    def heartbeat(self) -> None:
+        """Say that the call is alive, though there is nothing to tell yet."""
+        self._put(PrefillReply(heartbeat=Heartbeat()))
+
+    def first_token(self, first_token: FirstToken) -> None:
+        """Send the first token."""
+        self._put(PrefillReply(first_token=first_token))
+
+    def announce(self, announcement: Announcement) -> None:
+        """Say that a frame's payload leaves now. Raises TransferAbortedError once either end gave up."""
+        self._put(
+            PrefillReply(
+                announced=FrameAnnounced(
+                    head=announcement.head,
+                    payload_bytes=announcement.payload_bytes,
+                    on_device=announcement.on_device,
+                )
+            )
+        )
+        self._frame_count += 1
+        self._payload_bytes += announcement.payload_bytes
+
+    async def commit(self, spans: Sequence[Span] = ()) -> None:
+        """Say that every frame has left, and tell of `spans`; returns once all replies have.
+
+        Raises TransferAbortedError where the receiver gives up before that.
+        """
+        done = TransferDone(frame_count=self._frame_count, payload_bytes=self._payload_bytes, spans=spans)
+        self._put(PrefillReply(done=done))
+        self._committed = True
+        while not self._finished:
+            await self._changed.wait()
+            if self._failure is not None and not self._finished:
+                raise self._aborted()
+
+    def close(self, failure: Exception) -> None:
+        """End the call with an error, for both ends; the first one stays."""
+        if self._failure is None and not self._finished:
+            self._failure = failure
+            self._replies.clear()
+        self._changed.wake()
+
+    async def take(self) -> PrefillReply:
+        """Take what goes out next. Raises what `close` was given."""
+        while self._failure is None:
+            if self._replies:
+                return self._replies.popleft()
+            await self._changed.wait()
+        raise self._failure
+
+    def finish(self) -> None:
+        """Note that the end has left; `commit` returns."""
+        self._finished = True
+        self._changed.wake()
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the call early, if anything did."""
+        return self._failure
+
+    @property
+    def finished(self) -> bool:
+        """Whether the end has left."""
+        return self._finished
+
+    def _put(self, reply: PrefillReply) -> None:
+        if self._failure is not None:
+            raise self._aborted()
+        if self._committed:
+            raise FrameError("a reply follows the commit; commit last")
+        self._replies.append(reply)
+        self._changed.wake()
+
+    def _aborted(self) -> TransferAbortedError:
+        """Make the sender's view of a failure."""
+        assert self._failure is not None
+        if isinstance(self._failure, TransferAbortedError):
+            return self._failure
+        return TransferAbortedError(f"the transfer ended early: {reason_of(self._failure)}")
+
+
+Story = Callable[[PrefillReplies], Coroutine[Any, Any, None]]
+"""What a prefill worker does for one call: answers through its argument and commits, or raises."""
+
+
+def _ending(task: asyncio.Task[None]) -> Exception:
+    """Why nothing follows once the story has ended; a committed one never asks."""
+    if task.cancelled():
+        return WorkerUnavailableError("the prefill worker stopped during a call")
+    error = task.exception()
+    return error if isinstance(error, Exception) else KvrailError("the prefill worker ended a call without a commit")
+
+
+async def tell(story: Story, deliver: Deliver) -> None:
+    """Run a story and deliver its replies until the last one. When this returns or raises, the story has ended.
+
+    Where `deliver` raises or this is cancelled, the receiver is gone: the story is cancelled, and whatever else still
+    uses its replies gets TransferAbortedError. Raises what the story raises, WorkerUnavailableError where someone else
+    cancels it, KvrailError where it ends without a commit, TransferAbortedError where the receiver takes no replies.
+    """
+    replies = PrefillReplies()
+    task = asyncio.create_task(story(replies), name="prefill story")
+    task.add_done_callback(lambda task: replies.close(_ending(task)))
+    try:
+        done = False
+        while not done:
+            reply = await replies.take()
+            done = reply.HasField("done")
+            try:
+                async with asyncio.timeout(TAKEN_WITHIN_S):
+                    await deliver(reply)
+            except TimeoutError:
+                raise TransferAbortedError(f"the receiver took no reply for {TAKEN_WITHIN_S:g} s") from None
+            except asyncio.CancelledError:
+                if done:  # it may have left: who goes now has it, or does not want it any more
+                    replies.finish()
+                raise
+        replies.finish()
+        await asyncio.wait((task,))
+    finally:
+        if not replies.finished:  # else the story ends by itself, even where the receiver leaves before
+            replies.close(TransferAbortedError("the receiver went away"))
+            task.cancel()
+        await settled(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception) and not isinstance(error, KvrailError) and error is not replies.failure:
+            log.error("a prefill story failed after its call had ended", exc_info=error)

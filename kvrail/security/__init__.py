@@ -1,0 +1,1 @@
+"""Certificates of calls between services, and the file of API keys."""

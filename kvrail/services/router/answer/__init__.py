@@ -1,0 +1,1 @@
+"""One request from admission to its answer, whole or as a stream of events."""

@@ -1,0 +1,78 @@
+"""Who is let in: a bound on what runs or waits at once, and none once the server is asked to stop."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvrail.errors import OverloadedError, WorkerUnavailableError
+from kvrail.runtime.queueing import fair
+from kvrail.services.router.generate.rates import Pace
+
+
+class Admission:
+    """Counts what is here: a request once for each of its sequences, /tokenize and /detokenize once.
+
+    share: of the limit, that one client leaves to others. pace: says when somebody who is refused may come again.
+    """
+
+    def __init__(self, limit: int, share: float, pace: Pace) -> None:
+        self._limit = limit
+        self._share = share
+        self._pace = pace
+        self._active = 0
+        self._held: Counter[str] = Counter()
+        self._cancels: set[Callable[[], None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self.most = max((n for n in range(1, limit + 1) if fair(0, n, limit, share)), default=0)
+        """Sequences that a client can have here at once."""
+
+    @property
+    def active(self) -> int:
+        """Sequences that are here now."""
+        return self._active
+
+    def check_open(self) -> None:
+        """Raise WorkerUnavailableError once draining."""
+        if self.draining:
+            raise WorkerUnavailableError("the server is shutting down; retry")
+
+    @contextmanager
+    def admitted(self, sequences: int, client: str, cancel: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Hold room for a client's `sequences`; `cancel` ends the request's work when the grace period is over.
+
+        Raises OverloadedError where there is no room, WorkerUnavailableError once draining.
+        """
+        self.check_open()
+        held = self._held.get(client, 0)
+        if not fair(held, sequences, self._limit - self._active, self._share):
+            raise OverloadedError(
+                f"{self._active} sequences of at most {self._limit} are here already, {held} of them this client's, and"
+                f" {self._share:.0%} of the room are kept for others; {sequences} more do not fit; retry",
+                retry_after=self._pace.retry_after(sequences),
+            )
+        self._active += sequences
+        self._held[client] += sequences
+        self._cancels.add(cancel)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._cancels.discard(cancel)
+            self._active -= sequences
+            self._held[client] -= sequences
+            if not self._held[client]:
+                del self._held[client]
+            if self._active == 0:
+                self._idle.set()
+
+    async def drained(self) -> None:
+        """Wait until nothing runs."""
+        await self._idle.wait()
+
+    def cancel_all(self) -> None:
+        """End everything that runs; each client gets an error."""
+        for cancel in list(self._cancels):
+            cancel()

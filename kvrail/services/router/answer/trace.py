@@ -1,0 +1,78 @@
+"""What the router tells a collector of one request: the whole of it, and its own parts."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+from kvrail.services.router.generate.generation import Generation
+from kvrail.services.router.schema import Request
+from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.tracing import Attribute, Hop, Tracing
+
+Operation = Literal["chat", "text_completion"]
+"""Words of OpenTelemetry's conventions for generative AI, from which the attributes' names are too."""
+PARTS = {"turn": "queue", "respond": "respond"}
+
+
+class RequestTrace:
+    """One request as the router sees it."""
+
+    def __init__(self, hop: Hop, timeline: Timeline) -> None:
+        self._hop = hop
+        self._timeline = timeline
+
+    @classmethod
+    def begin(
+        cls,
+        tracing: Tracing,
+        operation: Operation,
+        request: Request,
+        model: str,
+        headers: Mapping[str, str],
+        request_id: str,
+        timeline: Timeline,
+    ) -> "RequestTrace | None":
+        """None where nobody wants to see it; headers: the client's."""
+        attributes: dict[str, Attribute] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "kvrail",
+            "gen_ai.request.model": model,
+            "gen_ai.request.stream": bool(request.stream),
+            "gen_ai.request.choice.count": request.n or 1,
+            "kvrail.request_id": request_id,
+        }
+        for name in ("max_tokens", "temperature", "top_p", "seed"):
+            if (value := getattr(request, name, None)) is not None:
+                attributes[f"gen_ai.request.{name}"] = value
+        hop = tracing.hop(f"{operation} {model}", headers, timeline, attributes)
+        return cls(hop, timeline) if hop.recorded else None
+
+    @property
+    def context(self) -> Mapping[str, str]:
+        """What decode workers are given."""
+        return self._hop.context
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Tell how long what is inside takes."""
+        begin = self._timeline.elapsed()
+        try:
+            yield
+        finally:
+            self._hop.child(name, begin, self._timeline.elapsed())
+
+    def end(self, outcome: str, generation: Generation | None, completion_tokens: int) -> None:
+        """The request has ended so; generation: None where it did not come to that."""
+        self._hop.parts(PARTS)
+        attributes: dict[str, Attribute] = {"kvrail.outcome": outcome}
+        if generation is not None:
+            attributes |= {
+                "gen_ai.usage.input_tokens": generation.plan.prompt_tokens,
+                "gen_ai.usage.output_tokens": completion_tokens,
+                "gen_ai.response.model": generation.model,
+                "kvrail.cached_tokens": sum(summary.cached_tokens for summary in generation.summaries),
+            }
+        ended_well = outcome in ("stop", "length")
+        if ended_well:
+            attributes["gen_ai.response.finish_reasons"] = (outcome,)
+        self._hop.end(attributes, "" if ended_well else outcome, self._timeline.get(Stage.RESPONDED))

@@ -1,0 +1,1 @@
+"""The workers: discovered, watched, compared, and chosen for each request."""

@@ -1,0 +1,58 @@
+"""What the router's metrics and its service discovery say of the workers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvrail.services.router.fleet.policy import WorkerState
+from kvrail.services.router.fleet.worker import Worker
+from kvrail.services.router.fleet.workers import WorkerPool
+from kvrail.telemetry.router import RouterMetrics
+
+
+def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
+    """Bring the gauges of the workers, and of all decode workers together, up to date; called when metrics are read."""
+    for worker in (*pool.workers, *pool.leaving.values()):
+        metrics.show_worker(
+            worker.role,
+            worker.target,
+            state=worker.state,
+            states=list(WorkerState),
+            requests=worker.requests,
+            backlog=worker.backlog,
+        )
+    answers = [each.answer for each in pool.decode.values() if each.answer and each.state is WorkerState.HEALTHY]
+    metrics.cluster_waiting.set(metrics.queue_length.value + sum(answer.waiting for answer in answers))
+    metrics.cluster_running.set(sum(answer.running for answer in answers))
+    pages = sum(answer.pages_total for answer in answers)
+    used = pages - sum(answer.pages_free + answer.pages_cached for answer in answers)
+    metrics.cluster_kv_usage.set(used / pages if pages else 0.0)
+    metrics.show_cache(pool.page_size, pages)
+
+
+def scrape_targets(
+    pool: WorkerPool, router: str, *, vllm: bool, router_tls: bool, workers_tls: bool
+) -> list[dict[str, Any]]:
+    """Who has metrics, in the form of Prometheus's HTTP service discovery.
+
+    router: this router's host:port as whoever asks has it. vllm: for vLLM's names, which prefill workers do not have;
+    all targets are then one instance, since vLLM's dashboards look for requests where engines are. router_tls,
+    workers_tls: whose metrics are behind TLS.
+    """
+
+    def group(address: str, tls: bool, labels: dict[str, str]) -> dict[str, Any]:
+        common = {"__metrics_path__": "/metrics/vllm", "instance": router} if vllm else {}
+        scheme = {"__scheme__": "https"} if tls else {}
+        return {"targets": [address], "labels": common | scheme | labels}
+
+    found = [group(router, router_tls, {"service": "router"})]
+    for worker, address in _addresses(pool):
+        if not (vllm and worker.role == "prefill"):
+            found.append(group(address, workers_tls, {"service": worker.role, "worker": worker.target}))
+    return found
+
+
+def _addresses(pool: WorkerPool) -> Iterator[tuple[Worker, str]]:
+    """Where the metrics are of each worker that has said so: on its own host, at a port that it tells."""
+    for worker in pool.workers:
+        if worker.answer is not None and worker.answer.metrics_port:
+            yield worker, f"{worker.target.rpartition(':')[0]}:{worker.answer.metrics_port}"

@@ -1,0 +1,295 @@
+"""The router's view of its workers: one task each asks for load and identity; the policy's decisions read it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from kvrail.config.settings import RouterSettings
+from kvrail.errors import WorkerUnavailableError
+from kvrail.security.tls import Tls
+from kvrail.services.router.fleet.compatibility import (
+    Identity,
+    choose_fingerprint,
+    codec_mismatch,
+    incompatibility,
+    page_mismatch,
+)
+from kvrail.services.router.fleet.discovery import Discovery
+from kvrail.services.router.fleet.policy import POLICIES, Ask, Candidate, WorkerState, able
+from kvrail.services.router.fleet.worker import NOT_ASKED, DecodeWorker, PrefillWorker, Worker
+from kvrail.services.router.plan.translate import Limits
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.wire import PROTOCOL_VERSION
+
+log = logging.getLogger("kvrail.router.workers")
+
+GIVEN_UP_S = 12.0
+"""A decode worker that says nothing for so long has hung: what runs there goes on elsewhere."""
+STARTUP_GRACE_S = 30.0
+"""How long a router that has just started looks for workers before it does without those that never answered."""
+STARTS_WITHIN_S = 600.0
+"""For so long a worker that has never answered is said to start; large models take minutes to load. Then it is down."""
+STARTUP_WAIT_S = 2.0
+"""How long a request waits for that at most: it comes when the router has been up for an instant."""
+KEPT_S = 60.0
+"""A worker whose name does not resolve any more stays for as long as it answers, and so much longer."""
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class WorkerPool:
+    """All workers that the settings name, by address or by a DNS name. Start and close it inside the event loop.
+
+    decode, prefill: the present ones, by host:port. leaving: those that finish what they have, by role and host:port.
+    """
+
+    def __init__(self, settings: RouterSettings, metrics: RouterMetrics, tls: Tls | None = None) -> None:
+        self._model = settings.model_name
+        self._interval = settings.status_interval_s
+        self._metrics = metrics
+        self._tls = tls
+        self.decode: dict[str, DecodeWorker] = {}
+        self.prefill: dict[str, PrefillWorker] = {}
+        self.leaving: dict[tuple[str, str], Worker] = {}
+        self._decode_names = Discovery("decode", settings.decode_workers, settings.dns_interval_s, self._gather)
+        self._prefill_names = Discovery("prefill", settings.prefill_workers, settings.dns_interval_s, self._gather)
+        self.fingerprint = ""
+        self.on_change: Callable[[], object] = lambda: None
+        self.policy = POLICIES[settings.policy]
+        self._watches: dict[Worker, asyncio.Task[None]] = {}
+        self._settled, self._met = asyncio.Event(), asyncio.Event()
+        self._decode_heard = False  # ever
+        self._grace: asyncio.TimerHandle | None = None
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Decode workers, then prefill workers; none that leaves."""
+        return [*self.decode.values(), *self.prefill.values()]
+
+    def start(self) -> None:
+        """Begin to watch; returns at once, whether or not any worker is up."""
+        self._grace = asyncio.get_running_loop().call_later(STARTUP_GRACE_S, self._settled.set)
+        self._gather()
+        self._decode_names.start()
+        self._prefill_names.start()
+
+    async def close(self) -> None:
+        """Stop watching and close the channels, which ends what still runs on them."""
+        if self._grace is not None:
+            self._grace.cancel()
+        await self._decode_names.close()
+        await self._prefill_names.close()
+        for task in self._watches.values():
+            task.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        for worker in [*self.workers, *self.leaving.values()]:
+            await worker.close()
+
+    def _gather(self) -> None:
+        """Let those workers join that there are now, and those leave that there are not."""
+        before = set(self.workers)
+        self.decode = self._present(self._decode_names, self.decode, DecodeWorker)
+        self.prefill = self._present(self._prefill_names, self.prefill, PrefillWorker)
+        for worker in before.difference(self.workers):
+            log.info("%s worker %s leaves, with %d requests to finish", worker.role, worker.target, worker.requests)
+            worker.leaving = True
+            self.leaving[worker.role, worker.target] = worker
+        self.reconsider()
+
+    def _present(self, names: Discovery, known: Mapping[str, W], make: Callable[[str, Tls | None], W]) -> dict[str, W]:
+        """Workers of one role that there are now, of which some were known."""
+        names.forget([target for target, worker in known.items() if worker.silent_s > KEPT_S])
+        return {target: known.get(target) or self._join(names.role, target, make) for target in names.targets}
+
+    def _join(self, role: str, target: str, make: Callable[[str, Tls | None], W]) -> W:
+        if (back := self.leaving.pop((role, target), None)) is not None:
+            back.leaving = False
+            return cast(W, back)
+        worker = make(target, self._tls)
+        self._metrics.worker_up(role, target, False)
+        self._watches[worker] = asyncio.create_task(self._watch(worker), name=f"watch {target}")
+        return worker
+
+    async def _watch(self, worker: Worker) -> None:
+        while not worker.leaving or worker.requests:
+            await worker.ask()
+            self.reconsider()
+            if isinstance(worker, DecodeWorker) and worker.silent_s > GIVEN_UP_S:
+                worker.client.give_up(f"decode worker {worker.target} has said nothing for {worker.silent_s:.0f} s")
+            await asyncio.sleep(self._interval)
+        log.info("%s worker %s has left", worker.role, worker.target)
+        del self.leaving[worker.role, worker.target], self._watches[worker]
+        self._metrics.worker_gone(worker.role, worker.target)
+        await worker.close()
+
+    def reconsider(self) -> None:
+        """Decide anew which workers can get requests."""
+        self.fingerprint = choose_fingerprint(
+            self.fingerprint, self._fingerprints(self.decode.values()), self._fingerprints(self.prefill.values())
+        )
+        for worker in [*self.workers, *self.leaving.values()]:
+            state, detail = self._judge(worker)
+            if state is not worker.state or detail != worker.detail:
+                self._announce(worker, state, detail)
+        self._decode_heard = self._decode_heard or any(worker.heard for worker in self.decode.values())
+        if self._decode_names.found and self._prefill_names.found and all(worker.heard for worker in self.workers):
+            self._settled.set()
+        if self.healthy or not self.meeting:
+            self._met.set()
+        else:
+            self._met.clear()
+        self.on_change()
+
+    def _fingerprints(self, workers: Iterable[Worker]) -> list[str]:
+        """What those of `workers` that answer have loaded."""
+        answers = [worker.answer for worker in workers if worker.answer is not None]
+        return [answer.model.fingerprint for answer in answers if answer.model.name == self._model]
+
+    def _judge(self, worker: Worker) -> tuple[WorkerState, str]:
+        """A worker's state and why."""
+        answer = worker.answer
+        if answer is None:
+            if not worker.failure:
+                return worker.state, worker.detail
+            early = not worker.heard and worker.silent_s < STARTS_WITHIN_S
+            return WorkerState.STARTING if early else WorkerState.DOWN, worker.failure
+        if worker.leaving:
+            return WorkerState.DRAINING, "no DNS name has its address any more; finishes what it has"
+        if twin := self._twin(worker):
+            return WorkerState.DUPLICATE, f"is the worker at {twin.target}"
+        why = incompatibility(
+            Identity(answer.model.name, answer.model.fingerprint, answer.protocol_version),
+            model=self._model,
+            fingerprint=self.fingerprint,
+            protocol_version=PROTOCOL_VERSION,
+        )
+        if not why and worker.role == "prefill":
+            takers = [decode.answer for decode in self.decode.values() if decode.answer is not None]
+            why = page_mismatch(answer.layout, [taker.layout for taker in takers])
+            why = why or codec_mismatch(answer.codec_parameters, [taker.codec_parameters for taker in takers])
+        if why:
+            return WorkerState.INCOMPATIBLE, why
+        if answer.draining:
+            return WorkerState.DRAINING, "finishes what it has"
+        if not worker.breaker.allows:
+            return WorkerState.FAILING, f"failed {worker.breaker.failures} requests in a row; one at a time tries again"
+        return WorkerState.HEALTHY, ""
+
+    def _twin(self, worker: Worker) -> Worker | None:
+        """The worker before this one that is the same process: a host may have addresses of both families."""
+        for each in self.workers:
+            if each is worker:
+                return None
+            if each.role == worker.role and each.answer is not None and each.instance == worker.instance != 0:
+                return each
+        return None
+
+    def _announce(self, worker: Worker, state: WorkerState, detail: str) -> None:
+        if state is WorkerState.STARTING:
+            if worker.detail == NOT_ASKED:
+                log.info("waiting for %s worker %s", worker.role, worker.target)
+        elif state is not worker.state:
+            level = logging.ERROR if state is WorkerState.INCOMPATIBLE else logging.INFO
+            level = logging.WARNING if state is WorkerState.DOWN else level
+            log.log(level, "%s worker %s is %s: %s", worker.role, worker.target, state, detail or "takes requests")
+        if state is not worker.state:
+            self._metrics.worker_up(worker.role, worker.target, state is WorkerState.HEALTHY)
+        worker.state, worker.detail = state, detail
+
+    @property
+    def healthy(self) -> bool:
+        """Whether any decode worker takes requests."""
+        return any(worker.state is WorkerState.HEALTHY for worker in self.decode.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all workers take requests, as far as is known."""
+        usual = (WorkerState.HEALTHY, WorkerState.DUPLICATE)
+        return not self.unresolved and all(worker.state in usual for worker in self.workers)
+
+    @property
+    def unresolved(self) -> dict[str, str]:
+        """DNS names of workers that do not resolve now, as they are written in the settings: why."""
+        return self._decode_names.failures | self._prefill_names.failures
+
+    def describe(self, role: str) -> dict[str, Any]:
+        """The workers' entries in /health, those that leave included."""
+        leaving = [worker for (theirs, _), worker in self.leaving.items() if theirs == role]
+        present = [worker for worker in self.workers if worker.role == role]
+        return {worker.target: worker.describe() for worker in [*leaving, *present]}
+
+    def names(self) -> dict[str, Any]:
+        """The DNS names' entries in /health."""
+        return self._decode_names.describe() | self._prefill_names.describe()
+
+    @property
+    def starting(self) -> bool:
+        """Whether workers are still to be found: not each has answered once, unless the grace for that is over.
+
+        Without any decode worker ever, it starts for as long as that takes.
+        """
+        return not self._settled.is_set() or not self._decode_heard
+
+    @property
+    def meeting(self) -> bool:
+        """Whether a decode worker has just joined, and may say at any moment that it takes requests."""
+        return any(worker.answer is None and not worker.failure for worker in self.decode.values())
+
+    async def settle(self) -> None:
+        """Wait a little while workers are still to be found; then a request goes the way that there is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STARTUP_WAIT_S):
+                await self._settled.wait()
+                await self._met.wait()
+
+    def healthy_decode(self) -> list[DecodeWorker]:
+        """Decode workers that take requests, the best first for a request of which nothing is known."""
+        return [self.decode[placement.target] for placement in self.policy.order(Ask(1), self.candidates()[0])]
+
+    def unavailable(self) -> WorkerUnavailableError:
+        """Why no decode worker takes requests."""
+        states = [f"{worker.target} is {worker.state}" for worker in self.decode.values()]
+        states += [f"{name} {failure}" for name, failure in self._decode_names.failures.items()]
+        return WorkerUnavailableError(f"no decode worker takes requests now ({', '.join(states)}); retry, or start one")
+
+    def candidates(self) -> tuple[list[Candidate], list[Candidate]]:
+        """Decode and prefill workers as the policy sees them."""
+        prefill = [worker.candidate() for worker in self.prefill.values()]
+        alone = not able(prefill)
+        return [worker.candidate(computes=alone) for worker in self.decode.values()], prefill
+
+    def places(self, n: int) -> int:
+        """Of a prompt's n sequences those that are computed at once wherever it goes; n where no worker is there."""
+        return min((each.load.places(n) for each in able(self.candidates()[0])), default=n)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page on the decode workers; 0: not known."""
+        return next((w.answer.layout.page_size for w in self.decode.values() if w.answer is not None), 0)
+
+    def begin(self, worker: Worker) -> float:
+        """A request goes to `worker`; gives what its breaker is told of it."""
+        began = worker.breaker.begin()
+        if not worker.breaker.closed:
+            self.reconsider()  # this one tries; nobody else does
+        return began
+
+    def limits(self) -> Limits:
+        """What holds on every decode worker that takes requests; raises WorkerUnavailableError where there is none."""
+        answers = [worker.answer for worker in self.healthy_decode() if worker.answer is not None]
+        if not answers:
+            raise self.unavailable()
+        return Limits(
+            context=min(answer.model.max_model_len for answer in answers),
+            vocabulary=min(answer.model.vocab_size for answer in answers),
+            codecs=frozenset[str].intersection(*(frozenset(answer.codecs) for answer in answers)),
+            withheld_codecs=frozenset[str]().union(*(answer.withheld_codecs for answer in answers)),
+        )
+
+    def lost(self, worker: Worker, reason: str) -> None:
+        """Take `worker` out until it answers again."""
+        worker.lost(reason)
+        self.reconsider()

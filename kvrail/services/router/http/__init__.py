@@ -1,0 +1,1 @@
+"""The HTTP door: connections, middleware, bodies, keys and quotas, routes, the OpenAPI document."""

@@ -1,0 +1,272 @@
+"""The paths of the HTTP API."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from kvrail import __version__
+from kvrail.errors import InvalidRequestError, KvrailError
+from kvrail.services.router import errors
+from kvrail.services.router.answer.leaving import while_here
+from kvrail.services.router.answer.service import RouterService
+from kvrail.services.router.errors import UNAVAILABLE_RETRY_S
+from kvrail.services.router.fleet.fleet import scrape_targets
+from kvrail.services.router.http.bodies import JsonRoute
+from kvrail.services.router.http.openapi import (
+    ASKED,
+    CHUNKS,
+    GENERATING,
+    MESSAGES,
+    READING,
+    TEXTS,
+    named_events,
+    whole_or_stream,
+)
+from kvrail.services.router.http.shapes.anthropic import AnthropicMessage, Counted
+from kvrail.services.router.http.shapes.openai import ChatCompletion, Completion
+from kvrail.services.router.http.shapes.responses import Deleted, ItemPage, ResponseObject
+from kvrail.services.router.http.shapes.service import (
+    Card,
+    Cards,
+    Detokenized,
+    Health,
+    ScrapeTarget,
+    Status,
+    Tokenized,
+    Version,
+)
+from kvrail.services.router.messages import writer as messages
+from kvrail.services.router.messages.schema import MessagesRequest, Prompted
+from kvrail.services.router.messages.service import Messages
+from kvrail.services.router.responses import writer as responses
+from kvrail.services.router.responses.schema import ResponsesRequest
+from kvrail.services.router.responses.service import MAX_PAGE, Responses
+from kvrail.services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+DOCS = Path(__file__).with_name("docs.html")
+EXPOSITION: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Prometheus's text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+
+
+def count_refusal(request: Request, error: KvrailError) -> None:
+    """Count a generation request that was refused before it became one."""
+    if request.url.path in GENERATION_PATHS:
+        _service(request).metrics.outcomes[errors.outcome_of(error)].inc()
+
+
+def _service(request: Request) -> RouterService:
+    service = request.app.state.service
+    assert isinstance(service, RouterService)
+    return service
+
+
+def _responses(request: Request) -> Responses:
+    api = request.app.state.responses
+    assert isinstance(api, Responses)
+    return api
+
+
+def _messages(request: Request) -> Messages:
+    api = request.app.state.messages
+    assert isinstance(api, Messages)
+    return api
+
+
+def api_routes() -> APIRouter:
+    """What clients use."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/v1/chat/completions", responses=GENERATING | whole_or_stream(ChatCompletion, CHUNKS))
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a chat."""
+        return _service(request).chat(body, request.state)
+
+    @router.post("/v1/completions", responses=GENERATING | whole_or_stream(Completion, CHUNKS))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        return _service(request).complete(body, request.state)
+
+    @router.get("/v1/models", responses=READING, response_model=Cards)
+    async def models(request: Request) -> dict[str, Any]:
+        """List the names of the model."""
+        return {"object": "list", "data": _service(request).cards()}
+
+    @router.get("/v1/models/{model_id:path}", responses=READING, response_model=Card)
+    async def model(model_id: str, request: Request) -> dict[str, Any]:
+        """Describe the model."""
+        service = _service(request)
+        return service.card(service.check_model(model_id))
+
+    @router.post("/tokenize", responses=TEXTS | {200: {"model": Tokenized}})
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        """Count and list the tokens of a prompt or a chat."""
+        work = _service(request).tokenize(body, request.state.client)
+        return Response(await while_here(request.receive, work), media_type="application/json")
+
+    @router.post("/detokenize", responses=TEXTS, response_model=Detokenized)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        """Write tokens as text."""
+        return await while_here(request.receive, _service(request).detokenize(body, request.state.client))
+
+    return router
+
+
+def responses_routes() -> APIRouter:
+    """OpenAI's newer API."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(
+        "/v1/responses", responses=GENERATING | whole_or_stream(ResponseObject, named_events(responses.EVENTS))
+    )
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        """Answer an input of messages and what tools said."""
+        return _responses(request).create(body, request.state)
+
+    @router.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> None:
+        """OpenAI's, but not ours; without it the path would be that of a response."""
+        raise HTTPException(404)
+
+    @router.get("/v1/responses/{response_id}", responses=READING | {200: {"model": ResponseObject}})
+    async def read(response_id: str, request: Request, stream: bool | None = None) -> Response:
+        """Read a kept response."""
+        return JSONResponse(_responses(request).read(response_id, request.state, stream=stream))
+
+    @router.delete("/v1/responses/{response_id}", responses=READING, response_model=Deleted)
+    async def delete(response_id: str, request: Request) -> dict[str, Any]:
+        """Forget a response."""
+        return _responses(request).delete(response_id, request.state)
+
+    @router.post("/v1/responses/{response_id}/cancel", responses=READING | {200: {"model": ResponseObject}})
+    async def cancel(response_id: str, request: Request) -> Response:
+        """End a response in progress."""
+        return JSONResponse(_responses(request).cancel(response_id, request.state))
+
+    @router.get("/v1/responses/{response_id}/input_items", responses=READING, response_model=ItemPage)
+    async def input_items(
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        """List the input of a kept response."""
+        return _responses(request).items(response_id, request.state, limit=limit, order=order, after=after)
+
+    return router
+
+
+def messages_routes() -> APIRouter:
+    """Anthropic's API."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/v1/messages", responses=MESSAGES | whole_or_stream(AnthropicMessage, named_events(messages.EVENTS)))
+    async def create(body: MessagesRequest, request: Request) -> Response:
+        """Answer a chat."""
+        return _messages(request).create(body, request.state)
+
+    @router.post("/v1/messages/count_tokens", responses=MESSAGES, response_model=Counted)
+    async def count_tokens(body: Prompted, request: Request) -> dict[str, Any]:
+        """Count the tokens of a chat."""
+        return await while_here(request.receive, _messages(request).count(body, request.state.client))
+
+    return router
+
+
+def operator_routes(*, whole: bool) -> APIRouter:
+    """What probes and scrapers use. whole: with what only operators are to know."""
+    router = APIRouter()
+
+    @router.get("/live", response_model=Status)
+    @router.head("/live", include_in_schema=False)
+    async def live() -> dict[str, str]:
+        """Say that the process answers."""
+        return {"status": "ok"}
+
+    @router.get("/ready", responses={200: {"model": Status}, 503: {"model": Status}})
+    @router.head("/ready", include_in_schema=False)
+    async def ready(request: Request) -> Response:
+        """Say whether requests can be served."""
+        status, body = _service(request).health()
+        return _probed(status, {"status": body["status"]})
+
+    health_model = Health if whole else Status
+
+    @router.get("/health", responses={200: {"model": health_model}, 503: {"model": health_model}})
+    @router.head("/health", include_in_schema=False)
+    async def health(request: Request) -> Response:
+        """Say whether requests can be served; to operators also each worker's state."""
+        status, body = _service(request).health()
+        return _probed(status, body if whole else {"status": "ok" if status == 200 else "unavailable"})
+
+    page = DOCS.read_text(encoding="utf-8")
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """A page that shows the OpenAPI document and sends requests; it loads nothing from elsewhere."""
+        return HTMLResponse(page)
+
+    @router.get("/version", response_model=Version)
+    async def version() -> dict[str, str]:
+        """The server's version."""
+        return {"version": __version__}
+
+    if whole:
+        _add_metrics(router)
+    return router
+
+
+def admin_routes(drain: Callable[[], object]) -> APIRouter:
+    """What operators use where they have a port of their own. drain: begins to."""
+    router = operator_routes(whole=True)
+
+    @router.post("/drain", status_code=202, response_model=Status)
+    async def draining(request: Request) -> dict[str, str]:
+        """Take no new requests; once those that run have ended, so does the process."""
+        if origin := request.headers.get("origin"):  # of any site: browsers send such a POST without asking before
+            raise InvalidRequestError(f"Origin: {origin[:80]!r}: pages in browsers may not drain; use another client")
+        drain()
+        return {"status": "draining"}
+
+    return router
+
+
+def _add_metrics(router: APIRouter) -> None:
+    @router.get("/metrics", responses=EXPOSITION, response_class=Response)
+    async def own_metrics(request: Request) -> Response:
+        """Prometheus metrics, under the names that the operator has chosen: our own by default."""
+        return _exposition(_service(request), "/metrics")
+
+    @router.get("/metrics/vllm", responses=EXPOSITION, response_class=Response)
+    async def vllm_metrics(request: Request) -> Response:
+        """The same metrics under vLLM's names."""
+        return _exposition(_service(request), "/metrics/vllm")
+
+    @router.get("/metrics/targets", responses=ASKED, response_model=list[ScrapeTarget])
+    async def targets(request: Request, names: Literal["kvrail", "vllm"] = "kvrail") -> list[dict[str, Any]]:
+        """List the addresses of all metrics, for Prometheus's HTTP service discovery."""
+        service = _service(request)
+        return scrape_targets(
+            service.pool,
+            request.url.netloc,
+            vllm=names == "vllm",
+            router_tls=request.url.scheme == "https",
+            workers_tls=service.settings.metrics_tls,
+        )
+
+
+def _probed(status: int, body: dict[str, Any]) -> Response:
+    headers = {} if status == 200 else {"retry-after": str(UNAVAILABLE_RETRY_S)}
+    return JSONResponse(body, status, headers)
+
+
+def _exposition(service: RouterService, path: str) -> Response:
+    body, content_type = service.render_metrics(path)
+    return Response(body, headers={"content-type": content_type})

@@ -1,0 +1,1 @@
+"""What OpenAI's answers are made of: writers, events, usage, log probabilities."""

@@ -1,0 +1,349 @@
+"""Responses in OpenAI's shapes, whole and as chunks of a stream."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from kvrail.services.router.openai.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from kvrail.services.router.openai.scored import ScoredPrompt
+from kvrail.services.router.plan.reading import OutputReader
+from kvrail.services.router.plan.tools.shown import join_calls, shown_delta, whole_message
+from kvrail.services.router.values import Delta, Drafted, Json, Scored, Settled
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every object of one response has; created: Unix seconds."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def envelope(self, kind: str, choices: list[Json]) -> Json:
+        """An object of the API."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a whole response, while it grows."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta, logprobs: Json | None) -> None:
+        """Append new output."""
+        self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+            self.stop_reason = delta.stop_reason
+
+
+class Format(Protocol):
+    """One of the two APIs whose streams are chunks of one shape."""
+
+    @property
+    def simple(self) -> bool:
+        """Whether chunks that bring text alone differ in nothing but that."""
+
+    def opening(self) -> list[Json]:
+        """Chunks that go before the first output."""
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """The chunk for new output; None where it has nothing to show."""
+
+    def draft_chunk(self, news: Drafted | Settled) -> Json:
+        """The chunk that tells of drafts: one without output, and the member `kvrail`."""
+
+    def scored_chunk(self, scored: Scored) -> Json | None:
+        """The chunk that tells of log probabilities of a prompt, where a stream shows them."""
+
+    def last(self) -> Json:
+        """The chunk without choices that carries the usage."""
+
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of a prompt, for `whole`."""
+
+    def whole(self) -> Json:
+        """The response with all output that was added."""
+
+
+def _join_lists(parts: Sequence[Json]) -> Json:
+    """Merge objects of parallel lists; a field that is no list keeps its first value."""
+    first = parts[0]
+    return {
+        key: [item for part in parts for item in part[key]] if isinstance(value, list) else value
+        for key, value in first.items()
+    }
+
+
+def _finish(delta: Delta, *, called: bool = False) -> Json:
+    """How a choice ended, if it did; called: it has called a tool."""
+    reason = None if delta.finish_reason is None else delta.finish_reason.value
+    if called and reason == "stop":
+        reason = "tool_calls"
+    return {"finish_reason": reason, "stop_reason": delta.stop_reason}
+
+
+def _token_ids(delta: Delta, wanted: bool) -> Json:
+    """The member that tells new token ids, where they are wanted and there are any."""
+    return {"token_ids": list(delta.token_ids)} if wanted and delta.token_ids else {}
+
+
+def _draft_member(news: Drafted | Settled) -> Json:
+    """The member `kvrail` of a chunk that tells of drafts (docs/provisional-streaming.md)."""
+    if isinstance(news, Drafted):
+        place = {"index": news.index, "position": news.position}
+        return {"provisional": {**place, "tokens": len(news.token_ids), "text": news.text}}
+    member: Json = {}
+    if news.accepted:
+        member["confirm"] = {"index": news.index, "position": news.position, "tokens": news.accepted}
+    if news.accepted < news.proposed:
+        member["retract"] = {"index": news.index, "position": news.position + news.accepted}
+    return member
+
+
+class ChatFormat:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(
+        self,
+        head: Head,
+        texts: TokenTexts,
+        *,
+        choices: int,
+        logprobs: bool,
+        reader: Callable[[], OutputReader] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        prompt: ScoredPrompt | None = None,
+        prompt_top: int = 0,
+    ) -> None:
+        """reader: what takes a choice's output apart; None: all of it is content.
+
+        prompt_ids: the prompt's token ids, where those of the output are to be told too. prompt: where the whole answer
+        has its log probabilities, with those of the `prompt_top` most likely tokens.
+        """
+        self._head = head
+        self._texts = texts
+        self._logprobs = logprobs
+        self._prompt_ids = prompt_ids
+        self._prompt = prompt
+        self._prompt_top = prompt_top
+        self._choices = [Choice() for _ in range(choices)]
+        self._readers = [OutputReader(None, None) if reader is None else reader() for _ in range(choices)]
+        self._verbatim = reader is None
+
+    @property
+    def simple(self) -> bool:
+        """Whether chunks that bring text alone differ in nothing but that."""
+        return self._verbatim and self._prompt_ids is None
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return self._head.envelope("chat.completion.chunk", choices)
+
+    def _find_logprobs(self, delta: Delta) -> Json | None:
+        return chat_logprobs(self._texts, delta) if self._logprobs and delta.token_ids else None
+
+    def opening(self) -> list[Json]:
+        """Each choice's role."""
+        delta = {"role": "assistant", "content": ""}
+        chunks = [
+            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for i in range(len(self._choices))
+        ]
+        if self._prompt_ids is not None:
+            chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
+        return chunks
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """New text; None where it is held back and nothing else is to say."""
+        logprobs = self._find_logprobs(delta)
+        told = _token_ids(delta, self._prompt_ids is not None)
+        reader = self._readers[delta.index]
+        shown = shown_delta(reader.push(delta.text, last=delta.finish_reason is not None))
+        if not shown and logprobs is None and delta.finish_reason is None and not told:
+            return None
+        finish = _finish(delta, called=reader.called)
+        return self._chunk([{"index": delta.index, "delta": shown, "logprobs": logprobs, **finish, **told}])
+
+    def draft_chunk(self, news: Drafted | Settled) -> Json:
+        """An empty delta, and the member `kvrail`."""
+        choice = {"index": news.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        return {**self._chunk([choice]), "kvrail": _draft_member(news)}
+
+    def scored_chunk(self, scored: Scored) -> Json | None:
+        """None: requests that ask for a chat's stream cannot ask for these."""
+        return None
+
+    def last(self) -> Json:
+        """A chunk without choices."""
+        return self._chunk([])
+
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of the prompt, which all choices share."""
+        if isinstance(update, Delta):
+            self._add_output(update)
+        elif self._prompt is not None and update.index == 0:
+            self._prompt.add(update.logprobs)
+
+    def _add_output(self, delta: Delta) -> None:
+        choice, reader = self._choices[delta.index], self._readers[delta.index]
+        said = reader.push(delta.text, last=delta.finish_reason is not None)
+        choice.add(replace(delta, text=said.content), self._find_logprobs(delta))
+        choice.reasoning.append(said.reasoning)
+        join_calls(choice.calls, said.calls)
+        if reader.called and choice.finish_reason == "stop":
+            choice.finish_reason = "tool_calls"
+
+    def whole(self) -> Json:
+        """The whole response."""
+        choices: list[Json] = [
+            {
+                "index": i,
+                "message": whole_message("".join(choice.text), "".join(choice.reasoning), choice.calls),
+                "logprobs": _join_lists(choice.logprobs) if choice.logprobs else None,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                **({} if self._prompt_ids is None else {"token_ids": choice.token_ids}),
+            }
+            for i, choice in enumerate(self._choices)
+        ]
+        told: Json = {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
+        if self._prompt is not None:
+            told["prompt_logprobs"] = self._prompt.entries(self._prompt_top)
+        return {**self._head.envelope("chat.completion", choices), **told}
+
+
+class CompletionFormat:
+    """text_completion, whole or as chunks; prefixes: text before each choice's output."""
+
+    def __init__(
+        self,
+        head: Head,
+        texts: TokenTexts,
+        *,
+        prefixes: Sequence[str],
+        logprobs: bool,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        prompts: Sequence[ScoredPrompt] = (),
+        echo_top: int | None = None,
+        prompt_top: int | None = None,
+    ) -> None:
+        """prompt_ids: token ids of each choice's prompt, where those of the output are to be told too.
+
+        prompts: each choice's, where log probabilities are made of them. echo_top: of how many likely tokens the lists
+        of `logprobs` then tell, prompt_top: of how many `prompt_logprobs` does; None: not at all.
+        """
+        self._head = head
+        self._prefixes = prefixes
+        self._choices = [Choice() for _ in prefixes]
+        self._prompt_ids = prompt_ids
+        self._prompts = prompts
+        self._echo_top = echo_top
+        self._prompt_top = prompt_top
+        offsets = [0 if echo_top is None else len(prefix) for prefix in prefixes]
+        self._logprobs = [CompletionLogprobs(texts, offset) for offset in offsets] if logprobs else []
+
+    @property
+    def simple(self) -> bool:
+        """Whether chunks that bring text alone differ in nothing but that."""
+        return self._prompt_ids is None
+
+    def _find_logprobs(self, delta: Delta) -> Json | None:
+        return self._logprobs[delta.index].take(delta) if self._logprobs and delta.token_ids else None
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return self._head.envelope("text_completion", choices)
+
+    def opening(self) -> list[Json]:
+        """Each choice's prompt, where it is to be echoed or its tokens are to be told.
+
+        With its log probabilities it is echoed as they come.
+        """
+        prefixes = self._prefixes if self._echo_top is None else [""] * len(self._prefixes)
+        return [
+            self._chunk([{"index": i, "text": prefix, "logprobs": None, "finish_reason": None, **self._prompt(i)}])
+            for i, prefix in enumerate(prefixes)
+            if prefix or self._prompt_ids is not None
+        ]
+
+    def _prompt(self, index: int) -> Json:
+        """The member that tells the token ids of a choice's prompt, where they are wanted."""
+        return {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids[index])}
+
+    def chunk(self, delta: Delta) -> Json | None:
+        """New text; None where it is held back and nothing else is to say."""
+        logprobs = self._find_logprobs(delta)
+        told = _token_ids(delta, self._prompt_ids is not None)
+        if not delta.text and logprobs is None and delta.finish_reason is None and not told:
+            return None
+        return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, **_finish(delta), **told}])
+
+    def draft_chunk(self, news: Drafted | Settled) -> Json:
+        """An empty text, and the member `kvrail`."""
+        choice = {"index": news.index, "text": "", "logprobs": None, "finish_reason": None}
+        return {**self._chunk([choice]), "kvrail": _draft_member(news)}
+
+    def scored_chunk(self, scored: Scored) -> Json | None:
+        """The next part of an echoed prompt."""
+        if self._echo_top is None:
+            return None
+        text, logprobs = self._prompts[scored.index].echo(scored.logprobs, self._echo_top)
+        return self._chunk([{"index": scored.index, "text": text, "logprobs": logprobs, "finish_reason": None}])
+
+    def last(self) -> Json:
+        """A chunk without choices."""
+        return self._chunk([])
+
+    def add(self, update: Delta | Scored) -> None:
+        """Collect new output, or log probabilities of a prompt."""
+        if isinstance(update, Delta):
+            self._choices[update.index].add(update, self._find_logprobs(update))
+        else:
+            self._prompts[update.index].add(update.logprobs)
+
+    def _told_logprobs(self, index: int) -> Json | None:
+        """All of a choice's, of the echoed prompt and of the output."""
+        echoed = [] if self._echo_top is None else self._prompts[index].lists(self._echo_top)
+        parts = [*echoed, *self._choices[index].logprobs]
+        return _join_lists(parts) if parts else None
+
+    def _scores(self, index: int) -> Json:
+        """The member `prompt_logprobs` of a choice, where it is wanted."""
+        if self._prompt_top is None:
+            return {}
+        return {"prompt_logprobs": self._prompts[index].entries(self._prompt_top)}
+
+    def whole(self) -> Json:
+        """The whole response."""
+        return self._chunk(
+            [
+                {
+                    "index": i,
+                    "text": prefix + "".join(choice.text),
+                    "logprobs": self._told_logprobs(i),
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                    **({} if self._prompt_ids is None else {"token_ids": choice.token_ids}),
+                    **self._prompt(i),
+                    **self._scores(i),
+                }
+                for i, (prefix, choice) in enumerate(zip(self._prefixes, self._choices, strict=True))
+            ]
+        )

@@ -1,0 +1,193 @@
+"""Texts and chats to token ids and back, beside the event loop and in turns of clients."""
+
+import ctypes
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from kvrail.errors import ContextLengthError
+from kvrail.runtime.turns import Turns
+from kvrail.services.router.errors import refuse
+from kvrail.services.router.plan.tools.history import shown_by
+from kvrail.services.router.schema import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, Message, TokenizeRequest
+from kvrail.text import Tokenizer
+
+T = TypeVar("T")
+
+TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
+"""Names in chat_template_kwargs that would shadow what the server passes itself."""
+LONG_CHARS = 100_000
+"""Texts of one request that are long: they are encoded one at a time, beside the short ones."""
+SHORT_AT_ONCE = 4
+SHORT_COST = 1000
+"""Of a turn, in characters, whatever its text."""
+MAX_COUNTED_CHARS = 1 << 21
+"""Of a text that is only counted (/tokenize, /v1/messages/count_tokens). So many take a second to encode."""
+JSON_PIECE = 4096
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+"""Gives freed memory back: a text of 8 MB takes more than a gigabyte while it is encoded. Where glibc is."""
+
+
+class Encoder:
+    """Encodes what requests bring, in turns of clients. A text is refused unread where its length says enough."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._short, self._long = Turns(SHORT_AT_ONCE), Turns()
+
+    async def chat(
+        self,
+        request: ChatRequest | TokenizeRequest,
+        client: str,
+        most: int = MAX_TOKEN_IDS,
+        most_chars: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> list[int]:
+        """At most `most` token ids of a chat that offers `tools`; InvalidRequestError names the parameter.
+
+        client: who asks. most_chars: of the text that the chat template makes; None: what `most` tokens can have.
+        """
+        arguments = _template_arguments(request.chat_template_kwargs)
+        effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+        if effort is not None:
+            arguments = {"reasoning_effort": effort, **arguments}
+        continued = bool(request.continue_final_message)
+        opened = request.add_generation_prompt
+
+        def render() -> str | list[int]:
+            messages, shown = shown_by(self._tokenizer.chat_template, _plain(request.messages or []), tools)
+            text = self._tokenizer.render_chat(
+                messages,
+                shown,
+                add_generation_prompt=not continued if opened is None else opened,
+                continue_final_message=continued,
+                **arguments,
+            )
+            self._refuse_longer(text, most, most_chars)
+            return text if len(text) > LONG_CHARS else self._tokenizer.encode(text, False, most)
+
+        found = await self._run(client, render, "messages", 0)
+        if isinstance(found, list):
+            return found
+        text = found
+        return await self._run(client, lambda: self._tokenizer.encode(text, False, most), "messages", len(text))
+
+    async def prompts(
+        self, request: CompletionRequest, client: str, most: int = MAX_TOKEN_IDS
+    ) -> tuple[list[list[int]], list[str]]:
+        """At most `most` token ids of each prompt, and the text that `echo` puts before its output."""
+        special = request.add_special_tokens is not False
+
+        def encode(prompt: str | list[int]) -> tuple[list[int], str]:
+            if isinstance(prompt, str):
+                return self._tokenizer.encode(prompt, special, most), prompt if request.echo else ""
+            return prompt, self._tokenizer.decode(prompt, skip_special_tokens=False) if request.echo else ""
+
+        def encode_all() -> list[tuple[list[int], str]]:
+            return [encode(prompt) for prompt in request.prompt]
+
+        with _about("prompt"):
+            for prompt in request.prompt:
+                if isinstance(prompt, str):
+                    self._refuse_longer(prompt, most, None)
+        pairs = await self._run(client, encode_all, "prompt", sum(map(len, request.prompt)))
+        return [ids for ids, _ in pairs], [text for _, text in pairs]
+
+    async def tokenize(self, request: TokenizeRequest, client: str) -> list[int]:
+        """Token ids of what /tokenize was sent."""
+        prompt = request.prompt
+        if (prompt is None) == (request.messages is None):
+            refuse("prompt", "send either prompt or messages")
+        if prompt is None:
+            return await self.chat(request, client, most_chars=MAX_COUNTED_CHARS)
+        with _about("prompt"):
+            self._refuse_longer(prompt, MAX_TOKEN_IDS, MAX_COUNTED_CHARS)
+        special = request.add_special_tokens is not False
+        return await self._run(
+            client, lambda: self._tokenizer.encode(prompt, special, MAX_TOKEN_IDS), "prompt", len(prompt)
+        )
+
+    async def detokenize(self, token_ids: Sequence[int], client: str) -> str:
+        """Text of token ids."""
+
+        def decode() -> str:
+            largest, size = max(token_ids, default=0), self._tokenizer.vocab_size
+            if largest >= size:
+                refuse("tokens", f"token id {largest} is not in the vocabulary of {size}")
+            return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        return await self._run(client, decode, "tokens", len(token_ids))
+
+    async def listed(self, token_ids: Sequence[int], client: str, *, texts: bool) -> dict[str, bytes]:
+        """JSON of a list of token ids, and of their texts where they are wanted."""
+
+        def write() -> dict[str, bytes]:
+            found = {"tokens": _json_list(token_ids, int)}
+            if texts:
+                found["token_strs"] = _json_list(token_ids, self._tokenizer.token_text)
+            return found
+
+        return await self._run(client, write, "tokens", len(token_ids))
+
+    def special_stops(self, stop: Sequence[str]) -> dict[int, str]:
+        """The stop strings that are special tokens, by token id: these are skipped in text, so no text would match."""
+        found = {self._tokenizer.special_id(text): text for text in stop}
+        return {token_id: text for token_id, text in found.items() if token_id is not None}
+
+    def _refuse_longer(self, text: str, most: int, most_chars: int | None) -> None:
+        """Raise ContextLengthError where a text is too long to be encoded."""
+        if most_chars is not None and len(text) > most_chars:
+            raise ContextLengthError(
+                f"has {len(text)} characters, and at most {most_chars} are encoded to be counted; send it in parts"
+            )
+        self._tokenizer.refuse_longer(text, most)
+
+    async def _run(self, client: str, work: Callable[[], T], param: str, size: int) -> T:
+        """Do `work` in a thread, when it is the client's turn; `param` is what it encodes, `size` its length."""
+
+        def long_work() -> T:
+            try:
+                return work()
+            finally:
+                _trim(0)
+
+        with _about(param):
+            if size <= LONG_CHARS:
+                return await self._short.run(client, work, cost=size + SHORT_COST)
+            return await self._long.run(client, long_work, cost=size)
+
+
+@contextmanager
+def _about(param: str) -> Iterator[None]:
+    """Name the parameter of which there is too much."""
+    try:
+        yield
+    except ContextLengthError as error:
+        raise ContextLengthError(f"{param}: {error}", param=param) from None
+
+
+def _json_list(items: Sequence[int], of: Callable[[int], object]) -> bytes:
+    """JSON of `of` each item, in pieces: other threads run between them."""
+    pieces = (items[i : i + JSON_PIECE] for i in range(0, len(items), JSON_PIECE))
+    return b"[" + b",".join(json.dumps([of(item) for item in piece])[1:-1].encode() for piece in pieces) + b"]"
+
+
+def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages for the chat template; raises InvalidRequestError for one without text or calls."""
+    for i, message in enumerate(messages):
+        if message.tool_calls and message.role != "assistant":
+            refuse(f"messages.{i}.tool_calls", "only the assistant calls tools; leave it out")
+        if message.content is None and not message.tool_calls:
+            refuse(f"messages.{i}.content", "field required; send the message's text")
+    return [message.plain() for message in messages]
+
+
+def _template_arguments(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Checked chat_template_kwargs."""
+    for name in TEMPLATE_ARGUMENTS:
+        if kwargs and name in kwargs:
+            refuse("chat_template_kwargs", f"{name} is not taken here; send it as a field of the request, if at all")
+    return kwargs or {}

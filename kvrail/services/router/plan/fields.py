@@ -1,0 +1,71 @@
+"""One policy for fields: what is supported works, what OpenAI or vLLM know and we do not is refused by name.
+
+What nobody knows is ignored, and so is what cannot change an answer. Fields that a request's schema has are none of
+this module's business; docs/api.md has the whole list.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvrail.services.router.errors import refuse
+
+log = logging.getLogger("kvrail.router.fields")
+
+_WITHOUT: tuple[Any, ...] = (None,)
+
+BOTH: Mapping[str, tuple[Any, ...]] = {
+    # vLLM's
+    "allowed_token_ids": _WITHOUT,
+    "bad_words": (None, []),
+    "cache_salt": _WITHOUT,
+    "data_parallel_rank": _WITHOUT,
+    "kv_transfer_params": _WITHOUT,
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": _WITHOUT,
+    "repetition_detection": _WITHOUT,
+    "spaces_between_special_tokens": (None, True),
+    "thinking_token_budget": _WITHOUT,
+    "truncate_prompt_tokens": _WITHOUT,
+    "use_beam_search": (None, False),
+    "vllm_xargs": _WITHOUT,
+    "guided_choice": _WITHOUT,
+    "guided_decoding_backend": _WITHOUT,
+    "guided_grammar": _WITHOUT,
+    "guided_json": _WITHOUT,
+    "guided_regex": _WITHOUT,
+    "guided_whitespace_pattern": _WITHOUT,
+    # llama.cpp's and SGLang's, of the same meaning
+    "ebnf": _WITHOUT,
+    "regex": _WITHOUT,
+}
+"""Fields of chats and completions that change the answer and are not supported; values with which they would not."""
+
+CHAT: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "chat_template": _WITHOUT,
+    "documents": (None, []),
+    "echo": (None, False),
+    "include_reasoning": (None, True),
+    "mm_processor_kwargs": _WITHOUT,
+    "store": (None, False),
+    "suffix": (None, ""),
+    "verbosity": (None, "medium"),
+    "web_search_options": _WITHOUT,
+}
+"""The same, of chats alone."""
+
+COMPLETION: Mapping[str, tuple[Any, ...]] = {"prompt_embeds": _WITHOUT}
+"""The same, of completions alone."""
+
+
+def refuse_extras(extras: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise InvalidRequestError for the first of `refused` that asks for something; `extras`: what no schema knows."""
+    for name in sorted(refused.keys() & extras.keys()):
+        value = extras[name]
+        if not any(
+            value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in refused[name]
+        ):
+            refuse(name, "not supported by this server; leave it out")
+    if ignored := extras.keys() - refused.keys():
+        log.debug("ignoring unknown fields: %s", ", ".join(sorted(ignored)))

@@ -1,0 +1,133 @@
+"""The shape of an output: the grammar that it must match, and how it is read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvrail.grammar import Checker, texts
+from kvrail.grammar.texts import Part
+from kvrail.runtime.turns import Turns
+from kvrail.services.router.errors import refuse
+from kvrail.services.router.plan.reading import THINK, THOUGHT, OutputReader, ThoughtReader
+from kvrail.services.router.plan.structured import Asked, check, form_of
+from kvrail.services.router.plan.tools.forms import CallForm, form_for
+from kvrail.services.router.plan.tools.offered import Offer, call_rules
+from kvrail.services.router.schema import ChatRequest, CompletionRequest
+from kvrail.text import Tokenizer
+
+_TAIL = 8
+"""Tokens at a prompt's end among which reasoning may be opened."""
+_TEXT = "TEXT: /(.|\\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of one request's outputs.
+
+    grammar: as kvrail.grammar.texts writes it; empty: any text. reader: makes what takes one output apart; None: it is
+    shown as it is. special: reading needs the text of special tokens.
+    """
+
+    grammar: str = ""
+    reader: Callable[[], OutputReader] | None = None
+    special: bool = False
+
+
+class Shaper:
+    """Shapes of the outputs of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, checker: Checker, tool_parser: str, reasoning_parser: str) -> None:
+        """tool_parser, reasoning_parser: settings of the router."""
+        self._tokenizer = tokenizer
+        self._checker = checker
+        self._turns = Turns()
+        template = tokenizer.chat_template
+        self._form = form_for(template, tool_parser)
+        self._thinks = reasoning_parser != "none" if THINK in template else reasoning_parser not in ("none", "auto")
+        self._opens = reasoning_parser == "deepseek_r1"
+
+    async def completion(self, request: CompletionRequest, client: str) -> Shape:
+        """Shape of a client's completion; InvalidRequestError names the parameter."""
+        asked = form_of(request)
+        if asked is None:
+            return Shape()
+        grammar = await self._turns.run(client, lambda: texts.whole(asked.part()))
+        await self._check(request.min_tokens, grammar, client, asked)
+        return Shape(grammar)
+
+    async def chat(self, request: ChatRequest, client: str, offer: Offer | None, prompt: Sequence[int]) -> Shape:
+        """Shape of the answers to a client's chat; InvalidRequestError names the parameter. prompt: token ids."""
+        asked = form_of(request)
+        form = self._form if offer is not None else None
+        if offer is not None and form is None:
+            refuse(
+                "tools", "this model writes calls in no form that this server knows; its operator can set --tool-parser"
+            )
+        open_thought = self._thinks and self._is_thinking(prompt)
+        grammar = ""
+        if asked is not None or (offer is not None and (offer.must_call or any(f.strict for f in offer.functions))):
+            make = partial(self._grammar, offer, form, asked, open_thought)
+            grammar, blamed = await self._turns.run(client, make)
+            await self._check(request.min_tokens, grammar, client, blamed)
+        if form is None and not self._thinks:
+            return Shape(grammar)
+        marks = [form.opens, form.closes] if form is not None else []
+        marks += [THINK, THOUGHT] if self._thinks else []
+        return Shape(
+            grammar,
+            lambda: OutputReader(form, ThoughtReader(open=open_thought) if self._thinks else None),
+            any(self._tokenizer.special_id(mark) is not None for mark in marks),
+        )
+
+    def _grammar(
+        self, offer: Offer | None, form: CallForm | None, asked: Asked | None, open_thought: bool
+    ) -> tuple[str, Asked]:
+        """The grammar of a chat, and what to blame where it cannot be compiled."""
+        parts: dict[str, Part] = {}
+        rules: list[str] = []
+        blamed = asked or Asked("tools", lambda: {})
+        body = ""
+        if asked is not None:
+            parts["answer"], body = asked.part(), "@answer"
+        if offer is not None and form is not None:
+            mark = self._mark(form.opens)
+            if asked is None and not offer.must_call:
+                rules += ["trigger: TEXT " + mark if mark.startswith("<") else f"trigger[lazy]: TEXT {mark}", _TEXT]
+                mark, body = "trigger", "calls? TEXT"
+            else:
+                body = "calls" if offer.must_call or not body else f"(calls | {body})"
+            written, arguments = call_rules(offer, form, mark)
+            rules.append(written)
+            parts |= arguments
+            schemas = {f"{f.number}": {"function": {"parameters": f.parameters}} for f in offer.functions}
+            blamed = Asked("tools", lambda: {}, schemas)
+        if not self._thinks:
+            if body == "@answer":
+                return texts.whole(parts["answer"]), blamed
+            return texts.whole(texts.from_lark("\n".join([f"start: {body}", *rules])), **parts), blamed
+        rules += [self._thought_rule(), "SPACE: /\\n{1,2}/"]
+        thought = "thought SPACE?" if open_thought else f"({self._mark(THINK)} thought SPACE?)?"
+        return texts.whole(texts.from_lark("\n".join([f"start: {thought} {body}", *rules])), **parts), blamed
+
+    def _thought_rule(self) -> str:
+        end = self._tokenizer.special_id(THOUGHT)
+        if end is not None:
+            return f"thought: THOUGHT <[{end}]>\nTHOUGHT: /(.|\\n)*/"
+        return f"thought[lazy]: THOUGHT {texts.literal(THOUGHT)}\nTHOUGHT: /(.|\\n)*/"
+
+    def _mark(self, text: str) -> str:
+        """A mark as Lark writes it: its text, or its token where it is a special one."""
+        token_id = self._tokenizer.special_id(text)
+        return texts.literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def _is_thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt leaves reasoning open, or the model is known to open it by itself."""
+        tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+        return tail.endswith(THINK) or (self._opens and not tail.endswith(THOUGHT))
+
+    async def _check(self, min_tokens: int | None, grammar: str, client: str, asked: Asked) -> None:
+        if min_tokens:
+            refuse(
+                "min_tokens", f"cannot be combined with {asked.param}, which decides when the output ends; leave it out"
+            )
+        await check(self._checker, grammar, client, asked)

@@ -1,0 +1,167 @@
+"""What a request says about the form of its output, as a grammar.
+
+Four spellings: OpenAI's `response_format`, vLLM's `structured_outputs`, llama.cpp's `json_schema` and `grammar`. A
+request may use one of them. Errors name the parameter, and the place in a schema where that is known.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvrail.errors import InvalidRequestError
+from kvrail.grammar import Checker, texts
+from kvrail.grammar.texts import Part
+from kvrail.services.router.errors import refuse
+from kvrail.services.router.schema import Request
+from kvrail.values.sampling import MAX_GRAMMAR_BYTES
+
+ANY_OBJECT = {"type": "object"}
+STRUCTURED_OUTPUTS = ("json", "json_object", "regex", "choice", "grammar")
+MAX_CHOICES = 1024
+MAX_SCHEMA_CHARS = 4 * MAX_GRAMMAR_BYTES
+"""Of a schema that comes as a text, with its indents."""
+_QUOTED = re.compile(r"""["']([^"']+)["']"""), re.compile(r": (\S+)$")
+"""What a message of llguidance's quotes of a schema."""
+
+
+class Asked:
+    """The form that a request asks for. param: the field that says so. schema: where it is a JSON schema."""
+
+    def __init__(self, param: str, make: Callable[[], Part], schema: object = None) -> None:
+        self.param = param
+        self.schema = schema
+        self._make = make
+
+    def part(self) -> Part:
+        """The grammar; InvalidRequestError names the parameter."""
+        try:
+            return self._make()
+        except InvalidRequestError as error:
+            raise placed(error, self) from None
+
+
+async def check(checker: Checker, text: str, client: str, asked: Asked) -> None:
+    """Raise InvalidRequestError where a client's grammar is no good; it names the parameter of `asked`."""
+    try:
+        await checker.check(text, client)
+    except InvalidRequestError as error:
+        raise placed(error, asked) from None
+
+
+def placed(error: InvalidRequestError, asked: Asked) -> InvalidRequestError:
+    """The same error with the parameter's name and, where it quotes a word of a schema, that word's place."""
+    param = asked.param
+    words = {word for quoted in _QUOTED for word in quoted.findall(str(error))}
+    place = next((path for path, word in _words(asked.schema) if word in words), None) if words else None
+    if place is not None:
+        param = f"{param}.{place}"
+    return InvalidRequestError(f"{param}: {error}", param=param)
+
+
+def form_of(request: Request) -> Asked | None:
+    """The form that `request` asks for, if any; InvalidRequestError where it asks for several, or for none there is."""
+    found = [
+        asked
+        for asked in (
+            _response_format(request.response_format),
+            _structured_outputs(request.structured_outputs),
+            None if request.json_schema is None else _schema("json_schema", request.json_schema),
+            None if not request.grammar else _grammar("grammar", request.grammar),
+        )
+        if asked is not None
+    ]
+    if len(found) > 1:
+        refuse(found[1].param, f"cannot be combined with {found[0].param}; send one of them")
+    return found[0] if found else None
+
+
+def _response_format(value: dict[str, Any] | None) -> Asked | None:
+    if value is None or value.get("type") == "text":
+        return None
+    kind = value.get("type")
+    if kind == "json_object":
+        own = value.get("schema")  # llama.cpp's
+        return _schema("response_format.schema", own) if own is not None else _schema("response_format", ANY_OBJECT)
+    if kind != "json_schema":
+        refuse("response_format.type", f"is {kind!r}; choose text, json_object or json_schema")
+    described = value.get("json_schema")
+    if not isinstance(described, dict):
+        refuse("response_format.json_schema", "field required; send an object with name and schema")
+    if not isinstance(described.get("name"), str):
+        refuse("response_format.json_schema.name", "field required; name the schema")
+    strict = described.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        refuse("response_format.json_schema.strict", f"is {strict!r}; send true or false")
+    schema = described.get("schema")
+    if schema is None:
+        refuse("response_format.json_schema.schema", "field required; send a JSON schema")
+    return _schema("response_format.json_schema.schema", schema, lenient=not strict)
+
+
+def _structured_outputs(value: dict[str, Any] | None) -> Asked | None:
+    if value is None:
+        return None
+    given = [key for key, each in value.items() if each not in (None, False)]
+    for key in given:
+        if key not in STRUCTURED_OUTPUTS:
+            refuse(f"structured_outputs.{key}", f"not supported; known are {', '.join(STRUCTURED_OUTPUTS)}")
+    if len(given) != 1:
+        refuse("structured_outputs", f"needs exactly one of {', '.join(STRUCTURED_OUTPUTS)}; it has {len(given)}")
+    key, param = given[0], f"structured_outputs.{given[0]}"
+    match key, value[key]:
+        case "json", schema:
+            return _schema(param, schema)
+        case "json_object", True:
+            return _schema(param, ANY_OBJECT)
+        case "choice", list(choices):
+            return _choice(param, choices)
+        case "regex", str(pattern):
+            _refuse_longer(param, pattern, MAX_GRAMMAR_BYTES)
+            return Asked(param, lambda: texts.from_regex(pattern))
+        case "grammar", str(text):
+            return _grammar(param, text)
+        case _:
+            refuse(param, "has the wrong type; regex and grammar are strings, choice is a list, json_object is true")
+
+
+def _schema(param: str, schema: object, *, lenient: bool = False) -> Asked:
+    if isinstance(schema, str):
+        _refuse_longer(param, schema, MAX_SCHEMA_CHARS)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            refuse(param, f"is no JSON: {error}")
+    return Asked(param, lambda: texts.from_schema(schema, lenient=lenient), schema)
+
+
+def _choice(param: str, choices: list[Any]) -> Asked:
+    if not 0 < len(choices) <= MAX_CHOICES or not all(isinstance(choice, str) and choice for choice in choices):
+        refuse(param, f"must be a list of 1 to {MAX_CHOICES} strings, none of them empty")
+    return Asked(param, lambda: texts.from_choice(choices))
+
+
+def _grammar(param: str, text: str) -> Asked:
+    _refuse_longer(param, text, MAX_GRAMMAR_BYTES)
+    return Asked(param, lambda: texts.from_lark_or_gbnf(text))
+
+
+def _refuse_longer(param: str, text: str, most: int) -> None:
+    if len(text) > most:
+        refuse(param, f"has {len(text)} characters, more than {most}; send a shorter one")
+
+
+def _words(schema: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Keys and texts of a schema, with the dotted path to each; nearest first."""
+    level = [(path, schema)]
+    while level:
+        inner: list[tuple[str, object]] = []
+        for where, value in level:
+            items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            for key, each in items:
+                deeper = f"{where}.{key}" if where else str(key)
+                yield deeper, str(key)
+                if isinstance(each, str):
+                    yield deeper, each.removeprefix("#")
+                inner.append((deeper, each))
+        level = inner

@@ -1,0 +1,196 @@
+"""Counters, gauges and histograms that are cheap to read.
+
+prometheus_client's own make an object of every line at every scrape: 1.9 ms for a router, in which no token leaves.
+Here a series only keeps numbers; kvrail/telemetry/exposition.py keeps its lines, and writes those anew that have moved.
+A family is a Collector of prometheus_client's, so that its registry, `generate_latest` and whatever else reads
+collectors read it too. Any thread may count.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from threading import Lock
+from typing import Generic, TypeVar
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+
+class Counter:
+    """One series of a number that only rises."""
+
+    __slots__ = ("_lock", "value")
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.value = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        """Count so many more; raises ValueError where `amount` is negative."""
+        if amount < 0:
+            raise ValueError(f"a counter cannot count {amount}; it only rises")
+        with self._lock:
+            self.value += amount
+
+
+class Gauge:
+    """One series of a number that rises and falls."""
+
+    __slots__ = ("_lock", "value")
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self.value = 0.0
+
+    def set(self, value: float) -> None:
+        """Replace the number."""
+        self.value = float(value)
+
+    def inc(self, amount: float = 1) -> None:
+        """Add to the number."""
+        with self._lock:
+            self.value += amount
+
+    def dec(self, amount: float = 1) -> None:
+        """Take from the number."""
+        self.inc(-amount)
+
+
+class Histogram:
+    """One series of observations: how many were within each bound, and their sum."""
+
+    __slots__ = ("_bounds", "_counts", "_lock", "_sum", "count")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """bounds: rising; one without a bound is added."""
+        self._lock = Lock()
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self.count = 0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value` so many times."""
+        place = bisect_left(self._bounds, value)
+        with self._lock:
+            self._counts[place] += times
+            self._sum += value * times
+            self.count += times
+
+    def read(self) -> tuple[list[int], float]:
+        """Observations within each bound, the last being all, and the sum of all: as of one moment."""
+        with self._lock:
+            return list(accumulate(self._counts)), self._sum
+
+
+S = TypeVar("S", bound=Counter | Gauge | Histogram)
+
+
+class Family(Collector, Generic[S]):
+    """The series of one name, one for each combination of labels.
+
+    name: a counter's without `_total`. type, kind: as Prometheus calls it. bounds: a histogram's. version: changes when
+    a series comes or goes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        labels: Sequence[str],
+        registry: CollectorRegistry,
+        *,
+        kind: str,
+        new: Callable[[], S],
+        bounds: Sequence[float] = (),
+    ) -> None:
+        self.name = name
+        self.documentation = documentation
+        self.type = kind
+        self.label_names = tuple(labels)
+        self.bounds = (*map(floatToGoString, bounds), "+Inf") if kind == "histogram" else ()
+        self.version = 0
+        self._new = new
+        self._lock = Lock()
+        self._series: dict[tuple[str, ...], S] = {}
+        registry.register(self)
+
+    def labels(self, *values: object) -> S:
+        """The series with these values of the labels, in their order; made at its first use."""
+        key = tuple(map(str, values))
+        found = self._series.get(key)
+        return self._add(key) if found is None else found
+
+    def _add(self, key: tuple[str, ...]) -> S:
+        if len(key) != len(self.label_names):
+            raise ValueError(f"{self.name} has the labels {self.label_names}, but the values given are {key}")
+        with self._lock:
+            if key not in self._series:
+                self._series = {**self._series, key: self._new()}
+                self.version += 1
+            return self._series[key]
+
+    def remove(self, *values: object) -> None:
+        """Forget a series, if there is one."""
+        key = tuple(map(str, values))
+        with self._lock:
+            if key in self._series:
+                self._series = {known: series for known, series in self._series.items() if known != key}
+                self.version += 1
+
+    def series(self) -> Iterator[tuple[dict[str, str], S]]:
+        """Each series there is now, with its labels by name."""
+        for key, series in self._series.items():
+            yield dict(zip(self.label_names, key, strict=True)), series
+
+    def describe(self) -> Iterable[Metric]:
+        """The family's name and type; a registry refuses a second one of that name."""
+        return [Metric(self.name, self.documentation, self.type)]
+
+    def collect(self) -> Iterable[Metric]:
+        """The family as it is now, for whoever reads collectors."""
+        family = Metric(self.name, self.documentation, self.type)
+        for labels, series in self.series():
+            if isinstance(series, Histogram):
+                counts, total = series.read()
+                for bound, count in zip(self.bounds, counts, strict=True):
+                    family.add_sample(f"{self.name}_bucket", labels | {"le": bound}, count)
+                family.add_sample(f"{self.name}_count", labels, counts[-1])
+                family.add_sample(f"{self.name}_sum", labels, total)
+            else:
+                family.add_sample(f"{self.name}_total" if self.type == "counter" else self.name, labels, series.value)
+        return [family]
+
+
+def counters(name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry) -> Family[Counter]:
+    """A family of counters."""
+    return Family(name, documentation, labels, registry, kind="counter", new=Counter)
+
+
+def gauges(name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry) -> Family[Gauge]:
+    """A family of gauges."""
+    return Family(name, documentation, labels, registry, kind="gauge", new=Gauge)
+
+
+def histograms(
+    name: str, documentation: str, labels: Sequence[str], registry: CollectorRegistry, buckets: Sequence[float]
+) -> Family[Histogram]:
+    """A family of histograms. buckets: upper bounds, rising; one without a bound is added."""
+    return Family(
+        name, documentation, labels, registry, kind="histogram", new=lambda: Histogram(buckets), bounds=buckets
+    )
+
+
+class Registry(CollectorRegistry):
+    """prometheus_client's registry, which also lists its collectors in the order in which they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectors: list[Collector] = []
+
+    def register(self, collector: Collector) -> None:
+        """Add a collector; raises ValueError where its name is taken."""
+        super().register(collector)
+        self.collectors.append(collector)

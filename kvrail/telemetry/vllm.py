@@ -1,0 +1,279 @@
+"""vLLM's names for what kvrail measures, with the meaning that vLLM (0.26) gives them.
+
+Each name comes from one kind of process, so that sums over a cluster count nothing twice: what belongs to requests from
+the router, what belongs to an engine from decode workers. Prefill workers show nothing: to vLLM's dashboards a prompt
+that is computed elsewhere is a part of its request. What waits in the router waits nowhere else, so that the two
+numbers of waiting requests add up.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvrail.telemetry.series import Family, Histogram
+
+ENGINE = {"engine": "0"}
+"""The label of vLLM's data-parallel engines, of which a worker here has one."""
+FINISHED = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "unavailable": "error",
+    "deadline": "error",
+    "error": "error",
+}
+"""vLLM's words for how requests end. It does not count those that it refuses before they reach its engine."""
+SOURCES = {"computed": "local_compute", "cached": "local_cache_hit", "transferred": "external_kv_transfer"}
+UNCOUNTED_HANDLERS = frozenset(
+    {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/metrics/targets"}
+)
+"""Probes and scrapes, which vLLM's HTTP metrics leave out."""
+
+
+class Valued(Protocol):
+    """What has one value now."""
+
+    @property
+    def value(self) -> float:
+        """The value."""
+
+
+Row = tuple[dict[str, str], Any]
+"""Labels of a series, and where its numbers come from: a Histogram, or what is Valued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Numbers added up, less others."""
+
+    plus: tuple[Valued, ...]
+    minus: tuple[Valued, ...] = ()
+
+    @property
+    def value(self) -> float:
+        """See Valued."""
+        return sum(each.value for each in self.plus) - sum(each.value for each in self.minus)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of a whole; 0 while there is no whole."""
+
+    part: Valued
+    whole: Valued
+
+    @property
+    def value(self) -> float:
+        """See Valued."""
+        whole = self.whole.value
+        return self.part.value / whole if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many observations a histogram has."""
+
+    histogram: Histogram
+
+    @property
+    def value(self) -> float:
+        """See Valued."""
+        return self.histogram.count
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """One metric of vLLM's, and how its series follow from families of ours.
+
+    sources: our names, a counter's without its `_total`. name: vLLM's, likewise. kind: its type, where it is not the
+    first source's.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    documentation: str
+    derive: Callable[..., Iterable[Row]]
+    kind: str = ""
+
+
+def _keep(family: Family[Any]) -> Iterator[Row]:
+    """All series as they are."""
+    return ((labels | ENGINE, series) for labels, series in family.series())
+
+
+def _select(label: str, value: str) -> Callable[[Family[Any]], Iterator[Row]]:
+    """The series whose `label` is `value`, without that label."""
+
+    def derive(family: Family[Any]) -> Iterator[Row]:
+        for labels, series in family.series():
+            if labels.pop(label) == value:
+                yield labels | ENGINE, series
+
+    return derive
+
+
+def _grouped(
+    label: str, words: Mapping[str, str], theirs: str, *, engine: dict[str, str] = ENGINE
+) -> Callable[[Family[Any]], Iterator[Row]]:
+    """Series added up where vLLM has one word for several values of `label`; those that it has no word for are left."""
+
+    def derive(family: Family[Any]) -> Iterator[Row]:
+        found: defaultdict[tuple[tuple[str, str], ...], list[Valued]] = defaultdict(list)
+        for labels, series in family.series():
+            word = words.get(labels.pop(label))
+            if word is not None:
+                found[tuple((labels | engine | {theirs: word}).items())].append(series)
+        return ((dict(labels), Sum(tuple(several))) for labels, several in found.items())
+
+    return derive
+
+
+def _statuses(family: Family[Any]) -> Iterator[Row]:
+    """HTTP requests by class of status, without the model's name; as prometheus-fastapi-instrumentator has them."""
+    classes = {str(status): f"{status // 100}xx" for status in range(100, 600)}
+    for labels, series in _grouped("status", classes, "status", engine={})(family):
+        if labels["handler"] not in UNCOUNTED_HANDLERS:
+            yield {key: value for key, value in labels.items() if key != "model_name"}, series
+
+
+def _durations(family: Family[Any]) -> Iterator[Row]:
+    for labels, series in family.series():
+        if labels["handler"] not in UNCOUNTED_HANDLERS:
+            yield {"handler": labels["handler"]}, series
+
+
+def _usage(pages: Family[Any]) -> Iterator[Row]:
+    """Share of the pages that no new request could take; cached pages can be evicted."""
+    found = {labels["state"]: (labels, series) for labels, series in pages.series()}
+    if "used" in found:
+        labels, used = found["used"]
+        whole = Sum(tuple(series for _, series in found.values()))
+        yield {"model_name": labels["model_name"]} | ENGINE, Share(used, whole)
+
+
+def _running(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
+    """Sequences that the engine's steps compute: ours that run, less those that only wait for their KV."""
+    held_up = tuple(series for _, series in receiving.series())
+    for labels, series in _select("state", "running")(sequences):
+        yield labels, Sum((series,), held_up)
+
+
+def _waiting(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
+    """Sequences that wait, for pages or for their KV."""
+    held_up = tuple(series for _, series in receiving.series())
+    for labels, series in _select("state", "waiting")(sequences):
+        yield labels, Sum((series, *held_up))
+
+
+def _waiting_by_reason(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
+    for labels, series in _select("state", "waiting")(sequences):
+        yield labels | {"reason": "capacity"}, series
+    for labels, series in receiving.series():
+        yield labels | ENGINE | {"reason": "deferred"}, series
+
+
+def _queued_by_reason(queue: Family[Any]) -> Iterator[Row]:
+    return ((labels | {"reason": "capacity"}, series) for labels, series in _keep(queue))
+
+
+def _cache_config(info: Family[Any]) -> Iterator[Row]:
+    """The labels that are read of vLLM's, among the many that it has."""
+    names = {"page_size": "block_size", "pages": "num_gpu_blocks", "kv_dtype": "cache_dtype"}
+    names["prefix_cache"] = "enable_prefix_caching"
+    for labels, series in info.series():
+        yield {names[key]: value for key, value in labels.items() if key in names} | ENGINE, series
+
+
+def _counts(family: Family[Any]) -> Iterator[Row]:
+    return ((labels, Count(series)) for labels, series in _keep(family))
+
+
+_PHASES = "kvrail_request_phase_seconds"
+_SEQUENCES = ("kvrail_engine_sequences", "kvrail_engine_receiving_sequences")
+
+VLLM_METRICS: tuple[Renamed, ...] = (
+    Renamed(
+        "vllm:request_success",
+        ("kvrail_requests",),
+        "Requests that ended.",
+        _grouped("outcome", FINISHED, "finished_reason"),
+    ),
+    Renamed("vllm:num_requests_waiting", ("kvrail_queue_prompts",), "Requests that wait in the router.", _keep),
+    Renamed(
+        "vllm:num_requests_waiting_by_reason",
+        ("kvrail_queue_prompts",),
+        "Requests that wait in the router, by why.",
+        _queued_by_reason,
+    ),
+    Renamed("vllm:e2e_request_latency_seconds", ("kvrail_request_seconds",), "Time of a request.", _keep),
+    Renamed("vllm:time_to_first_token_seconds", ("kvrail_time_to_first_token_seconds",), "Time to first token.", _keep),
+    Renamed("vllm:inter_token_latency_seconds", ("kvrail_inter_token_seconds",), "Time between tokens.", _keep),
+    Renamed("vllm:time_per_output_token_seconds", ("kvrail_inter_token_seconds",), "The same, its older name.", _keep),
+    Renamed(
+        "vllm:request_time_per_output_token_seconds",
+        ("kvrail_request_time_per_token_seconds",),
+        "Mean time between a request's tokens.",
+        _keep,
+    ),
+    Renamed("vllm:request_prompt_tokens", ("kvrail_request_prompt_tokens",), "Prompt tokens of a request.", _keep),
+    Renamed(
+        "vllm:request_generation_tokens",
+        ("kvrail_request_generation_tokens",),
+        "Generated tokens of a request.",
+        _keep,
+    ),
+    Renamed(
+        "vllm:request_max_num_generation_tokens",
+        ("kvrail_request_longest_generation_tokens",),
+        "Generated tokens of a request's longest choice.",
+        _keep,
+    ),
+    Renamed("vllm:request_params_n", ("kvrail_request_sequences",), "The parameter n.", _keep),
+    Renamed("vllm:request_params_max_tokens", ("kvrail_request_max_tokens",), "The parameter max_tokens.", _keep),
+    Renamed("vllm:prompt_tokens", ("kvrail_prompt_tokens",), "Prompt tokens.", _keep),
+    Renamed(
+        "vllm:prompt_tokens_by_source",
+        ("kvrail_prompt_tokens_by_source",),
+        "Prompt tokens by where their KV came from.",
+        _grouped("source", SOURCES, "source"),
+    ),
+    Renamed("vllm:generation_tokens", ("kvrail_generation_tokens",), "Generated tokens.", _keep),
+    Renamed("vllm:request_queue_time_seconds", (_PHASES,), "Time in queue.", _select("phase", "queue")),
+    Renamed("vllm:request_prefill_time_seconds", (_PHASES,), "Time in prefill.", _select("phase", "prefill")),
+    Renamed("vllm:request_decode_time_seconds", (_PHASES,), "Time in decode.", _select("phase", "decode")),
+    Renamed(
+        "vllm:request_inference_time_seconds",
+        ("kvrail_request_inference_seconds",),
+        "Time in prefill and decode.",
+        _keep,
+    ),
+    Renamed("http_requests", ("kvrail_http_requests",), "HTTP requests by class of status.", _statuses),
+    Renamed("http_request_duration_seconds", ("kvrail_http_request_seconds",), "Time of an HTTP request.", _durations),
+    Renamed("vllm:num_requests_running", _SEQUENCES, "Sequences that steps compute.", _running),
+    Renamed("vllm:num_requests_waiting", _SEQUENCES, "Sequences that wait for pages or KV.", _waiting),
+    Renamed("vllm:num_requests_waiting_by_reason", _SEQUENCES, "Sequences that wait, by why.", _waiting_by_reason),
+    Renamed("vllm:kv_cache_usage_perc", ("kvrail_engine_pages",), "Share of KV pages in use; 1 is all.", _usage),
+    Renamed("vllm:num_preemptions", ("kvrail_engine_preemptions",), "Preemptions.", _keep),
+    Renamed(
+        "vllm:prefix_cache_queries",
+        ("kvrail_engine_prefix_cache_queried_tokens",),
+        "Tokens looked up in the cache.",
+        _keep,
+    ),
+    Renamed("vllm:prefix_cache_hits", ("kvrail_engine_prefix_cache_hit_tokens",), "Tokens found in the cache.", _keep),
+    Renamed("vllm:iteration_tokens_total", ("kvrail_engine_step_tokens",), "Tokens of one engine step.", _keep),
+    Renamed(
+        "vllm:spec_decode_num_drafts",
+        ("kvrail_engine_accepted_drafts",),
+        "Verifications of drafts.",
+        _counts,
+        kind="counter",
+    ),
+    Renamed("vllm:spec_decode_num_draft_tokens", ("kvrail_engine_drafts_proposed",), "Tokens drafted.", _keep),
+    Renamed("vllm:spec_decode_num_accepted_tokens", ("kvrail_engine_drafts_accepted",), "Drafts accepted.", _keep),
+    Renamed(
+        "vllm:cache_config_info", ("kvrail_engine_cache_info",), "The KV cache; the value is always 1.", _cache_config
+    ),
+)
+"""What a process shows of vLLM's names: the rows whose sources it has, the first of two with one name."""

@@ -1,0 +1,1 @@
+"""What runs beside a cluster, and what its command line starts."""

@@ -1,0 +1,71 @@
+"""What transfers tell of themselves, put into a worker's metrics and, where one is asked for, a request's trace."""
+
+from kvrail.codec.base import EncodingStats
+from kvrail.codec.frame import FrameHeader
+from kvrail.telemetry.spans import SpanLog
+from kvrail.worker.process import Worker
+
+
+class SentKV:
+    """Counts what one transfer sends. spans: where a trace is asked for."""
+
+    def __init__(self, worker: Worker, spans: SpanLog | None = None) -> None:
+        self._worker = worker
+        self._spans = spans
+
+    def encoded(self, header: FrameHeader, seconds: float, stats: EncodingStats) -> None:
+        """A block was encoded."""
+        if self._spans is not None:
+            self._spans.add("encode", _pages(header), seconds, bytes=header.spec.raw_bytes)
+        self._worker.coding.encoded(
+            header.codec, seconds, values=stats.values, escapes=stats.escapes, raw_tensors=stats.raw_tensors
+        )
+
+    def sent(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
+        """A frame has left."""
+        if self._spans is not None:
+            self._spans.add("send", _pages(header), seconds, bytes=payload_bytes, stage=header.stage)
+        raw_bytes = header.spec.raw_bytes if header.stage == 0 else 0
+        self._worker.transfers.sent(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
+
+    def held(self, change: int) -> None:
+        """Later stages wait in memory, or do no more."""
+        self._worker.transfers.held_bytes.inc(change)
+
+
+class ReceivedKV:
+    """Counts what one transfer brings, for metrics and for the request's usage. spans: where a trace is asked for."""
+
+    def __init__(self, worker: Worker, spans: SpanLog | None = None) -> None:
+        self._worker = worker
+        self._spans = spans
+        self.payload_bytes = 0
+        self.raw_bytes = 0
+
+    def arrived(self, payload_bytes: int, waited_s: float, flight_s: float) -> None:
+        """A frame is here."""
+        if self._spans is not None:
+            self._spans.add("wait for a frame", "wait", waited_s, bytes=payload_bytes)
+
+    def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
+        """A frame is in the pages."""
+        if self._spans is not None:
+            self._spans.add("decode", _pages(header), seconds, bytes=payload_bytes, stage=header.stage)
+        raw_bytes = header.spec.raw_bytes if header.stage == header.num_stages - 1 else 0
+        self._worker.coding.decoded(header.codec, seconds)
+        self._worker.transfers.received(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
+        self.raw_bytes += raw_bytes
+        self.payload_bytes += payload_bytes
+
+    def kept(self, change: int) -> None:
+        """Earlier stages are kept until the last has come, or are no more."""
+        self._worker.transfers.kept_bytes.inc(change)
+
+
+def _pages(header: FrameHeader) -> str:
+    """Which layers and pages a frame holds, for people."""
+    last_layer, last_page = (
+        header.first_layer + header.spec.num_layers - 1,
+        header.first_page + header.spec.num_pages - 1,
+    )
+    return f"layers {header.first_layer}-{last_layer}, pages {header.first_page}-{last_page}"

@@ -1,0 +1,366 @@
+"""What a prefill and a decode worker have in common: the model behind an engine, and what they say of themselves."""
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvrail import __version__
+from kvrail.config.settings import WorkerSettings
+from kvrail.engine.aio import EventRouter
+from kvrail.engine.engine import Engine, LayerObserver
+from kvrail.engine.kv.cache import PagedCache, pages_that_fit
+from kvrail.engine.kv.ledger import Cursor
+from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.kv.streams import SideStream
+from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
+from kvrail.engine.model.toolchain import check_toolchain
+from kvrail.engine.request.requests import ModelLimits
+from kvrail.engine.sampling.sampler import Sampler
+from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.engine.step.invariance import Finding
+from kvrail.engine.step.runner import ModelRunner
+from kvrail.engine.watch import broken
+from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError, reason_of
+from kvrail.grammar import Grammars
+from kvrail.rpc.http_side import start_side_server
+from kvrail.rpc.report import report_of
+from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
+from kvrail.runtime import logs, loops
+from kvrail.runtime.drain import ActiveCalls
+from kvrail.runtime.tuning import in_passing_thread, tune_process
+from kvrail.security.tls import Tls
+from kvrail.telemetry.exposition import Exposition
+from kvrail.telemetry.making import show_certificates, show_process
+from kvrail.telemetry.series import Registry
+from kvrail.telemetry.tracing import Tracing
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
+from kvrail.text import load_tokenizer
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.convert import layout_to_proto
+from kvrail.wire.v1 import common_pb2
+from kvrail.worker.budgets import limits_of
+
+logger = logging.getLogger("kvrail.worker")
+
+MAX_DIGESTS = 8192
+"""Of pages in one status answer: 64 KiB."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
+
+
+WARMING_CPU = "warming up: CPU kernels are compiled at the first start, about 30 s, and loaded at later ones"
+WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
+
+
+class _BrokenError(KvrailError):
+    """The engine has given up or hangs: the process must end, so that whoever watches it starts another."""
+
+
+@dataclass
+class Ports:
+    """Ports that are known once they are bound; 0 before."""
+
+    metrics: int = 0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """An engine and its surroundings; built once, before the first request.
+
+    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: tells this start
+    of the process from others.
+    """
+
+    settings: WorkerSettings
+    loaded: LoadedModel
+    numerics: str
+    engine: Engine
+    events: EventRouter
+    cache: PagedCache
+    side: SideStream
+    calls: ActiveCalls
+    registry: Registry
+    exposition: Exposition
+    transfers: TransferMetrics
+    coding: CodecMetrics
+    codecs: Mapping[str, int]
+    grammars: Grammars
+    tracing: Tracing | None
+    instance: int = field(default_factory=lambda: secrets.randbits(64))
+    ports: Ports = field(default_factory=Ports)
+
+    def check_model(self, name: str) -> None:
+        """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
+        if name != self.settings.model_name:
+            raise ModelNotFoundError(f"model {name!r} is not served here; this worker has {self.settings.model_name!r}")
+
+    def status(self, asked: common_pb2.StatusRequest, transports: Sequence[str]) -> common_pb2.WorkerStatus:
+        """Identity, limits and load of a worker that has these transports, and the news of pages that are asked for."""
+        load, settings, loaded = self.engine.status(), self.settings, self.loaded
+        counts = load.pages
+        prefill, decode = self.engine.pace.prefill, self.engine.pace.decode
+        return common_pb2.WorkerStatus(
+            model=common_pb2.ModelInfo(
+                name=settings.model_name,
+                fingerprint=loaded.fingerprint,
+                vocab_size=loaded.vocab_size,
+                max_model_len=loaded.max_model_len,
+                numerics=self.numerics,
+            ),
+            layout=layout_to_proto(loaded.layout),
+            protocol_version=PROTOCOL_VERSION,
+            codecs=self.codecs,
+            transports=transports,
+            running=load.running,
+            waiting=load.waiting,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            pages_total=counts.free + counts.used + counts.cached,
+            pages_free=counts.free,
+            pages_cached=counts.cached,
+            draining=self.calls.draining or not load.healthy,
+            instance=self.instance,
+            codec_parameters=self.codecs,
+            held_pages=self._held_pages(asked),
+            pace=common_pb2.Pace(
+                prefill_base=prefill.base,
+                prefill_each=prefill.each,
+                decode_base=decode.base,
+                decode_each=decode.each,
+                prefill_full=self.engine.pace.full_prefill,
+            ),
+            max_batch_tokens=settings.max_batch_tokens,
+            metrics_port=self.ports.metrics,
+            report=report_of(self.registry),
+        )
+
+    def _held_pages(self, asked: common_pb2.StatusRequest) -> common_pb2.HeldPages | None:
+        if not asked.max_pages:
+            return None
+        heard = Cursor(asked.added_to, asked.removed_to)
+        news = self.engine.held_pages(heard, min(asked.max_pages, MAX_DIGESTS))
+        return common_pb2.HeldPages(
+            anew=news.anew,
+            added_to=news.heard.added,
+            removed_to=news.heard.removed,
+            added=news.added,
+            removed=news.removed,
+            complete=news.complete,
+        )
+
+    def render_metrics(self, path: str) -> tuple[bytes, str]:
+        """Body and content type of a metrics path."""
+        self.engine.report_load()
+        return self.exposition.render(path)
+
+    def healthy(self) -> bool:
+        """Whether requests can be sent here."""
+        return not self.calls.draining and self.engine.status().healthy
+
+
+def build_worker(
+    settings: WorkerSettings,
+    *,
+    codecs: Mapping[str, int],
+    on_layer: LayerObserver | None = None,
+    max_drafts: int = 0,
+    detokenize: bool,
+    weights: WeightForms | None = None,
+) -> Worker:
+    """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors.
+
+    codecs: those that can be asked for, with the number of their parameters. weights: the forms in which they may be
+    stored, and in which they are held; None: as safetensors have them.
+    """
+
+    def load() -> tuple[LoadedModel, ModelRunner]:
+        return _load(settings, weights or WeightForms())
+
+    tracing = Tracing.start(settings.otlp_endpoint, settings.table)
+    loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
+    registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
+    pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
+    tokenizer = load_tokenizer(settings.model) if detokenize else None
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    sampler.warm_up()
+    events = EventRouter(asyncio.get_running_loop())
+    measured = EngineMetrics(registry, name, receives=decodes, drafts=max_drafts > 0)
+    measured.show_cache(
+        page_size=settings.page_size,
+        pages=runner.cache.num_pages,
+        kv_dtype=settings.kv_dtype,
+        prefix_cache=settings.prefix_cache,
+    )
+    show_process(registry, __version__, PROTOCOL_VERSION)
+    engine = Engine(
+        runner,
+        sampler,
+        Scheduler(pool, limits_of(settings, loaded.vocab_size)),
+        ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
+        tokenizer,
+        measured,
+        events.deliver,
+        on_layer,
+        max_drafts,
+    )
+    return Worker(
+        settings=settings,
+        loaded=loaded,
+        numerics=runner.finding.numerics,
+        engine=engine,
+        events=events,
+        cache=runner.cache,
+        side=SideStream(loaded.device),
+        calls=ActiveCalls(),
+        registry=registry,
+        exposition=Exposition(registry, settings.metrics_names, vllm=decodes),
+        transfers=TransferMetrics(registry, name, (), ("received",) if decodes else ("sent",)),
+        coding=CodecMetrics(registry, name, encodes=not decodes, decodes=decodes),
+        codecs=codecs,
+        grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
+        tracing=tracing,
+    )
+
+
+def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, ModelRunner]:
+    """The model and its page pool, compiled and captured where that is asked for."""
+    if settings.device != "cpu":
+        check_toolchain()
+    loaded = load_model(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        page_size=settings.page_size,
+        load_format=settings.load_format,
+        max_model_len=settings.max_model_len,
+        packed=weights.reader,
+    )
+    if weights.hold is not None:
+        loaded = weights.hold(loaded)
+    page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
+    if page_bytes > settings.max_frame_bytes:
+        raise ConfigError(
+            f"max_frame_bytes is {settings.max_frame_bytes}, but a page of one layer has {page_bytes} bytes;"
+            " raise it or lower page_size"
+        )
+    num_pages = settings.num_pages or pages_that_fit(loaded.layout, loaded.device, settings.kv_memory_gib)
+    runner = ModelRunner(
+        loaded,
+        num_pages,
+        max_running=settings.max_running,
+        max_batch_tokens=settings.max_batch_tokens,
+        cuda_graphs=settings.cuda_graphs,
+        compile=settings.compile,
+        invariant=settings.invariant != "off",
+    )
+    logger.info("%s", WARMING_CPU if settings.device == "cpu" else WARMING_CUDA)
+    runner.warm_up()
+    _tell_of(runner.finding, settings)
+    logger.info(
+        "%s: %d layers, context %d, %d pages of %d tokens (%s, %.1f MiB), fingerprint %s",
+        settings.model_name,
+        loaded.layout.num_layers,
+        loaded.max_model_len,
+        num_pages,
+        settings.page_size,
+        settings.kv_dtype,
+        num_pages * loaded.layout.page_bytes / (1 << 20),
+        loaded.fingerprint[:12],
+    )
+    return loaded, runner
+
+
+def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
+    """Log what was found. Raises ConfigError where the operator asked for more than holds."""
+    if finding.holds:
+        logger.info("a token gets the same bits in any company (numerics %s)", finding.numerics)
+    elif settings.invariant == "on":
+        raise ConfigError(f"invariant is 'on', but {finding.reason}; set it to auto to serve all the same")
+    elif settings.invariant == "auto":
+        logger.warning("tokens may differ with a batch's company: %s", finding.reason)
+
+
+def certificate(settings: WorkerSettings, role: Literal["prefill", "decode"]) -> Tls | None:
+    """A worker's, if its settings name one. Raises ConfigError where the files are no good."""
+    tls = Tls.of(settings, role)
+    if settings.metrics_tls and tls is None:
+        raise ConfigError("--metrics-tls needs a certificate; give --tls-ca, --tls-cert and --tls-key")
+    return tls
+
+
+def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, None]) -> int:
+    """Run a worker's main coroutine to its end; returns the process's exit code."""
+    tune_process()
+    logs.setup(settings.log_level, settings.log_format, role)
+    try:
+        loops.run(main)
+    except _BrokenError as error:
+        logger.critical("the worker ends: %s", error)
+        logging.shutdown()
+        os._exit(1)  # the engine's thread may never return, and what holds the device with it
+    except KvrailError as error:
+        logger.error("%s", error)
+        return 1
+    except OSError as error:
+        logger.error("%s; %s", reason_of(error), FULL_DISK if error.errno in NO_ROOM else "see the system's log")
+        return 1
+    return 0
+
+
+async def _broken(engine: Engine, step_timeout_s: float) -> _BrokenError:
+    return _BrokenError(await broken(engine, step_timeout_s))
+
+
+async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls: Tls | None = None) -> None:
+    """Serve gRPC, metrics and health until SIGTERM or SIGINT, then drain.
+
+    add: puts the worker's service on the server. tls: its certificate. Raises where the engine has given up or hangs.
+    """
+    settings = worker.settings
+    loops.keep_what_is_here()
+    rpc = await build_server(tls=tls)
+    add(rpc)
+    bound = rpc.bind(settings.host, port)
+    worker.engine.start()
+    look_at_certificate = show_certificates(worker.registry, {} if tls is None else {"services": tls.end})
+    stop_side = None
+
+    def render_metrics(path: str) -> tuple[bytes, str]:
+        look_at_certificate()
+        return worker.render_metrics(path)
+
+    try:
+        await rpc.start()
+        # The last thing before signals are taken: whoever reads that this worker is healthy may send one at once.
+        metrics_port, stop_side = await start_side_server(
+            settings.host,
+            settings.metrics_port,
+            render_metrics,
+            worker.healthy,
+            tls if settings.metrics_tls else None,
+        )
+        worker.ports.metrics = metrics_port
+        logger.info("listening on %s:%d, metrics on %d", settings.host, bound, metrics_port)
+        async with loops.ends_if_hung(settings.step_timeout_s):
+            await serve_until_signal(
+                rpc,
+                on_drain=worker.calls.drain,
+                drained=worker.calls.drained,
+                grace_period_s=settings.grace_period_s,
+                broken=_broken(worker.engine, settings.step_timeout_s),
+            )
+    finally:
+        await rpc.stop()
+        if worker.engine.step_seconds < settings.step_timeout_s:  # a step that hangs is not waited for
+            await asyncio.to_thread(worker.engine.stop)
+        if stop_side is not None:
+            await stop_side()
+        if worker.tracing is not None:
+            await asyncio.to_thread(worker.tracing.close)
