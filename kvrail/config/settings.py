@@ -52,7 +52,7 @@ class Settings(BaseSettings):
                 origin = environment[key]
             else:
                 origin = f"{key} in {config}"
-            raise ConfigError(_explain(cls, origin, key, first)) from None
+            raise ConfigError(explain(cls, origin, key, first)) from None
 
     @classmethod
     def _environment(cls) -> dict[str, str]:
@@ -387,7 +387,7 @@ def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
-def _explain(cls: type[Settings], origin: str, key: str, error: ErrorDetails) -> str:
+def explain(cls: type[Settings], origin: str, key: str, error: ErrorDetails) -> str:
     """One line: where the value came from, the value, what is accepted."""
     if error["type"] == "extra_forbidden":
         remedy = _nearest(key, set(cls.model_fields)) or f"kvrail {cls.table} --help lists all settings"

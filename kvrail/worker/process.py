@@ -19,6 +19,7 @@ from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.streams import SideStream
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
+from kvrail.engine.request.events import Delivery
 from kvrail.engine.request.requests import ModelLimits
 from kvrail.engine.sampling.sampler import Sampler
 from kvrail.engine.schedule.scheduler import Scheduler
@@ -39,7 +40,7 @@ from kvrail.telemetry.making import show_certificates, show_process
 from kvrail.telemetry.series import Registry
 from kvrail.telemetry.tracing import Tracing
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
-from kvrail.text import load_tokenizer
+from kvrail.text import Tokenizer, load_tokenizer
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
@@ -164,6 +165,51 @@ class Worker:
         return not self.calls.draining and self.engine.status().healthy
 
 
+def build_engine(
+    settings: WorkerSettings,
+    registry: Registry,
+    deliver: Callable[[Delivery], None],
+    tokenizer: Tokenizer | None,
+    *,
+    on_layer: LayerObserver | None = None,
+    max_drafts: int = 0,
+    weights: WeightForms | None = None,
+) -> tuple[LoadedModel, ModelRunner, Engine]:
+    """Load the model and build the engine, which is not started yet. Raises from kvrail.errors.
+
+    deliver: see Engine. tokenizer: None where no text is made. weights: the forms in which they may be stored, and in
+    which they are held; None: as safetensors have them.
+    """
+
+    def load() -> tuple[LoadedModel, ModelRunner]:
+        return _load(settings, weights or WeightForms())
+
+    loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
+    pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
+    sampler = Sampler(loaded.vocab_size, loaded.device)
+    sampler.warm_up()
+    receives = settings.table == "decode"
+    measured = EngineMetrics(registry, settings.model_name, receives=receives, drafts=max_drafts > 0)
+    measured.show_cache(
+        page_size=settings.page_size,
+        pages=runner.cache.num_pages,
+        kv_dtype=settings.kv_dtype,
+        prefix_cache=settings.prefix_cache,
+    )
+    engine = Engine(
+        runner,
+        sampler,
+        Scheduler(pool, limits_of(settings, loaded.vocab_size)),
+        ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
+        tokenizer,
+        measured,
+        deliver,
+        on_layer,
+        max_drafts,
+    )
+    return loaded, runner, engine
+
+
 def build_worker(
     settings: WorkerSettings,
     *,
@@ -173,42 +219,18 @@ def build_worker(
     detokenize: bool,
     weights: WeightForms | None = None,
 ) -> Worker:
-    """Load the model and build the engine; called inside the loop that will serve. Raises from kvrail.errors.
+    """Build the engine and what surrounds it; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters. weights: the forms in which they may be
-    stored, and in which they are held; None: as safetensors have them.
+    codecs: those that can be asked for, with the number of their parameters. weights: see build_engine.
     """
-
-    def load() -> tuple[LoadedModel, ModelRunner]:
-        return _load(settings, weights or WeightForms())
-
     tracing = Tracing.start(settings.otlp_endpoint, settings.table)
-    loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
     registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
-    pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
     tokenizer = load_tokenizer(settings.model) if detokenize else None
-    sampler = Sampler(loaded.vocab_size, loaded.device)
-    sampler.warm_up()
     events = EventRouter(asyncio.get_running_loop())
-    measured = EngineMetrics(registry, name, receives=decodes, drafts=max_drafts > 0)
-    measured.show_cache(
-        page_size=settings.page_size,
-        pages=runner.cache.num_pages,
-        kv_dtype=settings.kv_dtype,
-        prefix_cache=settings.prefix_cache,
+    loaded, runner, engine = build_engine(
+        settings, registry, events.deliver, tokenizer, on_layer=on_layer, max_drafts=max_drafts, weights=weights
     )
     show_process(registry, __version__, PROTOCOL_VERSION)
-    engine = Engine(
-        runner,
-        sampler,
-        Scheduler(pool, limits_of(settings, loaded.vocab_size)),
-        ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
-        tokenizer,
-        measured,
-        events.deliver,
-        on_layer,
-        max_drafts,
-    )
     return Worker(
         settings=settings,
         loaded=loaded,
