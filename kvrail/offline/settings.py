@@ -51,7 +51,7 @@ class LLMSettings(WorkerSettings):
             near = difflib.get_close_matches(name, Options.__annotations__, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(Options.__annotations__)} and seed"
             raise ConfigError(f"LLM has no argument {name}; {remedy}")
-        given = {"model": model, **options}
+        given: dict[str, Any] = {"model": model, **options}
         if given.get("device", "auto") == "auto":
             given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         try:
