@@ -66,3 +66,8 @@ def test_the_glossary_is_in_order_and_has_a_word_once():
     rows = re.search(r"^\| word \|.*?\n\|[-|]+\n(.*?)\n\n", (ROOT / "docs/concepts.md").read_text(), re.M | re.S)[1]
     words = [row.split("|")[1].strip() for row in rows.splitlines()]
     assert words == sorted(set(words), key=str.lower)
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+def test_what_a_newcomer_reads_first_is_short(page):
+    assert len((ROOT / page).read_text().splitlines()) < 120
