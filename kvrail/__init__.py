@@ -18,7 +18,7 @@ except PackageNotFoundError:  # the sources alone are on the path
     __version__ = "0+uninstalled"
 
 _MODULES = {"LLM": "llm", "CompletionOutput": "outputs", "RequestOutput": "outputs", "SamplingParams": "sampling"}
-"""Where each name of offline use is, in kvrail.offline. It is imported when it is asked for: LLM imports torch."""
+"""Modules of kvrail.offline that hold these names. They are imported on first use: LLM needs torch, the router not."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,1 @@
-"""Offline use: a model in the caller's process, which reads requests as the router does and runs a worker's engine."""
+"""Offline use: the router's reading of requests over a worker's engine, in the caller's process."""

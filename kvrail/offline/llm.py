@@ -36,17 +36,17 @@ Prompt = str | list[int]
 Messages = Sequence[Mapping[str, Any]]
 Params = SamplingParams | Sequence[SamplingParams] | None
 Plans = list[tuple[str | None, Plan]]
-"""For each prompt its text, if it has one, and what to generate."""
+"""For each prompt: its text, None if token ids were given, and what to generate."""
 
 
 class LLM:
-    """A model that generates in this process, for any number of threads at once.
+    """A model that generates in this process. Any number of threads may use it.
 
-    model: a local folder or a Hub name. seed: makes all that is drawn repeat, in the order of the calls; None: requests
-    without a seed of their own draw one. options: a worker's settings (docs/configuration.md); device "auto", the
-    default, is CUDA where torch finds a GPU, else the CPU. Raises ConfigError or UnsupportedModelError.
+    model: a local folder or a Hub name. seed: the same calls give the same outputs; None: a request without a seed
+    draws a random one. options: a worker's settings (docs/configuration.md); device "auto", the default, is CUDA if
+    torch finds a GPU, else the CPU. Raises ConfigError or UnsupportedModelError.
 
-    `close` ends it, as do the end of a `with` block, of the object and of the interpreter.
+    `close` or the end of a `with` block stops it; so does the end of the object or of the interpreter.
     """
 
     def __init__(self, model: str, *, seed: int | None = None, **options: Unpack[Options]) -> None:
@@ -62,7 +62,6 @@ class LLM:
         except BaseException:
             loop.close()
             raise
-        self._loop = loop
         self._tokenizer = tokenizer
         limits = Limits(loaded.max_model_len, min(loaded.vocab_size, tokenizer.vocab_size), frozenset(), frozenset())
         checker = Checker(tokenizer)
@@ -77,10 +76,10 @@ class LLM:
         self._end = weakref.finalize(self, self._host.end)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[RequestOutput]:
-        """Continue prompts, texts or token ids; what comes of each, in their order.
+        """Continue prompts, texts or token ids. Returns one result a prompt, in their order.
 
-        sampling_params: of all prompts, or of each; None: the model's generation configuration, and 16 tokens. Raises
-        InvalidRequestError or ContextLengthError, before anything is generated, where one of them cannot be served.
+        sampling_params: one for all prompts, or one for each; None: as the model's generation_config.json says, and 16
+        tokens. If one prompt is wrong, InvalidRequestError names it and nothing is generated.
         """
         if not isinstance(prompts, str | Sequence):
             raise InvalidRequestError(f"prompts is {prompts!r}; give a text, token ids, or a list of either")
@@ -96,10 +95,10 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one chat or several, each a list of messages with role and content, by the model's chat template.
+        """Answer one chat or several, each a list of messages with role and content. Otherwise as `generate`.
 
-        continue_final_message: go on with the last message; set add_generation_prompt to False with it. Otherwise as
-        `generate`.
+        The model's chat template writes the prompt; chat_template_kwargs are further variables of it.
+        continue_final_message: continue the last message; needs add_generation_prompt=False.
         """
         alone = messages and isinstance(messages[0], Mapping)
         shared = {
@@ -117,7 +116,7 @@ class LLM:
         return self._generate([messages] if alone else messages, sampling_params, plan)
 
     def close(self) -> None:
-        """End the engine and give back what it holds. Calls that still run raise WorkerUnavailableError."""
+        """Stop the engine and its threads. Calls that still run raise WorkerUnavailableError."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -136,7 +135,7 @@ class LLM:
         sampling_params: Params,
         plan: Callable[[Any, dict[str, Any]], Coroutine[Any, Any, tuple[str | None, Plan]]],
     ) -> list[RequestOutput]:
-        """plan: makes one of a prompt and the other fields of its body."""
+        """plan: makes a plan of a prompt and the other fields of its request."""
         bodies = [self._body(each) for each in _one_each(sampling_params, len(prompts))]
 
         async def run() -> list[RequestOutput]:
@@ -180,7 +179,7 @@ class LLM:
 
 
 class _Host:
-    """The thread of the loop, and the order in which engine and loop end. Does not know the LLM, which it outlives."""
+    """The loop's thread, and the order in which engine and loop stop. Holds no reference to the LLM, which may go."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine, checker: Checker) -> None:
         self._loop, self._engine, self._checker = loop, engine, checker
@@ -190,8 +189,8 @@ class _Host:
         self._thread.start()
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` on the loop. Where the caller is interrupted, so is the work."""
-        with self._entry:  # the loop ends after all that came before
+        """Do `work` on the loop. If the caller is interrupted, the work is cancelled."""
+        with self._entry:  # so that nothing reaches the loop after its end
             if self._closed:
                 work.close()
                 raise WorkerUnavailableError("this LLM is closed; make another one")
@@ -204,7 +203,7 @@ class _Host:
             future.cancel()
 
     def end(self) -> None:
-        """Stop the engine, which fails what still runs, then the loop."""
+        """Stop the engine, which fails the requests that still run, then the loop."""
         with self._entry:
             self._closed = True
         self._engine.stop()
@@ -222,7 +221,7 @@ class _Host:
 
 @contextmanager
 def _about(number: int) -> Iterator[None]:
-    """Say of which prompt an error is."""
+    """Name the prompt in an error."""
     try:
         yield
     except InvalidRequestError as error:
@@ -230,7 +229,7 @@ def _about(number: int) -> Iterator[None]:
 
 
 def _one_each(params: Params, prompts: int) -> Sequence[SamplingParams | None]:
-    """Sampling of each of so many prompts."""
+    """One entry for each prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * prompts
     wrong = next((each for each in params if not isinstance(each, SamplingParams)), None)

@@ -1,4 +1,4 @@
-"""What comes of a prompt: its outputs, put together from the engine's events."""
+"""A prompt's result, collected from the engine's events."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from kvrail.values.sampling import FinishReason, TokenLogprobs
 class CompletionOutput:
     """One of a prompt's n outputs.
 
-    logprobs: of each token, where they were asked for. finish_reason: "stop" or "length". stop_reason: the stop string
-    or token id that ended it; None: the model's own end, or its length.
+    logprobs: one entry a token, if they were asked for. finish_reason: "stop" or "length". stop_reason: the stop string
+    or stop token id that ended the output; None: an end-of-sequence token or the length did.
     """
 
     index: int
@@ -28,9 +28,9 @@ class CompletionOutput:
 class RequestOutput:
     """A prompt and its outputs.
 
-    prompt: its text, of a chat what the template made of it; None where token ids were given. prompt_logprobs: of each
-    token, where they were asked for; None of the first one, which follows nothing. num_cached_tokens: tokens of the
-    prompt that were not computed, since a prompt before had begun alike.
+    prompt: its text; of a chat, the text that the template wrote; None if token ids were given. prompt_logprobs: one
+    entry a token, if they were asked for; the first is None. num_cached_tokens: tokens of the prompt whose KV the
+    prefix cache held.
     """
 
     prompt: str | None
@@ -41,7 +41,7 @@ class RequestOutput:
 
 
 class Collector:
-    """Puts together what comes of a plan's one prompt."""
+    """Collects the result of a plan of one prompt."""
 
     def __init__(self, plan: Plan, text: str | None) -> None:
         sampling, self._special_stops = plan.sampling[0], plan.special_stops

@@ -1,4 +1,4 @@
-"""How an output is sampled, in the words of vLLM and of the HTTP API, and how requests are checked."""
+"""Sampling parameters under the names of vLLM and of the HTTP API, and the check of requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,12 +14,12 @@ R = TypeVar("R", bound=Request)
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request. A wrong value raises InvalidRequestError, which names it.
+    """Sampling parameters of one prompt. A wrong value raises InvalidRequestError, which names it.
 
-    n: outputs for the prompt. max_tokens: None: all that the context has room for. temperature: 0 is greedy. top_k: 0
-    is off. seed: makes the outputs repeat; None: a random one for each prompt. stop: strings that end the output.
-    logprobs: also tell the log probability of each token and of so many most likely ones; prompt_logprobs: the same of
-    the prompt's tokens. structured_outputs: what the output must match, such as {"json": schema}, {"regex": pattern},
+    n: number of outputs. max_tokens: None: as many as the context has room for. temperature: 0 is greedy. top_k: 0 is
+    off. seed: the same seed gives the same outputs; None: a random one for each prompt. stop: strings that end the
+    output. logprobs: k returns the log probabilities of each token and of the k most likely ones; prompt_logprobs: the
+    same for the prompt's tokens. structured_outputs: what the output must match: {"json": schema}, {"regex": pattern},
     {"choice": texts} or {"grammar": text} (docs/structured-output.md).
     """
 
@@ -48,7 +48,7 @@ class SamplingParams:
         read(CompletionRequest, {"prompt": "-", **self.body()})
 
     def body(self) -> dict[str, Any]:
-        """The fields of a completion's body."""
+        """The fields of a completion request."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         if isinstance(self.logit_bias, Mapping):

@@ -1,4 +1,4 @@
-"""What an LLM is made with: a worker's settings, as arguments."""
+"""The arguments of LLM: settings of a worker."""
 
 import difflib
 from typing import Any, Literal, Self, TypedDict
@@ -11,9 +11,12 @@ from kvrail.config.settings import WorkerSettings, explain
 from kvrail.config.types import ComputeDtype, KVDtype
 from kvrail.errors import ConfigError
 
+WAITING_FACTOR = 4
+"""Requests that the engine holds, for each sequence that it runs at once; further prompts wait outside of it."""
+
 
 class Options(TypedDict, total=False):
-    """Arguments of LLM beside the model; docs/configuration.md has each, with its default."""
+    """Arguments of LLM beside model and seed; docs/configuration.md lists them with their defaults."""
 
     device: str
     dtype: ComputeDtype
@@ -33,7 +36,7 @@ class Options(TypedDict, total=False):
 
 
 class LLMSettings(WorkerSettings):
-    """Settings of an LLM in the caller's process: its arguments, and no environment."""
+    """Settings of an LLM. They come from its arguments alone, not from the environment."""
 
     table = "llm"
 
@@ -41,12 +44,12 @@ class LLMSettings(WorkerSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments alone."""
+        """The constructor's arguments."""
         return (init_settings,)
 
     @classmethod
     def of(cls, model: str, options: Options) -> Self:
-        """Settings from arguments; ConfigError names the one that is unknown or wrong."""
+        """Settings from arguments; ConfigError names an unknown or wrong one."""
         for name in options.keys() - Options.__annotations__.keys():
             near = difflib.get_close_matches(name, Options.__annotations__, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(Options.__annotations__)} and seed"
@@ -55,8 +58,9 @@ class LLMSettings(WorkerSettings):
         if given.get("device", "auto") == "auto":
             given["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            return cls(**given)
+            settings = cls(**given)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = str(first["loc"][0])
             raise ConfigError(explain(cls, key, key, first)) from None
+        return settings.model_copy(update={"max_waiting": WAITING_FACTOR * settings.max_running})

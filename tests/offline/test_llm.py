@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 from kvrail import LLM, SamplingParams
 from kvrail.config.settings import DEMO_MODEL
 from kvrail.errors import ConfigError, ContextLengthError, InvalidRequestError, WorkerUnavailableError
+from kvrail.offline.settings import Options
 from tests.models import generate, reference_model, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -296,3 +298,15 @@ def test_the_example_answers(capsys):
     told = capsys.readouterr().out
     assert told.startswith("A pipe connects")  # the model was trained on it
     assert told.count("\nA socket is") == 4
+
+
+def test_the_quick_start_runs(capsys):
+    page = (ROOT / "docs" / "quick-start.md").read_text()
+    (block,) = re.findall(r"^```python\n(from kvrail import LLM.*?)^```", page, re.M | re.S)
+    exec(block.replace("models/kvrail-demo", folder()))
+    assert capsys.readouterr().out.startswith("A pipe connects")
+
+
+def test_the_page_names_every_argument():
+    page = (ROOT / "docs" / "quick-start.md").read_text()
+    assert [name for name in Options.__annotations__ if f"`{name}`" not in page] == []
