@@ -159,10 +159,10 @@ def test_structured_outputs_match(llm):
     assert {output.finish_reason for output in result.outputs} == {"stop"}
 
 
-def test_more_prompts_than_may_wait_are_served(llm):
-    count = llm._places._value + 9
-    results = llm.generate(["o"] * count, SamplingParams(temperature=0, max_tokens=1))
-    assert tokens_of(results) == [[expected(ids_of("o"), 1)]] * count
+def test_more_prompts_than_the_engine_lets_wait_are_served():
+    with LLM(folder(), max_running=2, **OPTIONS) as narrow:
+        results = narrow.generate(["o"] * 40, SamplingParams(temperature=0, max_tokens=1))
+    assert tokens_of(results) == [[expected(ids_of("o"), 1)]] * 40
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_wrong_argument_is_named(model, options, message):
 
 
 def test_the_environment_of_services_does_not_count(monkeypatch):
-    for name in ("DEVICE", "PAGE_SIZE", "KVRAIL_DECODE_PAGE_SIZE", "KVRAIL_ROUTER_GENERATION_CONFIG"):
+    for name in ("DTYPE", "MAX_RUNNING", "KVRAIL_DECODE_PAGE_SIZE", "KVRAIL_ROUTER_GENERATION_CONFIG"):
         monkeypatch.setenv(name, "nonsense")
     LLM(folder(), **OPTIONS).close()
 
