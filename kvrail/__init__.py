@@ -18,7 +18,7 @@ except PackageNotFoundError:  # the sources alone are on the path
     __version__ = "0+uninstalled"
 
 _MODULES = {"LLM": "llm", "CompletionOutput": "outputs", "RequestOutput": "outputs", "SamplingParams": "sampling"}
-"""Modules of kvrail.offline that hold these names. Imported on first use: LLM loads torch, which the router must not."""
+"""Modules of kvrail.offline with these names, imported on first use: LLM loads torch, and the router must not."""
 
 
 def __getattr__(name: str) -> Any:
