@@ -20,6 +20,7 @@ from kvrail import LLM, SamplingParams
 from kvrail.config.settings import DEMO_MODEL
 from kvrail.errors import ConfigError, ContextLengthError, InvalidRequestError, WorkerUnavailableError
 from kvrail.offline.settings import Options
+from tests.cluster.cluster import cluster
 from tests.models import generate, reference_model, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +99,15 @@ def test_a_seed_gives_each_prompt_what_it_gets_alone(llm):
     together = tokens_of(llm.generate(TEXTS, params))
     assert together == [tokens_of(llm.generate(text, each))[0] for text, each in zip(TEXTS, params, strict=True)]
     assert all(first != second for first, second in together)
+
+
+async def test_a_seed_gives_what_a_cluster_gives(llm):
+    async with cluster(folder()) as served:
+        asked = {"seed": 5, "n": 2, "max_tokens": 12, "temperature": 0.7, "top_p": 0.9, "ignore_eos": True}
+        (result,) = llm.generate(TEXTS[1], SamplingParams(**asked))  # while a loop runs in this thread
+        answer = await served.ask(result.prompt_token_ids, **asked)
+    assert [output.token_ids for output in result.outputs] == [answer.tokens[0], answer.tokens[1]]
+    assert [output.text for output in result.outputs] == [answer.text[0], answer.text[1]]
 
 
 def test_without_a_seed_draws_differ_unless_the_llm_has_one(llm):
