@@ -7,7 +7,7 @@ import pytest
 
 SCRIPT = """
 import atexit, logging, sys, threading, time
-from kvrail import background
+from kvrail.runtime import background
 atexit.register(lambda: print("interpreter's own end", flush=True))
 begun = threading.Event()
 def polite():

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import gc, sys, weakref
-from kvrail import background, loops
+from kvrail.runtime import background, loops
 class Cycle:
     def __init__(self):
         self.own = self

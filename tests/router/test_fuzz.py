@@ -33,7 +33,8 @@ class Beside:
     async def script(self, worker, request):
         """Endless for the one, short for the others."""
         while request.sampling.max_tokens == 499 and not self.over:
-            yield decode_pb2.GenerateReply(token_ids=[10], text=f"{self.count} ")
+            ids = [10] if self.count < 400 else []  # no more tokens than were asked for, however slow the machine is
+            yield decode_pb2.GenerateReply(token_ids=ids, text=f"{self.count} ")
             self.count += 1
             await asyncio.sleep(0.005)
         sampling = request.sampling

@@ -46,7 +46,7 @@ async def two_keys(tokenizer: Tokenizer, **settings: object) -> AsyncIterator[tu
 async def test_six_hundred_at_once_through_the_official_client(tokenizer: Tokenizer):
     """One of the workers takes fewer than it says, so it refuses some."""
     async with run_cluster(tokenizer, decode=2) as cluster:
-        workers = [Bounded(16), Bounded(5)]
+        workers = [Bounded(16), Bounded(2)]
         for fake, bounded in zip(cluster.decode, workers, strict=True):
             fake.script = bounded
         async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="unused") as client:

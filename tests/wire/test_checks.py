@@ -86,7 +86,7 @@ def test_drafts_that_cannot_be_are_refused(reply, what):
     [
         ({"prompt_tokens": 6}, "prompt_tokens is 6"),
         ({"completion_tokens": 21}, "completion_tokens is 21"),
-        ({"cached_tokens": 6}, "cached_tokens is 6"),
+        ({"cached_tokens": 26}, "cached_tokens is 26"),
         ({"drafts_accepted": 1}, "drafts_accepted is 1"),
         ({"exposed_s": math.nan}, "exposed_s is nan"),
         ({"codec_reason": "x" * 300}, "codec_reason"),
@@ -94,7 +94,7 @@ def test_drafts_that_cannot_be_are_refused(reply, what):
     ],
 )
 def test_a_summary_that_cannot_be_is_refused(changes, what):
-    fields = {"prompt_tokens": 5, "completion_tokens": 20, "cached_tokens": 5}
+    fields = {"prompt_tokens": 5, "completion_tokens": 20, "cached_tokens": 25}
     checks.check_summary(decode_pb2.GenerateSummary(**fields), 5, 20)
     with pytest.raises(IncompatibleError, match=what):
         checks.check_summary(decode_pb2.GenerateSummary(**fields | changes), 5, 20)

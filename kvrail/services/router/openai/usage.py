@@ -29,7 +29,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     """
     summaries = generation.summaries
     usage = usage_so_far(generation.plan, completion_tokens)
-    usage["prompt_tokens_details"] = {"cached_tokens": sum(summary.cached_tokens for summary in summaries)}
+    usage["prompt_tokens_details"] = {"cached_tokens": sum(min(s.cached_tokens, s.prompt_tokens) for s in summaries)}
     prefill_workers = dict.fromkeys(s.prefill_worker for s in summaries if s.prefill_worker)
     codecs = dict.fromkeys(summary.codec for summary in summaries if summary.codec)
     usage["kvrail"] = {
