@@ -179,5 +179,9 @@ async def call_a_tool(claude: anthropic.AsyncAnthropic, cluster: Cluster, tokeni
     forced = await claude.messages.create(**asked, tool_choice={"type": "tool", "name": "look_up"})
     assert forced.stop_reason == "tool_use"
     assert cluster.decode[0].requests[-1].sampling.grammar
+    await claude.messages.create(**asked)
+    assert not cluster.decode[0].requests[-1].sampling.grammar
+    await claude.messages.create(**(asked | {"tools": [{**tool, "strict": True}]}))
+    assert cluster.decode[0].requests[-1].sampling.grammar
     await claude.messages.create(**asked, tool_choice={"type": "none"})
     assert not cluster.decode[0].requests[-1].sampling.grammar
