@@ -44,6 +44,8 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder.mkdir()
     thought = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
     off = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-    template = TEMPLATE.replace("{{ m['content'] }}", thought + "{{ m['content'] }}").replace("{{ reasoning_effort }}", "")
+    template = TEMPLATE.replace("{{ m['content'] }}", thought + "{{ m['content'] }}").replace(
+        "{{ reasoning_effort }}", ""
+    )
     write_tokenizer(folder, template + "{% if opened %}<think>\n{% endif %}" + off)
     return load_tokenizer(str(folder))

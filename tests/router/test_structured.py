@@ -200,10 +200,11 @@ async def test_a_response_that_was_cut_off_while_it_reasoned_is_continued(thinki
         cluster.decode[0].script = saying("Yes.")
         again = {"role": "user", "content": "go on"}
         whole = [{"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output), again]
+        shown = "<think>\nLet me see\n</think>\n\n"
         for asked in ({"previous_response_id": first.id, "input": [again]}, {"input": whole}):
             assert (await client.responses.create(model=MODEL, **asked)).output_text == "Yes."
             assert prompt_of(cluster, thinking) == (
-                "<|user|>hi<|end|><|assistant|><think>\nLet me see\n</think>\n\n<|end|><|user|>go on<|end|><|assistant|>"
+                f"<|user|>hi<|end|><|assistant|>{shown}<|end|><|user|>go on<|end|><|assistant|>"
             )
 
 

@@ -46,8 +46,18 @@ WRITTEN = [
     # JSON that is not complete: the arguments are what was written, without the marks of the form
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1\n</tool_call>', "", [("f", '{"a": 1')]),
     ("hermes", f'<tool_call>\n{{"name": "f", "arguments": {{"a": 1\n{NOW}', "", [("f", '{"a": 1'), BOTH[1]]),
-    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "x\n</tool_call>\n{NOW}', "", [("f", '{"a": "x'), BOTH[1]]),
-    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "x</tool_call>\n{NOW}', "", [("f", '{"a": "x'), BOTH[1]]),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{"a": "x\n</tool_call>\n{NOW}',
+        "",
+        [("f", '{"a": "x'), BOTH[1]],
+    ),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{"a": "x</tool_call>\n{NOW}',
+        "",
+        [("f", '{"a": "x'), BOTH[1]],
+    ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>', "", [("f", '{"a": "x}}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call> So.', "So.", [("f", '{"a": 1}')]),
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {{}}, "i</tool_call>{NOW}', "", [("f", "{}"), BOTH[1]]),

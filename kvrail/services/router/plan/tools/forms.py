@@ -160,7 +160,10 @@ class CallReader:
             if not brace:
                 return False
             if name:
-                self._buffer, self._scanner = text[len(name) :], CallScanner(self._marks, name.removesuffix("[ARGS]").strip())
+                self._buffer, self._scanner = (
+                    text[len(name) :],
+                    CallScanner(self._marks, name.removesuffix("[ARGS]").strip()),
+                )
                 return True
         if not text:
             return False
