@@ -1,7 +1,7 @@
 """Keys of objects: how many an object has, and that none comes again and again.
 
-llguidance allows each named property once. A key that only a pattern or `additionalProperties` allows may come any number
-of times, and a weak model may then repeat it until it is cut off.
+llguidance allows each named property once. A key that only a pattern or `additionalProperties` allows may come any
+number of times, and a weak model may then repeat it until it is cut off.
 """
 
 import math

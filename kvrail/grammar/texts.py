@@ -42,13 +42,13 @@ def schema_of(schema: object, *, lenient: bool) -> Json:
         raise InvalidRequestError("is no JSON schema under which anything is valid; send an object")
     if _depth(schema) > MAX_DEPTH:
         raise InvalidRequestError(f"is nested deeper than {MAX_DEPTH} levels; send a flatter schema, with $defs")
-    schema = named(schema)
-    if (optional := _most_optional(schema)) > MAX_OPTIONAL:
+    spelled: Json = named(schema)
+    if (optional := _most_optional(spelled)) > MAX_OPTIONAL:
         raise InvalidRequestError(
             f"has an object of {optional} optional properties, more than {MAX_OPTIONAL}; "
             "require some of them, or put some into objects within"
         )
-    return {**counted(closed(schema), lenient=lenient), OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
+    return {**counted(closed(spelled), lenient=lenient), OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
 
 
 def from_schema(schema: object, *, lenient: bool) -> Part:

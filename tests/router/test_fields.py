@@ -1,4 +1,4 @@
-"""Fields that docs/api.md says are refused: each is, by name and on each path; a value that asks for nothing is taken."""
+"""Fields that docs/api.md says are refused: each is, by name, on each path. A value that asks for nothing is taken."""
 
 import json
 import re

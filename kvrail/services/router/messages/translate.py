@@ -83,6 +83,8 @@ def chat_request(request: Prompted) -> tuple[ChatRequest, Rename]:
         if name == "messages" and place.isdecimal():
             source = sources[int(place)]
             return "system" if source < 0 else ".".join(filter(None, (name, str(source), inner)))
+        if name in ("tools", "tool_choice"):
+            rest = rest.replace("function.parameters", "input_schema").replace("function.", "")
         return ".".join(filter(None, (NAMES.get(name, name), rest)))
 
     return as_chat(body, rename)
