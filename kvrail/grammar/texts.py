@@ -48,7 +48,8 @@ def schema_of(schema: object, *, lenient: bool) -> Json:
             f"has an object of {optional} optional properties, more than {MAX_OPTIONAL}; "
             "require some of them, or put some into objects within"
         )
-    return {**counted(closed(spelled), lenient=lenient), OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
+    return {**counted(closed(spelled), lenient=lenient), OPTIONS: options}
 
 
 def from_schema(schema: object, *, lenient: bool) -> Part:
