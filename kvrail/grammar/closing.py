@@ -2,9 +2,11 @@
 
 A schema that says nothing allows any further property, and a model that is free to write some may never stop. What is
 valid under the closed schema is so under the open one. Where parts of a schema are put together (allOf, or properties
-beside anyOf and the like), what one part names would be closed by another: such a schema is left as it is.
+beside anyOf and the like), what one part names would be closed by another: such a schema is left as it is. So is an
+object that must have more properties than its schema names.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 Json = dict[str, Any]
@@ -46,19 +48,32 @@ def _inner(schema: Json) -> list[Any]:
     return found + [schema[key] for key in _SINGLE if key in schema]
 
 
-def _close(schema: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
+def within(schema: Json, change: Callable[[Any], Any]) -> Json:
+    """A copy of `schema` in which each schema directly within it is changed."""
     changed = dict(schema)
     for key in _MAPS:
         if isinstance(schema.get(key), dict):
-            changed[key] = {name: _close(each) for name, each in schema[key].items()}
-    for key in _LISTS:
+            changed[key] = {name: change(each) for name, each in schema[key].items()}
+    for key in (*_LISTS, "allOf"):
         if isinstance(schema.get(key), list):
-            changed[key] = [_close(each) for each in schema[key]]
+            changed[key] = [change(each) for each in schema[key]]
     for key in _SINGLE:
         if key in schema:
-            changed[key] = _close(schema[key])
-    if schema.get("properties") and not any(key in schema for key in _OTHERS):
+            changed[key] = change(schema[key])
+    return changed
+
+
+def least_of(schema: Json) -> int:
+    """The least number of properties that an object must have."""
+    least = schema.get("minProperties")
+    return least if type(least) is int else 0
+
+
+def _close(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    changed = within(schema, _close)
+    named = schema.get("properties")
+    if named and least_of(schema) <= len(named) and not any(key in schema for key in _OTHERS):
         changed["additionalProperties"] = False
     return changed

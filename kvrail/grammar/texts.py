@@ -12,6 +12,7 @@ from llguidance import LLMatcher, grammar_from
 
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar.closing import closed
+from kvrail.grammar.keys import counted, named
 
 MAX_DEPTH = 50
 """Levels of a schema. llguidance reads up to 128 of JSON, and each of a schema takes about two."""
@@ -32,8 +33,8 @@ Part = dict[str, Any]
 def schema_of(schema: object, *, lenient: bool) -> Json:
     """A schema as llguidance is given it; lenient: keywords that it does not know are passed over.
 
-    Its objects are closed (kvrail.grammar.closing). Raises InvalidRequestError where it is no schema, too deep or has
-    too many optional properties.
+    Its objects are closed (kvrail.grammar.closing), their keys bounded (kvrail.grammar.keys). Raises
+    InvalidRequestError where it is no schema, too deep, or has objects whose keys are too many or cannot be bounded.
     """
     if schema is True:
         schema = {}
@@ -41,12 +42,14 @@ def schema_of(schema: object, *, lenient: bool) -> Json:
         raise InvalidRequestError("is no JSON schema under which anything is valid; send an object")
     if _depth(schema) > MAX_DEPTH:
         raise InvalidRequestError(f"is nested deeper than {MAX_DEPTH} levels; send a flatter schema, with $defs")
-    if (optional := _most_optional(schema)) > MAX_OPTIONAL:
+    spelled: Json = named(schema)
+    if (optional := _most_optional(spelled)) > MAX_OPTIONAL:
         raise InvalidRequestError(
             f"has an object of {optional} optional properties, more than {MAX_OPTIONAL}; "
             "require some of them, or put some into objects within"
         )
-    return {**closed(schema), OPTIONS: {"whitespace_pattern": WHITESPACE, "lenient": lenient}}
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
+    return {**counted(closed(spelled), lenient=lenient), OPTIONS: options}
 
 
 def from_schema(schema: object, *, lenient: bool) -> Part:

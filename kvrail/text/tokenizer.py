@@ -96,6 +96,10 @@ class Tokenizer:
         found = self._backend.token_to_id(token)
         return None if found is None else int(found)
 
+    def token(self, token_id: int) -> str:
+        """A token's own name, as the vocabulary has it; empty for an id that has none."""
+        return str(self._backend.id_to_token(token_id) or "")
+
     def special_id(self, text: str) -> int | None:
         """Id of the special token whose text this is exactly; None where there is none."""
         found = self.token_id(text)

@@ -1,6 +1,7 @@
 """Grammars: what compiles, what is refused, and that a matcher's place depends on the tokens before it alone."""
 
 import asyncio
+import itertools
 import json
 import random
 import threading
@@ -15,6 +16,7 @@ from kvrail.grammar import Checker, Grammars, texts
 from kvrail.grammar import checking as checks
 from kvrail.grammar.closing import closed
 from kvrail.grammar.following import CHECK_S
+from kvrail.grammar.keys import MAX_PATTERNED
 from kvrail.grammar.texts import MAX_OPTIONAL
 from kvrail.text import load_tokenizer
 from kvrail.values.sampling import MAX_GRAMMAR_BYTES
@@ -247,6 +249,76 @@ def test_gbnf_is_read_as_lark():
     assert "start" in part["lark_grammar"]
     with pytest.raises(InvalidRequestError, match="GBNF"):
         texts.from_lark_or_gbnf('root ::= "a')
+
+
+INTEGER = {"type": "integer"}
+
+
+def naming(*names, **more):
+    return {"type": "object", "properties": dict.fromkeys(names, INTEGER), **more}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        naming("a", "b", minProperties=1),
+        naming("a", "b", minProperties=2),
+        naming("a", "b", "c", minProperties=2),
+        naming("a", "b", "c", "d", required=["d"], minProperties=3),
+        naming("a", "b", required=["b"], minProperties=1),
+        naming("a", required=["a"], minProperties=2, additionalProperties=INTEGER),
+        naming("a", required=["a"], minProperties=2),
+        {"type": "object", "patternProperties": {"^a$": INTEGER}, "additionalProperties": False},
+        {"type": "object", "patternProperties": {"^(?:a|b)$": INTEGER, "^c$": {"type": "null"}}, "minProperties": 2},
+    ],
+)
+async def test_objects_have_as_many_properties_as_they_must(grammars, checker, tokenizer, schema):
+    """Of small objects those that are valid are written, and no others; jsonschema says which are valid."""
+    named = schema.get("properties", "abc")
+    closed_schema = schema if len(named) < schema.get("minProperties", 0) else {"additionalProperties": False, **schema}
+    for lenient in (False, True):
+        text = texts.whole(texts.from_schema({"type": "array", "items": schema}, lenient=lenient))
+        await checker.check(text, "a")
+        grammar, written = await grammars.get(text, "a"), 0
+        for names in (names for size in range(5) for names in itertools.combinations("abcd", size)):
+            value = dict.fromkeys(names, 1)
+            follows = accepts(grammar, tokenizer, json.dumps([value]))
+            assert follows == jsonschema.Draft202012Validator(closed_schema).is_valid(value), value
+            written += follows
+        assert written
+
+
+def accepts(grammar, tokenizer, text):
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    matcher = grammar.matcher()
+    return matcher.move_to(tokens) == len(tokens) and matcher.complete
+
+
+async def test_keys_do_not_come_again_and_again(grammars, tokenizer):
+    async def follows(schema, *keys):
+        grammar = await grammars.get(texts.whole(texts.from_schema(schema, lenient=True)), "a")
+        return accepts(grammar, tokenizer, "{" + ", ".join(f'"{key}": 1' for key in keys) + "}")
+
+    listed = {"type": "object", "patternProperties": {"^(x|y)$": INTEGER}}
+    assert await follows(listed, "x", "y") and not await follows(listed, "x", "x")
+    free = {"type": "object", "patternProperties": {"^x": INTEGER}}
+    assert await follows(free, *["x"] * MAX_PATTERNED) and not await follows(free, *["x"] * (MAX_PATTERNED + 1))
+    assert await follows(free | {"maxProperties": 99}, *(f"x{i}" for i in range(99)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        (naming("a", patternProperties={"^x": INTEGER}), "patternProperties"),
+        ({"items": {"type": "object", "additionalProperties": INTEGER, "minProperties": 2}}, "minProperties"),
+        (naming(*"abcdefghijkl", minProperties=6), "minProperties"),
+    ],
+)
+def test_bounds_on_keys_that_cannot_be_kept_to_are_refused_where_strict(schema, word):
+    with pytest.raises(InvalidRequestError, match=f"'{word}'"):
+        texts.from_schema(schema, lenient=False)
+    if word == "minProperties":
+        texts.from_schema(schema, lenient=True)
 
 
 INNER = {"type": "object", "properties": {"x": {"type": "integer"}}}

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -49,7 +49,7 @@ TEMPLATE = (
 Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[decode_pb2.GenerateReply]]
 
 
-def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
+def write_tokenizer(folder: Path, template: str = TEMPLATE, special: Sequence[str] = ()) -> None:
     """A byte-level BPE with a few merges, a chat template and a vocabulary of 300."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +57,7 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
     trainer = trainers.BpeTrainer(
         vocab_size=280,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>", "<|user|>", "<|system|>", "<|assistant|>"],
+        special_tokens=["<|end|>", "<|user|>", "<|system|>", "<|assistant|>", *special],
         show_progress=False,
     )
     backend.train_from_iterator(["Hello world, hello there", "the quick brown fox"], trainer)

@@ -35,8 +35,17 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.fixture(scope="session")
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """The tokenizer of a model that reasons; its template opens the reasoning where `opened` is set."""
+    """The tokenizer of a model that reasons.
+
+    Its template opens the reasoning where `opened` is set, shows that of the history, and takes `enable_thinking` as
+    Qwen3's does.
+    """
     folder = tmp_path_factory.mktemp("model") / "thinking"
     folder.mkdir()
-    write_tokenizer(folder, TEMPLATE + "{% if opened %}<think>\n{% endif %}")
+    thought = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    off = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    template = TEMPLATE.replace("{{ m['content'] }}", thought + "{{ m['content'] }}").replace(
+        "{{ reasoning_effort }}", ""
+    )
+    write_tokenizer(folder, template + "{% if opened %}<think>\n{% endif %}" + off)
     return load_tokenizer(str(folder))

@@ -101,6 +101,8 @@ async def test_errors_have_anthropics_shape(claude, cluster: Cluster):
         ({"max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"max_tokens": 5, "mcp_servers": []}, "mcp_servers"),
         ({"max_tokens": 5, "tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
+        ({"max_tokens": 5, "tools": [{"name": "f", "strict": 5}]}, "tools.0.strict"),
+        ({"max_tokens": 5, "tools": [{"name": "f", "input_schema": 5}]}, "tools.0.input_schema"),
         ({"max_tokens": 5, "system": 5}, "system"),
     ):
         answer = await cluster.http.post("/v1/messages", json={"model": MODEL, "messages": HI, **fields})
@@ -178,6 +180,10 @@ async def call_a_tool(claude: anthropic.AsyncAnthropic, cluster: Cluster, tokeni
     assert offered.input_tokens > bare.input_tokens + 10
     forced = await claude.messages.create(**asked, tool_choice={"type": "tool", "name": "look_up"})
     assert forced.stop_reason == "tool_use"
+    assert cluster.decode[0].requests[-1].sampling.grammar
+    await claude.messages.create(**asked)
+    assert not cluster.decode[0].requests[-1].sampling.grammar
+    await claude.messages.create(**(asked | {"tools": [{**tool, "strict": True}]}))
     assert cluster.decode[0].requests[-1].sampling.grammar
     await claude.messages.create(**asked, tool_choice={"type": "none"})
     assert not cluster.decode[0].requests[-1].sampling.grammar

@@ -22,8 +22,11 @@ def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
 
 
-def tool(kind: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
+def tool(kind: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": kind, **more}}}
+
+
+PATTERNED = {"properties": {"a": {}}, "patternProperties": {"^x": {}}}
 
 
 NOW = {"type": "function", "function": {"name": "now"}}
@@ -87,6 +90,10 @@ BOTH: list[tuple[dict[str, Any], str]] = [
         "response_format.json_schema.schema.properties.a.uniqueItems",
     ),
     ({"response_format": named_schema({"$ref": "#/$defs/x"})}, "response_format.json_schema.schema.$ref"),
+    (
+        {"response_format": named_schema({"type": "object", "minProperties": 2})},
+        "response_format.json_schema.schema.minProperties",
+    ),
     ({"response_format": named_schema(DEEP)}, "response_format.json_schema.schema"),
     ({"response_format": named_schema({"enum": ["x" * 300_000]})}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
@@ -139,6 +146,10 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"tools": [NOW], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
     ({"tools": [tool("strin")], "tool_choice": "required"}, "tools.0.function.parameters.type"),
+    (
+        {"tools": [tool("object", **PATTERNED)], "tool_choice": "required"},
+        "tools.0.function.parameters.patternProperties",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"logprobs": 3}, "logprobs"),

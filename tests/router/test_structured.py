@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from kvrail.grammar import texts
 from kvrail.values.sampling import MAX_GRAMMAR_BYTES
 from tests.router.cluster import MODEL, Cluster, run_cluster
-from tests.router.writing import matching, saying
+from tests.router.test_responses import prompt_of
+from tests.router.writing import LENGTH, matching, saying
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {
@@ -148,6 +149,63 @@ async def test_reasoning_is_split_off(thinking, opened, piece):
         assert "".join(delta.content or "" for delta in deltas) == "Forty-two."
         reasoning = "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas)
         assert reasoning == "Is it <b>?</b> Yes."
+
+
+OFF = "<think>\n\n</think>\n\n"
+
+
+async def test_reasoning_is_switched_off_in_the_template(thinking):
+    """By each API's own word for it, as chat_template_kwargs do; who sends these has the last word."""
+    kwargs = {"chat_template_kwargs": {"enable_thinking": True}}
+    messages = {"messages": MESSAGES, "max_tokens": 9}
+    asked = [
+        ("chat/completions", {"messages": MESSAGES}, {"reasoning_effort": "none"}),
+        ("chat/completions", {"messages": MESSAGES}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("responses", {"input": "hi"}, {"reasoning": {"effort": "none"}}),
+        ("messages", messages, {"thinking": {"type": "disabled"}}),
+    ]
+    async with run_cluster(thinking) as cluster:
+        for path, body, off in asked:
+            for more, ending in (({}, ""), (off, OFF), (off | kwargs, "")):
+                answer = await cluster.http.post(f"/v1/{path}", json={"model": MODEL, **body, **more})
+                assert answer.status_code == 200, answer.text
+                assert prompt_of(cluster, thinking) == f"<|user|>hi<|end|><|assistant|>{ending}", (path, more)
+        counted = [
+            (await cluster.http.post("/v1/messages/count_tokens", json={"model": MODEL, **messages, **more})).json()
+            for more in ({}, {"thinking": {"type": "disabled"}})
+        ]
+        assert counted[0]["input_tokens"] < counted[1]["input_tokens"]
+
+
+async def test_reasoning_of_the_history_reaches_the_template(thinking):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    shown = "<|assistant|><think>\nHm.\n</think>\n\n"
+    async with run_cluster(thinking) as cluster:
+        for name in ("reasoning", "reasoning_content"):
+            for said in ({"content": "Yes."}, {"content": None, "tool_calls": [call]}, {"content": None}, {}):
+                turn = {"role": "assistant", name: "Hm.", **said}
+                answer = await cluster.chat(messages=[*MESSAGES, turn, *MESSAGES])
+                assert answer.status_code == 200, answer.text
+                assert shown + (said.get("content") or "") in prompt_of(cluster, thinking), (name, said)
+
+
+async def test_a_response_that_was_cut_off_while_it_reasoned_is_continued(thinking):
+    async with (
+        run_cluster(thinking) as cluster,
+        openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        cluster.decode[0].script = saying("<think>\nLet me see", finish=LENGTH)
+        first = await client.responses.create(model=MODEL, input="hi", max_output_tokens=50)
+        assert (first.status, [item.type for item in first.output]) == ("incomplete", ["reasoning"])
+        cluster.decode[0].script = saying("Yes.")
+        again = {"role": "user", "content": "go on"}
+        whole = [{"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output), again]
+        shown = "<think>\nLet me see\n</think>\n\n"
+        for asked in ({"previous_response_id": first.id, "input": [again]}, {"input": whole}):
+            assert (await client.responses.create(model=MODEL, **asked)).output_text == "Yes."
+            assert prompt_of(cluster, thinking) == (
+                f"<|user|>hi<|end|><|assistant|>{shown}<|end|><|user|>go on<|end|><|assistant|>"
+            )
 
 
 async def test_without_reasoning_a_thinking_model_answers_as_it_is(thinking):

@@ -1,7 +1,7 @@
 """Tools through the official client: calls as models write them, streamed and whole, or as a grammar makes them."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import jsonschema
@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from kvrail.grammar import Grammars
+from kvrail.services.router.plan.tools.forms import FORMS
 from kvrail.text import Tokenizer, load_tokenizer
 from kvrail.wire.v1 import common_pb2
 from tests.router.cluster import MODEL, TEMPLATE, VOCABULARY, Cluster, run_cluster, status, until, write_tokenizer
@@ -31,6 +32,7 @@ HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 LLAMA = f'{{"name": "weather", "parameters": {ARGUMENTS}}}'
 MISTRAL = f'{{"name": "weather", "arguments": {ARGUMENTS}}}'
+QUOTING = '{"a": "<tool_call> and </tool_call>"}'
 BOTH = [("weather", ARGUMENTS), ("now", "{}")]
 WRITTEN = [
     ("hermes", HERMES, "", BOTH[:1]),
@@ -41,6 +43,28 @@ WRITTEN = [
     ("hermes", "a < b, <tool and <tool_c", "a < b, <tool and <tool_c", []),
     ("hermes", "<tool_call>no</tool_call> x", "<tool_call>no</tool_call> x", []),
     ("hermes", '<tool_call>{"name": 5}', '<tool_call>{"name": 5}', []),
+    # JSON that is not complete: the arguments are what was written, without the marks of the form
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1\n</tool_call>', "", [("f", '{"a": 1')]),
+    ("hermes", f'<tool_call>\n{{"name": "f", "arguments": {{"a": 1\n{NOW}', "", [("f", '{"a": 1'), BOTH[1]]),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{"a": "x\n</tool_call>\n{NOW}',
+        "",
+        [("f", '{"a": "x'), BOTH[1]],
+    ),
+    (
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{"a": "x</tool_call>\n{NOW}',
+        "",
+        [("f", '{"a": "x'), BOTH[1]],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x}}</tool_call>', "", [("f", '{"a": "x}}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call> So.', "So.", [("f", '{"a": 1}')]),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {{}}, "i</tool_call>{NOW}', "", [("f", "{}"), BOTH[1]]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{}</tool_call>', "", [("f", '"{}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x ', "", [("f", '{"a": "x ')]),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {QUOTING}}}</tool_call>', "", [("f", QUOTING)]),
+    ("mistral", '[TOOL_CALLS]f{"a": [1[TOOL_CALLS]now{}', "", [("f", '{"a": [1'), BOTH[1]]),
     ("llama3_json", LLAMA, "", BOTH[:1]),
     ("llama3_json", f"<|python_tag|>{LLAMA}; " + '{"name": "now", "parameters": {}}', "", BOTH),
     ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
@@ -139,11 +163,13 @@ async def test_a_model_that_may_call_answers_in_the_form_or_calls(cluster: Clust
     assert kinds == {"stop", "tool_calls"}
 
 
-async def test_strict_functions_are_constrained_once_their_call_begins(cluster: Cluster):
-    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-    await ask(cluster, stream=False, tools=TOOLS)
-    assert cluster.decode[0].requests[-1].sampling.grammar == ""
-    await ask(cluster, stream=False, tools=strict)
+STRICT = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+GOOD = LLAMA.replace(ARGUMENTS, '{"city": "Rom", "unit": "C"}')
+
+
+async def follower(cluster: Cluster, **fields) -> Callable[[str], bool]:
+    """Says whether a text is an output that the grammar of a request allows."""
+    await ask(cluster, stream=False, **fields)
     text = cluster.decode[0].requests[-1].sampling.grammar
     grammar = await Grammars(lambda: cluster.decode[0].tokenizer).get(text, "")
 
@@ -152,11 +178,48 @@ async def test_strict_functions_are_constrained_once_their_call_begins(cluster: 
         matcher = grammar.matcher()
         return matcher.move_to(tokens) == len(tokens) and matcher.complete
 
-    good = '{"name": "weather", "arguments": {"city": "Rom", "unit": "C"}}'
-    assert follows("Nothing to call.") and follows("")
-    assert follows(f"Let me look.\n<tool_call>\n{good}\n</tool_call>")
-    assert not follows(f"Let me look.\n<tool_call>\n{good.replace('C', 'K')}\n</tool_call>")
-    assert not follows("Let me look.\n<tool_call>\nnonsense")
+    return follows
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("form", ["hermes", "llama3_json", "mistral"])
+async def test_all_calls_of_strict_functions_are_constrained(tokenizer, tmp_path, form, special):
+    """special: whether the mark of a call is a special token."""
+
+    def calls(*objects: str) -> str:
+        if form == "hermes":
+            return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+        return "; ".join(objects) if form == "llama3_json" else f"[TOOL_CALLS][{', '.join(objects)}]"
+
+    mark = FORMS[form].opens
+    if special:
+        write_tokenizer(tmp_path, special=[mark])
+        tokenizer = load_tokenizer(str(tmp_path))
+    good = GOOD if form == "llama3_json" else GOOD.replace("parameters", "arguments")
+    bad = good.replace('"C"', '"K"')
+    async with roomy(tokenizer, tool_parser=form) as cluster:
+        await ask(cluster, stream=False, tools=TOOLS)
+        assert cluster.decode[0].requests[-1].sampling.grammar == ""
+        follows = await follower(cluster, tools=STRICT)
+        for text in ("", "Nothing to call.", calls(good), calls(good, good), f"{calls(good, good)} Done."):
+            assert follows(text), text
+        assert follows(f"Let me look.\n{mark if form == 'llama3_json' else ''}{calls(good)}")
+        again = [f"{calls(good)}{between}{calls(bad)}" for between in ("", "\n", "\nAnd:\n")]
+        if form == "llama3_json":
+            again[-1] = f"{calls(good)}\nAnd: {mark}{bad}"  # without the mark it would be text
+        for text in (calls(bad), calls(good, bad), f"{mark}nonsense", f"{calls(good)} {mark}nonsense", *again):
+            assert not follows(text), text
+        one = await follower(cluster, tools=STRICT, parallel_tool_calls=False)
+        assert one("") and one(calls(good)) and not one(calls(good, good))
+
+
+async def test_without_parallel_calls_the_first_one_is_told(cluster: Cluster):
+    cluster.decode[0].script = saying(f"Both.\n{HERMES}\n{NOW}")
+    for stream in (False, True):
+        for parallel, told in ((False, BOTH[:1]), (True, BOTH)):
+            said, calls, reason = await ask(cluster, stream, parallel_tool_calls=parallel)
+            assert (said, reason) == ("Both.", "tool_calls")
+            assert [(call.function.name, call.function.arguments) for call in calls] == told
 
 
 HISTORY = [

@@ -166,15 +166,23 @@ class Message(Wire):
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True), not_longer(MAX_ITEMS)] | None = None
     tool_call_id: Name | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
+
+    @property
+    def thoughts(self) -> str | None:
+        """The reasoning, under whichever of its two names it comes."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def plain(self) -> dict[str, Any]:
         """What the chat template gets; `developer` is OpenAI's newer word for `system`."""
         fields: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         fields["content"] = "\n".join(part.text for part in self.content or [])
-        for key in ("name", "tool_call_id", "reasoning_content"):
+        for key in ("name", "tool_call_id"):
             if getattr(self, key) is not None:
                 fields[key] = getattr(self, key)
+        if self.thoughts is not None:
+            fields |= {"reasoning": self.thoughts, "reasoning_content": self.thoughts}
         if self.tool_calls:
             fields["tool_calls"] = [call.plain() for call in self.tool_calls]
         return fields
@@ -349,11 +357,12 @@ def _token_ids(value: list[Any], element: str) -> list[int]:
 
 
 class TokenizeRequest(Wire):
-    """Body of /tokenize, as in vLLM: a prompt, or messages."""
+    """Body of /tokenize, as in vLLM: a prompt, or messages and the tools that they are shown with."""
 
     model: Name | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Items | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -1,7 +1,7 @@
 """A request of /v1/messages as the chat request of the same meaning."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence
 from typing import Any
 
 from kvrail.services.router.errors import refuse
@@ -16,10 +16,12 @@ from kvrail.services.router.messages.schema import (
     TurnMessage,
 )
 from kvrail.services.router.openai.renaming import Rename, as_chat
+from kvrail.services.router.plan import fields
+from kvrail.services.router.plan.encoding import NO_THINKING
 from kvrail.services.router.schema import ChatRequest
 from kvrail.services.router.values import Json
 
-REFUSED = (
+ANTHROPICS = (
     "container",
     "context_management",
     "inference_geo",
@@ -41,6 +43,15 @@ PASSED = (
     "stop_token_ids",
 )
 """Fields of the chat API that are taken here too."""
+HARMLESS = ("stream_options", "user")
+"""Fields of the chat API that have nothing to change here."""
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(ChatRequest.model_fields.keys() - {*MessagesRequest.model_fields, *PASSED, *HARMLESS}, (None,)),
+    **fields.BOTH,
+    **fields.CHAT,
+    **dict.fromkeys(ANTHROPICS, (None,)),
+}
+"""What is refused, and values that ask for nothing: chats' fields that have another name here or none, too."""
 NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use"}
 
 
@@ -59,8 +70,10 @@ def chat_request(request: Prompted) -> tuple[ChatRequest, Rename]:
     body: Json = {"model": request.model, "messages": messages, **_tools(request)}
     if request.messages[-1].role == "assistant":  # its beginning is given, and the model goes on from there
         body |= {"continue_final_message": True, "add_generation_prompt": False}
-    extras = request.model_extra or {}
-    body |= {name: extras[name] for name in PASSED if name in extras}
+    body |= {name: value for name, value in _extras(request) if name in PASSED}
+    options = body.get("chat_template_kwargs") or {}
+    if request.thinking and request.thinking.type == "disabled" and isinstance(options, dict):
+        body["chat_template_kwargs"] = {**NO_THINKING, **options}
     if isinstance(request, MessagesRequest):
         body |= _generating(request)
 
@@ -70,6 +83,8 @@ def chat_request(request: Prompted) -> tuple[ChatRequest, Rename]:
         if name == "messages" and place.isdecimal():
             source = sources[int(place)]
             return "system" if source < 0 else ".".join(filter(None, (name, str(source), inner)))
+        if name in ("tools", "tool_choice"):
+            rest = rest.replace("function.parameters", "input_schema").replace("function.", "")
         return ".".join(filter(None, (NAMES.get(name, name), rest)))
 
     return as_chat(body, rename)
@@ -88,13 +103,16 @@ def _generating(request: MessagesRequest) -> Json:
 
 
 def _refuse_unsupported(request: Prompted) -> None:
-    for name in REFUSED:
-        if (request.model_extra or {}).get(name) is not None:
-            refuse(name, "not supported by this server; leave it out")
+    fields.refuse_extras({name: value for name, value in _extras(request) if name not in PASSED}, REFUSED)
     if request.thinking and request.thinking.type == "enabled":
         refuse("thinking", "this server keeps to no budget of reasoning; leave it out")
     if isinstance(request, MessagesRequest) and request.kvrail is not None and request.kvrail.provisional:
         refuse("kvrail.provisional", "only for /v1/chat/completions and /v1/completions")
+
+
+def _extras(request: Prompted) -> ItemsView[str, Any]:
+    """Fields that Anthropic's API does not have."""
+    return (request.model_extra or {}).items()
 
 
 def _text(content: str | Sequence[TextBlock] | None) -> str:
@@ -156,7 +174,7 @@ def _tool(place: int, tool: Any) -> Json:
     kind = tool.get("type", "custom") if isinstance(tool, Mapping) else tool
     if not isinstance(tool, Mapping) or kind not in ("custom", None):
         refuse(f"tools.{place}.type", f"{str(kind)[:80]!r} is no tool that this server has; send your own")
-    function = {name: tool[name] for name in ("name", "description") if name in tool}
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     if "input_schema" in tool:
         function["parameters"] = tool["input_schema"]
     return {"type": "function", "function": function}

@@ -10,6 +10,7 @@ from kvrail.errors import ContextLengthError
 from kvrail.runtime.turns import Turns
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.plan.tools.history import shown_by
+from kvrail.services.router.plan.tools.offered import functions_of
 from kvrail.services.router.schema import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, Message, TokenizeRequest
 from kvrail.text import Tokenizer
 
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 """Names in chat_template_kwargs that would shadow what the server passes itself."""
+NO_THINKING: Mapping[str, Any] = {"enable_thinking": False, "thinking": False}
+"""What switches the reasoning of chat templates off: Qwen's and GLM's name, DeepSeek's and Granite's."""
 LONG_CHARS = 100_000
 """Texts of one request that are long: they are encoded one at a time, beside the short ones."""
 SHORT_AT_ONCE = 4
@@ -53,7 +56,8 @@ class Encoder:
         arguments = _template_arguments(request.chat_template_kwargs)
         effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
         if effort is not None:
-            arguments = {"reasoning_effort": effort, **arguments}
+            off = NO_THINKING if effort == "none" else {}
+            arguments = {"reasoning_effort": effort, **off, **arguments}
         continued = bool(request.continue_final_message)
         opened = request.add_generation_prompt
 
@@ -101,8 +105,12 @@ class Encoder:
         prompt = request.prompt
         if (prompt is None) == (request.messages is None):
             refuse("prompt", "send either prompt or messages")
+        tools = request.tools or []
         if prompt is None:
-            return await self.chat(request, client, most_chars=MAX_COUNTED_CHARS)
+            functions_of(tools)
+            return await self.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=tools)
+        if tools:
+            refuse("tools", "only with messages; leave it out")
         with _about("prompt"):
             self._refuse_longer(prompt, MAX_TOKEN_IDS, MAX_COUNTED_CHARS)
         special = request.add_special_tokens is not False
@@ -122,12 +130,12 @@ class Encoder:
         return await self._run(client, decode, "tokens", len(token_ids))
 
     async def listed(self, token_ids: Sequence[int], client: str, *, texts: bool) -> dict[str, bytes]:
-        """JSON of a list of token ids, and of their texts where they are wanted."""
+        """JSON of a list of token ids, and of the tokens as the vocabulary has them where `texts` says so."""
 
         def write() -> dict[str, bytes]:
             found = {"tokens": _json_list(token_ids, int)}
             if texts:
-                found["token_strs"] = _json_list(token_ids, self._tokenizer.token_text)
+                found["token_strs"] = _json_list(token_ids, self._tokenizer.token)
             return found
 
         return await self._run(client, write, "tokens", len(token_ids))
@@ -176,11 +184,11 @@ def _json_list(items: Sequence[int], of: Callable[[int], object]) -> bytes:
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages for the chat template; raises InvalidRequestError for one without text or calls."""
+    """Messages for the chat template; raises InvalidRequestError for one without text, calls or reasoning."""
     for i, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
             refuse(f"messages.{i}.tool_calls", "only the assistant calls tools; leave it out")
-        if message.content is None and not message.tool_calls:
+        if message.content is None and not message.tool_calls and not message.thoughts:
             refuse(f"messages.{i}.content", "field required; send the message's text")
     return [message.plain() for message in messages]
 

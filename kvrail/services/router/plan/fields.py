@@ -23,10 +23,15 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": _WITHOUT,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _WITHOUT,
+    "logprob_token_ids": _WITHOUT,
     "repetition_detection": _WITHOUT,
+    "request_id": _WITHOUT,
+    "return_prompt_text": (None, False),
+    "return_token_offsets": (None, False),
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": _WITHOUT,
     "truncate_prompt_tokens": _WITHOUT,
+    "truncation_side": _WITHOUT,
     "use_beam_search": (None, False),
     "vllm_xargs": _WITHOUT,
     "guided_choice": _WITHOUT,
@@ -42,6 +47,7 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
 """Fields of chats and completions that change the answer and are not supported; values with which they would not."""
 
 CHAT: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (None, False),
     "best_of": (None, 1),
     "chat_template": _WITHOUT,
     "documents": (None, []),

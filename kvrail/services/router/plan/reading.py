@@ -1,6 +1,7 @@
 """Taking an output apart as it comes: what the model thinks, what it says, which tools it calls."""
 
-from kvrail.services.router.plan.tools.forms import CallForm, CallReader, Said, held_back
+from kvrail.services.router.plan.tools.forms import CallForm, CallReader, Said
+from kvrail.services.router.plan.tools.scanning import held_back
 
 THINK, THOUGHT = "<think>", "</think>"
 
@@ -60,8 +61,12 @@ class ThoughtReader:
 class OutputReader:
     """Reads one choice's output. called: whether it has called a tool."""
 
-    def __init__(self, form: CallForm | None, thoughts: ThoughtReader | None) -> None:
-        """form: of calls, None where none are looked for. thoughts: None where reasoning is not looked for."""
+    def __init__(self, form: CallForm | None, thoughts: ThoughtReader | None, most_calls: int | None = None) -> None:
+        """form: of calls, None where none are looked for. thoughts: None where reasoning is not looked for.
+
+        most_calls: calls that are told, None: all. Further ones are left out, as with vLLM.
+        """
+        self._most_calls = most_calls
         self._calls = None if form is None else CallReader(form)
         self._thoughts = thoughts
 
@@ -82,5 +87,10 @@ class OutputReader:
         return Said(
             content="".join(part.content for part in parts),
             reasoning=said.reasoning,
-            calls=[call for part in parts for call in part.calls],
+            calls=[
+                call
+                for part in parts
+                for call in part.calls
+                if self._most_calls is None or call.index < self._most_calls
+            ],
         )

@@ -17,7 +17,6 @@ from kvrail.text import Tokenizer
 
 _TAIL = 8
 """Tokens at a prompt's end among which reasoning may be opened."""
-_TEXT = "TEXT: /(.|\\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +72,10 @@ class Shaper:
             return Shape(grammar)
         marks = [form.opens, form.closes] if form is not None else []
         marks += [THINK, THOUGHT] if self._thinks else []
+        most = None if offer is None or offer.parallel else 1
         return Shape(
             grammar,
-            lambda: OutputReader(form, ThoughtReader(open=open_thought) if self._thinks else None),
+            lambda: OutputReader(form, ThoughtReader(open=open_thought) if self._thinks else None, most),
             any(self._tokenizer.special_id(mark) is not None for mark in marks),
         )
 
@@ -90,13 +90,9 @@ class Shaper:
         if asked is not None:
             parts["answer"], body = asked.part(), "@answer"
         if offer is not None and form is not None:
-            mark = self._mark(form.opens)
-            if asked is None and not offer.must_call:
-                rules += ["trigger: TEXT " + mark if mark.startswith("<") else f"trigger[lazy]: TEXT {mark}", _TEXT]
-                mark, body = "trigger", "calls? TEXT"
-            else:
-                body = "calls" if offer.must_call or not body else f"(calls | {body})"
-            written, arguments = call_rules(offer, form, mark)
+            text = asked is None and not offer.must_call
+            body = "calls" if offer.must_call else "(calls AFTER | BEGIN)" if text else f"(calls | {body})"
+            written, arguments = call_rules(offer, form, self._mark(form.opens), text=text)
             rules.append(written)
             parts |= arguments
             schemas = {f"{f.number}": {"function": {"parameters": f.parameters}} for f in offer.functions}

@@ -9,7 +9,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from kvrail.errors import ConfigError
-from kvrail.services.router.plan.tools.scanning import CallScanner
+from kvrail.services.router.plan.tools.scanning import CallScanner, held_back
 
 _ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -89,6 +89,7 @@ class CallReader:
 
     def __init__(self, form: CallForm) -> None:
         self._form = form
+        self._marks = tuple(filter(None, (form.opens, form.closes)))
         self._buffer = ""
         self._scanner: CallScanner | None = None
         self._opened = False  # a mark was read, its call not yet
@@ -108,8 +109,9 @@ class CallReader:
     def end(self) -> Said:
         """The output is over: what was held back, and a call that was begun but never named, is text."""
         said = Said()
-        if self._scanner is not None and self._scanner.name is None:
-            said.content = self._marked(self._scanner.raw)
+        if self._scanner is not None:
+            self._scanner.end()
+            self._tell_call(said, self._scanner)
         elif self._scanner is None:
             said.content = self._marked(self._buffer) if self._opened else self._buffer
             if self._between:
@@ -134,7 +136,7 @@ class CallReader:
         start = text.lstrip()
         if form.bare and not self._begun:
             if start.startswith("{"):
-                self._buffer, self._scanner = start, CallScanner()
+                self._buffer, self._scanner = start, CallScanner(self._marks)
                 return True
             if not start:
                 return False
@@ -158,15 +160,26 @@ class CallReader:
             if not brace:
                 return False
             if name:
-                self._buffer, self._scanner = text[len(name) :], CallScanner(name.removesuffix("[ARGS]").strip())
+                self._buffer, self._scanner = (
+                    text[len(name) :],
+                    CallScanner(self._marks, name.removesuffix("[ARGS]").strip()),
+                )
                 return True
         if not text:
             return False
-        self._buffer, self._scanner = text, CallScanner()
+        self._buffer, self._scanner = text, CallScanner(self._marks)
         return True
 
     def _read_call(self, said: Said, scanner: CallScanner) -> bool:
         self._buffer = scanner.push(self._buffer)
+        self._tell_call(said, scanner)
+        if scanner.over:
+            self._between = self._announced
+            self._scanner, self._opened, self._announced = None, False, False
+        return scanner.over
+
+    def _tell_call(self, said: Said, scanner: CallScanner) -> None:
+        """Add what is new of a call; one that is broken before its name is known is text."""
         if scanner.name is not None and not self._announced:
             said.calls.append(CallDelta(self.count, self._form.new_id(), scanner.name))
             self._announced = True
@@ -178,10 +191,6 @@ class CallReader:
         elif scanner.broken:
             said.content += self._marked(scanner.raw)
             self._begun = True
-        if scanner.over:
-            self._between = self._announced
-            self._scanner, self._opened, self._announced = None, False, False
-        return scanner.over
 
     def _behind_call(self) -> bool:
         """Pass over what stands between calls; the next one, or text, follows."""
@@ -195,16 +204,9 @@ class CallReader:
             self._buffer = text[len(form.closes) :]
             return bool(self._buffer)
         if text.startswith("{") and (form.listed or form.bare):
-            self._scanner = CallScanner()
+            self._scanner = CallScanner(self._marks)
         elif not form.opens.startswith(text) or form.opens == text:
             self._between = False
         else:
             return False
         return True
-
-
-def held_back(text: str, mark: str) -> int:
-    """How many characters at the end of `text` that may begin `mark`, and space before them or at the end."""
-    kept = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
-    before = text[: len(text) - kept]
-    return kept + len(before) - len(before.rstrip())

@@ -1,11 +1,14 @@
 """The tools that a request offers, what it wants of them, and the grammar of their calls."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvrail.grammar.texts import Part, from_schema, literal
 from kvrail.services.router.errors import refuse
+from kvrail.services.router.plan.structured import Asked
 from kvrail.services.router.plan.tools.forms import CallForm
 from kvrail.services.router.schema import ChatRequest
 
@@ -32,6 +35,7 @@ class Offer:
     """The tools of a request.
 
     shown: as the template gets them. functions: those that may be called. must_call: the output is calls and no text.
+    parallel: whether an output may have several calls.
     """
 
     shown: tuple[dict[str, Any], ...]
@@ -47,14 +51,8 @@ def offer_of(request: ChatRequest) -> Offer | None:
         if choice not in (None, "none", "auto"):
             refuse("tool_choice", "needs tools; send some, or leave it out")
         return None
-    if len(request.tools) > MAX_TOOLS:
-        refuse("tools", f"has {len(request.tools)} entries, more than {MAX_TOOLS}")
-    functions = [_function(i, tool) for i, tool in enumerate(request.tools)]
-    names = [function.name for function in functions]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            refuse(f"tools.{i}.function.name", f"{name!r} is the name of an earlier one; names must differ")
-    wanted = _wanted(choice, names)
+    functions = functions_of(request.tools)
+    wanted = _wanted(choice, [function.name for function in functions])
     if wanted == "none":
         return None
     chosen = [each for each in functions if wanted in ("auto", "required") or each.name == wanted[1:]]
@@ -62,26 +60,52 @@ def offer_of(request: ChatRequest) -> Offer | None:
     return Offer(tuple(request.tools), tuple(chosen), wanted != "auto", parallel)
 
 
-def call_rules(offer: Offer, form: CallForm, mark: str) -> tuple[str, dict[str, Part]]:
+def functions_of(tools: Sequence[Any]) -> list[Function]:
+    """The functions that `tools` describe; InvalidRequestError names the parameter."""
+    if len(tools) > MAX_TOOLS:
+        refuse("tools", f"has {len(tools)} entries, more than {MAX_TOOLS}")
+    functions = [_function(i, tool) for i, tool in enumerate(tools)]
+    names = [function.name for function in functions]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            refuse(f"tools.{i}.function.name", f"{name!r} is the name of an earlier one; names must differ")
+    return functions
+
+
+def call_rules(offer: Offer, form: CallForm, mark: str, *, text: bool) -> tuple[str, dict[str, Part]]:
     """Lark rules for `calls`, written as the model writes them, and the grammars of the arguments that they name.
 
-    mark: what opens a call, as Lark writes it.
+    mark: what opens a call, as Lark writes it. text: whether text may stand before and behind the calls. BEGIN is then
+    an output without calls, and AFTER what follows them: neither has anything that would be read as a call.
     """
     rules, parts = [], {}
+    if text:
+        rules, mark = _text_rules(form, mark), "trigger"
     for i, function in enumerate(offer.functions):
         head = literal(f'{{"name": "{function.name}", "{form.arguments}": ')
         rules.append(f'object_{i}: {head} @arguments_{i} "}}"')
         schema = NO_ARGUMENTS if function.parameters is None else function.parameters
-        parts[f"arguments_{i}"] = from_schema(schema, lenient=not function.strict)
+        make = partial(from_schema, schema, lenient=not function.strict)
+        parts[f"arguments_{i}"] = Asked(f"tools.{function.number}.function.parameters", make, schema).part()
     call = " | ".join(f"object_{i}" for i in range(len(offer.functions)))
-    more = f"({literal(form.between)} call){{0,{MAX_CALLS - 1}}}" if offer.parallel else ""
+    between = "" if text and not (form.listed or form.bare) else literal(form.between)
+    more = f"({between} call){{0,{MAX_CALLS - 1}}}" if offer.parallel else ""
     if form.listed:
         rules += [f"call: {call}", f'calls: {mark} "[" call {more} "]"']
     elif form.bare:
-        rules += [f"call: {call}", f"calls: call {more}"]
+        rules += [f"call: {call}", f"calls: {'trigger? ' if text else ''}call {more}"]
     else:
         rules += [f'call: {mark} "\\n" ({call}) {literal(chr(10) + form.closes)}', f"calls: call {more}"]
     return "\n".join(rules), parts
+
+
+def _text_rules(form: CallForm, mark: str) -> list[str]:
+    """Rules for the text around calls; `trigger` is text up to a mark."""
+    plain = f"/(.|\\n)*/ & ~/(.|\\n)*{re.escape(form.opens)}(.|\\n)*/"
+    begin = " & ~/\\s*\\{(.|\\n)*/" if form.bare else ""
+    after = " & ~/[\\s,;\\]]*\\{(.|\\n)*/" if form.bare or form.listed else ""
+    lazy = "" if mark.startswith("<") else "[lazy]"  # a special token ends the text by itself
+    return [f"trigger{lazy}: BEGIN {mark}", f"BEGIN: {plain}{begin}", f"AFTER: {plain}{after}"]
 
 
 def _function(i: int, tool: Any) -> Function:

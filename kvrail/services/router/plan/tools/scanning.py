@@ -22,11 +22,13 @@ class _At(Enum):
 class CallScanner:
     """Reads `{"name": …, "arguments": {…}}`, or `parameters`, in any order.
 
-    Arguments are given out as they come once the name is known; before, they are kept. raw: all that was read.
+    Arguments are given out as they come once the name is known; before, they are kept. raw: all that was read. A mark
+    of the model's form ends a call whose JSON is not complete: its arguments are the text up to there.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        """name: where it was written elsewhere and the object is the arguments themselves."""
+    def __init__(self, marks: tuple[str, ...], name: str | None = None) -> None:
+        """marks: what opens and closes calls. name: where it stands elsewhere and the object is the arguments."""
+        self._marks = marks
         self.name = name
         self.done = self.broken = False
         self.raw = ""
@@ -39,6 +41,7 @@ class CallScanner:
         self._token: list[str] = []
         self._depth = 0
         self._string = self._escaped = False
+        self._torn = False  # the string has a line's end, so it is no JSON
 
     @property
     def over(self) -> bool:
@@ -46,25 +49,62 @@ class CallScanner:
         return self.done or self.broken
 
     def push(self, text: str) -> str:
-        """Read `text` up to the call's end; returns what is behind it."""
-        for position, char in enumerate(text):
+        """Read `text` up to the call's end; returns what is behind it, or from where it is broken."""
+        begin, self.raw = len(self.raw), self.raw + text
+        for place in range(begin, len(self.raw)):
             if self.over:
-                self.raw += text[:position]
-                return text[position:]
+                return self._leave(place)
+            char = self.raw[place]
+            if mark := self._mark_before(place, char):
+                self._cut(mark)
+                return self._leave(place - len(mark))
             self._step(char)
-        self.raw += text
+            if self.broken:
+                return self._leave(place)
         return ""
+
+    def end(self) -> None:
+        """The output is over: a call that is not complete has the arguments that were read."""
+        if not self.over:
+            self._cut(self._mark_before(len(self.raw), ""))
 
     def take(self) -> str:
         """Arguments that have come since the last time; empty before the name is known."""
         if self.name is None:
             return ""
-        text, self._held, self._new = self._held + "".join(self._new), "", []
+        text, self._held = self._held + "".join(self._new), ""
+        kept = 0 if self.over else max(held_back(text, mark) for mark in self._marks)
+        text, self._new = text[: len(text) - kept], list(text[len(text) - kept :])
         self._any = self._any or bool(text)
         if self.done and not self._any:
             self._any = True
             return "{}"
         return text
+
+    def _mark_before(self, place: int, char: str) -> str:
+        """The mark that ends an incomplete key or value before `place`, where `char` stands; empty where none does.
+
+        Inside a string a mark is text, unless a line's end stands in the string or follows the mark: JSON has none.
+        """
+        if self._at not in (_At.IN_KEY, _At.IN_VALUE) or (self._string and not self._torn and char >= " "):
+            return ""
+        return next((mark for mark in self._marks if self.raw.endswith(mark, 0, place)), "")
+
+    def _cut(self, mark: str) -> None:
+        """End an incomplete call, behind which `mark` was read."""
+        if self._at is not _At.IN_VALUE:
+            self.broken = True
+            return
+        for chars in (self._token, self._new):
+            if chars and mark:
+                chars[:] = "".join(chars).removesuffix(mark).rstrip()
+        self._finish_value()
+        self._end()
+
+    def _leave(self, place: int) -> str:
+        """Take back what was read from `place` on."""
+        rest, self.raw = self.raw[place:], self.raw[:place]
+        return rest
 
     def _step(self, char: str) -> None:
         match self._at:
@@ -101,10 +141,11 @@ class CallScanner:
 
     def _in_value(self, char: str) -> None:
         if self._string:
+            self._torn = self._torn or char in "\r\n"
             self._string = self._escaped or char != '"'
             self._escaped = char == "\\" and not self._escaped
         elif char == '"':
-            self._string = True
+            self._string, self._torn = True, False
         elif char in "{[":
             self._depth += 1
         elif char in "}]" and self._depth:
@@ -146,6 +187,13 @@ class CallScanner:
     def _end(self) -> None:
         self.done = self.name is not None
         self.broken = not self.done
+
+
+def held_back(text: str, mark: str) -> int:
+    """How many characters at the end of `text` that may begin `mark` or are it, and space before them or at the end."""
+    kept = next((size for size in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+    before = text[: len(text) - kept]
+    return kept + len(before) - len(before.rstrip())
 
 
 def _unquoted(value: str) -> str:
