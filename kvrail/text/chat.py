@@ -83,7 +83,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         environment = make_environment()
         self._sources = dict(sources)
-        self._variables = dict(variables)
+        self.variables = dict(variables)
         self._compiled: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
@@ -105,6 +105,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
         """Return the prompt's text; InvalidRequestError where messages and template do not fit."""
@@ -123,11 +124,11 @@ class ChatTemplate:
         chat = [_prepare(message) for message in messages]
         final = _mark_final(chat, self._sources[name]) if continue_final_message else ""
         variables = {
-            **self._variables,
+            **self.variables,
             **kwargs,
             "messages": chat,
             "tools": None if tools is None else list(tools),
-            "documents": None,
+            "documents": None if documents is None else list(documents),
             "add_generation_prompt": add_generation_prompt,
         }
         try:

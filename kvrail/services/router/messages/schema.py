@@ -87,7 +87,7 @@ class ThinkingOptions(Wire):
 class Prompted(OpenBody):
     """What makes the prompt; body of /v1/messages/count_tokens."""
 
-    model: Name
+    model: Name | None = None
     messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True), not_longer(MAX_PARTS)] | None = None
     tools: Items | None = None

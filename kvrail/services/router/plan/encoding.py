@@ -45,11 +45,17 @@ class Encoder:
         most: int = MAX_TOKEN_IDS,
         most_chars: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        keep: int | None = None,
     ) -> list[int]:
         """At most `most` token ids of a chat that offers `tools`; InvalidRequestError names the parameter.
 
         client: who asks. most_chars: of the text that the chat template makes; None: what `most` tokens can have.
+        keep: how many of the last ids are kept, of a chat that may be longer than `most`; None: it may not.
         """
+        if keep is not None:
+            found = await self.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=tools)
+            return _last(found, keep)
+        documents = self._documents(request)
         arguments = _template_arguments(request.chat_template_kwargs)
         effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
         if effort is not None:
@@ -64,6 +70,7 @@ class Encoder:
                 shown,
                 add_generation_prompt=not continued if opened is None else opened,
                 continue_final_message=continued,
+                documents=documents,
                 **arguments,
             )
             self._refuse_longer(text, most, most_chars)
@@ -76,9 +83,13 @@ class Encoder:
         return await self._run(client, lambda: self._tokenizer.encode(text, False, most), "messages", len(text))
 
     async def prompts(
-        self, request: CompletionRequest, client: str, most: int = MAX_TOKEN_IDS
+        self, request: CompletionRequest, client: str, most: int = MAX_TOKEN_IDS, keep: int | None = None
     ) -> tuple[list[list[int]], list[str]]:
-        """At most `most` token ids of each prompt, and the text that `echo` puts before its output."""
+        """At most `most` token ids of each prompt, and the text that `echo` puts before its output.
+
+        keep: how many of the last ids are kept, of prompts that may be longer than `most`; None: they may not.
+        """
+        most, most_chars = (most, None) if keep is None else (MAX_TOKEN_IDS, MAX_COUNTED_CHARS)
         special = request.add_special_tokens is not False
 
         def encode(prompt: str | list[int]) -> tuple[list[int], str]:
@@ -92,9 +103,9 @@ class Encoder:
         with _about("prompt"):
             for prompt in request.prompt:
                 if isinstance(prompt, str):
-                    self._refuse_longer(prompt, most, None)
+                    self._refuse_longer(prompt, most, most_chars)
         pairs = await self._run(client, encode_all, "prompt", sum(map(len, request.prompt)))
-        return [ids for ids, _ in pairs], [text for _, text in pairs]
+        return [_last(ids, keep) for ids, _ in pairs], [text for _, text in pairs]
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> list[int]:
         """Token ids of what /tokenize was sent."""
@@ -137,6 +148,13 @@ class Encoder:
         found = {self._tokenizer.special_id(text): text for text in stop}
         return {token_id: text for token_id, text in found.items() if token_id is not None}
 
+    def _documents(self, request: ChatRequest | TokenizeRequest) -> Sequence[Mapping[str, Any]] | None:
+        """The documents of a chat; InvalidRequestError where the model's chat template shows none."""
+        documents = request.documents if isinstance(request, ChatRequest) else None
+        if documents and "documents" not in self._tokenizer.chat_template:
+            refuse("documents", "this model's chat template shows none; send their text in a message")
+        return documents or None
+
     def _refuse_longer(self, text: str, most: int, most_chars: int | None) -> None:
         """Raise ContextLengthError where a text is too long to be encoded."""
         if most_chars is not None and len(text) > most_chars:
@@ -160,6 +178,11 @@ class Encoder:
             return await self._long.run(client, long_work, cost=size)
 
 
+def _last(token_ids: list[int], keep: int | None) -> list[int]:
+    """The last `keep` of the ids; None: all of them."""
+    return token_ids if keep is None else token_ids[max(0, len(token_ids) - keep) :]
+
+
 @contextmanager
 def _about(param: str) -> Iterator[None]:
     """Name the parameter of which there is too much."""
@@ -176,11 +199,11 @@ def _json_list(items: Sequence[int], of: Callable[[int], object]) -> bytes:
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages for the chat template; raises InvalidRequestError for one without text or calls."""
+    """Messages for the chat template; raises InvalidRequestError for one without text; an assistant may say nothing."""
     for i, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
             refuse(f"messages.{i}.tool_calls", "only the assistant calls tools; leave it out")
-        if message.content is None and not message.tool_calls:
+        if message.content is None and message.role != "assistant":
             refuse(f"messages.{i}.content", "field required; send the message's text")
     return [message.plain() for message in messages]
 

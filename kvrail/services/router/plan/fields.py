@@ -26,7 +26,6 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
     "repetition_detection": _WITHOUT,
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": _WITHOUT,
-    "truncate_prompt_tokens": _WITHOUT,
     "use_beam_search": (None, False),
     "vllm_xargs": _WITHOUT,
     "guided_choice": _WITHOUT,
@@ -44,13 +43,9 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
 CHAT: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "chat_template": _WITHOUT,
-    "documents": (None, []),
     "echo": (None, False),
-    "include_reasoning": (None, True),
     "mm_processor_kwargs": _WITHOUT,
-    "store": (None, False),
     "suffix": (None, ""),
-    "verbosity": (None, "medium"),
     "web_search_options": _WITHOUT,
 }
 """The same, of chats alone."""
