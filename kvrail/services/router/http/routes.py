@@ -29,7 +29,7 @@ from kvrail.services.router.http.openapi import (
 )
 from kvrail.services.router.http.shapes.anthropic import AnthropicMessage, Counted
 from kvrail.services.router.http.shapes.openai import ChatCompletion, Completion
-from kvrail.services.router.http.shapes.responses import Deleted, ItemPage, ResponseObject
+from kvrail.services.router.http.shapes.responses import Deleted, InputTokens, ItemPage, ResponseObject
 from kvrail.services.router.http.shapes.service import (
     Card,
     Cards,
@@ -135,6 +135,11 @@ def responses_routes() -> APIRouter:
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input of messages and what tools said."""
         return _responses(request).create(body, request.state)
+
+    @router.post("/v1/responses/input_tokens", responses=TEXTS, response_model=InputTokens)
+    async def input_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
+        """Count the tokens of an input."""
+        return await while_here(request.receive, _responses(request).count(body, request.state))
 
     @router.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> None:

@@ -23,6 +23,7 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": _WITHOUT,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _WITHOUT,
+    "moderation": _WITHOUT,
     "repetition_detection": _WITHOUT,
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": _WITHOUT,
@@ -50,6 +51,22 @@ CHAT: Mapping[str, tuple[Any, ...]] = {
 }
 """The same, of chats alone."""
 
+HARMLESS = frozenset(
+    {
+        "context_management",
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
+"""Fields of OpenAI's that are known, and taken without an effect on the answer; docs/api.md says why of each."""
+
 COMPLETION: Mapping[str, tuple[Any, ...]] = {"prompt_embeds": _WITHOUT}
 """The same, of completions alone."""
 
@@ -62,5 +79,5 @@ def refuse_extras(extras: Mapping[str, Any], refused: Mapping[str, tuple[Any, ..
             value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in refused[name]
         ):
             refuse(name, "not supported by this server; leave it out")
-    if ignored := extras.keys() - refused.keys():
+    if ignored := extras.keys() - refused.keys() - HARMLESS:
         log.debug("ignoring unknown fields: %s", ", ".join(sorted(ignored)))
