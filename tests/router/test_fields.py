@@ -22,10 +22,11 @@ from tests.router.cluster import MODEL, Cluster
 
 API = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 VLLM = (
-    "allowed_token_ids bad_words cache_salt data_parallel_rank ignore_eos include_stop_str_in_output kv_transfer_params "
-    "length_penalty logits_processors min_p min_tokens priority prompt_logprobs repetition_detection repetition_penalty "
-    "return_token_ids return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens stop_token_ids "
-    "structured_outputs thinking_token_budget top_k truncate_prompt_tokens use_beam_search vllm_xargs"
+    "allowed_token_ids bad_words cache_salt data_parallel_rank ignore_eos include_stop_str_in_output "
+    "kv_transfer_params length_penalty logits_processors min_p min_tokens priority prompt_logprobs "
+    "repetition_detection repetition_penalty return_token_ids return_tokens_as_token_ids skip_special_tokens "
+    "spaces_between_special_tokens stop_token_ids structured_outputs thinking_token_budget top_k "
+    "truncate_prompt_tokens use_beam_search vllm_xargs"
 )
 VLLM_CHAT = (
     "add_generation_prompt chat_template chat_template_kwargs continue_final_message documents echo include_reasoning "

@@ -283,7 +283,7 @@ REFUSED = [
     ({"input": 5}, "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0.type"),
     ({"input": [{"role": "user"}]}, "input.0.content"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
     ({"input": [{"role": "user", "content": "forbidden"}]}, "input"),
     ({"input": "hi", "background": True}, "background"),
     ({"input": "hi", "conversation": "c"}, "conversation"),

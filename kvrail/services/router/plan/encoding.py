@@ -53,8 +53,7 @@ class Encoder:
         keep: how many of the last ids are kept, of a chat that may be longer than `most`; None: it may not.
         """
         if keep is not None:
-            found = await self.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=tools)
-            return _last(found, keep)
+            return _last(await self.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=tools), keep)
         documents = self._documents(request)
         arguments = _template_arguments(request.chat_template_kwargs)
         effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
@@ -199,11 +198,12 @@ def _json_list(items: Sequence[int], of: Callable[[int], object]) -> bytes:
 
 
 def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages for the chat template; raises InvalidRequestError for one without text; an assistant may say nothing."""
+    """Messages for the chat template; raises InvalidRequestError for one without text or calls."""
     for i, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
             refuse(f"messages.{i}.tool_calls", "only the assistant calls tools; leave it out")
-        if message.content is None and message.role != "assistant":
+        silent = message.role == "assistant" and "content" in message.model_fields_set  # a null is said
+        if message.content is None and not message.tool_calls and not silent:
             refuse(f"messages.{i}.content", "field required; send the message's text")
     return [message.plain() for message in messages]
 

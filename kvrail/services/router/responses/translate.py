@@ -156,6 +156,7 @@ def _message(item: InputItem) -> Json:
         return {"role": "assistant", "tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
     if isinstance(item, FunctionCallOutput):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    assert isinstance(item, Reasoning)  # what references name has taken their place
     return {"role": "assistant", "reasoning_content": "\n".join(part.text for part in item.content or ())}
 
 
