@@ -15,7 +15,6 @@ from kvrail.errors import ConfigError, InvalidRequestError
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -99,6 +98,13 @@ class ChatTemplate:
         """The Jinja of all templates."""
         return "\n".join(self._sources.values())
 
+    def replaced(self, source: str) -> "ChatTemplate":
+        """A request's own template, with the same variables; InvalidRequestError where it is no Jinja."""
+        try:
+            return ChatTemplate({"default": source}, self.variables)
+        except ConfigError as error:
+            raise InvalidRequestError(f"chat_template: {error.__cause__}; correct it", param="chat_template") from None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -116,10 +122,6 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
                 param="continue_final_message",
-            )
-        if taken := sorted(RESERVED & kwargs.keys()):
-            raise InvalidRequestError(
-                f"chat template argument {taken[0]!r} is set by the server; leave it out", param="chat_template_kwargs"
             )
         chat = [_prepare(message) for message in messages]
         final = _mark_final(chat, self._sources[name]) if continue_final_message else ""

@@ -82,13 +82,16 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
         """The text of a chat, to be encoded without special tokens: the template writes bos itself where it is wanted.
 
-        kwargs are further variables of the template. InvalidRequestError where messages and template do not fit.
+        chat_template: taken rather than the model's. kwargs are further variables of the template. InvalidRequestError
+        where messages and template do not fit.
         """
-        return self._chat.render(messages, tools, add_generation_prompt, continue_final_message, documents, **kwargs)
+        chat = self._chat if chat_template is None else self._chat.replaced(chat_template)
+        return chat.render(messages, tools, add_generation_prompt, continue_final_message, documents, **kwargs)
 
     @property
     def chat_template(self) -> str:

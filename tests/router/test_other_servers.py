@@ -184,6 +184,18 @@ async def test_documents_reach_a_template_that_shows_them(tokenizer: Tokenizer, 
         assert (await other.chat(documents=[5])).json()["error"]["param"] == "documents.0"
 
 
+async def test_a_chat_template_of_the_requests_own(tokenizer: Tokenizer):
+    template = "{{ eos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    async with run_cluster(tokenizer, trust_request_chat_template=True) as cluster:
+        assert (await cluster.chat(chat_template=template)).status_code == 200
+        prompt = tokenizer.decode(list(cluster.decode[0].requests[0].prompt_token_ids), skip_special_tokens=False)
+        assert prompt == "<|end|>[hi]"
+        for wrong in ("{% if %}", "x" * 70_000, 5):
+            answer = await cluster.chat(chat_template=wrong)
+            assert answer.json()["error"]["param"] == "chat_template", answer.text
+        assert (await cluster.chat(chat_template="{{ ''.__class__.__mro__ }}")).status_code == 400
+
+
 async def test_tokenizer_info(cluster: Cluster, tokenizer: Tokenizer):
     found = (await cluster.http.get("/tokenizer_info")).json()
     assert (found["tokenizer_class"], found["eos_token"]) == ("PreTrainedTokenizerFast", "<|end|>")

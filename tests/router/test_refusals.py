@@ -150,6 +150,8 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"messages": [1] * 400_000}, "messages"),
     ({"messages": [1] * 4000}, "messages.0"),

@@ -49,6 +49,7 @@ MAX_FIELDS = 256
 MAX_TOKEN_IDS = 1 << 20
 MAX_NAME_CHARS = 1024
 MAX_ROLE_CHARS = 64
+MAX_TEMPLATE_CHARS = 1 << 16
 MAX_TEMPERATURE = 2.0
 MAX_PROMPT_LOGPROBS = 1 << 17
 """Log probabilities of prompts that one answer may have: some 10 MB of JSON."""
@@ -304,6 +305,7 @@ class ChatRequest(Request):
     audio: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     chat_template_kwargs: Options | None = None
     reasoning_effort: Name | None = None
     include_reasoning: bool | None = None

@@ -69,7 +69,7 @@ class RouterService:
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
         self.tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
+        self._encoder = Encoder(tokenizer, trust_templates=settings.trust_request_chat_template)
         self.checker = Checker(tokenizer)
         shaper = Shaper(tokenizer, self.checker, settings.tool_parser, settings.reasoning_parser)
         self.planner = Planner(self._encoder, shaper, self.pool.limits, defaults, priorities=settings.priorities)

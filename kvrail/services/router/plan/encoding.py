@@ -15,7 +15,17 @@ from kvrail.text import Tokenizer
 
 T = TypeVar("T")
 
-TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
+TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "self",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
 """Names in chat_template_kwargs that would shadow what the server passes itself."""
 LONG_CHARS = 100_000
 """Texts of one request that are long: they are encoded one at a time, beside the short ones."""
@@ -34,8 +44,10 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 class Encoder:
     """Encodes what requests bring, in turns of clients. A text is refused unread where its length says enough."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, trust_templates: bool = False) -> None:
+        """trust_templates: whether requests may bring a chat template."""
         self._tokenizer = tokenizer
+        self._trust_templates = trust_templates
         self._short, self._long = Turns(SHORT_AT_ONCE), Turns()
 
     async def chat(
@@ -54,7 +66,9 @@ class Encoder:
         """
         if keep is not None:
             return _last(await self.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=tools), keep)
-        documents = self._documents(request)
+        template = self._template(request)
+        source = self._tokenizer.chat_template if template is None else template
+        documents = _documents(request, source)
         arguments = _template_arguments(request.chat_template_kwargs)
         effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
         if effort is not None:
@@ -63,13 +77,14 @@ class Encoder:
         opened = request.add_generation_prompt
 
         def render() -> str | list[int]:
-            messages, shown = shown_by(self._tokenizer.chat_template, _plain(request.messages or []), tools)
+            messages, shown = shown_by(source, _plain(request.messages or []), tools)
             text = self._tokenizer.render_chat(
                 messages,
                 shown,
                 add_generation_prompt=not continued if opened is None else opened,
                 continue_final_message=continued,
                 documents=documents,
+                chat_template=template,
                 **arguments,
             )
             self._refuse_longer(text, most, most_chars)
@@ -147,12 +162,12 @@ class Encoder:
         found = {self._tokenizer.special_id(text): text for text in stop}
         return {token_id: text for token_id, text in found.items() if token_id is not None}
 
-    def _documents(self, request: ChatRequest | TokenizeRequest) -> Sequence[Mapping[str, Any]] | None:
-        """The documents of a chat; InvalidRequestError where the model's chat template shows none."""
-        documents = request.documents if isinstance(request, ChatRequest) else None
-        if documents and "documents" not in self._tokenizer.chat_template:
-            refuse("documents", "this model's chat template shows none; send their text in a message")
-        return documents or None
+    def _template(self, request: ChatRequest | TokenizeRequest) -> str | None:
+        """The chat template that a request brings, if any; InvalidRequestError where it may bring none."""
+        template = request.chat_template if isinstance(request, ChatRequest) else None
+        if template is not None and not self._trust_templates:
+            refuse("chat_template", "this server takes none (--trust-request-chat-template); leave it out")
+        return template
 
     def _refuse_longer(self, text: str, most: int, most_chars: int | None) -> None:
         """Raise ContextLengthError where a text is too long to be encoded."""
@@ -175,6 +190,14 @@ class Encoder:
             if size <= LONG_CHARS:
                 return await self._short.run(client, work, cost=size + SHORT_COST)
             return await self._long.run(client, long_work, cost=size)
+
+
+def _documents(request: ChatRequest | TokenizeRequest, template: str) -> Sequence[Mapping[str, Any]] | None:
+    """The documents of a chat; InvalidRequestError where the chat template shows none."""
+    documents = request.documents if isinstance(request, ChatRequest) else None
+    if documents and "documents" not in template:
+        refuse("documents", "the chat template shows none; send their text in a message")
+    return documents or None
 
 
 def _last(token_ids: list[int], keep: int | None) -> list[int]:
@@ -210,7 +233,6 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _template_arguments(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Checked chat_template_kwargs."""
-    for name in TEMPLATE_ARGUMENTS:
-        if kwargs and name in kwargs:
-            refuse("chat_template_kwargs", f"{name} is not taken here; send it as a field of the request, if at all")
+    for name in sorted(TEMPLATE_ARGUMENTS & (kwargs or {}).keys()):
+        refuse("chat_template_kwargs", f"{name} is not taken here; send it as a field of the request, if at all")
     return kwargs or {}

@@ -43,7 +43,6 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
 
 CHAT: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
-    "chat_template": _WITHOUT,
     "echo": (None, False),
     "mm_processor_kwargs": _WITHOUT,
     "suffix": (None, ""),
