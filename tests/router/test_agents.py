@@ -148,6 +148,8 @@ async def test_items_are_referred_to_by_id(client: openai.AsyncOpenAI, cluster: 
     assert third.output_text == OUTPUT and prompt_of(cluster, tokenizer).startswith(expected)
     counted = await client.responses.input_tokens.count(model=MODEL, input=asked)
     assert counted.input_tokens == second.usage.input_tokens
+    twice = await cluster.http.post("/v1/responses", json={"model": MODEL, "input": [asked[0], asked[0]]})
+    assert error_of(twice, 400, None).startswith("input.1.id:")  # a few bytes each, and the whole item in the prompt
     unkept = await client.responses.create(model=MODEL, input="hi", store=False)
     for wrong in (f"{ids[1]}0", "msg_x_0", "x", "", f"resp_{'_' * 9}", unkept.output[0].id):
         body = {"model": MODEL, "input": [*HI, {"type": "item_reference", "id": wrong}]}

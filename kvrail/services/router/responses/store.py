@@ -129,7 +129,7 @@ class ResponseStore:
         return [*entry.items, *_ITEMS.validate_python(entry.response["output"])]
 
     def resolved(self, owner: Owner, items: Sequence[InputItem]) -> list[InputItem]:
-        """The items, references replaced by what they name. Raises InvalidRequestError."""
+        """The items, references replaced by what they name, each item once. Raises InvalidRequestError."""
         read: dict[str, dict[str, InputItem]] = {}
         return [
             self._referenced(owner, item.id, f"input.{place}.id", read) if isinstance(item, ItemReference) else item
@@ -148,9 +148,9 @@ class ResponseStore:
                 **{f"resp_{wire_id}_{place}": item for place, item in enumerate(entry.items)},
                 **{each["id"]: item for each, item in zip(told, _ITEMS.validate_python(told), strict=True)},
             }
-        found = read.get(wire_id, {}).get(item_id)
+        found = read.get(wire_id, {}).pop(item_id, None)  # once, so that few bytes cannot ask for a huge prompt
         if found is None:
-            refuse(param, f"no item {item_id[:80]!r} is kept here; send the item itself")
+            refuse(param, f"no item {item_id[:80]!r} is kept here, or it was referred to before; send the item itself")
         return found
 
     def _drop(self, key: tuple[Owner, str]) -> None:
