@@ -8,6 +8,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
+from kvrail.grammar import Grammars
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import common_pb2, decode_pb2
 from tests.chats import chat_ids
@@ -148,6 +149,33 @@ async def test_prompts_are_truncated_on_request(cluster: Cluster, tokenizer: Tok
     answer = await cluster.complete(truncate_prompt_tokens=1, echo=True)
     assert answer.json()["error"]["param"] == "truncate_prompt_tokens"
     assert (await cluster.complete(truncate_prompt_tokens=0)).json()["error"]["param"] == "prompt"
+
+
+async def test_allowed_tokens(cluster: Cluster, thinking: Tokenizer, tokenizer: Tokenizer):
+    """An output has no other tokens, in chats also while it reasons; it ends only where it may, or is cut off."""
+    allowed = [*range(70, 75), 80, 270]
+    end = next(iter(tokenizer.eos_token_ids))
+    async with run_cluster(thinking) as other:
+        for ask in (cluster.chat, cluster.complete, other.chat):
+            where = other if ask == other.chat else cluster
+            for more in ([], [end]):
+                assert (await ask(allowed_token_ids=[*allowed, *more], max_tokens=5)).status_code == 200
+                text = where.decode[0].requests[-1].sampling.grammar
+                grammar = await Grammars(lambda where=where: where.decode[0].tokenizer).get(text, "")
+                matcher = grammar.matcher()
+                for written in range(3):
+                    mask = int.from_bytes(matcher.state.compute_bitmask(), "little")
+                    assert [i for i in range(300) if mask >> i & 1] == sorted({*allowed, *more})
+                    assert matcher.move_to([70] * (written + 1)) == written + 1
+    for wrong in (
+        {"allowed_token_ids": []},
+        {"allowed_token_ids": [300]},
+        {"allowed_token_ids": [end]},
+        {"allowed_token_ids": [70], "response_format": {"type": "json_object"}},
+        {"allowed_token_ids": [70], "tools": [{"type": "function", "function": {"name": "f"}}]},
+    ):
+        answer = await cluster.chat(**wrong)
+        assert answer.json()["error"]["param"] == "allowed_token_ids", answer.text
 
 
 THOUGHT = "<think>\nHm.\n</think>\n\nForty-two."

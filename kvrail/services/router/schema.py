@@ -258,6 +258,9 @@ class Sampled(OpenBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: Options | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True), not_longer(MAX_BIASES)] | None = (
+        None
+    )
     # llama.cpp's
     json_schema: Any = None
     grammar: str | None = None

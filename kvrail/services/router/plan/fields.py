@@ -16,7 +16,6 @@ _WITHOUT: tuple[Any, ...] = (None,)
 
 BOTH: Mapping[str, tuple[Any, ...]] = {
     # vLLM's
-    "allowed_token_ids": _WITHOUT,
     "bad_words": (None, []),
     "cache_salt": _WITHOUT,
     "data_parallel_rank": _WITHOUT,
