@@ -76,6 +76,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "prefill_wait_s",
             "newcomer_share",
             "priorities",
+            "trust_request_chat_template",
             "policy",
             "status_interval_s",
             "stored_responses",

@@ -167,6 +167,7 @@ class RouterSettings(ServiceSettings):
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
         "auto", description="split reasoning off; auto: where the template has <think>"
     )
+    trust_request_chat_template: bool = Field(False, description="requests may bring chat templates; trust all clients")
     head_timeout_s: PositiveFloat = Field(10.0, description="seconds in which a request's headers must have come")
     body_timeout_s: PositiveFloat = Field(
         60.0, description="seconds in which a request's body must have come, and one more for each 64 KiB of it"

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, grammar_from
 from kvrail.errors import InvalidRequestError
 from kvrail.grammar.closing import closed
 from kvrail.grammar.keys import counted, named
+from kvrail.values.sampling import MAX_GRAMMAR_BYTES
 
 MAX_DEPTH = 50
 """Levels of a schema. llguidance reads up to 128 of JSON, and each of a schema takes about two."""
@@ -22,6 +23,8 @@ weak model writes spaces until it is cut off."""
 MAX_OPTIONAL = 512
 """Optional properties of one object. llguidance takes time by their square, 1.6 s for 6,000, and cannot follow more
 than some 500 of them."""
+MAX_TOKENS = 1 << 20
+"""Of an output that has no end of its own: more than a context holds."""
 OPTIONS = "x-guidance"
 """The key under which a schema carries llguidance's options."""
 
@@ -55,6 +58,23 @@ def schema_of(schema: object, *, lenient: bool) -> Json:
 def from_schema(schema: object, *, lenient: bool) -> Part:
     """JSON that is valid under `schema`."""
     return {"json_schema": schema_of(schema, lenient=lenient)}
+
+
+def from_tokens(token_ids: Sequence[int], *, ends: bool) -> Part:
+    """Any of these tokens, sorted, one behind the other; ends: whether the output may end before it is cut off.
+
+    Raises InvalidRequestError where their text is too long.
+    """
+    spans: list[list[int]] = []
+    for token_id in token_ids:
+        if spans and spans[-1][1] == token_id - 1:
+            spans[-1][1] = token_id
+        else:
+            spans.append([token_id, token_id])
+    text = ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in spans)
+    if len(text) > MAX_GRAMMAR_BYTES // 2:
+        raise InvalidRequestError(f"{len(token_ids)} tokens in {len(spans)} ranges are too many; name fewer")
+    return from_lark(f"start: <[{text}]>" + ("*" if ends else f"{{{MAX_TOKENS}}}"))
 
 
 def from_regex(pattern: str) -> Part:

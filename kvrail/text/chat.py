@@ -15,7 +15,6 @@ from kvrail.errors import ConfigError, InvalidRequestError
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -83,7 +82,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         environment = make_environment()
         self._sources = dict(sources)
-        self._variables = dict(variables)
+        self.variables = dict(variables)
         self._compiled: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
@@ -99,12 +98,20 @@ class ChatTemplate:
         """The Jinja of all templates."""
         return "\n".join(self._sources.values())
 
+    def replaced(self, source: str) -> "ChatTemplate":
+        """A request's own template, with the same variables; InvalidRequestError where it is no Jinja."""
+        try:
+            return ChatTemplate({"default": source}, self.variables)
+        except ConfigError as error:
+            raise InvalidRequestError(f"chat_template: {error.__cause__}; correct it", param="chat_template") from None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
         """Return the prompt's text; InvalidRequestError where messages and template do not fit."""
@@ -116,18 +123,14 @@ class ChatTemplate:
                 "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
                 param="continue_final_message",
             )
-        if taken := sorted(RESERVED & kwargs.keys()):
-            raise InvalidRequestError(
-                f"chat template argument {taken[0]!r} is set by the server; leave it out", param="chat_template_kwargs"
-            )
         chat = [_prepare(message) for message in messages]
         final = _mark_final(chat, self._sources[name]) if continue_final_message else ""
         variables = {
-            **self._variables,
+            **self.variables,
             **kwargs,
             "messages": chat,
             "tools": None if tools is None else list(tools),
-            "documents": None,
+            "documents": None if documents is None else list(documents),
             "add_generation_prompt": add_generation_prompt,
         }
         try:

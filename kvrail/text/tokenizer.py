@@ -20,7 +20,8 @@ class Tokenizer:
 
     backend: the `tokenizers` object. decoder: what bytes a token stands for. chat: the model's chat templates.
     vocab_size: length of the model's logits; ids that only pad it have no text. eos_token_ids: ids that end a sequence.
-    longest_text: characters that one token stands for at most, None where there is no bound.
+    longest_text: characters that one token stands for at most, None where there is no bound. kind: its class's name in
+    transformers.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class Tokenizer:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         longest_text: int | None,
+        kind: str = "",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat = chat
+        self._kind = kind
         self.longest_text = longest_text
         self._bytes: dict[int, bytes] = {}
         self.decoder = decoder
@@ -78,13 +81,17 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
         """The text of a chat, to be encoded without special tokens: the template writes bos itself where it is wanted.
 
-        kwargs are further variables of the template. InvalidRequestError where messages and template do not fit.
+        chat_template: taken rather than the model's. kwargs are further variables of the template. InvalidRequestError
+        where messages and template do not fit.
         """
-        return self._chat.render(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
+        chat = self._chat if chat_template is None else self._chat.replaced(chat_template)
+        return chat.render(messages, tools, add_generation_prompt, continue_final_message, documents, **kwargs)
 
     @property
     def chat_template(self) -> str:
@@ -104,6 +111,21 @@ class Tokenizer:
         """Id of the special token whose text this is exactly; None where there is none."""
         found = self.token_id(text)
         return found if found in self.special_ids else None
+
+    def describe(self) -> dict[str, Any]:
+        """What the tokenizer is, under the names of tokenizer_config.json, without paths."""
+        added = {}
+        for token_id, token in sorted(self._backend.get_added_tokens_decoder().items()):
+            flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+            added[str(token_id)] = {name: getattr(token, name) for name in flags}
+        named = {name: self._chat.variables.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return {
+            "tokenizer_class": self._kind,
+            "vocab_size": self.vocab_size,
+            "chat_template": self.chat_template,
+            **named,
+            "added_tokens_decoder": added,
+        }
 
     def to_json(self) -> str:
         """The tokenizer as a file tokenizer.json would hold it, with all its added tokens."""
@@ -160,6 +182,7 @@ def load_tokenizer(model: str) -> Tokenizer:
         vocab_size=_vocab_size(backend, files),
         eos_token_ids=_eos_token_ids(backend, files, named),
         longest_text=longest_text(backend, files.tokenizer.get("model", {})),
+        kind=str(files.tokenizer_config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
     )
 
 

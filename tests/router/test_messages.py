@@ -98,8 +98,7 @@ async def test_errors_have_anthropics_shape(claude, cluster: Cluster):
         await claude.messages.create(model=MODEL, max_tokens=CONTEXT, messages=HI)
     for fields, name in (
         ({}, "max_tokens"),
-        ({"max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"max_tokens": 5, "mcp_servers": []}, "mcp_servers"),
+        ({"max_tokens": 5, "mcp_servers": [{}]}, "mcp_servers"),
         ({"max_tokens": 5, "tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0.type"),
         ({"max_tokens": 5, "tools": [{"name": "f", "strict": 5}]}, "tools.0.strict"),
         ({"max_tokens": 5, "tools": [{"name": "f", "input_schema": 5}]}, "tools.0.input_schema"),

@@ -33,7 +33,6 @@ NOW = {"type": "function", "function": {"name": "now"}}
 CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 BOTH: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
-    ({"model": None}, "model"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -62,7 +61,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ({"bad_words": ["x"]}, "bad_words"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"length_penalty": 0.5}, "length_penalty"),
     ({"return_token_ids": 1}, "return_token_ids"),
     ({"logit_bias": [1]}, "logit_bias"),
@@ -157,13 +156,13 @@ CHAT: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"echo": True}, "echo"),
-    ({"store": True}, "store"),
-    ({"verbosity": "low"}, "verbosity"),
     ({"documents": [{"text": "x"}]}, "documents"),
     ({"chat_template": "x"}, "chat_template"),
     ({"max_completion_tokens": -1}, "max_completion_tokens"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"messages": [1] * 400_000}, "messages"),
     ({"messages": [1] * 4000}, "messages.0"),
@@ -231,7 +230,7 @@ async def test_what_asks_for_nothing_is_taken(cluster: Cluster):
         "prompt_logprobs": None,
         "a_new_field": [1],
     }
-    chat = {"echo": False, "store": False, "verbosity": "medium", "metadata": {"a": "b"}, "service_tier": "auto"}
+    chat = {"echo": False, "store": True, "verbosity": "low", "metadata": {"a": "b"}, "service_tier": "auto"}
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
     for answer in (await cluster.chat(**both, **chat, **tools), await cluster.complete(**both)):
         assert answer.status_code == 200, answer.text

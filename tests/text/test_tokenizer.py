@@ -135,7 +135,7 @@ def test_template_refusals_name_the_parameter(folders: dict[str, Path]) -> None:
         ([{"role": "user", "content": 5}], {}, "refuses these messages", "messages"),
         ([], {}, "at least one", "messages"),
         (CHATS[0], {"continue_final_message": True}, "exclude each other", "continue_final_message"),
-        (CHATS[0], {"documents": []}, "'documents'", "chat_template_kwargs"),
+        (CHATS[0], {"chat_template": "{% if %}"}, "Expected an expression", "chat_template"),
     ]
     for chat, kwargs, words, param in cases:
         with pytest.raises(InvalidRequestError, match=words) as caught:

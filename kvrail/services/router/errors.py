@@ -189,12 +189,10 @@ def _shorten(value: Any) -> str:
 
 
 def _methods(routes: Sequence[BaseRoute], request: Request) -> set[str]:
-    """What a path takes, over all routes of it."""
-    found: set[str] = set()
-    for route in routes:
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return found
+    """What a path takes, over all routes of it; one that is written out hides those with a parameter in its place."""
+    found = [each for each in routes if isinstance(each, Route) and each.matches(request.scope)[0] is not Match.NONE]
+    own = [route for route in found if route.path == request.scope["path"]]
+    return {method for route in own or found for method in route.methods or ()}
 
 
 def install(app: FastAPI, note: Callable[[Request, KvrailError], None], routes: Sequence[BaseRoute]) -> None:

@@ -49,6 +49,7 @@ MAX_FIELDS = 256
 MAX_TOKEN_IDS = 1 << 20
 MAX_NAME_CHARS = 1024
 MAX_ROLE_CHARS = 64
+MAX_TEMPLATE_CHARS = 1 << 16
 MAX_TEMPERATURE = 2.0
 MAX_PROMPT_LOGPROBS = 1 << 17
 """Log probabilities of prompts that one answer may have: some 10 MB of JSON."""
@@ -102,7 +103,13 @@ def _biases(value: Any, handler: Callable[[Any], Any]) -> Any:
     return value
 
 
-Count = Annotated[int, Field(ge=1, le=UINT32_MAX)]
+def _whole(value: Any) -> Any:
+    """A whole number that is written with a point, such as 5.0, as an integer; JSON Schema takes it for one too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Whole, Field(ge=1, le=UINT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=UINT32_MAX)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)]
@@ -226,14 +233,14 @@ class OpenBody(Wire):
 
 Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
-TopK = Annotated[int, Field(ge=-1, le=UINT32_MAX)]
+TopK = Annotated[Whole, Field(ge=-1, le=UINT32_MAX)]
 Repetition = Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)]
 
 
 class Sampled(OpenBody):
     """Fields of every request that generates, except for Anthropic's."""
 
-    model: Name
+    model: Name | None = None
     stream: bool | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -241,7 +248,7 @@ class Sampled(OpenBody):
         Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None,
         BeforeValidator(_one_as_list, json_schema_input_type=StopString | list[StopString] | None),
     ] = None
-    seed: Annotated[int, Field(ge=-(1 << 63), le=UINT64_MAX)] | None = None
+    seed: Annotated[Whole, Field(ge=-(1 << 63), le=UINT64_MAX)] | None = None
     logit_bias: Annotated[
         dict[str, float] | None, WrapValidator(_biases, json_schema_input_type=dict[TokenIdKey, Bias] | None)
     ] = None
@@ -252,13 +259,16 @@ class Sampled(OpenBody):
     top_k: TopK | None = None
     min_p: Share | None = None
     repetition_penalty: Repetition | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    min_tokens: Annotated[Whole, Field(ge=0, le=UINT32_MAX)] | None = None
+    priority: Annotated[Whole, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), not_longer(MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: Options | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True), not_longer(MAX_BIASES)] | None = (
+        None
+    )
     # llama.cpp's
     json_schema: Any = None
     grammar: str | None = None
@@ -270,10 +280,11 @@ class Request(Sampled):
     """Fields of chat and completion requests alike."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_N)] | None = None
     response_format: Options | None = None
     # vLLM's
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=UINT32_MAX)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -295,7 +306,7 @@ class ChatRequest(Request):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Items | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -305,8 +316,11 @@ class ChatRequest(Request):
     audio: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     chat_template_kwargs: Options | None = None
     reasoning_effort: Name | None = None
+    include_reasoning: bool | None = None
+    documents: Annotated[list[Options], Field(fail_fast=True), not_longer(MAX_ITEMS)] | None = None
 
 
 Prompts = (
@@ -321,11 +335,11 @@ class CompletionRequest(Request):
     """Body of /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], SkipValidation]  # `_as_list` has checked each element
-    max_tokens: Annotated[int, Field(ge=0, le=UINT32_MAX)] | None = DEFAULT_COMPLETION_TOKENS
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=0, le=UINT32_MAX)] | None = DEFAULT_COMPLETION_TOKENS
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[Whole, Field(ge=1, le=MAX_N)] | None = None
     add_special_tokens: bool | None = None
 
     @field_validator("prompt", mode="before", json_schema_input_type=Prompts)

@@ -69,7 +69,7 @@ class RouterService:
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
         self.tokenizer = tokenizer
-        self._encoder = Encoder(tokenizer)
+        self._encoder = Encoder(tokenizer, trust_templates=settings.trust_request_chat_template)
         self.checker = Checker(tokenizer)
         shaper = Shaper(tokenizer, self.checker, settings.tool_parser, settings.reasoning_parser)
         self.planner = Planner(self._encoder, shaper, self.pool.limits, defaults, priorities=settings.priorities)
@@ -79,8 +79,11 @@ class RouterService:
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer under; raises ModelNotFoundError where a request names a model that is not served."""
-        if name is None:
+        """The name to answer under: the first one where a request names none, since one model is served.
+
+        Raises ModelNotFoundError where it names another model.
+        """
+        if not name:
             return self.model
         if name not in self.settings.model_names:
             served = " and ".join(map(repr, self.settings.model_names))
@@ -98,6 +101,7 @@ class RouterService:
                 choices=plan.n,
                 logprobs=bool(request.logprobs),
                 reader=plan.reader,
+                reasoning=request.include_reasoning is not False,
                 prompt_ids=plan.prompts[0] if request.return_token_ids else None,
                 prompt=ScoredPrompt(texts, plan.prompts[0]) if plan.scores else None,
                 prompt_top=request.prompt_logprobs or 0,

@@ -18,7 +18,7 @@ from kvrail.services.router import errors
 from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.http import openapi
 from kvrail.services.router.http.bodies import BodyLimit
-from kvrail.services.router.http.middleware import ApiKeys, NoTrailingSlash, RequestContext
+from kvrail.services.router.http.middleware import ApiKeys, OneSpelling, RequestContext
 from kvrail.services.router.http.quotas import HEADERS, KeyLimits, KeyMetrics, Quotas
 from kvrail.services.router.http.routes import (
     admin_routes,
@@ -47,7 +47,7 @@ def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *
     for router in routers:
         app.include_router(router)
     errors.install(app, lambda request, error: None, [route for router in routers for route in router.routes])
-    app.add_middleware(NoTrailingSlash)
+    app.add_middleware(OneSpelling)
     return app if tls is None else MembersOnly(app, OPEN_TO_ALL)
 
 
@@ -110,5 +110,5 @@ def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults
             expose_headers=["X-Request-Id", "Retry-After", *HEADERS],
         )
     app.add_middleware(RequestContext, routes=[*routes, *app.routes])
-    app.add_middleware(NoTrailingSlash)
+    app.add_middleware(OneSpelling)
     return app

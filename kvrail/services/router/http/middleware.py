@@ -21,6 +21,8 @@ SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OPEN_PATHS = page.OPEN_PATHS | frozenset(
     {
         "/health",
+        "/ping",
+        "/load",
         "/live",
         "/ready",
         "/version",
@@ -32,6 +34,8 @@ OPEN_PATHS = page.OPEN_PATHS | frozenset(
     }
 )
 """Paths for probes, scrapers and browsers, which carry no key."""
+UNPREFIXED = frozenset({"/chat/completions", "/completions", "/models", "/responses"})
+"""Paths that clients may ask for without /v1."""
 NO_HANDLER = NO_METHOD = "none"
 """Of requests whose path no route has, and of what a connection refuses before it is a request."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -39,8 +43,11 @@ LEFT = 499
 """The status, nginx's, of a request whose client left before an answer began."""
 
 
-class NoTrailingSlash:
-    """Serves /path/ as /path. Starlette would redirect, to the host that the client's Host header names."""
+class OneSpelling:
+    """Serves /path/ as /path, and llama.cpp's paths as OpenAI's: what follows sees one spelling.
+
+    Starlette would redirect a path with a slash, to the host that the client's Host header names.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -48,7 +55,8 @@ class NoTrailingSlash:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http":
-            scope["path"] = scope["path"].rstrip("/") or "/"
+            path = scope["path"].rstrip("/") or "/"
+            scope["path"] = f"/v1{path}" if path in UNPREFIXED or path.startswith("/models/") else path
         await self._app(scope, receive, send)
 
 

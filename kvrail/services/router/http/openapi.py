@@ -27,7 +27,7 @@ _READING = (404,)
 _BODY = (413, 415, 429)
 _GENERATING = (404, 504)
 ASKING = ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest", "Prompted")
-"""Schemas of requests that name the model."""
+"""Schemas of requests that may name the model."""
 SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -100,7 +100,7 @@ def _document(app: FastAPI, models: Sequence[str]) -> Json:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     for name in ASKING:
-        schemas[name]["properties"]["model"] = {"type": "string", "enum": list(models)}
+        schemas[name]["properties"]["model"] = {"enum": [*models, "", None]}
     found["components"]["securitySchemes"] = SECURITY
     found["security"] = [{}, *({name: []} for name in SECURITY)]
     return found

@@ -29,15 +29,17 @@ from kvrail.services.router.http.openapi import (
 )
 from kvrail.services.router.http.shapes.anthropic import AnthropicMessage, Counted
 from kvrail.services.router.http.shapes.openai import ChatCompletion, Completion
-from kvrail.services.router.http.shapes.responses import Deleted, ItemPage, ResponseObject
+from kvrail.services.router.http.shapes.responses import Deleted, InputTokens, ItemPage, ResponseObject
 from kvrail.services.router.http.shapes.service import (
     Card,
     Cards,
     Detokenized,
     Health,
+    Load,
     ScrapeTarget,
     Status,
     Tokenized,
+    TokenizerInfo,
     Version,
 )
 from kvrail.services.router.messages import writer as messages
@@ -104,6 +106,11 @@ def api_routes() -> APIRouter:
         service = _service(request)
         return service.card(service.check_model(model_id))
 
+    @router.get("/tokenizer_info", responses=READING, response_model=TokenizerInfo)
+    async def tokenizer_info(request: Request) -> dict[str, Any]:
+        """Describe the tokenizer, as vLLM does."""
+        return _service(request).tokenizer.describe()
+
     @router.post("/tokenize", responses=TEXTS | {200: {"model": Tokenized}})
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Count and list the tokens of a prompt or a chat."""
@@ -128,6 +135,11 @@ def responses_routes() -> APIRouter:
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input of messages and what tools said."""
         return _responses(request).create(body, request.state)
+
+    @router.post("/v1/responses/input_tokens", responses=TEXTS, response_model=InputTokens)
+    async def input_tokens(body: ResponsesRequest, request: Request) -> dict[str, Any]:
+        """Count the tokens of an input."""
+        return await while_here(request.receive, _responses(request).count(body, request.state))
 
     @router.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> None:
@@ -197,6 +209,12 @@ def operator_routes(*, whole: bool) -> APIRouter:
         status, body = _service(request).health()
         return _probed(status, {"status": body["status"]})
 
+    @router.get("/ping", responses={200: {"model": Status}, 503: {"model": Status}})
+    @router.post("/ping", responses={200: {"model": Status}, 503: {"model": Status}})
+    async def ping(request: Request) -> Response:
+        """Say the same as /ready, under the path that SageMaker and vLLM's clients ask."""
+        return await ready(request)
+
     health_model = Health if whole else Status
 
     @router.get("/health", responses={200: {"model": health_model}, 503: {"model": health_model}})
@@ -248,6 +266,11 @@ def _add_metrics(router: APIRouter) -> None:
     async def vllm_metrics(request: Request) -> Response:
         """The same metrics under vLLM's names."""
         return _exposition(_service(request), "/metrics/vllm")
+
+    @router.get("/load", response_model=Load)
+    async def load(request: Request) -> dict[str, int]:
+        """Count the sequences that are here, as vLLM does."""
+        return {"server_load": _service(request).admission.active}
 
     @router.get("/metrics/targets", responses=ASKED, response_model=list[ScrapeTarget])
     async def targets(request: Request, names: Literal["kvrail", "vllm"] = "kvrail") -> list[dict[str, Any]]:

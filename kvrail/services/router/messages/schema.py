@@ -54,11 +54,19 @@ class Thinking(Wire):
     thinking: str
 
 
+class RedactedThinking(Wire):
+    """Reasoning of another server's model, encrypted; the model is told nothing of it."""
+
+    type: Literal["redacted_thinking"]
+    data: str | None = None
+
+
 Block = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ToolUse, Tag("tool_use")]
     | Annotated[ToolResult, Tag("tool_result")]
-    | Annotated[Thinking, Tag("thinking")],
+    | Annotated[Thinking, Tag("thinking")]
+    | Annotated[RedactedThinking, Tag("redacted_thinking")],
     Discriminator(lambda value: str(kind_of(value))),
 ]
 
@@ -66,7 +74,7 @@ Block = Annotated[
 class TurnMessage(Wire):
     """One turn."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[Block], Field(fail_fast=True), not_longer(MAX_PARTS)]
 
 
@@ -79,20 +87,37 @@ class ToolChoice(Wire):
 
 
 class ThinkingOptions(Wire):
-    """Whether the model reasons first."""
+    """Whether the model reasons first. The budget is not enforced."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Count | None = None
+
+
+class OutputFormat(Wire):
+    """The schema that the text must match."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Options, Field(alias="schema")]
+
+
+class OutputConfig(Wire):
+    """What is asked of the output; effort: the chat template gets it."""
+
+    format: OutputFormat | None = None
+    effort: Name | None = None
 
 
 class Prompted(OpenBody):
     """What makes the prompt; body of /v1/messages/count_tokens."""
 
-    model: Name
+    model: Name | None = None
     messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]
     system: str | Annotated[list[TextBlock], Field(fail_fast=True), not_longer(MAX_PARTS)] | None = None
     tools: Items | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 class Metadata(Wire):

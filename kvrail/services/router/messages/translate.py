@@ -6,8 +6,10 @@ from typing import Any
 
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.messages.schema import (
+    Block,
     MessagesRequest,
     Prompted,
+    RedactedThinking,
     TextBlock,
     Thinking,
     ToolChoice,
@@ -21,16 +23,33 @@ from kvrail.services.router.plan.encoding import NO_THINKING
 from kvrail.services.router.schema import ChatRequest
 from kvrail.services.router.values import Json
 
-ANTHROPICS = (
-    "container",
-    "context_management",
-    "inference_geo",
-    "mcp_servers",
-    "output_config",
-    "output_format",
-    "speed",
+ANTHROPICS: Mapping[str, tuple[Any, ...]] = {
+    "compaction": (None,),
+    "container": (None,),
+    "fallback_credit_token": (None,),
+    "fallbacks": (None, []),
+    "inference_geo": (None,),
+    "mcp_servers": (None, []),
+    "speed": (None, "standard"),
+    "thread": (None,),
+}
+"""Anthropic's fields that change the answer and are not supported; values with which they would not."""
+HARMLESS = frozenset(
+    {
+        "betas",
+        "billing_policy",
+        "cache_control",
+        "context_management",
+        "diagnostics",
+        "stream_options",
+        "user",
+        "user_profile_id",
+        "workspace_id",
+    }
 )
-"""Anthropic's fields that change the answer and are not supported."""
+"""Anthropic's fields that are known, and taken without an effect on the answer; docs/api.md says why of each."""
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Begins a block of a system prompt that is for Anthropic alone; it changes, and the prefix would with it."""
 PASSED = (
     "chat_template_kwargs",
     "ignore_eos",
@@ -43,16 +62,18 @@ PASSED = (
     "stop_token_ids",
 )
 """Fields of the chat API that are taken here too."""
-HARMLESS = ("stream_options", "user")
-"""Fields of the chat API that have nothing to change here."""
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(ChatRequest.model_fields.keys() - {*MessagesRequest.model_fields, *PASSED, *HARMLESS}, (None,)),
     **fields.BOTH,
     **fields.CHAT,
-    **dict.fromkeys(ANTHROPICS, (None,)),
+    **ANTHROPICS,
 }
 """What is refused, and values that ask for nothing: chats' fields that have another name here or none, too."""
-NAMES = {"stop": "stop_sequences", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use"}
+NAMES = {
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "output_config.effort",
+}
 
 
 def chat_request(request: Prompted) -> tuple[ChatRequest, Rename]:
@@ -61,13 +82,13 @@ def chat_request(request: Prompted) -> tuple[ChatRequest, Rename]:
     messages: list[Json] = []
     sources: list[int] = []  # of each message, the request's message that it is made of
     if request.system is not None:
-        messages.append({"role": "system", "content": _text(request.system)})
+        messages.append({"role": "system", "content": _system(request.system)})
         sources.append(-1)
     for place, turn in enumerate(request.messages):
         found = _messages(turn, place)
         messages += found
         sources += [place] * len(found)
-    body: Json = {"model": request.model, "messages": messages, **_tools(request)}
+    body: Json = {"model": request.model, "messages": messages, **_tools(request), **_output(request)}
     if request.messages[-1].role == "assistant":  # its beginning is given, and the model goes on from there
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     body |= {name: value for name, value in _extras(request) if name in PASSED}
@@ -85,6 +106,9 @@ def chat_request(request: Prompted) -> tuple[ChatRequest, Rename]:
             return "system" if source < 0 else ".".join(filter(None, (name, str(source), inner)))
         if name in ("tools", "tool_choice"):
             rest = rest.replace("function.parameters", "input_schema").replace("function.", "")
+        if name == "response_format":
+            own = "output_format" if request.output_format else "output_config.format"
+            return ".".join(filter(None, (own, rest.removeprefix("json_schema").removeprefix("."))))
         return ".".join(filter(None, (NAMES.get(name, name), rest)))
 
     return as_chat(body, rename)
@@ -102,10 +126,22 @@ def _generating(request: MessagesRequest) -> Json:
     return {"max_completion_tokens": request.max_tokens, **{k: v for k, v in optional.items() if v is not None}}
 
 
+def _output(request: Prompted) -> Json:
+    """A chat's form of what is asked of the output."""
+    config = request.output_config
+    form = request.output_format or (config and config.format)
+    found: Json = {}
+    if form:
+        described = {"name": "output", "schema": form.schema_, "strict": True}
+        found["response_format"] = {"type": "json_schema", "json_schema": described}
+    if config and config.effort:
+        found["reasoning_effort"] = config.effort
+    return found
+
+
 def _refuse_unsupported(request: Prompted) -> None:
-    fields.refuse_extras({name: value for name, value in _extras(request) if name not in PASSED}, REFUSED)
-    if request.thinking and request.thinking.type == "enabled":
-        refuse("thinking", "this server keeps to no budget of reasoning; leave it out")
+    extras = {name: value for name, value in _extras(request) if name not in (*PASSED, *HARMLESS)}
+    fields.refuse_extras(extras, REFUSED)
     if isinstance(request, MessagesRequest) and request.kvrail is not None and request.kvrail.provisional:
         refuse("kvrail.provisional", "only for /v1/chat/completions and /v1/completions")
 
@@ -113,6 +149,12 @@ def _refuse_unsupported(request: Prompted) -> None:
 def _extras(request: Prompted) -> ItemsView[str, Any]:
     """Fields that Anthropic's API does not have."""
     return (request.model_extra or {}).items()
+
+
+def _system(content: str | Sequence[TextBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    return _text([block for block in content if not block.text.startswith(BILLING_HEADER)])
 
 
 def _text(content: str | Sequence[TextBlock] | None) -> str:
@@ -127,11 +169,11 @@ def _messages(turn: TurnMessage, place: int) -> list[Json]:
         return [{"role": turn.role, "content": turn.content}]
     texts, thoughts, calls, results = [], [], [], []
     for i, block in enumerate(turn.content):
-        wrong = turn.role != ("user" if isinstance(block, ToolResult) else "assistant")
-        if wrong and not isinstance(block, TextBlock):
-            refuse(f"messages.{place}.content.{i}.type", f"{block.type} is nothing that a {turn.role} says")
+        _check_speaker(turn.role, block, f"messages.{place}.content.{i}.type")
         if isinstance(block, TextBlock):
             texts.append(block)
+        elif isinstance(block, RedactedThinking):
+            continue
         elif isinstance(block, Thinking):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUse):
@@ -147,6 +189,12 @@ def _messages(turn: TurnMessage, place: int) -> list[Json]:
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     return [*results, message] if len(message) > 1 else results
+
+
+def _check_speaker(role: str, block: Block, param: str) -> None:
+    """Raise InvalidRequestError for a block that a message of this role cannot have."""
+    if not isinstance(block, TextBlock) and role != ("user" if isinstance(block, ToolResult) else "assistant"):
+        refuse(param, f"{block.type} is nothing that a {role} says")
 
 
 def _tools(request: Prompted) -> Json:

@@ -49,6 +49,7 @@ class MessageWriter:
             "stop_sequence": None,
             "stop_details": None,
             "container": None,
+            "diagnostics": None,
             "usage": _usage(prompt_tokens, 0, 0, 0),
         }
         self._reader = reader
@@ -179,5 +180,6 @@ def _usage(prompt_tokens: int, completion_tokens: int, cached: int, thinking: in
         "output_tokens_details": {"thinking_tokens": thinking},
         "server_tool_use": None,
         "service_tier": "standard",
+        "speed": "standard",
         "inference_geo": None,
     }

@@ -7,6 +7,7 @@ from typing import Protocol
 from kvrail.services.router.openai.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 from kvrail.services.router.openai.scored import ScoredPrompt
 from kvrail.services.router.plan.reading import OutputReader
+from kvrail.services.router.plan.tools.forms import Said
 from kvrail.services.router.plan.tools.shown import join_calls, shown_delta, whole_message
 from kvrail.services.router.values import Delta, Drafted, Json, Scored, Settled
 
@@ -30,6 +31,10 @@ class Head:
             "system_fingerprint": self.system_fingerprint,
             "choices": choices,
         }
+
+    def whole(self, kind: str, choices: list[Json]) -> Json:
+        """A whole response; keys that OpenAI and vLLM have and that have no value here are null."""
+        return {**self.envelope(kind, choices), "service_tier": None, "kv_transfer_params": None}
 
 
 @dataclass(slots=True)
@@ -130,11 +135,12 @@ class ChatFormat:
         choices: int,
         logprobs: bool,
         reader: Callable[[], OutputReader] | None = None,
+        reasoning: bool = True,
         prompt_ids: Sequence[int] | None = None,
         prompt: ScoredPrompt | None = None,
         prompt_top: int = 0,
     ) -> None:
-        """reader: what takes a choice's output apart; None: all of it is content.
+        """reader: what takes a choice's output apart; None: all of it is content. reasoning: whether it is shown.
 
         prompt_ids: the prompt's token ids, where those of the output are to be told too. prompt: where the whole answer
         has its log probabilities, with those of the `prompt_top` most likely tokens.
@@ -148,6 +154,7 @@ class ChatFormat:
         self._choices = [Choice() for _ in range(choices)]
         self._readers = [OutputReader(None, None) if reader is None else reader() for _ in range(choices)]
         self._verbatim = reader is None
+        self._reasoning = reasoning
 
     @property
     def simple(self) -> bool:
@@ -176,11 +183,16 @@ class ChatFormat:
         logprobs = self._find_logprobs(delta)
         told = _token_ids(delta, self._prompt_ids is not None)
         reader = self._readers[delta.index]
-        shown = shown_delta(reader.push(delta.text, last=delta.finish_reason is not None))
+        shown = shown_delta(self._read(delta))
         if not shown and logprobs is None and delta.finish_reason is None and not told:
             return None
         finish = _finish(delta, called=reader.called)
         return self._chunk([{"index": delta.index, "delta": shown, "logprobs": logprobs, **finish, **told}])
+
+    def _read(self, delta: Delta) -> Said:
+        """New output, taken apart."""
+        said = self._readers[delta.index].push(delta.text, last=delta.finish_reason is not None)
+        return said if self._reasoning else replace(said, reasoning="")
 
     def draft_chunk(self, news: Drafted | Settled) -> Json:
         """An empty delta, and the member `kvrail`."""
@@ -204,7 +216,7 @@ class ChatFormat:
 
     def _add_output(self, delta: Delta) -> None:
         choice, reader = self._choices[delta.index], self._readers[delta.index]
-        said = reader.push(delta.text, last=delta.finish_reason is not None)
+        said = self._read(delta)
         choice.add(replace(delta, text=said.content), self._find_logprobs(delta))
         choice.reasoning.append(said.reasoning)
         join_calls(choice.calls, said.calls)
@@ -220,14 +232,15 @@ class ChatFormat:
                 "logprobs": _join_lists(choice.logprobs) if choice.logprobs else None,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
-                **({} if self._prompt_ids is None else {"token_ids": choice.token_ids}),
+                "token_ids": None if self._prompt_ids is None else choice.token_ids,
             }
             for i, choice in enumerate(self._choices)
         ]
-        told: Json = {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids)}
-        if self._prompt is not None:
-            told["prompt_logprobs"] = self._prompt.entries(self._prompt_top)
-        return {**self._head.envelope("chat.completion", choices), **told}
+        return {
+            **self._head.whole("chat.completion", choices),
+            "prompt_token_ids": None if self._prompt_ids is None else list(self._prompt_ids),
+            "prompt_logprobs": None if self._prompt is None else self._prompt.entries(self._prompt_top),
+        }
 
 
 class CompletionFormat:
@@ -324,15 +337,11 @@ class CompletionFormat:
         parts = [*echoed, *self._choices[index].logprobs]
         return _join_lists(parts) if parts else None
 
-    def _scores(self, index: int) -> Json:
-        """The member `prompt_logprobs` of a choice, where it is wanted."""
-        if self._prompt_top is None:
-            return {}
-        return {"prompt_logprobs": self._prompts[index].entries(self._prompt_top)}
-
     def whole(self) -> Json:
         """The whole response."""
-        return self._chunk(
+        top = self._prompt_top
+        return self._head.whole(
+            "text_completion",
             [
                 {
                     "index": i,
@@ -340,10 +349,11 @@ class CompletionFormat:
                     "logprobs": self._told_logprobs(i),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
-                    **({} if self._prompt_ids is None else {"token_ids": choice.token_ids}),
+                    "token_ids": None if self._prompt_ids is None else choice.token_ids,
+                    "prompt_token_ids": None,
                     **self._prompt(i),
-                    **self._scores(i),
+                    "prompt_logprobs": None if top is None else self._prompts[i].entries(top),
                 }
                 for i, (prefix, choice) in enumerate(zip(self._prefixes, self._choices, strict=True))
-            ]
+            ],
         )

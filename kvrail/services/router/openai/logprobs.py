@@ -32,7 +32,10 @@ class TokenTexts:
 
 
 def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
-    """One entry a token: the token, its log probability and bytes, and the most likely ones at its position."""
+    """One entry a token: the token, its log probability and bytes, and the most likely ones at its position.
+
+    As with vLLM the token itself is the first of these, and they are as many as were asked for.
+    """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -42,7 +45,12 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
         }
 
     content = [
-        {**entry(token_id, found.logprob), "top_logprobs": [entry(*pair) for pair in found.top]}
+        {
+            **entry(token_id, found.logprob),
+            "top_logprobs": [entry(*pair) for pair in dict([(token_id, found.logprob), *found.top]).items()][
+                : len(found.top)
+            ],
+        }
         for token_id, found in zip(delta.token_ids, delta.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
@@ -77,9 +85,9 @@ class CompletionLogprobs:
 def likely_texts(
     texts: TokenTexts, token: str, logprob: float, likely: Iterable[tuple[int, float]]
 ) -> dict[str, float]:
-    """The most likely tokens at a place and `token`, which is there; of several with one text the most likely stays."""
-    top: dict[str, float] = {}
+    """`token`, which is at a place, and the most likely ones there; of several with one text the most likely stays."""
+    top = {token: bounded(logprob)}
     for token_id, value in likely:
-        top.setdefault(texts.text(token_id), bounded(value))
-    top.setdefault(token, bounded(logprob))
+        text = texts.text(token_id)
+        top[text] = max(top.get(text, LOWEST), bounded(value))
     return top

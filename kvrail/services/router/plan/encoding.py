@@ -16,7 +16,17 @@ from kvrail.text import Tokenizer
 
 T = TypeVar("T")
 
-TEMPLATE_ARGUMENTS = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
+TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "self",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
 """Names in chat_template_kwargs that would shadow what the server passes itself."""
 NO_THINKING: Mapping[str, Any] = {"enable_thinking": False, "thinking": False}
 """What switches the reasoning of chat templates off: Qwen's and GLM's name, DeepSeek's and Granite's."""
@@ -37,8 +47,10 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 class Encoder:
     """Encodes what requests bring, in turns of clients. A text is refused unread where its length says enough."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, trust_templates: bool = False) -> None:
+        """trust_templates: whether requests may bring a chat template."""
         self._tokenizer = tokenizer
+        self._trust_templates = trust_templates
         self._short, self._long = Turns(SHORT_AT_ONCE), Turns()
 
     async def chat(
@@ -48,11 +60,18 @@ class Encoder:
         most: int = MAX_TOKEN_IDS,
         most_chars: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        keep: int | None = None,
     ) -> list[int]:
         """At most `most` token ids of a chat that offers `tools`; InvalidRequestError names the parameter.
 
         client: who asks. most_chars: of the text that the chat template makes; None: what `most` tokens can have.
+        keep: how many of the last ids are kept, of a chat that may be longer than `most`; None: it may not.
         """
+        if keep is not None:
+            return _last(await self.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=tools), keep)
+        template = self._template(request)
+        source = self._tokenizer.chat_template if template is None else template
+        documents = _documents(request, source)
         arguments = _template_arguments(request.chat_template_kwargs)
         effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
         if effort is not None:
@@ -62,12 +81,14 @@ class Encoder:
         opened = request.add_generation_prompt
 
         def render() -> str | list[int]:
-            messages, shown = shown_by(self._tokenizer.chat_template, _plain(request.messages or []), tools)
+            messages, shown = shown_by(source, _plain(request.messages or []), tools)
             text = self._tokenizer.render_chat(
                 messages,
                 shown,
                 add_generation_prompt=not continued if opened is None else opened,
                 continue_final_message=continued,
+                documents=documents,
+                chat_template=template,
                 **arguments,
             )
             self._refuse_longer(text, most, most_chars)
@@ -80,9 +101,13 @@ class Encoder:
         return await self._run(client, lambda: self._tokenizer.encode(text, False, most), "messages", len(text))
 
     async def prompts(
-        self, request: CompletionRequest, client: str, most: int = MAX_TOKEN_IDS
+        self, request: CompletionRequest, client: str, most: int = MAX_TOKEN_IDS, keep: int | None = None
     ) -> tuple[list[list[int]], list[str]]:
-        """At most `most` token ids of each prompt, and the text that `echo` puts before its output."""
+        """At most `most` token ids of each prompt, and the text that `echo` puts before its output.
+
+        keep: how many of the last ids are kept, of prompts that may be longer than `most`; None: they may not.
+        """
+        most, most_chars = (most, None) if keep is None else (MAX_TOKEN_IDS, MAX_COUNTED_CHARS)
         special = request.add_special_tokens is not False
 
         def encode(prompt: str | list[int]) -> tuple[list[int], str]:
@@ -96,9 +121,9 @@ class Encoder:
         with _about("prompt"):
             for prompt in request.prompt:
                 if isinstance(prompt, str):
-                    self._refuse_longer(prompt, most, None)
+                    self._refuse_longer(prompt, most, most_chars)
         pairs = await self._run(client, encode_all, "prompt", sum(map(len, request.prompt)))
-        return [ids for ids, _ in pairs], [text for _, text in pairs]
+        return [_last(ids, keep) for ids, _ in pairs], [text for _, text in pairs]
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> list[int]:
         """Token ids of what /tokenize was sent."""
@@ -145,6 +170,13 @@ class Encoder:
         found = {self._tokenizer.special_id(text): text for text in stop}
         return {token_id: text for token_id, text in found.items() if token_id is not None}
 
+    def _template(self, request: ChatRequest | TokenizeRequest) -> str | None:
+        """The chat template that a request brings, if any; InvalidRequestError where it may bring none."""
+        template = request.chat_template if isinstance(request, ChatRequest) else None
+        if template is not None and not self._trust_templates:
+            refuse("chat_template", "this server takes none (--trust-request-chat-template); leave it out")
+        return template
+
     def _refuse_longer(self, text: str, most: int, most_chars: int | None) -> None:
         """Raise ContextLengthError where a text is too long to be encoded."""
         if most_chars is not None and len(text) > most_chars:
@@ -168,6 +200,19 @@ class Encoder:
             return await self._long.run(client, long_work, cost=size)
 
 
+def _documents(request: ChatRequest | TokenizeRequest, template: str) -> Sequence[Mapping[str, Any]] | None:
+    """The documents of a chat; InvalidRequestError where the chat template shows none."""
+    documents = request.documents if isinstance(request, ChatRequest) else None
+    if documents and "documents" not in template:
+        refuse("documents", "the chat template shows none; send their text in a message")
+    return documents or None
+
+
+def _last(token_ids: list[int], keep: int | None) -> list[int]:
+    """The last `keep` of the ids; None: all of them."""
+    return token_ids if keep is None else token_ids[max(0, len(token_ids) - keep) :]
+
+
 @contextmanager
 def _about(param: str) -> Iterator[None]:
     """Name the parameter of which there is too much."""
@@ -188,14 +233,14 @@ def _plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         if message.tool_calls and message.role != "assistant":
             refuse(f"messages.{i}.tool_calls", "only the assistant calls tools; leave it out")
-        if message.content is None and not message.tool_calls and not message.thoughts:
+        silent = message.role == "assistant" and "content" in message.model_fields_set  # a null is said
+        if message.content is None and not message.tool_calls and not message.thoughts and not silent:
             refuse(f"messages.{i}.content", "field required; send the message's text")
     return [message.plain() for message in messages]
 
 
 def _template_arguments(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Checked chat_template_kwargs."""
-    for name in TEMPLATE_ARGUMENTS:
-        if kwargs and name in kwargs:
-            refuse("chat_template_kwargs", f"{name} is not taken here; send it as a field of the request, if at all")
+    for name in sorted(TEMPLATE_ARGUMENTS & (kwargs or {}).keys()):
+        refuse("chat_template_kwargs", f"{name} is not taken here; send it as a field of the request, if at all")
     return kwargs or {}

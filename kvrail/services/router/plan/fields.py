@@ -16,7 +16,6 @@ _WITHOUT: tuple[Any, ...] = (None,)
 
 BOTH: Mapping[str, tuple[Any, ...]] = {
     # vLLM's
-    "allowed_token_ids": _WITHOUT,
     "bad_words": (None, []),
     "cache_salt": _WITHOUT,
     "data_parallel_rank": _WITHOUT,
@@ -24,13 +23,13 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _WITHOUT,
     "logprob_token_ids": _WITHOUT,
+    "moderation": _WITHOUT,
     "repetition_detection": _WITHOUT,
     "request_id": _WITHOUT,
     "return_prompt_text": (None, False),
     "return_token_offsets": (None, False),
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": _WITHOUT,
-    "truncate_prompt_tokens": _WITHOUT,
     "truncation_side": _WITHOUT,
     "use_beam_search": (None, False),
     "vllm_xargs": _WITHOUT,
@@ -49,17 +48,28 @@ BOTH: Mapping[str, tuple[Any, ...]] = {
 CHAT: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, False),
     "best_of": (None, 1),
-    "chat_template": _WITHOUT,
-    "documents": (None, []),
     "echo": (None, False),
-    "include_reasoning": (None, True),
     "mm_processor_kwargs": _WITHOUT,
-    "store": (None, False),
     "suffix": (None, ""),
-    "verbosity": (None, "medium"),
     "web_search_options": _WITHOUT,
 }
 """The same, of chats alone."""
+
+HARMLESS = frozenset(
+    {
+        "context_management",
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
+"""Fields of OpenAI's that are known, and taken without an effect on the answer; docs/api.md says why of each."""
 
 COMPLETION: Mapping[str, tuple[Any, ...]] = {"prompt_embeds": _WITHOUT}
 """The same, of completions alone."""
@@ -73,5 +83,5 @@ def refuse_extras(extras: Mapping[str, Any], refused: Mapping[str, tuple[Any, ..
             value is neutral or (value == neutral and type(value) is type(neutral)) for neutral in refused[name]
         ):
             refuse(name, "not supported by this server; leave it out")
-    if ignored := extras.keys() - refused.keys():
+    if ignored := extras.keys() - refused.keys() - HARMLESS:
         log.debug("ignoring unknown fields: %s", ", ".join(sorted(ignored)))

@@ -9,10 +9,10 @@ from kvrail.grammar.texts import Part
 from kvrail.runtime.turns import Turns
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.plan.reading import THINK, THOUGHT, OutputReader, ThoughtReader
-from kvrail.services.router.plan.structured import Asked, check, form_of
+from kvrail.services.router.plan.structured import Asked, check, form_of, tokens_of
 from kvrail.services.router.plan.tools.forms import CallForm, form_for
 from kvrail.services.router.plan.tools.offered import Offer, call_rules
-from kvrail.services.router.schema import ChatRequest, CompletionRequest
+from kvrail.services.router.schema import ChatRequest, CompletionRequest, Request
 from kvrail.text import Tokenizer
 
 _TAIL = 8
@@ -47,7 +47,7 @@ class Shaper:
 
     async def completion(self, request: CompletionRequest, client: str) -> Shape:
         """Shape of a client's completion; InvalidRequestError names the parameter."""
-        asked = form_of(request)
+        asked = self._asked(request)
         if asked is None:
             return Shape()
         grammar = await self._turns.run(client, lambda: texts.whole(asked.part()))
@@ -56,7 +56,9 @@ class Shaper:
 
     async def chat(self, request: ChatRequest, client: str, offer: Offer | None, prompt: Sequence[int]) -> Shape:
         """Shape of the answers to a client's chat; InvalidRequestError names the parameter. prompt: token ids."""
-        asked = form_of(request)
+        asked = self._asked(request)
+        if request.allowed_token_ids is not None and offer is not None:
+            refuse("allowed_token_ids", "cannot be combined with tools; send one of them")
         form = self._form if offer is not None else None
         if offer is not None and form is None:
             refuse(
@@ -79,6 +81,13 @@ class Shaper:
             any(self._tokenizer.special_id(mark) is not None for mark in marks),
         )
 
+    def _asked(self, request: Request) -> Asked | None:
+        """What `request` asks of its output; InvalidRequestError where it asks for a form and for tokens."""
+        form, tokens = form_of(request), tokens_of(request, self._tokenizer)
+        if form and tokens:
+            refuse(tokens.param, f"cannot be combined with {form.param}; send one of them")
+        return form or tokens
+
     def _grammar(
         self, offer: Offer | None, form: CallForm | None, asked: Asked | None, open_thought: bool
     ) -> tuple[str, Asked]:
@@ -97,7 +106,7 @@ class Shaper:
             parts |= arguments
             schemas = {f"{f.number}": {"function": {"parameters": f.parameters}} for f in offer.functions}
             blamed = Asked("tools", lambda: {}, schemas)
-        if not self._thinks:
+        if not self._thinks or blamed.param == "allowed_token_ids":  # that binds the reasoning too
             if body == "@answer":
                 return texts.whole(parts["answer"]), blamed
             return texts.whole(texts.from_lark("\n".join([f"start: {body}", *rules])), **parts), blamed

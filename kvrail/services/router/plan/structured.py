@@ -14,6 +14,7 @@ from kvrail.grammar import Checker, texts
 from kvrail.grammar.texts import Part
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.schema import Request
+from kvrail.text import Tokenizer
 from kvrail.values.sampling import MAX_GRAMMAR_BYTES
 
 ANY_OBJECT = {"type": "object"}
@@ -74,6 +75,21 @@ def form_of(request: Request) -> Asked | None:
     if len(found) > 1:
         refuse(found[1].param, f"cannot be combined with {found[0].param}; send one of them")
     return found[0] if found else None
+
+
+def tokens_of(request: Request, tokenizer: Tokenizer) -> Asked | None:
+    """The tokens that `request` allows, if it names some: the output is made of them, whatever it says."""
+    if request.allowed_token_ids is None:
+        return None
+    param = "allowed_token_ids"
+    allowed = set(request.allowed_token_ids)
+    if max(allowed) >= tokenizer.vocab_size:
+        refuse(param, f"token id {max(allowed)} is not in the model's vocabulary of {tokenizer.vocab_size}")
+    ends = bool(allowed & tokenizer.eos_token_ids) and not request.ignore_eos
+    written = sorted(allowed - tokenizer.eos_token_ids)
+    if not written:
+        refuse(param, "has only tokens that end the output; name others too")
+    return Asked(param, lambda: texts.from_tokens(written, ends=ends))
 
 
 def _response_format(value: dict[str, Any] | None) -> Asked | None:

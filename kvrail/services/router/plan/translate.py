@@ -117,6 +117,8 @@ def _refuse_in_completion(request: CompletionRequest) -> None:
         refuse("best_of", f"is {request.best_of}, but n is {request.n or 1}; only best_of = n is supported")
     if request.max_tokens == 0 and not request.echo:
         refuse("max_tokens", "0 only with echo, which then shows the prompt alone; ask for at least 1")
+    if request.truncate_prompt_tokens is not None and request.echo:
+        refuse("truncate_prompt_tokens", "cannot be combined with echo, which shows the whole prompt; send one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +156,11 @@ class Planner:
         limits = self._limits()
         offer = offer_of(request)
         shown = () if offer is None else offer.shown
-        prompts = [await self._encoder.chat(request, client, limits.context, tools=shown)]
+        wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        keep = _kept(request, limits.context, wanted)
+        prompts = [await self._encoder.chat(request, client, limits.context, tools=shown, keep=keep)]
         shape = await self._shaper.chat(request, client, offer, prompts[0])
         top = (request.top_logprobs or 0) if request.logprobs else None
-        wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         return await self._planned(request, "messages", prompts, [""], limits, wanted, top, shape)
 
     async def count(self, request: ChatRequest, client: str) -> int:
@@ -172,7 +175,8 @@ class Planner:
         refuse_unsupported(request)
         limits = self._limits()
         shape = await self._shaper.completion(request, client)
-        prompts, prefixes = await self._encoder.prompts(request, client, limits.context)
+        keep = _kept(request, limits.context, request.max_tokens)
+        prompts, prefixes = await self._encoder.prompts(request, client, limits.context, keep)
         return await self._planned(
             request, "prompt", prompts, prefixes, limits, request.max_tokens, request.logprobs, shape
         )
@@ -256,6 +260,16 @@ def _check_ids(param: str, token_ids: Sequence[int], vocabulary: int) -> None:
     largest = max(token_ids, default=0)
     if largest >= vocabulary:
         refuse(param, f"token id {largest} is not in the model's vocabulary of {vocabulary}")
+
+
+def _kept(request: Request, context: int, max_tokens: int | None) -> int | None:
+    """How many of a prompt's last tokens are kept; None: all. -1 asks for as many as the context has room for."""
+    keep = request.truncate_prompt_tokens
+    if keep is None or 0 <= keep <= context:
+        return keep
+    if keep > context:
+        refuse("truncate_prompt_tokens", f"is {keep}, but this model's context holds {context} tokens; ask for fewer")
+    return max(1, context - (max_tokens or 1))
 
 
 def _budget(field: str, prompt: int, max_tokens: int | None, context: int) -> int:

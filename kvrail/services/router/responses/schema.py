@@ -84,6 +84,13 @@ class Reasoning(Wire):
     content: Annotated[list[ReasoningText], Field(fail_fast=True), not_longer(MAX_PARTS)] | None = None
 
 
+class ItemReference(Wire):
+    """An item of a response that is kept, by its id."""
+
+    type: Literal["item_reference"]
+    id: Name
+
+
 def _item_kind(value: Any) -> str:
     """The tag of an item; a message may go without its type."""
     kind = kind_of(value)
@@ -94,7 +101,8 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[Reasoning, Tag("reasoning")],
+    | Annotated[Reasoning, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_item_kind),
 ]
 InputItems = Annotated[list[InputItem], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]

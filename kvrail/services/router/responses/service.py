@@ -13,8 +13,8 @@ from kvrail.services.router.openai.logprobs import TokenTexts
 from kvrail.services.router.openai.renaming import renamed
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.services.router.plan.translate import Plan
-from kvrail.services.router.responses.schema import ResponsesRequest
-from kvrail.services.router.responses.store import ResponseStore
+from kvrail.services.router.responses.schema import InputItem, ResponsesRequest
+from kvrail.services.router.responses.store import Owner, ResponseStore
 from kvrail.services.router.responses.translate import chat_request, input_items
 from kvrail.services.router.responses.writer import ResponseWriter, failure_event
 from kvrail.services.router.values import Json
@@ -35,8 +35,7 @@ class Responses:
     def create(self, request: ResponsesRequest, state: State) -> Answer:
         """Answer /v1/responses."""
         owner = state.api_key
-        previous = request.previous_response_id
-        history = [] if previous is None else self._store.history(owner, previous)
+        request, history = self._read(request, owner)
         chat, rename = chat_request(request, history)
         kept = request.store is not False
         response_id = f"resp_{state.wire_id}"
@@ -60,6 +59,22 @@ class Responses:
             chat, 1, state, lambda: renamed(planner.chat(chat, state.client), rename), write, failure_event, abandon
         )
         return answer
+
+    async def count(self, request: ResponsesRequest, state: State) -> Json:
+        """Answer /v1/responses/input_tokens."""
+        self._service.check_model(request.model)
+        chat, rename = chat_request(*self._read(request, state.api_key))
+        with self._service.admission.admitted(1, state.client):
+            counted = await renamed(self._service.planner.count(chat, state.client), rename)
+        return {"object": "response.input_tokens", "input_tokens": counted}
+
+    def _read(self, request: ResponsesRequest, owner: Owner) -> tuple[ResponsesRequest, list[InputItem]]:
+        """The request, with items in the place of references to them, and what went before it."""
+        previous = request.previous_response_id
+        history = [] if previous is None else self._store.history(owner, previous)
+        if isinstance(request.input, list):
+            request = request.model_copy(update={"input": self._store.resolved(owner, request.input)})
+        return request, history
 
     def read(self, response_id: str, state: State, *, stream: bool | None) -> Json:
         """A kept response."""

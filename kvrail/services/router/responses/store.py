@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from kvrail.errors import InvalidRequestError, ResponseNotFoundError
-from kvrail.services.router.responses.schema import InputItem
+from kvrail.services.router.errors import refuse
+from kvrail.services.router.responses.schema import InputItem, ItemReference
 from kvrail.services.router.values import Json
 
 _ITEMS = TypeAdapter(list[InputItem])
+MAX_REFERENCED_BYTES = 8 << 20
+"""Of the responses whose items one request refers to."""
 Owner = int | None
 """Which API key a response belongs to, by its place; None where there are no keys."""
 
@@ -124,6 +127,31 @@ class ResponseStore:
             why = "this response is still in progress; wait for its end"
             raise InvalidRequestError(f"previous_response_id: {why}", param="previous_response_id")
         return [*entry.items, *_ITEMS.validate_python(entry.response["output"])]
+
+    def resolved(self, owner: Owner, items: Sequence[InputItem]) -> list[InputItem]:
+        """The items, references replaced by what they name, each item once. Raises InvalidRequestError."""
+        read: dict[str, dict[str, InputItem]] = {}
+        return [
+            self._referenced(owner, item.id, f"input.{place}.id", read) if isinstance(item, ItemReference) else item
+            for place, item in enumerate(items)
+        ]
+
+    def _referenced(self, owner: Owner, item_id: str, param: str, read: dict[str, dict[str, InputItem]]) -> InputItem:
+        """The item of an id, which has the response's id in it. read: items by id of responses that were read."""
+        wire_id = item_id.partition("_")[2].rpartition("_")[0]
+        entry = self._entries.get((owner, f"resp_{wire_id}"))
+        if entry is not None and wire_id not in read:
+            if sum(self._entries[owner, f"resp_{each}"].size for each in (*read, wire_id)) > MAX_REFERENCED_BYTES:
+                refuse(param, f"the items come from more than {MAX_REFERENCED_BYTES} bytes; send the items themselves")
+            told = entry.response["output"]
+            read[wire_id] = {
+                **{f"resp_{wire_id}_{place}": item for place, item in enumerate(entry.items)},
+                **{each["id"]: item for each, item in zip(told, _ITEMS.validate_python(told), strict=True)},
+            }
+        found = read.get(wire_id, {}).pop(item_id, None)  # once, so that few bytes cannot ask for a huge prompt
+        if found is None:
+            refuse(param, f"no item {item_id[:80]!r} is kept here, or it was referred to before; send the item itself")
+        return found
 
     def _drop(self, key: tuple[Owner, str]) -> None:
         entry = self._entries.pop(key, None)

@@ -33,7 +33,9 @@ NAMES = {
 REFUSED = {
     "conversation": "this server keeps responses, but no conversations; send previous_response_id",
     "prompt": "this server keeps no prompt templates; send the text itself as input",
-    "context_management": "not supported by this server; leave it out",
+    "access_programs": "not supported by this server; leave it out",
+    "background_options": "this server answers while the client waits; leave it out",
+    "image": "this server knows no images; leave it out",
     "n": "a response has one output; send several requests",
     "response_format": "is called text.format here",
     "messages": "is called input here",
@@ -43,10 +45,7 @@ REFUSED = {
 }
 REFUSED_VALUES = {
     "background": "this server answers while the client waits; leave it out, or set stream to true",
-    "truncation": "this server drops nothing of an input; send disabled, and shorten the input yourself",
     "max_tool_calls": "this server runs no tools by itself; leave it out",
-    "text.verbosity": "only medium; ask for it in the instructions",
-    "reasoning.summary": "this server writes no summaries of reasoning; leave it out",
     "stream_options.include_obfuscation": "not supported by this server; leave it out",
     "kvrail.provisional": "only for /v1/chat/completions and /v1/completions",
 }
@@ -128,10 +127,7 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             refuse(name, why)
     asked = {
         "background": request.background,
-        "truncation": request.truncation == "auto",
         "max_tool_calls": request.max_tool_calls,
-        "text.verbosity": request.text and request.text.verbosity not in (None, "medium"),
-        "reasoning.summary": request.reasoning and request.reasoning.summary,
         "stream_options.include_obfuscation": request.stream_options and request.stream_options.include_obfuscation,
         "kvrail.provisional": request.kvrail and request.kvrail.provisional,
     }
@@ -160,6 +156,7 @@ def _message(item: InputItem) -> Json:
         return {"role": "assistant", "tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
     if isinstance(item, FunctionCallOutput):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+    assert isinstance(item, Reasoning)  # what references name has taken their place
     return {"role": "assistant", "reasoning_content": "\n".join(part.text for part in item.content or ())}
 
 

@@ -10,7 +10,6 @@ response.completed, or response.incomplete where the output was cut off, or erro
 """
 
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -171,7 +170,9 @@ class ResponseWriter:
 
     def _add(self, kind: str, **members: Any) -> bytes:
         """Open an item."""
-        item: Json = {"id": f"{_PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **members}
+        # An item's id tells the response that it is of, so that a reference finds it.
+        item_id = f"{_PREFIXES[kind]}_{self._response['id'].removeprefix('resp_')}_{len(self._items)}"
+        item: Json = {"id": item_id, "type": kind, "status": "in_progress", **members}
         if kind == "message":
             item |= {"role": "assistant", "content": []}
         elif kind == "reasoning":

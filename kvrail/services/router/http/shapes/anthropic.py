@@ -45,6 +45,7 @@ class AnthropicUsage(Shape):
     output_tokens_details: dict[str, int]
     server_tool_use: None
     service_tier: str
+    speed: Literal["standard"]
     inference_geo: None
     kvrail: KvrailUsage
 
@@ -61,6 +62,7 @@ class AnthropicMessage(Shape):
     stop_sequence: str | None
     stop_details: None
     container: None
+    diagnostics: None
     usage: AnthropicUsage
 
 

@@ -91,8 +91,11 @@ class ChatMessage(Shape):
     content: str | None
     refusal: None
     annotations: list[Any]
-    tool_calls: list[ToolCall] | None = None
-    reasoning_content: str | None = None
+    audio: None
+    function_call: None
+    tool_calls: list[ToolCall]
+    reasoning: str | None
+    reasoning_content: str | None
 
 
 class Ending(Shape):
@@ -101,7 +104,7 @@ class Ending(Shape):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: str | int | None
-    token_ids: list[int] | None = None
+    token_ids: list[int] | None
 
 
 class ChatChoice(Ending):
@@ -119,6 +122,8 @@ class Enveloped(Shape):
     model: str
     system_fingerprint: str
     usage: Usage
+    service_tier: None
+    kv_transfer_params: None
 
 
 class ChatCompletion(Enveloped):
@@ -126,8 +131,8 @@ class ChatCompletion(Enveloped):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
 
 
 class CompletionLogprobLists(Shape):
@@ -144,8 +149,8 @@ class CompletionChoice(Ending):
 
     text: str
     logprobs: CompletionLogprobLists | None
-    prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None
 
 
 class Completion(Enveloped):

@@ -130,6 +130,13 @@ class Deleted(Shape):
     deleted: Literal[True]
 
 
+class InputTokens(Shape):
+    """Tokens of an input."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ItemPage(Shape):
     """A part of the input of a response."""
 

@@ -56,6 +56,36 @@ class Health(Status):
     dns: dict[str, dict[str, Any]]
 
 
+class AddedToken(Shape):
+    """A token that is added to a vocabulary."""
+
+    content: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+    special: bool
+
+
+class TokenizerInfo(Shape):
+    """What a tokenizer is; added_tokens_decoder: by token id. None of it says where its files are."""
+
+    tokenizer_class: str
+    vocab_size: int
+    chat_template: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    added_tokens_decoder: dict[str, AddedToken]
+
+
+class Load(Shape):
+    """How many sequences run or wait."""
+
+    server_load: int
+
+
 class Version(Shape):
     """The server's version."""
 

@@ -10,7 +10,7 @@ def shown_delta(said: Said) -> Json:
     """A delta of a stream; empty where nothing is said."""
     delta: Json = {}
     if said.reasoning:
-        delta["reasoning_content"] = said.reasoning
+        delta["reasoning"] = delta["reasoning_content"] = said.reasoning
     if said.content:
         delta["content"] = said.content
     if said.calls:
@@ -27,14 +27,21 @@ def join_calls(calls: list[Json], news: Sequence[CallDelta]) -> None:
 
 
 def whole_message(content: str, reasoning: str, calls: list[Json]) -> Json:
-    """The assistant's message; one that calls tools and says nothing has no content."""
-    message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
-    message["annotations"] = []
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    """The assistant's message; one that calls tools and says nothing has no content.
+
+    Keys without a value are null, as with vLLM and in OpenAI's types. Reasoning has vLLM's name and DeepSeek's.
+    """
+    return {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+        "tool_calls": calls,
+        "reasoning": reasoning or None,
+        "reasoning_content": reasoning or None,
+    }
 
 
 def _call_delta(call: CallDelta) -> Json:
