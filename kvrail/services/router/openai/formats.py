@@ -33,8 +33,8 @@ class Head:
         }
 
     def whole(self, kind: str, choices: list[Json]) -> Json:
-        """A whole response; keys that OpenAI and vLLM have and that have no value here are null."""
-        return {**self.envelope(kind, choices), "service_tier": None, "kv_transfer_params": None}
+        """A whole response, with the keys that OpenAI's and vLLM's have beside."""
+        return {**self.envelope(kind, choices), "service_tier": "default", "kv_transfer_params": None}
 
 
 @dataclass(slots=True)

@@ -92,7 +92,6 @@ class ChatMessage(Shape):
     refusal: None
     annotations: list[Any]
     audio: None
-    function_call: None
     tool_calls: list[ToolCall]
     reasoning: str | None
     reasoning_content: str | None
@@ -122,7 +121,7 @@ class Enveloped(Shape):
     model: str
     system_fingerprint: str
     usage: Usage
-    service_tier: None
+    service_tier: str
     kv_transfer_params: None
 
 

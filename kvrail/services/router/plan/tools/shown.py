@@ -37,7 +37,6 @@ def whole_message(content: str, reasoning: str, calls: list[Json]) -> Json:
         "refusal": None,
         "annotations": [],
         "audio": None,
-        "function_call": None,
         "tool_calls": calls,
         "reasoning": reasoning or None,
         "reasoning_content": reasoning or None,
