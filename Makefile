@@ -101,6 +101,9 @@ format: $(VENV)/.dev  ## put the code into the form that lint demands
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+words: $(VENV)/.dev  ## words of scripts/words.py that stand somewhere: make words ARGS=kvrail/engine
+	@$(BIN)/python scripts/words.py $(ARGS)
+
 lines: | $(BIN)/python  ## lines of shipped code in each room; REV=main shows the difference to that commit
 	@$(BIN)/python scripts/lines.py $(REV)
 
