@@ -1,7 +1,7 @@
 """Words that this project does not use, and why: `make words`.
 
-The first list holds patterns of English that a reader has to read twice. The second holds names that the field calls
-otherwise; they are looked for in tests, too. CHANGELOG.md, docs/decisions/ and benchmarks/results/ tell of the past and are left out.
+The first list holds patterns of English that a reader has to read twice. The second holds names for which the field has
+other words; it applies to tests, too. CHANGELOG.md, docs/decisions/ and benchmarks/results/ are history and left out.
 """
 
 import re
@@ -23,8 +23,8 @@ PLAIN_ENGLISH = {
     r"\b[Ll]ikewise\b": "'also', or say it again",
     r"\bof which\b": "two sentences, or 'whose'",
     r"\b[Ss]o (many|much|long)\b(?! (that|as)\b)": "'this many', or the number's name",
-    r"(^|\. |\"\"\"|# )(Of|Of what) (what|a|the|these|those|all|each|its|two|him|it)\b": "a sentence has a subject and a verb",
-    r"(^|\. |\"\"\"|# )The same (as|for|of|in|with)\b": "a sentence has a subject and a verb",
+    r"(^|\. |\"\"\"|# )(Of|Of what) (what|an?|the|these|those|all|each|its|it)\b": "no sentence: no verb",
+    r"(^|\. |\"\"\"|# )The same (as|for|of|in|with)\b": "no sentence: no verb",
     r"\btime and again\b": "repeatedly",
     r"\bin (any|the|whatever|its) company\b": "batch-invariant",
 }
@@ -46,7 +46,7 @@ def hits(root: Path) -> list[str]:
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
     found = []
     for path in sorted(filter(None, tracked.split("\0"))):
-        if Path(path).suffix not in SUFFIXES and path != "Makefile" or LEFT_OUT.match(path):
+        if (Path(path).suffix not in SUFFIXES and path != "Makefile") or LEFT_OUT.match(path):
             continue
         words = NAMES if path.startswith("tests/") else PLAIN_ENGLISH | NAMES
         for number, line in enumerate((root / path).read_text(errors="replace").splitlines(), 1):
@@ -59,7 +59,7 @@ def hits(root: Path) -> list[str]:
 def main(prefixes: list[str]) -> int:
     """Print the hits below the given paths, all of them without one; 1 where there are any."""
     found = [hit for hit in hits(ROOT) if not prefixes or hit.startswith(tuple(prefixes))]
-    print("\n".join(found), end="\n" if found else "")
+    sys.stdout.writelines(f"{hit}\n" for hit in found)
     return bool(found)
 
 
