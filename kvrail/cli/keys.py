@@ -104,7 +104,7 @@ def without(content: bytes, name: str, where: str) -> bytes:
 
 def _listed(keys: Iterable[Key]) -> str:
     """A line for each key: its name, limits, models and last moment."""
-    rows = [("name", "requests/min", "tokens/min", "at once", "models", "expires")]
+    rows: list[tuple[str, ...]] = [("name", "requests/min", "tokens/min", "at once", "models", "expires")]
     for key in keys:
         limits = ["-" if limit is None else str(limit) for limit in (getattr(key, name) for name in LIMITS)]
         expired = " (expired)" if key.expires and key.expires <= datetime.now(UTC) else ""
