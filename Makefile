@@ -214,6 +214,9 @@ dist: $(VENV)/.dev  ## wheel, source distribution and the demo model's archive, 
 wheel-test: $(VENV)/.dev  ## the built wheel in an empty environment: its files, pip check, a cluster with the demo model; minutes
 	$(BIN)/python -m pytest -m "wheel or not wheel" tests/package $(ARGS)
 
+images: $(VENV)/.dev  ## the images of compose.yaml, which report git's version; ARGS="-f compose.yaml -f deploy/docker/compose.gpu.yaml"
+	KVRAIL_VERSION=$$($(BIN)/python -m setuptools_scm) docker compose $(ARGS) build
+
 lock: | $(BIN)/python  ## pin what the image for GPUs installs, with hashes, in deploy/docker/requirements-cuda.txt
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile pyproject.toml --extra worker --extra ucx --extra otel -c constraints-cpu.txt --upgrade --quiet \
