@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable
-from datetime import UTC, date, datetime
+from datetime import date, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def _listed(keys: Iterable[Key]) -> str:
     rows: list[tuple[str, ...]] = [("name", "requests/min", "tokens/min", "at once", "models", "expires")]
     for key in keys:
         limits = ["-" if limit is None else str(limit) for limit in (getattr(key, name) for name in LIMITS)]
-        expired = " (expired)" if key.expires and key.expires <= datetime.now(UTC) else ""
+        expired = " (expired)" if key.expired else ""
         until = f"{key.expires:%Y-%m-%d %H:%M} UTC{expired}" if key.expires else "never"
         rows.append((key.name, *limits, ",".join(key.models) or "all", until))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

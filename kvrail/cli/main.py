@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 from kvrail import __version__
-from kvrail.cli import bench, calibrate, certs, chat, keys, pack, role, status, trace, up
+from kvrail.cli import bench, calibrate, certs, keys, pack, role, up
 from kvrail.cli.flags import HelpFormatter, OneLineErrors
+from kvrail.cli.remote import chat, status, trace
 from kvrail.errors import ConfigError, KvrailError
 
 USAGE_ERROR = 2

@@ -93,7 +93,7 @@ def test_watching_shows_each_change_until_it_is_interrupted(router, capsys, monk
             raise KeyboardInterrupt
         router.answer = (503, HEALTH | {"status": "unavailable"})
 
-    monkeypatch.setattr("kvrail.cli.status.time.sleep", sleep)
+    monkeypatch.setattr("kvrail.cli.remote.status.time.sleep", sleep)
     assert main(["status", "--url", router.url, "--watch", "0.5"]) == 130
     out = capsys.readouterr().out
     assert out.index("ok: m") < out.index("unavailable: m")

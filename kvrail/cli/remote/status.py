@@ -44,7 +44,7 @@ def add_commands(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the state; returns 0 where requests are served, else 1. Raises KvrailError where there is no router."""
-    from kvrail.cli.client import ChatClient
+    from kvrail.cli.remote.client import ChatClient
 
     pause_s = _seconds(arguments.watch) if arguments.watch is not None else None
     key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")

@@ -6,12 +6,12 @@ import sys
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvrail.cli.drafts import DraftScreen, shows_drafts
 from kvrail.cli.flags import Commands, add_command
+from kvrail.cli.remote.drafts import DraftScreen, shows_drafts
 from kvrail.errors import ConfigError, KvrailError
 
 if TYPE_CHECKING:
-    from kvrail.cli.client import ChatClient
+    from kvrail.cli.remote.client import ChatClient
 
 SUMMARY = "talk to a running cluster"
 EPILOG = """In a conversation: /help lists the commands, /quit or Ctrl-D ends it, Ctrl-C stops the current answer.
@@ -55,7 +55,7 @@ def add_commands(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Chat; returns the exit status. Raises KvrailError where one answer was asked for and failed."""
-    from kvrail.cli.client import ChatClient
+    from kvrail.cli.remote.client import ChatClient
 
     key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
     options = {name: getattr(arguments, name) for name in SAMPLING if getattr(arguments, name) is not None}
