@@ -18,7 +18,7 @@ from kvrail.engine.attention.cpu_kernel import attend_units
 from kvrail.engine.attention.cpu_kernel_vectors import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 
 Units = npt.NDArray[np.int64]
 
@@ -78,8 +78,8 @@ def paged_attention(
         value_scales=_floats(layer.value_scales),
         kind=_KINDS[layer.keys.dtype],
         item_bytes=layer.keys.element_size(),
-        page_size=layer.keys.shape[1],
-        kv_heads=layer.keys.shape[2],
+        page_size=layer.page_size,
+        kv_heads=layer.kv_heads,
         scale=np.float32(options.scale),
         window=options.window,
         softcap=np.float32(options.softcap),
@@ -91,7 +91,7 @@ def paged_attention(
 
 def _shares(query: torch.Tensor, layer: LayerPages, meta: StepMeta, window: int) -> list[Units]:
     """The units of a layer with such a window, a list a thread; there is more than one where it is worth it."""
-    kv_heads, dims = layer.keys.shape[2], layer.keys.shape[3] + layer.values.shape[3]
+    kv_heads, dims = layer.kv_heads, layer.keys.shape[3] + layer.values.shape[3]
     group = query.shape[1] // kv_heads
     tiles = list(_tiles(meta.plan, max(1, _UNIT_ROWS // group)))
     costs = [_tokens_read(tile, window) * (tile.tokens * group + _WIDENING) for tile in tiles]

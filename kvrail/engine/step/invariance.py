@@ -198,11 +198,9 @@ class _Trial:
             tokens -= size
 
     def _kv(self, pages: range, tokens: int) -> Iterator[torch.Tensor]:
-        cache = self._runner.cache
-        for pool in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-            if pool is not None:
-                own = pool[:, pages.start : pages.stop].flatten(1, 2)[:, :tokens].flatten(2)
-                yield own.contiguous().view(torch.uint8).clone()
+        for pool in self._runner.cache.as_block():
+            own = pool[:, pages.start : pages.stop].flatten(1, 2)[:, :tokens].flatten(2)
+            yield own.contiguous().view(torch.uint8).clone()
 
 
 def _cause(loaded: LoadedModel, max_tokens: int) -> str:

@@ -32,7 +32,7 @@ from kvrail.engine.attention.triton.order_kernel import (
     sums_of,
 )
 from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 
 _FEW_ROWS = 4
 _MAX_SPLITS = 64
@@ -253,7 +253,7 @@ def decode_attention(
     """
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     rows, heads, key_dim = query.shape
-    page_size, kv_heads = layer.keys.shape[1:3]
+    page_size, kv_heads = layer.page_size, layer.kv_heads
     value_dim = out.shape[2]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
     tuning = tuning or tuning_for(shape, rows)
@@ -265,7 +265,7 @@ def decode_attention(
         query,
         key,
         value,
-        *(layer.keys, layer.values, layer.key_scales, layer.value_scales),
+        *layer.arguments,
         page_tables,
         kv_lens,
         counters,
@@ -288,7 +288,7 @@ def decode_attention(
         WINDOW=options.window,
         SOFTCAP=options.softcap != 0,
         SINKS=options.sinks is not None,
-        LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
+        LIMIT=layer.limit,
         SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
