@@ -2,7 +2,7 @@
 
 Each page is in exactly one of three states, and free + used + cached = total, always:
 
-    free    nobody holds it and its content means nothing
+    free    no holder, and its content means nothing
     used    at least one holder: a sequence, or a transfer that writes or reads it
     cached  no holder, but its content is known by hash and serves the next prompt that begins alike
 
@@ -12,13 +12,16 @@ Each page is in exactly one of three states, and free + used + cached = total, a
       │  release  │ │ acquire (prefix hit)              │
       ├───────────┘ └───────────────────────────────────┤
       └──── evict, least recently used first; forget ───┘
+
+A tier, where there is one, is given the content of pages that are evicted, and `restore` brings it back.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrail.engine.kv.ledger import PageLedger
+from kvrail.engine.kv.prefix_events import PrefixEvents
+from kvrail.engine.kv.tier import KVTier
 from kvrail.values.pagehash import PageHash
 
 
@@ -34,17 +37,20 @@ class PageCounts:
 class PagePool:
     """Reference counts, prefix cache and least-recently-used eviction over `num_pages` pages."""
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, prefix_cache: bool = True, tier: KVTier | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._keep = prefix_cache
+        self._tier = tier if prefix_cache else None
         self._free: deque[int] = deque(range(num_pages))
         self._holders = [0] * num_pages
         self._generation = [0] * num_pages
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.ledger = PageLedger()
+        self.events = PrefixEvents()
 
     def counts(self) -> PageCounts:
         """Pages by state."""
@@ -60,7 +66,7 @@ class PagePool:
         return count <= self.available()
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, evicting cached ones where none is free. The caller is their only holder."""
+        """Take `count` pages, evicting cached ones where none is free. The caller becomes their only holder."""
         if not self.can_allocate(count):
             raise ValueError(f"{count} pages asked for, {self.available()} available; ask can_allocate first")
         pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
@@ -74,7 +80,7 @@ class PagePool:
         return page in self._cached
 
     def generation(self, page: int) -> int:
-        """How often the page was allocated; a writer that knows another number writes to a page it lost."""
+        """How often the page was allocated; a writer that has another number has lost the page."""
         return self._generation[page]
 
     def match(self, hashes: Iterable[PageHash]) -> list[int]:
@@ -95,7 +101,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Stop holding pages. Last pages of a sequence are given back first, so they are evicted first."""
+        """Stop holding pages. The last pages of a sequence are given back first, so they are evicted first."""
         for page in reversed(list(pages)):
             if self._holders[page] <= 0:
                 raise ValueError(f"page {page} released more often than held")
@@ -108,18 +114,33 @@ class PagePool:
                 self._free.append(page)
 
     def publish(self, page: int, page_hash: PageHash) -> None:
-        """Make a full page's content known. Where another page has the same content, that one stays known."""
+        """Make a full page's content known. Where another page with this content is known, that one stays."""
         if self._keep and page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
-            self.ledger.add(page_hash)
+            self.events.store(page_hash)
+
+    def restore(self, hashes: Sequence[PageHash], pages: Sequence[int]) -> int:
+        """Fill pages that were just allocated with what the tier has of `hashes`, in order; returns how many.
+
+        Their content is known from then on.
+        """
+        if self._tier is None:
+            return 0
+        count = min(self._tier.lookup(hashes), len(pages))
+        self._tier.load(hashes[:count], pages[:count])
+        for page, page_hash in zip(pages[:count], hashes, strict=False):
+            self.publish(page, page_hash)
+        return count
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Make the content of pages unknown, for it is wrong. Cached ones become free; holders keep theirs."""
+        """Make the content of pages unknown, because it is wrong. Cached pages become free; holders keep theirs."""
         for page in pages:
             if page not in self._hash_of:
                 continue
-            self._forget_hash(page)
+            page_hash = self._forget_hash(page)
+            if self._tier is not None:
+                self._tier.drop(page_hash)
             if page in self._cached:
                 del self._cached[page]
                 self._free.append(page)
@@ -132,15 +153,18 @@ class PagePool:
         assert not (free & cached or free & used or cached & used), "a page is in two states"
         assert len(free) + len(used) + len(cached) == self.num_pages, "free + used + cached != total"
         assert {h: p for p, h in self._hash_of.items()} == self._page_of, "hashes and pages disagree"
-        assert len(self.ledger) == len(self._page_of), "the ledger and the pages disagree"
+        assert len(self.events) == len(self._page_of), "events and pages disagree"
         assert cached <= self._hash_of.keys() and not (free & self._hash_of.keys()), "cached pages need a hash"
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        self._forget_hash(page)
+        page_hash = self._forget_hash(page)
+        if self._tier is not None:
+            self._tier.store(page_hash, page)
         return page
 
-    def _forget_hash(self, page: int) -> None:
+    def _forget_hash(self, page: int) -> PageHash:
         page_hash = self._hash_of.pop(page)
         del self._page_of[page_hash]
-        self.ledger.remove(page_hash)
+        self.events.remove(page_hash)
+        return page_hash

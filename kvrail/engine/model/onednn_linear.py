@@ -1,18 +1,22 @@
-"""Linear layers on a CPU whose weights lie as the product reads them.
+"""Linear layers on a CPU that keep their weights in the layout of the product.
 
 torch's own product of a few rows copies the whole weight into another layout at each call, which takes several times
-as long as the arithmetic. oneDNN takes a weight in that layout: a step of one token is faster so, a prompt too. It
-also gives a row the same bits in any company of rows, which decision 0008 builds on.
+as long as the arithmetic. oneDNN takes a weight in that layout: steps of one token are faster, and prompts too. It is
+also batch-invariant, which decision 0008 builds on.
 """
 
 import torch
+
+from kvrail.engine.model.linear import PLAIN, linear_layers
 
 
 class OneDnnLinear(torch.nn.Module):
     """A linear layer in float32 that keeps its weight in oneDNN's layout and no other."""
 
+    method = PLAIN
+
     def __init__(self, layer: torch.nn.Linear) -> None:
-        """Take over the parameters of `layer`; those that nothing else holds are freed with it."""
+        """Take over the parameters of `layer`; they are freed with it unless something else holds them."""
         super().__init__()
         self.in_features = layer.in_features
         self.out_features = layer.out_features
@@ -38,14 +42,13 @@ def can_use_onednn(model: torch.nn.Module) -> bool:
 
 
 def use_onednn(model: torch.nn.Module) -> None:
-    """Replace all linear layers of `model`; subclasses stay, they may compute something else."""
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is torch.nn.Linear:
-                setattr(parent, name, OneDnnLinear(layer))
+    """Replace all linear layers of `model`. Subclasses stay: they may compute something else."""
+    for parent, name, layer in linear_layers(model):
+        if isinstance(layer, torch.nn.Linear):
+            setattr(parent, name, OneDnnLinear(layer))
 
 
 def mean_weights(model: torch.nn.Module) -> float:
     """Weights of a linear layer of `model`, on average; 0 where it has none."""
-    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear | OneDnnLinear)]
-    return sum(layer.in_features * layer.out_features for layer in linears) / max(1, len(linears))
+    sizes = [int(layer.in_features) * int(layer.out_features) for _, _, layer in linear_layers(model)]  # type: ignore[arg-type]
+    return sum(sizes) / max(1, len(sizes))
