@@ -19,7 +19,7 @@ from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.request.events import Delivery, Output
 from kvrail.engine.request.requests import EngineRequest, ModelLimits
 from kvrail.engine.sampling.sampler import Sampler
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.runner import ModelRunner
 from kvrail.telemetry.worker import EngineMetrics
@@ -71,7 +71,7 @@ class Bench:
         invariant: bool = True,
     ) -> None:
         self.loaded = loaded
-        self._limits = Limits(max_batch_tokens, max_running, max_waiting=1024)
+        self._limits = StepBudget(max_batch_tokens, max_running, max_waiting=1024)
         self._num_pages = loaded.layout.pages_for(max_tokens) + max_running + 8
         self.runner = ModelRunner(
             loaded,

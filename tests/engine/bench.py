@@ -10,7 +10,7 @@ from kvrail.engine.engine import Engine
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.request.events import Admitted, Output
 from kvrail.engine.request.requests import EngineRequest, ModelLimits
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.telemetry.worker import EngineMetrics
 from kvrail.values.sampling import SamplingParams
@@ -19,14 +19,14 @@ from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expec
 
 class Bench:
     def __init__(
-        self, num_pages=32, page_size=4, prefix_cache=True, on_layer=None, max_drafts=64, ahead=False, **limits
+        self, num_pages=32, page_size=4, prefix_cache=True, listener=None, max_drafts=64, ahead=False, **limits
     ):
         settings = {"max_batch_tokens": 16, "max_running": 8, "max_waiting": 64, **limits}
         self.registry = CollectorRegistry()
         self.machine = PageMachine(num_pages, page_size, ahead=ahead)
         self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache)
         self.events: dict[str, list] = {}
-        self.scheduler = Scheduler(self.pool, Limits(**settings))
+        self.scheduler = Scheduler(self.pool, StepBudget(**settings))
         self.engine = Engine(
             self.machine,
             FirstIndexShift(),
@@ -35,7 +35,7 @@ class Bench:
             None,
             EngineMetrics(self.registry, "machine"),
             self.deliver,
-            on_layer,
+            listener,
             max_drafts,
         )
 

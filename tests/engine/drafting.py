@@ -14,7 +14,7 @@ from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.request.events import Admitted, Drafted, Event, Finished, Output, Verified
 from kvrail.engine.request.requests import EngineRequest, ModelLimits
 from kvrail.engine.sampling.sampler import Sampler
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.runner import ModelRunner
 from kvrail.telemetry.worker import EngineMetrics
@@ -72,7 +72,7 @@ class DecodeSite:
         self.engine = Engine(
             self.runner,
             self.sampler,
-            Scheduler(self.pool, Limits(**size, max_waiting=99, prompt_rows=prompt_rows)),
+            Scheduler(self.pool, StepBudget(**size, max_waiting=99, prompt_rows=prompt_rows)),
             ModelLimits(self.model.vocab_size, self.model.max_model_len, self.model.eos_token_ids),
             self.tokenizer,
             EngineMetrics(CollectorRegistry(), "tiny"),

@@ -20,7 +20,7 @@ from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Pre
 from kvrail.engine.request.requests import EngineRequest, ModelLimits, Resumed
 from kvrail.engine.sampling.draw import DrawParams, draw_words
 from kvrail.engine.sampling.sampler import Sampler
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.buffers import StepBuffer, decode_size, mixed_size
 from kvrail.engine.step.runner import ModelRunner
@@ -59,7 +59,7 @@ class Site:
     def __init__(self, runner: ModelRunner, **limits: int) -> None:
         self.runner, self.events = runner, {}
         self.pool = PagePool(runner.cache.num_pages, PAGE, prefix_cache=limits.pop("prefix_cache", True))
-        self.scheduler = Scheduler(self.pool, Limits(**{"max_waiting": 99, "prompt_rows": 16, **limits}))
+        self.scheduler = Scheduler(self.pool, StepBudget(**{"max_waiting": 99, "prompt_rows": 16, **limits}))
         self.engine = Engine(
             runner,
             Sampler(VOCAB, torch.device("cpu")),

@@ -8,7 +8,7 @@ import pytest
 from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow, SequenceSlice
 from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
 from kvrail.engine.request.requests import EngineRequest
-from kvrail.engine.schedule.chunks import MANY, Limits
+from kvrail.engine.schedule.chunks import BUSY_DECODES, StepBudget
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.values.sampling import FinishReason, SamplingParams
 from tests.engine.bench import Bench, prompts
@@ -233,15 +233,15 @@ def test_chunks_get_on_beside_any_number_of_decodes():
     ("others", "tokens"), [(0, 2048), (1, 511), (384, 128), (400, 128), (1000, 128), (2000, 48), (2048, 0)]
 )
 def test_tokens_of_chunks_beside_others(others, tokens):
-    assert Limits(2048, 64, 64, mixed_batch_tokens=512).chunk_tokens(others, beside=others > 0) == tokens
-    assert Limits(2048, 64, 64).chunk_tokens(others, beside=True) == 2048 - others
-    small, others = Limits(256, 64, 64, mixed_batch_tokens=512), min(others, 256)
+    assert StepBudget(2048, 64, 64, mixed_batch_tokens=512).chunk_tokens(others, beside=others > 0) == tokens
+    assert StepBudget(2048, 64, 64).chunk_tokens(others, beside=True) == 2048 - others
+    small, others = StepBudget(256, 64, 64, mixed_batch_tokens=512), min(others, 256)
     assert small.chunk_tokens(others, beside=True) == 256 - others
 
 
 def test_beside_many_whose_prompts_others_computed_chunks_are_those_of_a_helper():
     limits = {"max_batch_tokens": 80, "mixed_batch_tokens": 40, "helping_batch_tokens": 20, "max_running": 64}
-    assert MANY == 16
+    assert BUSY_DECODES == 16
     for others, remote, chunk in ((16, True, 5), (15, True, 25), (16, False, 24)):
         bench = Bench(num_pages=200, **limits)
         for number in range(others):
@@ -271,12 +271,21 @@ def test_short_remote_prompts_are_computed_here():
     bench.engine.check()
 
 
+class Written:
+    def __init__(self):
+        self.written = []
+
+    def layers_written(self, layers, written):
+        assert layers == range(1)
+        self.written.extend(written)
+
+
 def test_prefill_only_reports_pages_as_they_fill():
-    seen = []
-    bench = Bench(num_pages=64, max_batch_tokens=10, on_layer=lambda layer, written: seen.extend(written))
+    listener = Written()
+    bench = Bench(num_pages=64, max_batch_tokens=10, listener=listener)
     bench.submit("p", list(range(25)), prefill_only=True, n=2)
     bench.run()
-    pages = [page for w in seen for page in range(w.first_page, w.end_page)]
+    pages = [page for w in listener.written for page in range(w.first_page, w.end_page)]
     assert pages == list(range(7))
     (done,) = bench.of("p", Prefilled)
     assert [t.token_id for t in done.tokens] == [expected(range(25), 1, 0)[0], expected(range(25), 1, 1)[0]]

@@ -18,7 +18,7 @@ LENGTH = 75
 def test_so_many_drafts_are_output_and_the_rest_is_the_models(
     made: int, imposed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrail.engine.schedule.book.Drafting", ImposedDrafting)
+    monkeypatch.setattr("kvrail.engine.schedule.tracker.Drafting", ImposedDrafting)
     site = DecodeSite()
     params = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, seed=imposed)
     transfer = site.begin("r", PROMPT, params, provisional=True)

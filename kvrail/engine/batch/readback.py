@@ -6,11 +6,11 @@ import torch
 
 
 def to_list(tensor: torch.Tensor) -> list[Any]:
-    """What `tensor.tolist()` gives, without its lock.
+    """The same as `tensor.tolist()`, without its lock.
 
-    From CUDA it comes by way of pinned memory and an event. A plain copy into pageable memory holds the driver while it
-    waits for the step to end, and with it every other thread that copies pages: transfers then advance by one frame a
-    decode step.
+    A copy from CUDA goes to pinned memory and ends with an event. A plain copy into pageable memory holds the driver
+    while it waits for the step to end, and with it every other thread that copies pages: transfers then advance by one
+    frame a decode step.
     """
     return Readback(tensor).wait()
 
@@ -20,7 +20,7 @@ class Readback:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor
-        self._done: Any = None
+        self._done: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""From sampled tokens to output: when a sequence ends, and which text its tokens completed."""
+"""From sampled tokens to output: when a sequence ends, and the text that its tokens complete."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ Ending = tuple[FinishReason | None, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Booked:
-    """A token that belongs to a sequence; its text is not made yet.
+class NewToken:
+    """A token that was appended to a sequence; its text is still to be made.
 
     count: the sequence's output tokens up to this one. ending: whether it ends the sequence.
     """
@@ -46,14 +46,14 @@ def ends_by_length(sequence: Sequence, limits: ModelLimits) -> bool:
 
 
 def banned_tokens(params: SamplingParams, count: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens."""
+    """Tokens that must not be drawn after `count` output tokens: those that would end the output before min_tokens."""
     if count >= params.min_tokens:
         return ()
     return (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
 
 
 class SequenceText:
-    """Text of one sequence as its tokens come, with stop strings cut out."""
+    """Text of one sequence, token by token, with stop strings cut out."""
 
     def __init__(self, tokenizer: Tokenizer, sequence: Sequence) -> None:
         params = sequence.params
@@ -64,7 +64,7 @@ class SequenceText:
     def push(
         self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], count: int, ending: Ending
     ) -> Output:
-        """The output that these tokens make, the last being number `count` of the sequence's output.
+        """The output of these tokens; the last is token number `count` of the sequence's output.
 
         A stop string that they complete turns into the finish reason.
         """
@@ -87,7 +87,7 @@ class SequenceText:
         return self._output(token_ids, text, logprobs, reason, stop_reason)
 
     def resume(self, token_ids: tuple[int, ...]) -> None:
-        """Take in output that another engine has said already; what it still held back comes with the next token.
+        """Take in output that another engine has emitted; text that it held back comes with the next token.
 
         As there, the text of the first min_tokens tokens is not searched for stop strings.
         """

@@ -30,7 +30,7 @@ from kvrail.engine.batch.packing import PackedStep
 from kvrail.engine.kv.cache import PagedCache
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.sampling.draw import DrawParams
-from kvrail.engine.schedule.late import LEFT
+from kvrail.engine.schedule.launch_delay import LEFT
 from kvrail.engine.step.buffers import StepBuffer, StepSize, decode_size, mixed_size
 from kvrail.errors import ConfigError
 
