@@ -71,7 +71,7 @@ class Bench:
 
 
 class Transfer:
-    """What a transfer does to one request. It writes whole pages, so that slots behind the prompt suffer too."""
+    """A transfer into one request's pages. It writes whole pages, so it overwrites slots behind the prompt too."""
 
     def __init__(self, bench: Bench, name: str, prompt: list[int]) -> None:
         self.bench, self.name, self.prompt = bench, name, prompt

@@ -41,7 +41,7 @@ def test_decoding_is_never_stalled_by_a_prompt():
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preemption_recomputes_and_nobody_starves(prefix_cache):
+def test_preemption_recomputes_and_starves_no_request(prefix_cache):
     bench = Bench(num_pages=12, prefix_cache=prefix_cache, max_batch_tokens=64)
     asked = prompts(10, longest=12, seed=3)
     for number, prompt in enumerate(asked):
@@ -76,14 +76,14 @@ def test_prefix_hits_skip_work_and_change_nothing():
     assert sum(map(sum, bench.machine.steps)) - computed == 30 - 28 + 7
 
 
-def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_computed():
+def test_one_token_of_a_fully_cached_prompt_is_computed():
     bench = Bench(num_pages=64, max_batch_tokens=64)
     prompt = list(range(32))
     bench.submit("cold", prompt)
     bench.run()
     computed = sum(map(sum, bench.machine.steps))
     for name in ("warm", "as well"):
-        bench.submit(name, prompt, max_tokens=4)  # in company: each has a copy of the last page
+        bench.submit(name, prompt, max_tokens=4)  # together: each has a copy of the last page
     bench.run()
     for name in ("warm", "as well"):
         assert bench.tokens(name) == expected(prompt, 4)
@@ -94,7 +94,7 @@ def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_computed():
     bench.engine.check()
 
 
-def test_a_pool_with_no_page_to_spare_serves_a_prompt_that_fills_it_again():
+def test_a_prompt_that_fills_the_whole_pool_is_served_twice():
     bench = Bench(num_pages=8, max_batch_tokens=64)
     prompt = list(range(32))
     for name in ("cold", "warm"):
@@ -127,7 +127,7 @@ def test_n_sequences_compute_the_prompt_once(ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_of_sequences_that_come_late_one_computes_the_end_of_the_prompt(ahead):
+def test_one_of_the_sequences_that_begin_later_computes_the_end_of_the_prompt(ahead):
     """Those that had no place end before the last two of six begin."""
     bench = Bench(num_pages=64, max_batch_tokens=64, max_running=4, ahead=ahead)
     bench.submit("six", list(range(23)), n=6, max_tokens=8)
@@ -139,7 +139,7 @@ def test_of_sequences_that_come_late_one_computes_the_end_of_the_prompt(ahead):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("prompt", "prefix_cache"), [(range(3), True), (range(3), False), (range(23), False)])
-def test_n_sequences_that_come_back_copy_the_end_of_the_prompt_once(ahead, prompt, prefix_cache):
+def test_preempted_sequences_copy_the_end_of_the_prompt_once(ahead, prompt, prefix_cache):
     """They lose their pages to an older request, and its pages are theirs when it ends."""
     bench = Bench(num_pages=20, max_batch_tokens=8, ahead=ahead, prefix_cache=prefix_cache)
     bench.submit("older", [50] * 8, max_tokens=22)
@@ -210,7 +210,7 @@ def test_chunks_are_smaller_beside_decodes():
     bench = Bench(num_pages=200, max_batch_tokens=40, mixed_batch_tokens=10, max_running=16)
     bench.submit("first", [1] * 60, max_tokens=30)
     bench.step(2)
-    assert bench.machine.steps == [[40], [20]]  # nobody decodes
+    assert bench.machine.steps == [[40], [20]]  # nothing decodes
     for number in range(4):
         bench.submit(f"long {number}", [2 + number] * 20, max_tokens=30)
     bench.step(3)
@@ -219,7 +219,7 @@ def test_chunks_are_smaller_beside_decodes():
     assert bench.tokens("long 3") == expected([5] * 20, 30)
 
 
-def test_chunks_get_on_beside_any_number_of_decodes():
+def test_chunks_advance_beside_any_number_of_decodes():
     bench = Bench(num_pages=200, max_batch_tokens=24, mixed_batch_tokens=8, max_running=16)
     for number in range(10):
         bench.submit(str(number), [number], max_tokens=30)
@@ -239,7 +239,7 @@ def test_tokens_of_chunks_beside_others(others, tokens):
     assert small.chunk_tokens(others, beside=True) == 256 - others
 
 
-def test_beside_many_whose_prompts_others_computed_chunks_are_those_of_a_helper():
+def test_beside_many_decodes_of_remote_prompts_chunks_are_small():
     limits = {"max_batch_tokens": 80, "mixed_batch_tokens": 40, "helping_batch_tokens": 20, "max_running": 64}
     assert BUSY_DECODES == 16
     for others, remote, chunk in ((16, True, 5), (15, True, 25), (16, False, 24)):
@@ -252,7 +252,7 @@ def test_beside_many_whose_prompts_others_computed_chunks_are_those_of_a_helper(
         assert bench.machine.steps[-1] == [1] * others + [chunk]
 
 
-def test_prompts_beside_those_who_await_kv_come_in_chunks():
+def test_prompts_beside_sequences_that_await_kv_come_in_chunks():
     bench = Bench(num_pages=64, max_batch_tokens=40, mixed_batch_tokens=8)
     bench.submit("elsewhere", [3] * 9, remote=True)
     bench.submit("here", [7] * 30, max_tokens=2)
@@ -343,7 +343,7 @@ def test_a_row_that_cannot_be_drawn_fails_its_request_and_no_other(ahead):
 
 
 class Pausing:
-    """A lock behind whose release one thread is held up."""
+    """A lock that holds one thread up each time it has released it."""
 
     def __init__(self, lock):
         self.lock, self.thread = lock, None
@@ -367,7 +367,7 @@ def test_events_come_in_the_order_of_the_changes():
     lock = bench.engine._changed = Pausing(bench.engine._changed)
     lock.thread = threading.Thread(target=bench.submit, args=("r", [1, 2, 3]), kwargs={"prefill_only": True})
     lock.thread.start()
-    assert lock.released.wait(10)  # it is admitted, and nobody was told
+    assert lock.released.wait(10)  # it is admitted, and no event was delivered
     bench.step(2)
     lock.go_on.set()
     lock.thread.join()

@@ -1,4 +1,4 @@
-"""The step behind the one that computes is planned late where KV is about to come, and early where that cannot pay."""
+"""If KV is about to arrive, the next step is planned late; if that cannot pay, early."""
 
 import pytest
 
@@ -24,10 +24,10 @@ def waits(delay):
     return bool(event.waited)
 
 
-def test_a_launch_that_takes_longer_than_what_is_left_is_not_put_off():
+def test_a_launch_that_takes_longer_than_is_left_is_not_delayed():
     delay = LaunchDelay()
     delay.launched(0.002)
-    assert not waits(delay)  # how long steps take is not known
+    assert not waits(delay)  # no step has been timed yet
     delay.landed(0.002 / LEFT + 1e-6)
     assert waits(delay)
     delay.launched(0.003)
@@ -68,11 +68,11 @@ def test_a_sequence_whose_kv_comes_while_a_step_computes_is_in_the_next_one(slow
     transfer = Transfer(bench, "comes", [4] * 9)
     event = bench.machine.near_end = NearEnd()
     bench.step(1)
-    assert not event.waited  # the prompt is still computed: nothing is about to come
+    assert not event.waited  # the prompt is still being computed: no KV is about to arrive
     transfer.first()
     event.then = transfer.exact
     if not slow:
-        bench.engine._launch_delay.landed(10.0)  # of two, the shorter one counts
+        bench.engine._launch_delay.landed(10.0)  # the shorter of two counts
         bench.engine._launch_delay._step_s = 10.0
     before = len(bench.machine.steps)
     bench.step(1)

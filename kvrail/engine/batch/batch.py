@@ -1,4 +1,4 @@
-"""What the scheduler hands to the data plane for one step: plain integers, no tensors."""
+"""One step as the scheduler hands it to the data plane: plain integers, no tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What the sampler needs to know to draw one token from one row of logits.
+    """The sampler's input, beside the logits, to draw one token from one row of them.
 
     position: index in the whole sequence of the token to be drawn (prompt length + tokens generated so far); together
     with the seed and `index`, the number of the sequence among the request's n, it keys the random draw.

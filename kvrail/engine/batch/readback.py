@@ -6,7 +6,7 @@ import torch
 
 
 def to_list(tensor: torch.Tensor) -> list[Any]:
-    """The same as `tensor.tolist()`, without its lock.
+    """Return what `tensor.tolist()` returns, without its lock.
 
     A copy from CUDA goes to pinned memory and ends with an event. A plain copy into pageable memory holds the driver
     while it waits for the step to end, and with it every other thread that copies pages: transfers then advance by one
@@ -16,7 +16,7 @@ def to_list(tensor: torch.Tensor) -> list[Any]:
 
 
 class Readback:
-    """A copy on its way to the host, enqueued behind what computes the tensor."""
+    """A copy to the host, enqueued behind the work that computes the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor
@@ -28,7 +28,7 @@ class Readback:
             self._done.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> list[Any]:
-        """Its elements, once they are here."""
+        """Wait for the elements."""
         if self._done is not None:
             self._done.synchronize()
         return self._host.tolist()

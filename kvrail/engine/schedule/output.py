@@ -1,6 +1,5 @@
 """From sampled tokens to output: when a sequence ends, and the text that its tokens complete."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrail.engine.batch.batch import SampledToken
@@ -73,18 +72,15 @@ class SequenceText:
         text = self._detokenizer.push(token_ids[:-1] if stopped_by_token else token_ids)
         if reason is not None:
             text += self._detokenizer.flush()
-        if count <= self._sequence.params.min_tokens:
-            return self._output(token_ids, text, logprobs, reason, stop_reason)
-        found = self._matcher.push(text)
-        text = found.text_to_emit
-        if found.matched is not None:
-            return self._output(token_ids, text, logprobs, FinishReason.STOP, found.matched)
-        if reason is not None:
-            rest = self._matcher.flush()
-            text += rest.text_to_emit
-            if rest.matched is not None:
-                return self._output(token_ids, text, logprobs, FinishReason.STOP, rest.matched)
-        return self._output(token_ids, text, logprobs, reason, stop_reason)
+        if count > self._sequence.params.min_tokens:
+            found = self._matcher.push(text)
+            text, matched = found.text_to_emit, found.matched
+            if matched is None and reason is not None:
+                rest = self._matcher.flush()
+                text, matched = text + rest.text_to_emit, rest.matched
+            if matched is not None:
+                reason, stop_reason = FinishReason.STOP, matched
+        return Output(self._sequence.index, token_ids, text, logprobs, reason, stop_reason)
 
     def resume(self, token_ids: tuple[int, ...]) -> None:
         """Take in output that another engine has emitted; text that it held back comes with the next token.
@@ -95,13 +91,3 @@ class SequenceText:
         self.push(unsearched, (), len(unsearched), (None, ""))
         if len(token_ids) > len(unsearched):
             self.push(token_ids[len(unsearched) :], (), len(token_ids), (None, ""))
-
-    def _output(
-        self,
-        token_ids: Iterable[int],
-        text: str,
-        logprobs: tuple[TokenLogprobs, ...],
-        reason: FinishReason | None,
-        stop_reason: str,
-    ) -> Output:
-        return Output(self._sequence.index, tuple(token_ids), text, logprobs, reason, stop_reason)
