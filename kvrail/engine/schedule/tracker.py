@@ -365,21 +365,23 @@ class RequestTracker:
             self._drawn.append((sequence, Verified(sequence.index, count, 0)))
 
     def _emit(self, state: RequestState, sequence: Seq, drawn: NewToken | Draft | Verified) -> None:
-        request_id = sequence.request_id
-        if isinstance(drawn, Verified):
+        if isinstance(drawn, NewToken):
+            self._emit_token(state, sequence, drawn)
+        elif isinstance(drawn, Draft):
+            self._events.append((sequence.request_id, state.drafted(sequence, drawn)))
+        else:
             state.end_drafts()
-            self._events.append((request_id, drawn))
-            return
-        if isinstance(drawn, Draft):
-            self._events.append((request_id, state.drafted(sequence, drawn)))
-            return
-        output = state.output(sequence, drawn)
-        self._events.append((request_id, output))
-        if output.finish_reason is not None:  # a stop string may have ended it
+            self._events.append((sequence.request_id, drawn))
+
+    def _emit_token(self, state: RequestState, sequence: Seq, new: NewToken) -> None:
+        """Emit a token with its text; a stop string that it completes ends the sequence."""
+        output = state.output(sequence, new)
+        self._events.append((sequence.request_id, output))
+        if output.finish_reason is not None:
             sequence.finish_reason = output.finish_reason
             self._end(sequence)
             state.deferred = [s for s in state.deferred if s is not sequence]
             state.unfinished -= 1
         if not state.unfinished:
-            del self._requests[request_id]
-            self._events.append((request_id, Finished(state.completion_tokens)))
+            del self._requests[sequence.request_id]
+            self._events.append((sequence.request_id, Finished(state.completion_tokens)))
