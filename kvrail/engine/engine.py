@@ -111,9 +111,8 @@ class Engine:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError; then nothing is kept."""
         pool = self._scheduler.pool
         check_request(request, self._limits, pool)
-        hashes = page_hashes(
-            request.prompt_ids, pool.page_size, space=request.cache_space
-        )  # takes time for a long prompt
+        # Before the lock is taken: a long prompt's hashes take time.
+        hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.cache_space)
         with self._change():
             if not self.alive:
                 raise WorkerUnavailableError("the engine has stopped; restart the worker")

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow, SequenceSlice
-from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
-from kvrail.engine.request.requests import EngineRequest
+from kvrail.engine.request.events import Admitted, Failed, Finished, LayerProgress, Output, Prefilled, PrefillStarted
+from kvrail.engine.request.requests import EngineRequest, WrittenPages
 from kvrail.engine.schedule.chunks import BUSY_DECODES, StepBudget
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.values.sampling import FinishReason, SamplingParams
@@ -293,6 +293,22 @@ def test_prefill_only_reports_pages_as_they_fill():
     assert bench.machine.read(lease.pages, 25) == list(range(25))
     bench.engine.release_lease(lease)
     bench.engine.check()
+
+
+def test_layers_are_reported_as_ranges_that_follow_each_other():
+    class Listener:
+        def __init__(self):
+            self.calls = []
+
+        def layers_written(self, layers, written):
+            self.calls.append((layers, written))
+
+    listener, written = Listener(), [WrittenPages("p", 0, 2)]
+    progress = LayerProgress(listener, written)
+    for layer in (0, 2, 3):
+        progress(layer)
+    assert [layers for layers, _ in listener.calls] == [range(1), range(1, 3), range(3, 4)]
+    assert all(pages is written for _, pages in listener.calls)  # a listener tells steps apart by this object
 
 
 def test_random_aborts_leak_nothing():

@@ -1,7 +1,7 @@
 """Log probabilities of drawn tokens and of the most likely ones, of the model's own logits (vLLM's `raw_logprobs`).
 
-A prompt token's comes from the logits of the token before it. A step computes these for a bounded number of tokens, in
-pieces, so that a long prompt never has its whole [tokens, vocabulary] in memory.
+Those of a prompt token come from the logits of the token before it. A step computes them for a bounded number of tokens
+and in pieces, so that a long prompt never has its whole [tokens, vocabulary] in memory.
 """
 
 from collections.abc import Sequence

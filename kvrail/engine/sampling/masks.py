@@ -132,7 +132,7 @@ class MaskFinder:
     def _fill_one_by_one(
         self, words: npt.NDArray[np.int32], runs: list[tuple[_Run, int]], stuck: dict[Sequence, KvrailError]
     ) -> None:
-        """The same one by one, timed: a grammar that takes long for several tokens fails its request."""
+        """Write them one by one and time each: a grammar that takes long for several tokens fails its request."""
         for run, mask in runs:
             begin = time.thread_time()
             run.matcher.state.unsafe_compute_mask_ptr(words[mask].ctypes.data, 4 * self._words)

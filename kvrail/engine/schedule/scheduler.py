@@ -125,7 +125,7 @@ class Scheduler:
     def schedule_ahead(
         self, current: Iterable[Work], rows: Mapping[Sequence, int], ending: Container[Sequence]
     ) -> list[Work] | None:
-        """The work of the step behind `current`, which computes now; tokens that that draws come first, as sources.
+        """The work of the step behind `current`, which computes now. Tokens that `current` draws come first.
 
         rows: the row of `current` that draws a sequence's next token or draft. ending: sequences whose next token or
         draft is their last. None if the next step cannot be planned yet: drafts must be verified, or pages are short.

@@ -76,9 +76,8 @@ class InFlightStep:
             self._scores = Scores(logits, self.step.scoring)
         rows = self.step.logit_rows
         if rows:
-            in_order = rows == list(
-                range(logits.shape[0])
-            )  # equal counts would not do: a prompt's row can serve n draws
+            # Equal counts would not do: a prompt's row can serve n draws.
+            in_order = rows == list(range(logits.shape[0]))
             self._logits = logits if in_order else logits[rows]
 
     def find_masks(self, finder: MaskFinder) -> None:
