@@ -67,7 +67,7 @@ def make_case(
     seed: int = 0,
     scale: float = 0.0,
 ) -> Case:
-    """Sequences of `plan` (new tokens, tokens in all) on shuffled pages; pages without an owner hold NaN."""
+    """Sequences of `plan` (new tokens, tokens in all) on shuffled pages; pages nobody owns hold NaN."""
     plan = sorted(plan, key=lambda entry: entry[0] > 1)
     generator = torch.Generator().manual_seed(seed)
 
@@ -106,7 +106,7 @@ def make_case(
 
 
 def poison(layer: LayerPages) -> None:
-    """Fill pages with NaN (in types that have one), so that a read of an unwritten slot shows."""
+    """Fill pages with NaN (in types that have one), so that a read of a slot nobody wrote shows."""
     for pool in (layer.keys, layer.values):
         pool.view(torch.uint8).fill_(0xFF)
     for scales in (layer.key_scales, layer.value_scales):

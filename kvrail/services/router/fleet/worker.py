@@ -100,7 +100,7 @@ class Worker:
 
     @property
     def numerics(self) -> str:
-        """Workers with equal digests compute the same bits; empty if output is not batch-invariant."""
+        """Workers with the same value compute the same bits; empty if the worker is not batch-invariant."""
         return "" if self.answer is None else self.answer.model.numerics
 
     def take(self, sequences: int, places: int, pages: Sequence[int]) -> None:
