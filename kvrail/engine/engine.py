@@ -111,8 +111,7 @@ class Engine:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError; then nothing is kept."""
         pool = self._scheduler.pool
         check_request(request, self._limits, pool)
-        # Before the lock is taken: a long prompt's hashes take time.
-        hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.cache_space)
+        hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.cache_space)  # a long prompt's take time
         with self._change():
             if not self.alive:
                 raise WorkerUnavailableError("the engine has stopped; restart the worker")
@@ -170,7 +169,7 @@ class Engine:
             return EngineStatus(queue.num_running, queue.num_receiving, queue.num_waiting, pages, self.alive)
 
     def held_pages(self, heard: Cursor, limit: int) -> HeldPages:
-        """At most `limit` digests of pages that came or went since `heard`."""
+        """At most `limit` digests of pages that came or went since a listener heard so much."""
         with self._changed:
             return self._scheduler.pool.ledger.news(heard, limit)
 

@@ -17,7 +17,7 @@ from kvrail.values.sampling import PromptLogprobs, TokenLogprobs
 def token_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     """Return for each row the chosen token's log probability and those of the `count` most likely tokens.
 
-    logits: float32 [R, V], before bias, penalties and temperature. Among equally likely tokens, lower ids come first.
+    logits: float32 [R, V], before bias, penalties and temperature. Of equally likely tokens the lower id comes first.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     of_chosen = to_list(logprobs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0])

@@ -45,7 +45,7 @@ def ends_by_length(sequence: Sequence, limits: ModelLimits) -> bool:
 
 
 def banned_tokens(params: SamplingParams, count: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Tokens that must not be drawn after `count` output tokens: those that would end the output before min_tokens."""
+    """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens."""
     if count >= params.min_tokens:
         return ()
     return (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
