@@ -1,7 +1,7 @@
 """How many tokens go into an engine's step, by its device and its part in the cluster."""
 
 from kvrail.config.settings import WorkerSettings
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 
 MIXED_TOKENS = 512
 """Tokens of a step on a GPU in which chunks of prompts go beside decodes. With an 8B model on an H200 a step of 2,048
@@ -30,9 +30,9 @@ def helping_tokens(settings: WorkerSettings) -> int:
     return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else HELPING_TOKENS)
 
 
-def limits_of(settings: WorkerSettings, vocab_size: int) -> Limits:
+def limits_of(settings: WorkerSettings, vocab_size: int) -> StepBudget:
     """What a worker's engine computes at once, and how many may wait; vocab_size: of its model."""
-    return Limits(
+    return StepBudget(
         settings.max_batch_tokens,
         settings.max_running,
         settings.max_waiting,

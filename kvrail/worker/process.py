@@ -12,14 +12,14 @@ from typing import Any, Literal
 from kvrail import __version__
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.aio import EventRouter
-from kvrail.engine.engine import Engine, LayerObserver
+from kvrail.engine.engine import Engine
 from kvrail.engine.kv.cache import PagedCache, pages_that_fit
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
 from kvrail.engine.kv.streams import SideStream
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
-from kvrail.engine.request.events import Delivery
+from kvrail.engine.request.events import Delivery, LayerListener
 from kvrail.engine.request.requests import ModelLimits
 from kvrail.engine.sampling.sampler import Sampler
 from kvrail.engine.schedule.scheduler import Scheduler
@@ -105,7 +105,7 @@ class Worker:
         """Identity, limits and load of a worker that has these transports, and the news of pages that are asked for."""
         load, settings, loaded = self.engine.status(), self.settings, self.loaded
         counts = load.pages
-        prefill, decode = self.engine.pace.prefill, self.engine.pace.decode
+        prefill, decode = self.engine.step_cost.prefill, self.engine.step_cost.decode
         return common_pb2.WorkerStatus(
             model=common_pb2.ModelInfo(
                 name=settings.model_name,
@@ -134,7 +134,7 @@ class Worker:
                 prefill_each=prefill.each,
                 decode_base=decode.base,
                 decode_each=decode.each,
-                prefill_full=self.engine.pace.full_prefill,
+                prefill_full=self.engine.step_cost.full_prefill,
             ),
             max_batch_tokens=settings.max_batch_tokens,
             metrics_port=self.ports.metrics,
@@ -171,7 +171,7 @@ def build_engine(
     deliver: Callable[[Delivery], None],
     tokenizer: Tokenizer | None,
     *,
-    on_layer: LayerObserver | None = None,
+    listener: LayerListener | None = None,
     max_drafts: int = 0,
     weights: WeightForms | None = None,
 ) -> tuple[LoadedModel, ModelRunner, Engine]:
@@ -204,7 +204,7 @@ def build_engine(
         tokenizer,
         measured,
         deliver,
-        on_layer,
+        listener,
         max_drafts,
     )
     return loaded, runner, engine
@@ -214,7 +214,7 @@ def build_worker(
     settings: WorkerSettings,
     *,
     codecs: Mapping[str, int],
-    on_layer: LayerObserver | None = None,
+    listener: LayerListener | None = None,
     max_drafts: int = 0,
     detokenize: bool,
     weights: WeightForms | None = None,
@@ -228,7 +228,7 @@ def build_worker(
     tokenizer = load_tokenizer(settings.model) if detokenize else None
     events = EventRouter(asyncio.get_running_loop())
     loaded, runner, engine = build_engine(
-        settings, registry, events.deliver, tokenizer, on_layer=on_layer, max_drafts=max_drafts, weights=weights
+        settings, registry, events.deliver, tokenizer, listener=listener, max_drafts=max_drafts, weights=weights
     )
     show_process(registry, __version__, PROTOCOL_VERSION)
     return Worker(
@@ -302,11 +302,11 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
 def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
     """Log what was found. Raises ConfigError where the operator asked for more than holds."""
     if finding.holds:
-        logger.info("a token gets the same bits in any company (numerics %s)", finding.numerics)
+        logger.info("output is batch-invariant (numerics %s)", finding.numerics)
     elif settings.invariant == "on":
         raise ConfigError(f"invariant is 'on', but {finding.reason}; set it to auto to serve all the same")
     elif settings.invariant == "auto":
-        logger.warning("tokens may differ with a batch's company: %s", finding.reason)
+        logger.warning("output is not batch-invariant: %s", finding.reason)
 
 
 def certificate(settings: WorkerSettings, role: Literal["prefill", "decode"]) -> Tls | None:

@@ -163,7 +163,7 @@ async def cluster(
         worker = build_worker(
             options,
             codecs=codecs.parameters,
-            on_layer=observer.layers_written,
+            listener=observer,
             detokenize=False,
             weights=forms_of(options),
         )

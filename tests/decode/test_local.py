@@ -3,7 +3,7 @@
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvrail.engine.schedule.pace import Line
+from kvrail.engine.schedule.cost import Line
 from kvrail.services.decode.local import UNMEASURED_TOKENS, LocalPrefill, local_tokens
 
 SECONDS = st.floats(1e-6, 0.1)

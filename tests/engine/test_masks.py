@@ -1,4 +1,4 @@
-"""Masks: the same on CPU and GPU, and the same output where steps are enqueued before their tokens are known."""
+"""Masks: the same on CPU and GPU, and the same output if steps are enqueued before their tokens are known."""
 
 import asyncio
 import ctypes
@@ -83,7 +83,7 @@ def asked_of(site):
     return [sorted((event.index, event.token_ids) for event in events) for events in said]
 
 
-def test_steps_ahead_draw_what_steps_by_themselves_do(monkeypatch):
+def test_steps_ahead_draw_the_same_tokens(monkeypatch):
     """The model computes ahead; a constrained draw waits for the token before it, and for the masks."""
     plain = DecodeSite()
     expected = asked_of(plain)

@@ -143,7 +143,7 @@ async def test_nothing_leaks_nobody_starves_and_answers_are_those_of_one_alone(m
         together = await traffic.run()
         await c.settled()
         for worker in (c.decode, *c.prefills.values()):
-            assert worker.engine._book.idle
+            assert worker.engine._tracker.idle
         assert not held_bytes(c) and not any(link.held_bytes for link in traffic.gates.links)
     left = 0
     for each, answer, expected in zip(asked, together, alone, strict=True):

@@ -75,7 +75,7 @@ class Fetcher:
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
         self._bytes_a_token = worker.loaded.layout.page_bytes / worker.loaded.layout.page_size
         self._here = LocalPrefill(
-            settings.local_prefill_tokens, lambda: worker.engine.pace.prefill, helping_tokens(settings)
+            settings.local_prefill_tokens, lambda: worker.engine.step_cost.prefill, helping_tokens(settings)
         )
         self._chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
 

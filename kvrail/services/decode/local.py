@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvrail.engine.schedule.pace import Line, LineFit
+from kvrail.engine.schedule.cost import Line, LineFit
 
 UNMEASURED_TOKENS = 64
 """As long as nothing is known of the one or the other: about what the handshake of a fetch takes to compute."""

@@ -23,7 +23,7 @@ async def _main(settings: PrefillSettings) -> None:
     worker = build_worker(
         settings,
         codecs=codecs.parameters,
-        on_layer=observer.layers_written,
+        listener=observer,
         detokenize=False,
         weights=forms_of(settings),
     )

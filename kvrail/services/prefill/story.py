@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from kvrail.engine.aio import EventStream
+from kvrail.engine.aio import EngineEvents
 from kvrail.engine.kv.leases import PageLease
 from kvrail.engine.request.events import Admitted, Prefilled, PrefillStarted
 from kvrail.engine.request.requests import EngineRequest
@@ -96,7 +96,7 @@ class PrefillStory:
                 if self._worker.engine.step_seconds < HUNG_S:
                     self._replies.heartbeat()
 
-    def _open(self, params: SamplingParams, grammar: Grammar | None) -> EventStream:
+    def _open(self, params: SamplingParams, grammar: Grammar | None) -> EngineEvents:
         """Submit to the engine; from here on its pages find the sender."""
         self._observer.watch(self._engine_id, self._sender)
         try:
@@ -114,7 +114,7 @@ class PrefillStory:
             self._observer.forget(self._engine_id)
             raise
 
-    async def _follow(self, events: EventStream) -> None:
+    async def _follow(self, events: EngineEvents) -> None:
         """Follow the engine until the first tokens are drawn."""
         async for event in events:
             match event:

@@ -100,7 +100,7 @@ class Worker:
 
     @property
     def numerics(self) -> str:
-        """Workers that have the same compute the same bits; empty where bits depend on a batch's company."""
+        """Workers with the same value compute the same bits; empty if the worker is not batch-invariant."""
         return "" if self.answer is None else self.answer.model.numerics
 
     def take(self, sequences: int, places: int, pages: Sequence[int]) -> None:

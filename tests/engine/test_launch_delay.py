@@ -1,8 +1,8 @@
-"""The step behind the one that computes is planned late where KV is about to come, and early where that cannot pay."""
+"""If KV is about to arrive, the next step is planned late; if that cannot pay, early."""
 
 import pytest
 
-from kvrail.engine.schedule.late import LEFT, LateLaunch
+from kvrail.engine.schedule.launch_delay import LEFT, LaunchDelay
 from tests.engine.bench import Bench, Transfer
 from tests.engine.page_machine import expected
 
@@ -18,43 +18,43 @@ class NearEnd:
         self.then()
 
 
-def waits(late):
+def waits(delay):
     event = NearEnd()
-    late.wait(event, lambda: None)
+    delay.wait(event, lambda: None)
     return bool(event.waited)
 
 
-def test_a_launch_that_takes_longer_than_what_is_left_is_not_put_off():
-    late = LateLaunch()
-    late.launched(0.002)
-    assert not waits(late)  # how long steps take is not known
-    late.landed(0.002 / LEFT + 1e-6)
-    assert waits(late)
-    late.launched(0.003)
-    assert not waits(late)
+def test_a_launch_that_takes_longer_than_is_left_is_not_delayed():
+    delay = LaunchDelay()
+    delay.launched(0.002)
+    assert not waits(delay)  # no step has been timed yet
+    delay.landed(0.002 / LEFT + 1e-6)
+    assert waits(delay)
+    delay.launched(0.003)
+    assert not waits(delay)
 
 
 def test_one_slow_launch_is_forgotten_and_one_slow_step_is_not_believed():
-    late = LateLaunch()
-    late.landed(0.01)
-    late.launched(1.0)
-    late.landed(5.0)  # held up by that launch
-    assert not waits(late)
+    delay = LaunchDelay()
+    delay.landed(0.01)
+    delay.launched(1.0)
+    delay.landed(5.0)  # held up by that launch
+    assert not waits(delay)
     count = 0
-    while not waits(late):
-        late.launched(0.001)
-        late.landed(0.01)
+    while not waits(delay):
+        delay.launched(0.001)
+        delay.landed(0.01)
         count += 1
         assert count < 50
-    late.launched(0.02)
-    late.landed(0.1)
-    assert not waits(late)
+    delay.launched(0.02)
+    delay.landed(0.1)
+    assert not waits(delay)
 
 
 def test_without_an_event_nothing_is_waited_for():
-    late = LateLaunch()
-    late.landed(1.0)
-    late.wait(None, pytest.fail)
+    delay = LaunchDelay()
+    delay.landed(1.0)
+    delay.wait(None, pytest.fail)
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -64,16 +64,16 @@ def test_a_sequence_whose_kv_comes_while_a_step_computes_is_in_the_next_one(slow
     bench.submit("comes", [4] * 9, max_tokens=5, remote=True)
     bench.step(6)
     if slow:
-        bench.engine._late.launched(10.0)
+        bench.engine._launch_delay.launched(10.0)
     transfer = Transfer(bench, "comes", [4] * 9)
     event = bench.machine.near_end = NearEnd()
     bench.step(1)
-    assert not event.waited  # the prompt is still computed: nothing is about to come
+    assert not event.waited  # the prompt is still being computed: no KV is about to arrive
     transfer.first()
     event.then = transfer.exact
     if not slow:
-        bench.engine._late.landed(10.0)  # of two, the shorter one counts
-        bench.engine._late._step_s = 10.0
+        bench.engine._launch_delay.landed(10.0)  # the shorter of two counts
+        bench.engine._launch_delay._step_s = 10.0
     before = len(bench.machine.steps)
     bench.step(1)
     if slow:
@@ -98,8 +98,8 @@ def test_drafts_whose_exact_kv_comes_while_a_step_computes_are_verified_in_the_n
     bench.step(5)
     assert bench.machine.steps == [[1]] * 6
     event.then = transfer.exact
-    bench.engine._late.landed(10.0)
-    bench.engine._late._step_s = 10.0
+    bench.engine._launch_delay.landed(10.0)
+    bench.engine._launch_delay._step_s = 10.0
     bench.step(2)
     assert bench.machine.steps[6:] == [[1 + 6]]
     bench.run()

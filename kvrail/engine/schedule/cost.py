@@ -1,32 +1,32 @@
-"""How long this engine's steps take, as a line through what was measured: seconds for so many tokens or sequences."""
+"""How long this engine's steps take: a line through the measured seconds, by tokens or by sequences."""
 
 from dataclasses import dataclass
 
 WEIGHT = 0.05
-"""Of the newest step in the running means; the first ones weigh more."""
+"""Weight of the newest step in the running means; the first steps weigh more."""
 FULL_TOKENS = 128
-"""Of prompts in a step: from so many on it takes its time by tokens, rather than by what any step takes."""
-LEAST_SPREAD = 0.05
-"""Standard deviation of the sizes, as a share of their mean, below which they tell nothing of the slope."""
+"""Prompt tokens from which a step's time depends on its tokens, rather than on what any step takes."""
+MIN_SPREAD = 0.05
+"""Standard deviation of the sizes, as a share of their mean, below which the slope cannot be known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """base: seconds of the smallest step. each: that one more token or sequence adds. 0, 0: nothing was measured."""
+    """base: seconds of the smallest step. each: seconds that one more token or sequence adds. 0, 0: not measured."""
 
     base: float = 0.0
     each: float = 0.0
 
 
 class LineFit:
-    """Least squares over steps that are forgotten exponentially."""
+    """Least squares over steps whose weight decays exponentially."""
 
     def __init__(self) -> None:
         self._count = 0
         self._x = self._y = self._xx = self._xy = 0.0
 
     def note(self, size: int, seconds: float) -> None:
-        """A step of `size` took so long."""
+        """A step of `size` tokens or sequences took `seconds`."""
         self._count += 1
         weight = max(WEIGHT, 1 / self._count)
         self._x += weight * (size - self._x)
@@ -36,29 +36,29 @@ class LineFit:
 
     @property
     def mean(self) -> float:
-        """Seconds for one of all that was computed; 0: nothing was measured."""
+        """Seconds for one token or sequence; 0: not measured."""
         return self._y / self._x if self._count else 0.0
 
     def line(self) -> Line:
-        """The line; through zero where all steps were of about one size, or where more took less."""
+        """The line; through zero if all steps had about one size, or if larger ones took less time."""
         if not self._count:
             return Line()
         spread = self._xx - self._x * self._x
-        slope = (self._xy - self._x * self._y) / spread if spread > (LEAST_SPREAD * self._x) ** 2 else 0.0
+        slope = (self._xy - self._x * self._y) / spread if spread > (MIN_SPREAD * self._x) ** 2 else 0.0
         if slope <= 0:
             return Line(0.0, self.mean)
         base = self._y - slope * self._x
         return Line(base, slope) if base >= 0 else Line(0.0, self.mean)
 
 
-class StepPace:
-    """Steps that compute prompts, by their tokens; and steps that only decode, by their sequences."""
+class StepCostModel:
+    """Cost of steps that compute prompts, by their tokens, and of steps that only decode, by their sequences."""
 
     def __init__(self) -> None:
         self._prefill, self._decode, self._full = LineFit(), LineFit(), LineFit()
 
     def note(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
-        """A step computed so many tokens of prompts and decoded so many sequences."""
+        """A step computed `prompt_tokens` and decoded `sequences` in `seconds`."""
         if prompt_tokens:
             self._prefill.note(prompt_tokens, seconds)
             if prompt_tokens >= FULL_TOKENS:
@@ -68,15 +68,15 @@ class StepPace:
 
     @property
     def prefill(self) -> Line:
-        """Seconds of a step with so many tokens of prompts, whatever decodes beside them."""
+        """Seconds of a step by its prompt tokens, whatever decodes beside them."""
         return self._prefill.line()
 
     @property
     def full_prefill(self) -> float:
-        """Seconds a token of steps with many tokens of prompts, whatever decodes beside them; 0: not measured."""
+        """Seconds a token of steps with many prompt tokens, whatever decodes beside them; 0: not measured."""
         return self._full.mean
 
     @property
     def decode(self) -> Line:
-        """Seconds of a step with so many sequences that decode, and nothing else."""
+        """Seconds of a step that only decodes, by its sequences."""
         return self._decode.line()

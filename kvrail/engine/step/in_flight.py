@@ -1,20 +1,21 @@
-"""A step in the device's hands, and the parts of the engine that it goes through.
+"""A step that the device computes, and the interface of the runner that it goes through.
 
-computed, its tokens drawn     ready to be landed; the step behind it can be enqueued, fed from the draws
-computed, not drawn yet        a grammar decides about a draw by what the step before gives: its masks are found once
-that one has landed, while the device computes this one
+its draws are enqueued       the step behind it can be enqueued too, fed from these draws
+they are not enqueued yet    a grammar decides, and its masks depend on the tokens of the step before: they are found
+                             once that one has landed, while the device computes this one
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from kvrail.engine.batch.batch import Drawing, Extras, Feed, SampledToken, SampleRow, SequenceSlice
+from kvrail.engine.batch.batch import Extras, Feed, SampledToken, SequenceSlice
 from kvrail.engine.sampling.draw import DrawParams
 from kvrail.engine.sampling.logprobs import Scores
 from kvrail.engine.sampling.masks import MaskFinder, Masks
+from kvrail.engine.sampling.sampler import PendingSample, Sampler
 from kvrail.engine.schedule.planning import Step
 from kvrail.values.sampling import PromptLogprobs
 
@@ -38,7 +39,7 @@ class Runner(Protocol):
     ) -> torch.Tensor:
         """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices.
 
-        draws: for each row of logits what to draw from it, if the step can do that by itself.
+        draws: parameters of each row's draw, if the step can make it by itself.
         """
 
     @property
@@ -46,32 +47,13 @@ class Runner(Protocol):
         """What the last step gives beside its logits."""
 
 
-class Draws(Protocol):
-    """Draws tokens from logits (kvrail.engine.sampling.sampler)."""
-
-    def params_of(self, rows: Sequence[SampleRow]) -> list[DrawParams]:
-        """What the rows' draws depend on beside their logits; empty where they take more than that."""
-
-    def begin(
-        self,
-        logits: torch.Tensor,
-        rows: Sequence[SampleRow],
-        masks: Masks | None = None,
-        drawn: torch.Tensor | None = None,
-    ) -> Drawing:
-        """One token a row, of those that its mask allows; may return before the device has drawn them.
-
-        drawn: the tokens, where the step has drawn them.
-        """
-
-
-class Flight:
-    """A step that the device has. begin: when it was given to it, in seconds of perf_counter."""
+class InFlightStep:
+    """A step that the device has. begin: when the device got it, in seconds of perf_counter."""
 
     def __init__(self, step: Step, begin: float, masks: "Future[Masks] | None") -> None:
         self.step = step
         self.begin = begin
-        self.drawing: Drawing | None = None
+        self.sample: PendingSample | None = None
         self._masks = masks
         self._logits: torch.Tensor | None = None
         self._extras = Extras()
@@ -83,18 +65,19 @@ class Flight:
         return self._logits is not None
 
     @property
-    def near_end(self) -> Any:
-        """The event that little of the step is left, or None."""
+    def near_end(self) -> torch.cuda.Event | None:
+        """The event that little of the step is left, if it has one."""
         return self._extras.near_end
 
     def computed(self, logits: torch.Tensor, extras: Extras) -> None:
-        """Take in what the device computes; it is valid until the device is given the next step."""
+        """Take in what the device computes. `logits` are valid until the device gets the next step."""
         self._extras = extras
         if self.step.scoring:
             self._scores = Scores(logits, self.step.scoring)
         rows = self.step.logit_rows
         if rows:
-            in_order = rows == list(range(logits.shape[0]))  # equal counts do not do: a prompt's row can serve n draws
+            # Equal counts would not do: a prompt's row can serve n draws.
+            in_order = rows == list(range(logits.shape[0]))
             self._logits = logits if in_order else logits[rows]
 
     def find_masks(self, finder: MaskFinder) -> None:
@@ -102,20 +85,20 @@ class Flight:
         if self.undrawn:
             self._masks = finder.begin(self.step)
 
-    def draw(self, sampler: Draws) -> None:
+    def draw(self, sampler: Sampler) -> None:
         """Enqueue the draws, once the masks are here."""
         if self._logits is None:
             return
         masks = None if self._masks is None else self._masks.result()
         if masks is not None:
             self.step.stuck.update(masks.stuck)
-        self.drawing = sampler.begin(self._logits, self.step.rows, masks, self._extras.drawn)
+        self.sample = sampler.begin(self._logits, self.step.rows, masks, self._extras.drawn)
         self._logits = None
 
     def land(self) -> Sequence[SampledToken]:
-        """The tokens, once they are here."""
-        return () if self.drawing is None else self.drawing.wait()
+        """Wait for the tokens."""
+        return () if self.sample is None else self.sample.wait()
 
     def scores(self) -> Sequence[PromptLogprobs]:
-        """Log probabilities of prompts, once they are here: one for each of the step's `scoring`."""
+        """Wait for the log probabilities of prompts: one for each of the step's `scoring`."""
         return () if self._scores is None else self._scores.wait()
