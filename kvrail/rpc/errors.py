@@ -167,9 +167,14 @@ async def _abort_after(error: Exception, request: Any, context: grpc.aio.Service
     """Map what a servicer's method raised; what nobody meant to raise is logged and told as INTERNAL."""
     if isinstance(error, KvrailError):
         await abort_with(context, error)
+    await abort_with(context, internal_error(error, request))
+
+
+def internal_error(error: BaseException, request: Any) -> KvrailError:
+    """Log an error that nobody meant to raise; gives the one that the caller gets."""
     request_id = getattr(request, "request_id", "") or "without id"
     log.error("request %s failed", request_id, exc_info=error)
-    await abort_with(context, KvrailError(f"internal error in request {request_id}; the worker's log has the cause"))
+    return KvrailError(f"internal error in request {request_id}; the worker's log has the cause")
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

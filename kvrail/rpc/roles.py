@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 _DECODE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 _PREFILL = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 CALLERS: dict[str, frozenset[Role]] = {
-    f"/{_DECODE}/Generate": frozenset({"router"}),
-    f"/{_DECODE}/GenerateMany": frozenset({"router"}),
+    f"/{_DECODE}/Events": frozenset({"router"}),
+    f"/{_DECODE}/Submit": frozenset({"router"}),
+    f"/{_DECODE}/Abort": frozenset({"router"}),
     f"/{_DECODE}/GetStatus": frozenset({"router"}),
     f"/{_PREFILL}/Prefill": frozenset({"decode"}),
     f"/{_PREFILL}/GetStatus": frozenset({"router", "decode"}),

@@ -13,7 +13,7 @@ from kvrail.errors import (
     RequestCancelledError,
     WorkerUnavailableError,
 )
-from kvrail.rpc.trunk import ReplyStream
+from kvrail.rpc.events import ReplyStream
 from kvrail.services.router.fleet.worker import DecodeWorker
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher, Place, Turn
