@@ -170,7 +170,7 @@ async def serve_servicer() -> None:
 
     engine = StubEngine(asyncio.get_running_loop())
 
-    async def no_grammar(key: Any) -> None:
+    async def no_grammar(key: Any, client: str) -> None:
         assert not key
 
     settings = DecodeSettings(local_prefill_tokens=0)
