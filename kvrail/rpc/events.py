@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 1 << 20
 """Replies of one request that wait for a slow reader: some 20,000 tokens without log probabilities."""
+WINDOW_BYTES = 16 << 10
+"""Bytes of events on their way to a router. A router that is slow then soon gets fewer and larger messages, in which
+each request has several replies; gRPC's own, larger windows would hold tens of milliseconds of small ones."""
 UNREAD_OVERHEAD_BYTES = 64
 """Memory that a waiting reply takes beside its own bytes."""
 CHECK_EVERY_S = 2.0

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvrail.errors import OverloadedError, WorkerUnavailableError
+from kvrail.errors import KvrailError, OverloadedError, RequestCancelledError, WorkerUnavailableError
 from kvrail.runtime.queueing import fair
 from kvrail.services.router.generate.rates import Pace
 
@@ -22,7 +22,7 @@ class Admission:
         self._pace = pace
         self._active = 0
         self._held: Counter[str] = Counter()
-        self._cancels: set[Callable[[], None]] = set()
+        self._cancels: set[Callable[[KvrailError], None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -40,7 +40,9 @@ class Admission:
             raise WorkerUnavailableError("the server is shutting down; retry")
 
     @contextmanager
-    def admitted(self, sequences: int, client: str, cancel: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def admitted(
+        self, sequences: int, client: str, cancel: Callable[[KvrailError], None] = lambda error: None
+    ) -> Iterator[None]:
         """Hold room for a client's `sequences`; `cancel` ends the request's work when the grace period is over.
 
         Raises OverloadedError where there is no room, WorkerUnavailableError once draining.
@@ -75,4 +77,4 @@ class Admission:
     def cancel_all(self) -> None:
         """End everything that runs; each client gets an error."""
         for cancel in list(self._cancels):
-            cancel()
+            cancel(RequestCancelledError("the server ended the request because it shuts down; retry"))

@@ -1,4 +1,4 @@
-"""Clients that leave: what is done for one ends with it."""
+"""Work that ends before its time: its client leaves, or somebody cancels it."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
+
+from kvrail.errors import KvrailError
 
 T = TypeVar("T")
 
@@ -34,3 +36,23 @@ async def while_here(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     if not await ended_first(doing, asyncio.create_task(disconnected(receive))):
         raise ClientDisconnect
     return doing.result()
+
+
+class Cancellation:
+    """Ends the work for a request with an error that its client gets. task: the one that works."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Any] | None = None
+        self._error: KvrailError | None = None
+
+    def cancel(self, error: KvrailError) -> None:
+        """Cancel the task; once."""
+        if self._error is None and self.task is not None:
+            self._error = error
+            self.task.cancel()
+
+    def taken(self) -> KvrailError | None:
+        """The error for the client, for a task that has caught its cancellation and goes on; None if none was given."""
+        if self._error is not None and self.task is not None:
+            self.task.uncancel()
+        return self._error

@@ -9,6 +9,7 @@ import grpc.aio
 from kvrail.errors import KvrailError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
+from kvrail.rpc.events import WINDOW_BYTES
 from kvrail.runtime.breaker import Breaker
 from kvrail.security.tls import Tls
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
@@ -175,7 +176,7 @@ class DecodeWorker(Worker):
     """A worker that generates."""
 
     def __init__(self, target: str, tls: Tls | None = None) -> None:
-        channel = open_channel(target, tls=tls, role="decode")
+        channel = open_channel(target, tls=tls, role="decode", window_bytes=WINDOW_BYTES)
         self.client = DecodeClient(channel, peer=f"decode worker {target}")
         super().__init__("decode", target, channel, self.client)
 

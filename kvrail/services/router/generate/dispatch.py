@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvrail.errors import DeadlineError, KvrailError, RequestCancelledError
+from kvrail.errors import DeadlineError, KvrailError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
 from kvrail.services.router.fleet.policy import Ask, Choice, able, choose
 from kvrail.services.router.fleet.worker import DecodeWorker, PrefillWorker, Worker
@@ -37,13 +37,6 @@ class Turn:
     ask: Ask
     granted: asyncio.Future["Place"] | None = None
     since: float = 0.0  # when it began to wait
-
-    def cancel(self) -> None:
-        """The server gives up what waits."""
-        if self.granted is not None and not self.granted.done():
-            self.granted.set_exception(
-                RequestCancelledError("the server ended the request because it shuts down; retry")
-            )
 
 
 @dataclass(eq=False, slots=True)

@@ -17,7 +17,7 @@ KEEP_ALIVE = b"\n\n"
 leave nothing behind in clients that strip each read (decision 0020)."""
 
 
-class EventStream:
+class SseStream:
     """Writes one response. As a context it begins by itself, unless `write` comes first; leaving it ends that.
 
     head_after_s: seconds until the headers leave, alone, where no event has come. Until then a failure can still have
