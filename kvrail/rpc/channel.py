@@ -12,18 +12,12 @@ from kvrail.security.tls import Material, Role, Tls, role_host
 
 
 def open_channel(
-    target: str,
-    *,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-    tls: Tls | None = None,
-    role: Role | None = None,
-    window_bytes: int | None = None,
+    target: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES, tls: Tls | None = None, role: Role | None = None
 ) -> grpc.aio.Channel:
     """Open a channel to `target`, host:port; it connects on its first call and again after a loss.
 
     No call is retried behind the caller's back: who fails over is the caller's decision.
     tls: this process's certificate, by which the other end knows it; None: no encryption. role: the other end's.
-    window_bytes: of a stream that may be on their way to this end; None: as many as gRPC finds best.
     """
     options: list[tuple[str, int | str]] = [
         *common_options(max_message_bytes),
@@ -33,8 +27,6 @@ def open_channel(
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if window_bytes is not None:
-        options += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window_bytes)]
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
     if tls.verify == "role" and role is not None:

@@ -32,11 +32,10 @@ log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 1 << 20
 """Replies of one request that wait for a slow reader: some 20,000 tokens without log probabilities."""
-WINDOW_BYTES = 16 << 10
-"""Bytes of events on their way to a router. A router that is slow then soon gets fewer and larger messages, in which
-each request has several replies; gRPC's own, larger windows would hold tens of milliseconds of small ones."""
 UNREAD_OVERHEAD_BYTES = 64
 """Memory that a waiting reply takes beside its own bytes."""
+TAKEN_EVERY = 4
+"""Messages that one acknowledgement covers: half of those that the worker lets be on their way."""
 CHECK_EVERY_S = 2.0
 """Time between two checks for silence. The worker sends a heartbeat as often."""
 SILENT_CHECKS = 6
@@ -179,7 +178,7 @@ class EventStream:
         self._stub = stub
         self._peer = peer
         self._id = secrets.randbits(64)
-        self._events = stub.Events(decode_pb2.EventsRequest(stream=self._id))
+        self._events = stub.Events()
         self._requests: dict[int, ReplyStream] = {}
         self._numbers = itertools.count(1)
         self._aborted: list[int] = []  # that the worker is still to be told
@@ -271,11 +270,14 @@ class EventStream:
     async def _read(self) -> None:
         error: KvrailError = WorkerUnavailableError(f"{self._peer} ended its stream; ask another worker")
         try:
+            await self._write(decode_pb2.EventsRequest(stream=self._id))
             while (message := await self._events.read()) is not grpc.aio.EOF:
                 if message is None:  # what gRPC makes of bytes that it cannot read
                     error = IncompatibleError(f"{self._peer} sent a reply that is no message of this protocol version")
                     break
                 self._take(message)
+                if self._received % TAKEN_EVERY == 0:
+                    await self._write(decode_pb2.EventsRequest(taken=TAKEN_EVERY))
         except grpc.aio.AioRpcError as broken:
             error = from_rpc_error(broken, peer=self._peer)
             if isinstance(error, RequestCancelledError):  # by the worker: nobody here cancelled
@@ -286,6 +288,10 @@ class EventStream:
                 raise
         finally:
             self.break_off(error)
+
+    async def _write(self, message: decode_pb2.EventsRequest) -> None:
+        with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the next read raises why
+            await self._events.write(message)
 
     def _take(self, message: decode_pb2.EventBatch) -> None:
         self._received += 1

@@ -1,14 +1,14 @@
 """The Decode service: requests are submitted by unary calls, and their output leaves on one stream per router.
 
 What all requests generate at one moment leaves in one message, so a step of the engine costs one message and not one
-for each request. While a message is on its way, the next one grows: a router that reads slowly gets fewer and larger
-messages.
+for each request. Only a few messages are on their way at a time: a router that takes them slowly gets fewer and larger
+ones, in which each request has several replies.
 """
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 """Time between two heartbeats; a router gives a silent stream up after six of them (events.py)."""
+MAX_UNTAKEN_MESSAGES = 8
+"""Messages on their way that the router has not acknowledged; it does so every TAKEN_EVERY messages (events.py)."""
 MAX_WAITING_REPLIES = 1024
 """Replies that wait for one message to leave; then requests wait too. A router reads ahead of its clients, so one that
 is slow is slow as a whole."""
@@ -51,15 +53,18 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._streams: dict[int, EventSender] = {}
 
     @maps_errors
-    async def Events(self, request: decode_pb2.EventsRequest, context: grpc.aio.ServicerContext) -> None:
+    async def Events(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """Send the output of a router's requests until it leaves; then end those that still run."""
-        if request.stream in self._streams:
-            raise IncompatibleError(f"stream {request.stream:016x} is open already; choose another number")
-        sender = self._streams[request.stream] = EventSender(self._worker, context.write)
+        opening = await context.read()
+        if not isinstance(opening, decode_pb2.EventsRequest):
+            raise IncompatibleError("the router opened a stream with no message of this protocol version")
+        if opening.stream in self._streams:
+            raise IncompatibleError(f"stream {opening.stream:016x} is open already; choose another number")
+        sender = self._streams[opening.stream] = EventSender(self._worker, context)
         try:
             await sender.run()
         finally:
-            del self._streams[request.stream]
+            del self._streams[opening.stream]
             await sender.close()
 
     @maps_errors
@@ -89,25 +94,28 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 class EventSender:
     """One stream's requests, each in a task, and what they have generated since the last message left."""
 
-    def __init__(self, worker: DecodeWorker, send: Callable[[decode_pb2.EventBatch], Awaitable[None]]) -> None:
-        """send: returns once the message is on its way."""
+    def __init__(self, worker: DecodeWorker, context: grpc.aio.ServicerContext) -> None:
+        """context: of the call of `Events`."""
         self._worker = worker
-        self._send = send
+        self._context = context
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._message = decode_pb2.EventBatch()
         self._events: dict[int, decode_pb2.RequestEvents] = {}  # of the message, by request
         self._waiting = 0  # replies in the message
-        self._sent = 0  # messages
+        self._sent = self._taken = 0  # messages
         self._heartbeat_due = True
-        self._any, self._room = asyncio.Event(), asyncio.Event()
+        self._any, self._room, self._acknowledged = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._any.set()
 
     async def run(self) -> None:
         """Send messages, until cancelled."""
-        beat = asyncio.create_task(self._beat())
+        beside = asyncio.create_task(self._beat()), asyncio.create_task(self._read())
         try:
             while True:
                 await self._any.wait()
+                while self._sent - self._taken >= MAX_UNTAKEN_MESSAGES:
+                    self._acknowledged.clear()
+                    await self._acknowledged.wait()
                 self._any.clear()
                 if self._heartbeat_due:
                     self._message.running.SetInParent()
@@ -117,9 +125,16 @@ class EventSender:
                 self._message, self._events, self._waiting = decode_pb2.EventBatch(), {}, 0
                 self._sent += 1
                 self._room.set()
-                await self._send(message)
+                await self._context.write(message)
         finally:
-            beat.cancel()
+            for task in beside:
+                task.cancel()
+
+    async def _read(self) -> None:
+        """Read acknowledgements."""
+        while isinstance(message := await self._context.read(), decode_pb2.EventsRequest):
+            self._taken += message.taken
+            self._acknowledged.set()
 
     async def _beat(self) -> None:
         while True:

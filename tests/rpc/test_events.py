@@ -21,7 +21,7 @@ from kvrail.rpc import events, events_server
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.errors import from_rpc_error
-from kvrail.rpc.events_server import MAX_WAITING_REPLIES, EventSender
+from kvrail.rpc.events_server import MAX_UNTAKEN_MESSAGES, MAX_WAITING_REPLIES, EventSender
 from kvrail.rpc.server import build_server
 from kvrail.wire.v1 import decode_pb2, decode_pb2_grpc
 
@@ -177,23 +177,29 @@ async def test_a_slow_reader_is_ended_alone(pair, monkeypatch):
     assert overflown == [True]
 
 
-async def test_a_router_that_reads_no_messages_gets_no_more_of_them(pair):
+async def opened(stub, number: int = 1):
+    stream = stub.Events()
+    await stream.write(decode_pb2.EventsRequest(stream=number))
+    return stream
+
+
+async def test_a_router_that_takes_no_messages_gets_no_more_of_them(pair):
     """Output then waits at the worker, up to a bound, and leaves in few messages once the router goes on."""
     worker, _, _, channel = pair
     stub = decode_pb2_grpc.DecodeStub(channel)
-    stream = stub.Events(decode_pb2.EventsRequest(stream=1))
-    assert (await stream.read()).HasField("running")
-    text = "t" * 1000
-    await stub.Submit(decode_pb2.SubmitRequest(stream=1, number=1, request=ask("count 9000", text)))
-    told = -1
-    while told != worker.told:
-        told = worker.told
-        await asyncio.sleep(0.3)
-    assert MAX_WAITING_REPLIES <= told < 9000
-    counts = []
-    while sum(counts) < 9000:
-        counts += [len(part.replies) for part in (await stream.read()).requests]
-    assert max(counts) >= MAX_WAITING_REPLIES - 1
+    stream = await opened(stub)
+    messages = [await stream.read()]
+    assert messages[0].HasField("running")
+    await stub.Submit(decode_pb2.SubmitRequest(stream=1, number=1, request=ask("count 9000")))
+    messages += [await stream.read() for _ in range(MAX_UNTAKEN_MESSAGES - 1)]
+    more = asyncio.create_task(stream.read())
+    await until(lambda: worker.told >= MAX_WAITING_REPLIES)
+    await asyncio.sleep(0.1)
+    assert not more.done()
+    assert worker.told <= MAX_WAITING_REPLIES + sum(len(part.replies) for m in messages for part in m.requests)
+    await stream.write(decode_pb2.EventsRequest(taken=1))
+    (part,) = (await more).requests
+    assert len(part.replies) >= MAX_WAITING_REPLIES - 1
     stream.cancel()
     await until(lambda: not worker.running)
 
@@ -208,7 +214,7 @@ async def test_what_a_router_may_not_submit(pair):
     """A number that runs, a stream that is not open, a deadline that is none; what runs is left alone."""
     worker, _, _, channel = pair
     stub = decode_pb2_grpc.DecodeStub(channel)
-    stream = stub.Events(decode_pb2.EventsRequest(stream=1))
+    stream = await opened(stub)
     await stream.read()
     request = decode_pb2.SubmitRequest(stream=1, number=7, request=ask("hang"))
     await stub.Submit(request)
@@ -222,7 +228,7 @@ async def test_what_a_router_may_not_submit(pair):
         error = await refused(stub.Submit, wrong)
         assert isinstance(error, InvalidRequestError) and "timeout_s is" in str(error)
     await until(lambda: worker.running == {"hang"})
-    again = stub.Events(decode_pb2.EventsRequest(stream=1))
+    again = await opened(stub)
     with pytest.raises(grpc.aio.AioRpcError, match="open already"):
         await again.read()
     stream.cancel()
@@ -233,7 +239,7 @@ async def test_what_a_router_may_not_submit(pair):
 async def test_a_late_abort_is_harmless(pair):
     _, _, _, channel = pair
     stub = decode_pb2_grpc.DecodeStub(channel)
-    stream = stub.Events(decode_pb2.EventsRequest(stream=1))
+    stream = await opened(stub)
     await stream.read()
     await stub.Abort(decode_pb2.AbortRequest(stream=1, numbers=[5, 6]))
     await stub.Abort(decode_pb2.AbortRequest(stream=2, numbers=[5]))

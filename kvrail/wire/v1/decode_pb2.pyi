@@ -65,10 +65,12 @@ class Resumed(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("stream",)
+    __slots__ = ("stream", "taken")
     STREAM_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     stream: int
-    def __init__(self, stream: _Optional[int] = ...) -> None: ...
+    taken: int
+    def __init__(self, stream: _Optional[int] = ..., taken: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("stream", "number", "timeout_s", "request")

@@ -35,7 +35,7 @@ class DecodeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Events = channel.unary_stream(
+        self.Events = channel.stream_stream(
                 '/kvrail.v1.Decode/Events',
                 request_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.EventsRequest.SerializeToString,
                 response_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.EventBatch.FromString,
@@ -60,9 +60,10 @@ class DecodeStub:
 class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Events(self, request, context):
+    def Events(self, request_iterator, context):
         """Opens the stream on which the worker sends the output of all requests that a router submits to it: what a step
-        generates for all of them is one message. When the stream ends, its requests are aborted and their pages return.
+        generates for all of them is one message. The router acknowledges messages, so that a slow one gets fewer and
+        larger ones. When the stream ends, its requests are aborted and their pages return.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +93,7 @@ class DecodeServicer:
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Events': grpc.unary_stream_rpc_method_handler(
+            'Events': grpc.stream_stream_rpc_method_handler(
                     servicer.Events,
                     request_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.EventsRequest.FromString,
                     response_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.EventBatch.SerializeToString,
@@ -124,7 +125,7 @@ class Decode:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Events(request,
+    def Events(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -134,8 +135,8 @@ class Decode:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/kvrail.v1.Decode/Events',
             kvrail_dot_wire_dot_v1_dot_decode__pb2.EventsRequest.SerializeToString,

@@ -7,19 +7,19 @@ from contextlib import contextmanager
 
 from kvrail.errors import KvrailError, OverloadedError, RequestCancelledError, WorkerUnavailableError
 from kvrail.runtime.queueing import fair
-from kvrail.services.router.generate.rates import Pace
+from kvrail.services.router.generate.rates import CompletionRate
 
 
 class Admission:
     """Counts what is here: a request once for each of its sequences, /tokenize and /detokenize once.
 
-    share: of the limit, that one client leaves to others. pace: says when somebody who is refused may come again.
+    share: of the limit, that one client leaves to others. rate: says when a refused client should retry.
     """
 
-    def __init__(self, limit: int, share: float, pace: Pace) -> None:
+    def __init__(self, limit: int, share: float, rate: CompletionRate) -> None:
         self._limit = limit
         self._share = share
-        self._pace = pace
+        self._rate = rate
         self._active = 0
         self._held: Counter[str] = Counter()
         self._cancels: set[Callable[[KvrailError], None]] = set()
@@ -53,7 +53,7 @@ class Admission:
             raise OverloadedError(
                 f"{self._active} sequences of at most {self._limit} are here already, {held} of them this client's, and"
                 f" {self._share:.0%} of the room are kept for others; {sequences} more do not fit; retry",
-                retry_after=self._pace.retry_after(sequences),
+                retry_after=self._rate.retry_after(sequences),
             )
         self._active += sequences
         self._held[client] += sequences

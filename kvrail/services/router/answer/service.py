@@ -55,7 +55,7 @@ class RouterService:
         self._exposition = Exposition(self.registry, settings.metrics_names)
         self.pool = WorkerPool(settings, self.metrics, tls)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s)
-        self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
+        self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.rate)
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, trust_templates=settings.trust_request_chat_template)
         self.checker = Checker(tokenizer)

@@ -32,7 +32,7 @@ class WorkerState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlacementRequest:
     """What a policy sees of a request: one prompt.
 
     pages: digests of the prompt's full pages, as workers report theirs (kvrail/values/pagehash.py). page_size: tokens.
@@ -113,12 +113,12 @@ class Placement:
 class Policy(Protocol):
     """Puts workers into an order."""
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """Workers that may have the request, the best first, the others as alternates; those without room come last."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WorkerChoice:
     """Who gets a request now. decode: its decode worker. prefill: prefill workers, the first of which computes it."""
 
     decode: Placement
@@ -132,38 +132,38 @@ class Choice:
 
 def choose(
     policy: Policy,
-    request: Ask,
+    request: PlacementRequest,
     decode: Sequence[Candidate],
     prefill: Sequence[Candidate],
     *,
     urgent: bool,
     spare_s: float = math.inf,
-) -> Choice | None:
+) -> WorkerChoice | None:
     """The best workers that have room for a request now; None where it has to wait.
 
     urgent: it is the only prompt of its client that is not computed yet; then it waits for no other client's prompts.
     spare_s: seconds that it may still wait for a prefill worker; beyond them a decode worker with time computes it.
     """
     loads = {each.target: each.load for each in (*decode, *prefill)}
-    roomy = [each for each in policy.order(request, decode) if loads[each.target].has_room(request.n)]
+    roomy = [each for each in policy.rank(request, decode) if loads[each.target].has_room(request.n)]
     if not roomy:
         return None
     # It draws one token.
-    others = [] if request.local else policy.order(replace(request, n=1, output_tokens=0), prefill)
+    others = [] if request.local else policy.rank(replace(request, n=1, output_tokens=0), prefill)
     computing = others or roomy[:1]
     in_time = [each for each in computing if loads[each.target].has_time(request.prompt_tokens - each.cached_tokens)]
     first = in_time[0] if in_time else computing[0]
     if others and not in_time and loads[first.target].wait_s > spare_s:
         helper = _helper(request, roomy, first, loads)
         if helper is not None:
-            return Choice(replace(helper, reason="overflow"), [])
+            return WorkerChoice(replace(helper, reason="overflow"), [])
     if not in_time and not urgent:
         return None
-    return Choice(roomy[0], [first, *(each for each in others if each is not first)] if others else [])
+    return WorkerChoice(roomy[0], [first, *(each for each in others if each is not first)] if others else [])
 
 
 def _helper(
-    request: Ask, decode: Sequence[Placement], prefill: Placement, loads: Mapping[str, Load]
+    request: PlacementRequest, decode: Sequence[Placement], prefill: Placement, loads: Mapping[str, Load]
 ) -> Placement | None:
     """The first decode worker that has time for a prompt and would have computed it no later than a prefill worker."""
     busy = loads[prefill.target]
@@ -181,7 +181,7 @@ def able(candidates: Sequence[Candidate]) -> list[Candidate]:
     return healthy or [candidate for candidate in candidates if candidate.state is WorkerState.FAILING]
 
 
-def cached_tokens(request: Ask, candidate: Candidate) -> int:
+def cached_tokens(request: PlacementRequest, candidate: Candidate) -> int:
     """Tokens of the prompt whose KV the worker has: of leading pages. The last token is computed always."""
     pages = 0
     for digest in request.pages:
@@ -194,7 +194,7 @@ def cached_tokens(request: Ask, candidate: Candidate) -> int:
 class LeastLoad:
     """The worker with fewest sequences; of equals the one with most free pages, then the earlier configured."""
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """See Policy."""
         found = sorted(able(candidates), key=lambda each: _busy(request, each))
         return [Placement(each.target, "load", cached_tokens(request, each)) for each in found]
@@ -203,7 +203,7 @@ class LeastLoad:
 class RoundRobin:
     """One after the other, whatever they have to do."""
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """See Policy."""
         ready = able(candidates)
         first = request.number % len(ready) if ready else 0
@@ -218,7 +218,7 @@ class PowerOfTwo:
     M. Mitzenmacher, The power of two choices in randomized load balancing, IEEE TPDS 12(10), 2001.
     """
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """See Policy."""
         ready = able(candidates)
         ready.sort(key=lambda each: not each.load.has_room(request.n))
@@ -240,7 +240,7 @@ class PrefixAware:
     begin alike meet even where nobody holds their prefix yet.
     """
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """See Policy."""
         ready = able(candidates)
         if not ready:
@@ -270,7 +270,7 @@ POLICIES: dict[str, Policy] = {
 """Every policy by its name."""
 
 
-def _busy(request: Ask, candidate: Candidate) -> tuple[bool, int, int, int]:
+def _busy(request: PlacementRequest, candidate: Candidate) -> tuple[bool, int, int, int]:
     load = candidate.load
     return not load.has_room(request.n), load.sequences, load.requests, -load.pages_free
 
@@ -282,7 +282,7 @@ def _known(measured: Sequence[float], usual: float) -> list[float]:
     return [each if each > 0 else mean for each in measured]
 
 
-def _lot(request: Ask, target: str) -> int:
+def _lot(request: PlacementRequest, target: str) -> int:
     """Which of equal workers it is: the same for all prompts that begin alike (rendezvous hashing)."""
     seed = request.pages[0] if request.pages else request.draw
     mixed = (zlib.crc32(target.encode()) ^ seed) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF

@@ -9,7 +9,6 @@ import grpc.aio
 from kvrail.errors import KvrailError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
-from kvrail.rpc.events import WINDOW_BYTES
 from kvrail.runtime.breaker import Breaker
 from kvrail.security.tls import Tls
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
@@ -176,7 +175,7 @@ class DecodeWorker(Worker):
     """A worker that generates."""
 
     def __init__(self, target: str, tls: Tls | None = None) -> None:
-        channel = open_channel(target, tls=tls, role="decode", window_bytes=WINDOW_BYTES)
+        channel = open_channel(target, tls=tls, role="decode")
         self.client = DecodeClient(channel, peer=f"decode worker {target}")
         super().__init__("decode", target, channel, self.client)
 

@@ -17,7 +17,7 @@ from kvrail.services.router.fleet.compatibility import (
     page_mismatch,
 )
 from kvrail.services.router.fleet.discovery import Discovery
-from kvrail.services.router.fleet.policy import POLICIES, Ask, Candidate, WorkerState, able
+from kvrail.services.router.fleet.policy import POLICIES, Candidate, PlacementRequest, WorkerState, able
 from kvrail.services.router.fleet.worker import NOT_ASKED, DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.plan.translate import Limits
 from kvrail.telemetry.router import RouterMetrics
@@ -247,7 +247,9 @@ class WorkerPool:
 
     def healthy_decode(self) -> list[DecodeWorker]:
         """Decode workers that take requests, the best first for a request of which nothing is known."""
-        return [self.decode[placement.target] for placement in self.policy.order(Ask(1), self.candidates()[0])]
+        return [
+            self.decode[placement.target] for placement in self.policy.rank(PlacementRequest(1), self.candidates()[0])
+        ]
 
     def unavailable(self) -> WorkerUnavailableError:
         """Why no decode worker takes requests."""

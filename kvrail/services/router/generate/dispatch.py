@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from kvrail.errors import DeadlineError, KvrailError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
-from kvrail.services.router.fleet.policy import Ask, Choice, able, choose
+from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able, choose
 from kvrail.services.router.fleet.worker import DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.fleet.workers import WorkerPool
-from kvrail.services.router.generate.rates import Pace
+from kvrail.services.router.generate.rates import CompletionRate
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.values.pagehash import page_digest, page_hashes
 from kvrail.values.sampling import SamplingParams
@@ -34,13 +34,13 @@ class Turn:
     """A prompt that waits for its turn, or has had it."""
 
     ticket: Ticket
-    ask: Ask
-    granted: asyncio.Future["Place"] | None = None
+    request: PlacementRequest
+    granted: asyncio.Future["Reservation"] | None = None
     since: float = 0.0  # when it began to wait
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class Reservation:
     """A prompt's place with a decode worker and, until its first token, with the worker that computes it.
 
     prefill: prefill workers, the one that is to compute the prompt first. places: what it takes of the decode worker's.
@@ -70,12 +70,12 @@ class Place:
             computing, self._computing = self._computing, None
             computing.computed(self._tokens)
             if computing is not self.worker:
-                computing.leave(1, 1, self.turn.ask.pages)
+                computing.leave(1, 1, self.turn.request.pages)
             self.dispatcher.first_token(self.turn.ticket.client, self._tokens)
 
     def ended(self, tokens: int, found: int) -> None:
         """All output is there: so many tokens, of a prompt of which the worker had found so many."""
-        self.dispatcher.answered(tokens // self.turn.ask.n, found)
+        self.dispatcher.answered(tokens // self.turn.request.n, found)
 
     def leave(self, *, refused: bool = False) -> None:
         """Nothing runs there any more. refused: the worker had no room after all."""
@@ -85,7 +85,7 @@ class Place:
         self.worker.refused = refused
         self.computed()
         self.worker.breaker.left(self.began)
-        self.worker.leave(self.turn.ask.n, self.places, self.turn.ask.pages)
+        self.worker.leave(self.turn.request.n, self.places, self.turn.request.pages)
         self.dispatcher.left(self.turn, ended=not refused)
 
 
@@ -105,7 +105,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = FairQueue(share)
-        self.pace = Pace(clock)
+        self.rate = CompletionRate(clock)
         self._pool = pool
         self._metrics = metrics
         self._prefill_wait_s = prefill_wait_s or math.inf
@@ -122,7 +122,7 @@ class Dispatcher:
         size, local = self._pool.page_size, sampling.prompt_logprobs is not None
         # Where log probabilities of the prompt are wanted, all of it is computed, whatever is cached.
         hashed = page_hashes(prompt[: size * HASHED_PAGES], size) if size and not local else []
-        ask = Ask(
+        request = PlacementRequest(
             len(prompt),
             [page_digest(each) for each in hashed],
             size,
@@ -133,9 +133,9 @@ class Dispatcher:
             local,
         )
         self._number += 1
-        return Turn(Ticket(client, sampling.n, len(prompt), priority), ask)
+        return Turn(Ticket(client, sampling.n, len(prompt), priority), request)
 
-    async def place(self, turn: Turn, timeout_s: float, *, again: bool = False) -> Place:
+    async def place(self, turn: Turn, timeout_s: float, *, again: bool = False) -> Reservation:
         """Wait for a place. Raises DeadlineError, or WorkerUnavailableError where no decode worker takes requests.
 
         again: a place came to nothing; the prompt goes before the others of its client.
@@ -145,13 +145,13 @@ class Dispatcher:
             turn.since = began
         loop = asyncio.get_running_loop()
         ticket, turn.granted = turn.ticket, loop.create_future()
-        ticket.places = self._pool.places(turn.ask.n)
+        ticket.places = self._pool.places(turn.request.n)
         self._turns[ticket] = turn
         (self.queue.put_back if again else self.queue.add)(ticket)
         self._metrics.queue_place.observe(len(self.queue) - 1)
         self.serve()
         patience = None if math.isinf(self._prefill_wait_s) else loop.call_later(self._prefill_wait_s, self.serve)
-        place: Place | None = None
+        place: Reservation | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 place = await turn.granted
@@ -167,7 +167,7 @@ class Dispatcher:
         self._metrics.queue_seconds.observe(self._clock() - began)
         return place
 
-    def _withdraw(self, turn: Turn, granted: "asyncio.Future[Place]") -> None:
+    def _withdraw(self, turn: Turn, granted: "asyncio.Future[Reservation]") -> None:
         """Nobody waits any more; a place that has just been given is free again."""
         if turn.ticket in self._turns:
             self._drop(turn.ticket)
@@ -204,7 +204,7 @@ class Dispatcher:
                 self._drop(ticket)
                 return True
             urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
-            choice = choose(self._pool.policy, turn.ask, decode, prefill, urgent=urgent, spare_s=spare_s)
+            choice = choose(self._pool.policy, turn.request, decode, prefill, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._turns[ticket]
                 self.queue.granted(ticket, passed)
@@ -213,22 +213,22 @@ class Dispatcher:
             passed.append(ticket)
         return False
 
-    def _take(self, turn: Turn, choice: Choice) -> Place:
-        ask, worker = turn.ask, self._pool.decode[choice.decode.target]
+    def _take(self, turn: Turn, choice: WorkerChoice) -> Reservation:
+        request, worker = turn.request, self._pool.decode[choice.decode.target]
         prefill = [self._pool.prefill[each.target] for each in choice.prefill]
         computing: Worker = prefill[0] if prefill else worker
-        tokens = ask.prompt_tokens - choice.computed_tokens
-        began, places = self._pool.begin(worker), worker.load().places(ask.n)
-        worker.take(ask.n, places, ask.pages)
+        tokens = request.prompt_tokens - choice.computed_tokens
+        began, places = self._pool.begin(worker), worker.load().places(request.n)
+        worker.take(request.n, places, request.pages)
         computing.compute(tokens)
         if computing is not worker:
-            computing.take(1, 1, ask.pages)
+            computing.take(1, 1, request.pages)
         self._computing[turn.ticket.client] += tokens
         self._metrics.placed("decode", worker.target, choice.decode.reason)
         self._metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
         if prefill:
             self._metrics.placed("prefill", computing.target, choice.prefill[0].reason)
-        return Place(self, turn, worker, prefill, places, began, computing, tokens)
+        return Reservation(self, turn, worker, prefill, places, began, computing, tokens)
 
     def first_token(self, client: str, tokens: int) -> None:
         """So many tokens of a client's prompts need not be computed any more."""
@@ -241,7 +241,7 @@ class Dispatcher:
         """A prompt holds no place any more. ended: it had one, and something came of it."""
         self.queue.ended(turn.ticket)
         if ended:
-            self.pace.ended(turn.ask.n)
+            self.rate.ended(turn.request.n)
         self.serve()
 
     def answered(self, tokens: int, found: int) -> None:
@@ -261,6 +261,6 @@ class Dispatcher:
         self.queue.remove(ticket)
 
     def _tell(self) -> None:
-        self.pace.waiting(bool(self._turns))
+        self.rate.waiting(bool(self._turns))
         self._metrics.queue_length.set(len(self.queue))
         self._metrics.queue_clients.set(self.queue.clients)

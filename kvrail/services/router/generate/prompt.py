@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvrail.errors import DeadlineError, IncompatibleError, KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.services.router.fleet.workers import WorkerPool
-from kvrail.services.router.generate.dispatch import Dispatcher, Place, Turn
+from kvrail.services.router.generate.dispatch import Dispatcher, Reservation, Turn
 from kvrail.services.router.generate.output import PromptOutput
 from kvrail.services.router.values import Ended, Update, Updates
 from kvrail.telemetry.lifecycle import Stage, Timeline
@@ -18,7 +18,7 @@ MAX_MOVES = 2
 """Times that a request moves to another worker: one that kills workers must not visit them all."""
 MAX_REFUSALS = 8
 """Times that workers may refuse a request as full before the client gets the error; each takes half a second, or until
-a place is free."""
+a worker has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +76,23 @@ class PromptStream:
         while True:
             self._keep_to_the_weights()
             again = bool(self._losses or self._refusals)
-            place = await route.dispatcher.place(self._turn, route.time_left(), again=again)
+            reserved = await route.dispatcher.place(self._turn, route.time_left(), again=again)
             try:
-                async with aclosing(self._generated(place)) as batches:
+                async with aclosing(self._generated(reserved)) as batches:
                     async for updates in batches:
                         yield updates
                 return
             except (WorkerUnavailableError, OverloadedError, IncompatibleError) as error:
-                if not self._continues(place, error):
+                if not self._continues(reserved, error):
                     return
             finally:
-                place.leave()
+                reserved.leave()
             route.metrics.failovers.inc()
             if output.drafts:
                 yield list(output.drafts.values())
                 output.drafts.clear()
 
-    def _continues(self, place: Place, error: KvrailError) -> bool:
+    def _continues(self, reserved: Reservation, error: KvrailError) -> bool:
         """Whether another worker is to continue after this error of one; raises it if none can.
 
         False: only the summary is missing.
@@ -101,26 +101,26 @@ class PromptStream:
             self._refusals += 1
             if self._refusals > MAX_REFUSALS:
                 raise error
-            place.leave(refused=True)
+            reserved.leave(refused=True)
             return True
-        place.worker.breaker.failed(place.began)
+        reserved.worker.breaker.failed(reserved.began)
         if isinstance(error, IncompatibleError):
             raise error
         self._losses += 1
         pool = self._route.pool
-        pool.lost(place.worker, str(error))
+        pool.lost(reserved.worker, str(error))
         if not self._output.unfinished:
             return False
         if self._losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode()):
             raise error
         return True
 
-    async def _generated(self, place: Place) -> AsyncGenerator[Updates]:
-        """What the worker of a place generates."""
-        worker, output, route = place.worker, self._output, self._route
+    async def _generated(self, reserved: Reservation) -> AsyncGenerator[Updates]:
+        """What the worker generates."""
+        worker, output, route = reserved.worker, self._output, self._route
         output.start(worker.vocab_size)
         self._numerics.add(worker.numerics)
-        self._set_prefill_workers(place)
+        self._set_prefill_workers(reserved)
         dispatched = route.timeline.mark(Stage.DISPATCHED)
         offset = route.timeline.elapsed() - dispatched
         call = worker.client.generate(self._request, timeout_s=route.time_left(), on_overflow=route.on_overflow)
@@ -131,7 +131,7 @@ class PromptStream:
                     news = reply.WhichOneof("news")
                     if news == "summary":
                         output.end(reply.summary, offset)
-                        place.ended(reply.summary.completion_tokens, reply.summary.cached_tokens)
+                        reserved.ended(reply.summary.completion_tokens, reply.summary.cached_tokens)
                     elif news == "prompt_logprobs":
                         for scored in output.scored(reply.prompt_logprobs):
                             yield [scored]
@@ -140,18 +140,18 @@ class PromptStream:
                         updates.append(output.draft(reply))
                     if reply.token_ids or reply.text or reply.finish_reason:
                         updates.append(output.delta(reply))
-                place.succeeded(output.new_tokens)
+                reserved.succeeded(output.new_tokens)
                 output.new_tokens = 0
                 if updates:
                     yield updates
         if output.unfinished or output.ended is None:
             raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
 
-    def _set_prefill_workers(self, place: Place) -> None:
+    def _set_prefill_workers(self, reserved: Reservation) -> None:
         request = self._request
         del request.prefill_workers[:], request.prefill_instances[:]
-        request.prefill_workers.extend(each.target for each in place.prefill)
-        request.prefill_instances.extend(each.instance for each in place.prefill)
+        request.prefill_workers.extend(each.target for each in reserved.prefill)
+        request.prefill_instances.extend(each.instance for each in reserved.prefill)
 
     def _keep_to_the_weights(self) -> None:
         """Have workers of other weights refuse the request; raises if no worker has those that it began on."""

@@ -12,7 +12,7 @@ SHORTEST_S, LONGEST_S = 1.0, 60.0
 """Of Retry-After. The official openai client waits no longer than a minute."""
 
 
-class Pace:
+class CompletionRate:
     """Sequences that end in a second of full work, and when a place is free for who was refused.
 
     Only time in which somebody waits counts: how fast an idle server would be, its slow hours do not tell.
