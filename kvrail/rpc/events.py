@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -177,7 +176,7 @@ class EventStream:
         """stub: of the Decode service. peer: names the worker in errors."""
         self._stub = stub
         self._peer = peer
-        self._id = secrets.randbits(64)
+        self._id = 0  # the worker's number for the stream, which comes with the first message
         self._events = stub.Events()
         self._requests: dict[int, ReplyStream] = {}
         self._numbers = itertools.count(1)
@@ -198,7 +197,7 @@ class EventStream:
         replies = self._requests[number] = ReplyStream(self, number, self._peer, on_overflow)
         if timeout_s is not None:
             replies.expire_after(timeout_s)
-        message = decode_pb2.SubmitRequest(stream=self._id, number=number, timeout_s=timeout_s or 0, request=request)
+        message = decode_pb2.SubmitRequest(number=number, timeout_s=timeout_s or 0, request=request)
         self._start(self._submit(number, replies, message))
         return replies
 
@@ -206,6 +205,7 @@ class EventStream:
         await self._open.wait()
         if replies.ended:
             return
+        message.stream = self._id
         try:
             reply: decode_pb2.SubmitReply = await self._ask(self._stub.Submit, message)
         except KvrailError as error:
@@ -270,14 +270,14 @@ class EventStream:
     async def _read(self) -> None:
         error: KvrailError = WorkerUnavailableError(f"{self._peer} ended its stream; ask another worker")
         try:
-            await self._write(decode_pb2.EventsRequest(stream=self._id))
             while (message := await self._events.read()) is not grpc.aio.EOF:
                 if message is None:  # what gRPC makes of bytes that it cannot read
                     error = IncompatibleError(f"{self._peer} sent a reply that is no message of this protocol version")
                     break
                 self._take(message)
                 if self._received % TAKEN_EVERY == 0:
-                    await self._write(decode_pb2.EventsRequest(taken=TAKEN_EVERY))
+                    with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the next read raises why
+                        await self._events.write(decode_pb2.EventsRequest(taken=TAKEN_EVERY))
         except grpc.aio.AioRpcError as broken:
             error = from_rpc_error(broken, peer=self._peer)
             if isinstance(error, RequestCancelledError):  # by the worker: nobody here cancelled
@@ -289,18 +289,16 @@ class EventStream:
         finally:
             self.break_off(error)
 
-    async def _write(self, message: decode_pb2.EventsRequest) -> None:
-        with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the next read raises why
-            await self._events.write(message)
-
     def _take(self, message: decode_pb2.EventBatch) -> None:
         self._received += 1
         self._silent_checks = 0
         for events in message.requests:
             if (replies := self._requests.get(events.number)) is not None:
                 replies.take(events)
-        if message.HasField("running"):
+        if message.stream:
+            self._id = message.stream
             self._open.set()
+        if message.HasField("running"):
             self._compare(set(message.running.numbers))
 
     def _compare(self, running: set[int]) -> None:

@@ -8,6 +8,7 @@ ones, in which each request has several replies.
 import asyncio
 import inspect
 import logging
+import secrets
 from collections.abc import Iterable
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -55,16 +56,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     @maps_errors
     async def Events(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """Send the output of a router's requests until it leaves; then end those that still run."""
-        opening = await context.read()
-        if not isinstance(opening, decode_pb2.EventsRequest):
-            raise IncompatibleError("the router opened a stream with no message of this protocol version")
-        if opening.stream in self._streams:
-            raise IncompatibleError(f"stream {opening.stream:016x} is open already; choose another number")
-        sender = self._streams[opening.stream] = EventSender(self._worker, context)
+        stream = secrets.randbits(64) or 1
+        sender = self._streams[stream] = EventSender(self._worker, context, stream)
         try:
             await sender.run()
         finally:
-            del self._streams[opening.stream]
+            del self._streams[stream]
             await sender.close()
 
     @maps_errors
@@ -94,12 +91,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 class EventSender:
     """One stream's requests, each in a task, and what they have generated since the last message left."""
 
-    def __init__(self, worker: DecodeWorker, context: grpc.aio.ServicerContext) -> None:
-        """context: of the call of `Events`."""
+    def __init__(self, worker: DecodeWorker, context: grpc.aio.ServicerContext, stream: int) -> None:
+        """context: of the call of `Events`. stream: the number that its first message brings."""
         self._worker = worker
         self._context = context
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._message = decode_pb2.EventBatch()
+        self._message = decode_pb2.EventBatch(stream=stream)
         self._events: dict[int, decode_pb2.RequestEvents] = {}  # of the message, by request
         self._waiting = 0  # replies in the message
         self._sent = self._taken = 0  # messages

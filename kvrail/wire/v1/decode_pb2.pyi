@@ -65,12 +65,10 @@ class Resumed(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("stream", "taken")
-    STREAM_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("taken",)
     TAKEN_FIELD_NUMBER: _ClassVar[int]
-    stream: int
     taken: int
-    def __init__(self, stream: _Optional[int] = ..., taken: _Optional[int] = ...) -> None: ...
+    def __init__(self, taken: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("stream", "number", "timeout_s", "request")
@@ -163,12 +161,14 @@ class GenerateReply(_message.Message):
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., summary: _Optional[_Union[GenerateSummary, _Mapping]] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class EventBatch(_message.Message):
-    __slots__ = ("requests", "running")
+    __slots__ = ("requests", "running", "stream")
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
     requests: _containers.RepeatedCompositeFieldContainer[RequestEvents]
     running: Running
-    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ..., running: _Optional[_Union[Running, _Mapping]] = ...) -> None: ...
+    stream: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ..., running: _Optional[_Union[Running, _Mapping]] = ..., stream: _Optional[int] = ...) -> None: ...
 
 class Running(_message.Message):
     __slots__ = ("numbers",)
