@@ -2,8 +2,8 @@
 
 A unary call submits a request. What the worker sends to all requests comes on one gRPC stream, `Events`, which opens
 with the first request. When that stream ends or is silent, the worker is lost: every request on it fails, and the next
-request opens another. A slow reader delays nobody else: its replies wait here up to a bound, and beyond it that request
-alone is ended.
+request opens another. A slow reader delays no other request: its replies wait here up to a bound, beyond which
+that request alone is ended.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ class ReplyStream:
         self._peer = peer
         self._on_overflow = on_overflow
         self._fresh: list[decode_pb2.GenerateReply] = []  # for a reader that has been woken
-        # Replies that nobody waited for are kept as bytes: as an object each would keep the whole message that it came
-        # in, with the replies to other requests.
+        # Replies without a waiting reader are kept as bytes: as an object each would keep the whole message that it
+        # came in, with the replies to other requests.
         self._unread: list[bytes] = []
         self._unread_bytes = 0
         self._error: KvrailError | None = None
@@ -180,7 +180,7 @@ class EventStream:
         self._events = stub.Events()
         self._requests: dict[int, ReplyStream] = {}
         self._numbers = itertools.count(1)
-        self._aborted: list[int] = []  # that the worker is still to be told
+        self._aborted: list[int] = []  # numbers of requests, not sent yet
         self._received = 0  # messages
         self._silent_checks = 0
         self._open = asyncio.Event()
@@ -216,7 +216,7 @@ class EventStream:
         replies.accepted_after = reply.sent
 
     def abort(self, number: int) -> None:
-        """Have the worker end a request; those of one moment are told in one call."""
+        """Have the worker end a request; those of one moment share one call."""
         self._aborted.append(number)
         if len(self._aborted) == 1 and not self.broken:
             self._start(self._abort())
@@ -280,7 +280,7 @@ class EventStream:
                         await self._events.write(decode_pb2.EventsRequest(taken=TAKEN_EVERY))
         except grpc.aio.AioRpcError as broken:
             error = from_rpc_error(broken, peer=self._peer)
-            if isinstance(error, RequestCancelledError):  # by the worker: nobody here cancelled
+            if isinstance(error, RequestCancelledError):  # the worker cancelled; this end did not
                 error = WorkerUnavailableError(str(error))
         except asyncio.CancelledError:
             error = WorkerUnavailableError(f"the stream to {self._peer} was closed here")

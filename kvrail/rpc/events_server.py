@@ -30,7 +30,7 @@ MAX_WAITING_REPLIES = 1024
 """Replies that wait for one message to leave; then requests wait too. A router reads ahead of its clients, so one that
 is slow is slow as a whole."""
 MAX_TIMEOUT_S = 1e9
-"""Of a request: an event loop's clock cannot always represent more."""
+"""Longest deadline of a request: an event loop's clock cannot always represent more."""
 
 
 class DecodeWorker(Protocol):

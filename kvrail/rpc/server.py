@@ -115,7 +115,7 @@ async def serve_until_signal(
 
     On the first signal: health turns NOT_SERVING, `on_drain` stops admission, and running requests get
     `grace_period_s` seconds until `drained` returns. A second signal ends the wait. What still runs is cancelled.
-    broken: what it returns is raised at once; nobody is waited for.
+    broken: the error that it returns is raised at once, without waiting for requests.
     """
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()

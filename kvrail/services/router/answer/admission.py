@@ -1,4 +1,4 @@
-"""Who is let in: a bound on what runs or waits at once, and none once the server is asked to stop."""
+"""Admission: a bound on what runs or waits at once; nothing is admitted once the server is asked to stop."""
 
 import asyncio
 from collections import Counter
@@ -11,9 +11,9 @@ from kvrail.services.router.generate.rates import CompletionRate
 
 
 class Admission:
-    """Counts what is here: a request once for each of its sequences, /tokenize and /detokenize once.
+    """Counts what runs or waits: a request once for each of its sequences, /tokenize and /detokenize once.
 
-    share: of the limit, that one client leaves to others. rate: says when a refused client should retry.
+    share: part of the limit that one client leaves to others. rate: says when a refused client should retry.
     """
 
     def __init__(self, limit: int, share: float, rate: CompletionRate) -> None:
@@ -27,7 +27,7 @@ class Admission:
         self._idle.set()
         self.draining = False
         self.most = max((n for n in range(1, limit + 1) if fair(0, n, limit, share)), default=0)
-        """Sequences that a client can have here at once."""
+        """Most sequences that a client can have here at once."""
 
     @property
     def active(self) -> int:
@@ -75,6 +75,6 @@ class Admission:
         await self._idle.wait()
 
     def cancel_all(self) -> None:
-        """End everything that runs; each client gets an error."""
+        """Cancel everything that runs; each client gets an error."""
         for cancel in list(self._cancels):
             cancel(RequestCancelledError("the server ended the request because it shuts down; retry"))

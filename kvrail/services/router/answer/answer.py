@@ -1,4 +1,4 @@
-"""How a generation request is answered: `RequestHandler.respond` tells it from the admission to the last byte."""
+"""How a generation request is answered: `RequestHandler.respond` is all of it, from the admission to the last byte."""
 
 import asyncio
 import logging

@@ -21,7 +21,7 @@ from kvrail.services.router.schema import ChatRequest, CompletionRequest, Reques
 from kvrail.text import Tokenizer
 
 MAX_NAME_CHARS = 200
-"""Of an unknown model's name, in an error and in a trace."""
+"""Longest part of an unknown model's name that an error or a trace quotes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ApiCall(ABC):
     """One generation request of an API.
 
     request: as OpenAI's older APIs have it. name: the model's, to answer under, once `check_model` has passed. trace:
-    None if nobody records one.
+    None if none is recorded.
     """
 
     operation: Operation = "chat"

@@ -1,4 +1,4 @@
-"""Work that ends before its time: its client leaves, or somebody cancels it."""
+"""Work that ends early: its client leaves, or it is cancelled."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -19,7 +19,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def ended_first(work: "asyncio.Task[Any]", watch: "asyncio.Task[None]") -> bool:
-    """Whether `work` ends before `watch`; it is cancelled where it does not."""
+    """Whether `work` ends before `watch`; if not, it is cancelled."""
     try:
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -31,7 +31,7 @@ async def ended_first(work: "asyncio.Task[Any]", watch: "asyncio.Task[None]") ->
 
 
 async def while_here(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do `work` for a client whose body has been read. Raises ClientDisconnect where it leaves before the end."""
+    """Do `work` for a client whose body has been read. Raises ClientDisconnect if it leaves before the end."""
     doing = asyncio.create_task(work)
     if not await ended_first(doing, asyncio.create_task(disconnected(receive))):
         raise ClientDisconnect

@@ -21,8 +21,8 @@ class PromptOutput:
     """How far the output of one prompt has come. The request is kept up to date, so that another worker can continue.
 
     drafts: of each choice that has any, as they count if all are wrong. unfinished: choices that have not ended.
-    new_tokens: of all choices, since `start` or since whoever reads it set it to 0. ended: the worker's summary.
-    Everything raises IncompatibleError for what a worker cannot have meant.
+    new_tokens: of all choices, since the reader last set it to 0. ended: the worker's summary.
+    Every method raises IncompatibleError for a reply that breaks the protocol.
     """
 
     def __init__(self, request: decode_pb2.GenerateRequest, first_index: int, plan: Plan) -> None:
@@ -89,7 +89,7 @@ class PromptOutput:
         if index not in self.unfinished:
             raise IncompatibleError(f"the decode worker sent output of sequence {reply.index}, which has ended")
         self.new_tokens += len(reply.token_ids)
-        # A protobuf list is slow to iterate over: one that is mostly empty, or that nobody reads, is left as it is.
+        # A protobuf list is slow to iterate over: one that is mostly empty, or that has no reader, is left as it is.
         token_ids, logprobs = reply.token_ids, reply.logprobs
         finish_reason = finish_reason_from_proto(reply.finish_reason) if reply.finish_reason else None
         if self._unscored:
