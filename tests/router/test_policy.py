@@ -143,8 +143,8 @@ def test_prompts_are_handed_out_as_they_are_computed():
 
 def test_a_decode_worker_computes_what_would_wait_too_long():
     """Where it has time and would be sooner; a prompt that still may wait waits, and what has a worker goes there."""
-    ask, pace = replace(ASK, prompt_tokens=4096, pages=()), {"compute_s": 1e-4, "step_tokens": 2048}
-    busy, idle = worker("busy", backlog=8192, **pace), worker("idle", **pace)  # 0.82 s of work, and none
+    ask, costs = replace(ASK, prompt_tokens=4096, pages=()), {"compute_s": 1e-4, "step_tokens": 2048}
+    busy, idle = worker("busy", backlog=8192, **costs), worker("idle", **costs)  # 0.82 s of work, and none
 
     def chosen(
         *decode: Candidate, spare_s: float, urgent: bool = False, prefill=(busy,), asked: PlacementRequest = ask
@@ -154,7 +154,7 @@ def test_a_decode_worker_computes_what_would_wait_too_long():
             None if choice is None else (choice.decode.target, choice.decode.reason, [p.target for p in choice.prefill])
         )
 
-    here = worker("d", **pace)
+    here = worker("d", **costs)
     assert chosen(here, spare_s=0.8) == ("d", "overflow", [])
     assert chosen(here, spare_s=-1.0) == ("d", "overflow", [])  # it has waited here, too
     assert chosen(here, spare_s=0.8, urgent=True) == ("d", "overflow", [])
@@ -162,13 +162,13 @@ def test_a_decode_worker_computes_what_would_wait_too_long():
     assert chosen(here, spare_s=0.9, urgent=True) == ("d", "load", ["busy"])
     assert chosen(here, spare_s=-1.0, prefill=(busy, idle)) == ("d", "load", ["idle", "busy"])
     assert chosen(here, spare_s=-1.0, asked=replace(ask, local=True)) == ("d", "load", [])
-    engaged = worker("d", **pace, backlog=1)
+    engaged = worker("d", **costs, backlog=1)
     assert chosen(engaged, spare_s=-1.0) is None
-    assert chosen(engaged, worker("e", **pace, sequences=1), spare_s=-1.0) == ("e", "overflow", [])
-    assert chosen(worker("d", sequences=8, **pace), spare_s=-1.0) is None
-    slow = worker("d", **pace | {"compute_s": 3.1e-4})  # 1.27 s, where the other has done all in 1.23 s
+    assert chosen(engaged, worker("e", **costs, sequences=1), spare_s=-1.0) == ("e", "overflow", [])
+    assert chosen(worker("d", sequences=8, **costs), spare_s=-1.0) is None
+    slow = worker("d", **costs | {"compute_s": 3.1e-4})  # 1.27 s, where the other has done all in 1.23 s
     assert chosen(slow, spare_s=-1.0) is None
-    assert chosen(worker("d", **pace | {"compute_s": 2.9e-4}), spare_s=-1.0) == ("d", "overflow", [])
+    assert chosen(worker("d", **costs | {"compute_s": 2.9e-4}), spare_s=-1.0) == ("d", "overflow", [])
     assert chosen(worker("d", step_tokens=2048), spare_s=0.8) == ("d", "overflow", [])  # not measured: as the other
     assert chosen(here, spare_s=0.0, prefill=(worker("busy", backlog=8192, step_tokens=2048),)) is None
     assert chosen(here, spare_s=-1.0, prefill=()) == ("d", "load", [])
