@@ -32,20 +32,20 @@ class WorkerPages:
         self._ended = set()
         return common_pb2.StatusRequest(added_to=self._added_to, removed_to=self._removed_to, max_pages=PAGES_A_LOOK)
 
-    def take(self, news: common_pb2.HeldPages, most: int) -> None:
+    def take(self, report: common_pb2.HeldPages, most: int) -> None:
         """Take in a report.
 
         Raises IncompatibleError, and forgets everything, if the worker reports more than `most` pages.
         """
-        if news.anew:
+        if report.anew:
             self._held.clear()
-        self._held.difference_update(news.removed)
-        self._held.update(news.added)
+        self._held.difference_update(report.removed)
+        self._held.update(report.added)
         if (count := len(self._held)) > most:
             self.forget()
             raise IncompatibleError(f"the worker says that it holds {count} pages, and that it has {most}")
-        self._added_to, self._removed_to = news.added_to, news.removed_to
-        if news.complete:  # requests that had ended by then are in the report, or were not cached
+        self._added_to, self._removed_to = report.added_to, report.removed_to
+        if report.complete:  # requests that had ended by then are in the report, or were not cached
             self._ended_before = set()
 
     def forget(self) -> None:
