@@ -18,7 +18,7 @@ from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
 from kvrail.runtime import loops
 from kvrail.wire import PROTOCOL_VERSION
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from kvrail.wire.v1 import common_pb2, decode_pb2
 
 MODEL = "kvrail-demo"
 STEP_S = float(os.environ.get("STEP_MS", "0")) / 1e3
@@ -55,7 +55,7 @@ class Steps:
                 step.set_result(None)
 
 
-class StubDecode(decode_pb2_grpc.DecodeServicer):
+class StubDecode:
     """Gives max_tokens tokens, one a step."""
 
     def __init__(self) -> None:
@@ -69,8 +69,7 @@ class StubDecode(decode_pb2_grpc.DecodeServicer):
             model=model, protocol_version=PROTOCOL_VERSION, codecs=["raw"], max_running=512, max_waiting=512
         )
 
-    @maps_errors
-    async def Generate(self, request: decode_pb2.GenerateRequest, context: Any) -> Any:
+    async def generate(self, request: decode_pb2.GenerateRequest, context: Any) -> Any:
         """The output of one request."""
         count = request.sampling.max_tokens
         for number in range(count):
@@ -171,7 +170,7 @@ async def serve_servicer() -> None:
 
     engine = StubEngine(asyncio.get_running_loop())
 
-    async def no_grammar(key: Any) -> None:
+    async def no_grammar(key: Any, client: str) -> None:
         assert not key
 
     settings = DecodeSettings(local_prefill_tokens=0)

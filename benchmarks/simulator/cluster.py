@@ -9,7 +9,7 @@ from benchmarks.simulator.trace import Request
 from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimWorker, Speed
 from kvrail.config.settings import RouterSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
-from kvrail.services.router.fleet.policy import POLICIES, Ask, choose
+from kvrail.services.router.fleet.policy import POLICIES, PlacementRequest, choose
 
 REPORT_S: float = RouterSettings.model_fields["status_interval_s"].default
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default
@@ -71,7 +71,7 @@ class Simulation:
         self._prefill = {f"p{n}": SimPrefill(f"p{n}", *kind, STEP_TOKENS) for n in range(workers)}
         self._decode = {f"d{n}": SimDecode(f"d{n}", *kind, STEP_TOKENS) for n in range(workers)}
         self._speed = speed
-        self._waiting: dict[Ticket, tuple[Job, Ask]] = {}
+        self._waiting: dict[Ticket, tuple[Job, PlacementRequest]] = {}
         self._computing: Counter[str] = Counter()
         self._open = 0
         self._output = 128.0
@@ -107,9 +107,9 @@ class Simulation:
     def _arrive(self, job: Job, key: str) -> None:
         draw = (job.number + 1) * GOLDEN & 0xFFFFFFFFFFFFFFFF
         output = round(self._output)
-        ask = Ask(job.tokens, job.pages, self._size, 1, output, job.number, draw)
+        request = PlacementRequest(job.tokens, job.pages, self._size, 1, output, job.number, draw)
         ticket = Ticket(key, 1, job.tokens)
-        self._waiting[ticket] = job, ask
+        self._waiting[ticket] = job, request
         self._queue.add(ticket)
         self._serve()
         if ticket in self._waiting and self._prefill_wait_s < math.inf:
@@ -124,9 +124,9 @@ class Simulation:
         prefill = [worker.candidate(computes=True) for worker in self._prefill.values()]
         passed: list[Ticket] = []
         for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
-            job, ask = self._waiting[ticket]
+            job, request = self._waiting[ticket]
             urgent, spare_s = not self._computing[ticket.client], job.arrival + self._prefill_wait_s - self._clock.now
-            choice = choose(self._policy, ask, decode, prefill, urgent=urgent, spare_s=spare_s)
+            choice = choose(self._policy, request, decode, prefill, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._waiting[ticket]
                 self._queue.granted(ticket, passed)

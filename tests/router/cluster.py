@@ -22,7 +22,7 @@ from kvrail.services.router.plan.defaults import Defaults
 from kvrail.telemetry.lifecycle import Stage
 from kvrail.text import Tokenizer
 from kvrail.wire import PROTOCOL_VERSION
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from kvrail.wire.v1 import common_pb2, decode_pb2, prefill_pb2_grpc
 
 OPENAIS = Defaults()
 MODEL = "tiny"
@@ -155,7 +155,7 @@ def status(**changes: object) -> common_pb2.WorkerStatus:
     return common_pb2.WorkerStatus(**(fields | changes))
 
 
-class FakeDecode(decode_pb2_grpc.DecodeServicer):
+class FakeDecode:
     """A decode worker that follows `script` and keeps what it was asked."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -168,8 +168,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.target = ""
         self.hung = False
 
-    @maps_errors
-    async def Generate(self, request, context):
+    async def generate(self, request, context):
         self.requests.append(request)
         self.deadlines.append(context.time_remaining())
         try:

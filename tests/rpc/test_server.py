@@ -9,16 +9,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrail.errors import ConfigError, DeadlineError, KvrailError, RequestCancelledError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
-from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.server import build_server, serve_until_signal
-from kvrail.wire.v1 import decode_pb2, decode_pb2_grpc
+from kvrail.wire.v1 import decode_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Slow(decode_pb2_grpc.DecodeServicer):
+class Slow:
     """One reply at once, a second when released."""
 
     def __init__(self):
@@ -27,8 +26,7 @@ class Slow(decode_pb2_grpc.DecodeServicer):
         self.cancelled = asyncio.Event()
         self.idle = asyncio.Event()
 
-    @maps_errors
-    async def Generate(self, request, context):
+    async def generate(self, request, context):
         self.running += 1
         try:
             yield decode_pb2.GenerateReply(text="one")

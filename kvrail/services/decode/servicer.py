@@ -12,6 +12,7 @@ from kvrail.engine.request.events import Admitted, Finished, Output, Recomputed
 from kvrail.engine.request.requests import EngineRequest, Resumed
 from kvrail.errors import WorkerUnavailableError
 from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.events_server import RequestContext
 from kvrail.runtime.logs import bound_request_id
 from kvrail.services.decode.fetching import Fetcher
 from kvrail.services.decode.prefill_workers import Asked
@@ -20,12 +21,12 @@ from kvrail.services.decode.promise import Promise
 from kvrail.services.decode.trace import DecodeTrace
 from kvrail.telemetry.lifecycle import Timeline
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from kvrail.wire.v1 import common_pb2, decode_pb2
 from kvrail.worker.codecs import AUTO
 from kvrail.worker.process import Worker
 
 
-class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+class DecodeServicer:
     """Serves kvrail.v1.Decode."""
 
     def __init__(
@@ -50,8 +51,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         status.withheld_codecs.extend(self._withheld_codecs)
         return status
 
-    @maps_errors
-    async def Generate(self, request: decode_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def generate(self, request: decode_pb2.GenerateRequest, context: RequestContext) -> None:
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._worker.calls.track():
             codec = self._check(request)
@@ -79,9 +79,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             with trace.following(progress) if trace else contextlib.nullcontext():
                 await self._follow(progress, workers, codec, context)
 
-    async def _follow(
-        self, progress: Progress, workers: Sequence[Asked], codec: str, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _follow(self, progress: Progress, workers: Sequence[Asked], codec: str, context: RequestContext) -> None:
         """Have the engine generate, and tell the caller what comes of it."""
         asked = progress.request
         events = self._worker.events.open(self._worker.engine, asked)

@@ -80,7 +80,7 @@ class RouterServer(uvicorn.Server):
             self._admin_runs = asyncio.create_task(server.serve(sockets=[listener]), name="admin port")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; operators can look on to the last."""
+        """End; the admin port answers until everything has ended."""
         await super().shutdown(sockets=sockets)
         if self._admin is not None and self._admin_runs is not None:
             self._admin[0].should_exit = True
@@ -92,7 +92,7 @@ class RouterServer(uvicorn.Server):
             self.stop()
 
     def _note_refused(self, status: int) -> None:
-        """Count what a connection has refused by itself."""
+        """Count a request that the connection refused before the application saw it."""
         service: RouterService = self._app.state.service
         service.metrics.answered(NO_HANDLER, NO_METHOD, status)
 
@@ -128,7 +128,7 @@ class RouterServer(uvicorn.Server):
         try:
             for number in SIGNALS:
                 loop.add_signal_handler(number, self.stop)
-        except (RuntimeError, ValueError):  # not the main thread: whoever embeds the server calls stop
+        except (RuntimeError, ValueError):  # not the main thread: the embedding program calls stop
             yield
             return
         try:
@@ -139,7 +139,7 @@ class RouterServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one. Raises ConfigError where the address cannot be had."""
+    """A listening socket; port 0 takes any free one. Raises ConfigError if the address is not available."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -156,7 +156,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_files(count: int) -> None:
-    """Let this process have so many open files, as far as it may."""
+    """Raise this process's limit of open files to `count`, as far as the hard limit permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -164,7 +164,7 @@ def allow_files(count: int) -> None:
 
 
 def open_admin(server: RouterServer, settings: RouterSettings, tls: Tls | None) -> None:
-    """Open the admin port, if the settings name one. Raises ConfigError where it cannot be had."""
+    """Open the admin port, if the settings name one. Raises ConfigError if its address is not available."""
     if settings.metrics_tls and (settings.admin_port < 0 or tls is None):
         raise ConfigError("--metrics-tls is for --admin-port, with --tls-ca, --tls-cert and --tls-key; give those too")
     if settings.admin_port < 0:

@@ -64,31 +64,41 @@ class Resumed(_message.Message):
     ended: bool
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
-class TrunkRequest(_message.Message):
-    __slots__ = ("call", "start", "timeout_s", "taken", "check")
-    CALL_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+class EventsRequest(_message.Message):
+    __slots__ = ("taken",)
     TAKEN_FIELD_NUMBER: _ClassVar[int]
-    CHECK_FIELD_NUMBER: _ClassVar[int]
-    call: int
-    start: GenerateRequest
-    timeout_s: float
     taken: int
-    check: Check
-    def __init__(self, call: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., taken: _Optional[int] = ..., check: _Optional[_Union[Check, _Mapping]] = ...) -> None: ...
+    def __init__(self, taken: _Optional[int] = ...) -> None: ...
 
-class Check(_message.Message):
-    __slots__ = ("calls",)
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    calls: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, calls: _Optional[_Iterable[int]] = ...) -> None: ...
+class SubmitRequest(_message.Message):
+    __slots__ = ("stream", "number", "timeout_s", "request")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    number: int
+    timeout_s: float
+    request: GenerateRequest
+    def __init__(self, stream: _Optional[int] = ..., number: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
-class Checked(_message.Message):
-    __slots__ = ("unknown",)
-    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
-    unknown: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, unknown: _Optional[_Iterable[int]] = ...) -> None: ...
+class SubmitReply(_message.Message):
+    __slots__ = ("sent",)
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    sent: int
+    def __init__(self, sent: _Optional[int] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("stream", "numbers")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stream: _Optional[int] = ..., numbers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Drafted(_message.Message):
     __slots__ = ("position", "token_ids", "text")
@@ -150,25 +160,33 @@ class GenerateReply(_message.Message):
     prompt_logprobs: PromptLogprobs
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., summary: _Optional[_Union[GenerateSummary, _Mapping]] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
-class TrunkReply(_message.Message):
-    __slots__ = ("calls", "checked")
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    CHECKED_FIELD_NUMBER: _ClassVar[int]
-    calls: _containers.RepeatedCompositeFieldContainer[CallReplies]
-    checked: Checked
-    def __init__(self, calls: _Optional[_Iterable[_Union[CallReplies, _Mapping]]] = ..., checked: _Optional[_Union[Checked, _Mapping]] = ...) -> None: ...
+class EventBatch(_message.Message):
+    __slots__ = ("requests", "running", "stream")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestEvents]
+    running: Running
+    stream: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ..., running: _Optional[_Union[Running, _Mapping]] = ..., stream: _Optional[int] = ...) -> None: ...
 
-class CallReplies(_message.Message):
-    __slots__ = ("call", "replies", "end")
-    CALL_FIELD_NUMBER: _ClassVar[int]
+class Running(_message.Message):
+    __slots__ = ("numbers",)
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RequestEvents(_message.Message):
+    __slots__ = ("number", "replies", "end")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     REPLIES_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
-    call: int
+    number: int
     replies: _containers.RepeatedCompositeFieldContainer[GenerateReply]
-    end: CallEnd
-    def __init__(self, call: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[GenerateReply, _Mapping]]] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ...) -> None: ...
+    end: RequestEnd
+    def __init__(self, number: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[GenerateReply, _Mapping]]] = ..., end: _Optional[_Union[RequestEnd, _Mapping]] = ...) -> None: ...
 
-class CallEnd(_message.Message):
+class RequestEnd(_message.Message):
     __slots__ = ("code", "message", "error")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]

@@ -1,4 +1,4 @@
-"""What is measured of one request, from its first byte to its last."""
+"""The measurements of one request, from its first byte to its last."""
 
 import logging
 import time
@@ -54,7 +54,7 @@ class RequestRecord:
         self._metrics.running.inc()
 
     def _came(self, index: int, count: int, now: float) -> None:
-        """Take note of so many new tokens of a choice."""
+        """Take note of a choice's `count` new tokens."""
         before = self._verified.get(index, 0)
         if before < COUNTED_TOKENS[-1]:
             self._reached("verified", self._verified, index, before + count)
@@ -82,7 +82,7 @@ class RequestRecord:
                 self._metrics.time_to_token(k, kind).observe(self._timeline.elapsed())
 
     def close(self, outcome: str, generation: Generation | None) -> tuple[int, int]:
-        """Take note of the end: the last byte has left, or nobody waits for it. Returns prompt and generated tokens."""
+        """Take note of the end: the last byte has left, or the client has. Returns prompt and generated tokens."""
         metrics = self._metrics
         (metrics.waiting if self._first_token is None else metrics.running).dec()
         metrics.outcomes[outcome].inc()

@@ -1,4 +1,4 @@
-"""What the router's metrics and its service discovery say of the workers."""
+"""The workers in the router's metrics and in its service discovery."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,9 +32,9 @@ def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
 def scrape_targets(
     pool: WorkerPool, router: str, *, vllm: bool, router_tls: bool, workers_tls: bool
 ) -> list[dict[str, Any]]:
-    """Who has metrics, in the form of Prometheus's HTTP service discovery.
+    """The targets of Prometheus, in the form of its HTTP service discovery.
 
-    router: this router's host:port as whoever asks has it. vllm: for vLLM's names, which prefill workers do not have;
+    router: this router's host:port as the caller has it. vllm: for vLLM's names, which prefill workers do not have;
     all targets are then one instance, since vLLM's dashboards look for requests where engines are. router_tls,
     workers_tls: whose metrics are behind TLS.
     """
@@ -52,7 +52,7 @@ def scrape_targets(
 
 
 def _addresses(pool: WorkerPool) -> Iterator[tuple[Worker, str]]:
-    """Where the metrics are of each worker that has said so: on its own host, at a port that it tells."""
+    """The metrics address of each worker that has reported a port."""
     for worker in pool.workers:
         if worker.answer is not None and worker.answer.metrics_port:
             yield worker, f"{worker.target.rpartition(':')[0]}:{worker.answer.metrics_port}"

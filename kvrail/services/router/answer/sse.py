@@ -17,11 +17,11 @@ KEEP_ALIVE = b"\n\n"
 leave nothing behind in clients that strip each read (decision 0020)."""
 
 
-class EventStream:
-    """Writes one response. As a context it begins by itself, unless `write` comes first; leaving it ends that.
+class SseStream:
+    """Writes one response. As a context manager it sends headers by itself, unless `write` does so first.
 
-    head_after_s: seconds until the headers leave, alone, where no event has come. Until then a failure can still have
-    a status. keep_alive_s: seconds of silence after which KEEP_ALIVE leaves; 0: never.
+    head_after_s: seconds until the headers leave alone, if no event has come. Until then a failure can still have a
+    status. keep_alive_s: seconds of silence after which KEEP_ALIVE leaves; 0: never.
     """
 
     def __init__(self, send: Send, *, head_after_s: float, keep_alive_s: float) -> None:
