@@ -17,13 +17,13 @@ from kvrail.runtime.tuning import compute_with
 from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fallback import LocalFallbacks
 from kvrail.services.decode.local import LocalPrefill
-from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
+from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, PrefillTarget
 from kvrail.services.decode.progress import Progress, Received
 from kvrail.services.decode.transfer import Fetch
 from kvrail.worker.budgets import helping_tokens
-from kvrail.worker.carriers import Carriers
 from kvrail.worker.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
 from kvrail.worker.process import Worker
+from kvrail.worker.transports import Transports
 
 logger = logging.getLogger("kvrail.decode")
 
@@ -55,7 +55,7 @@ class Fetcher:
         worker: Worker,
         settings: DecodeSettings,
         codecs: Codecs,
-        carriers: Carriers,
+        transports: Transports,
         asked_codec: str,
         first_codec: str,
         prefill_workers: PrefillWorkers,
@@ -63,7 +63,7 @@ class Fetcher:
         self._worker = worker
         self._silence_s = settings.transfer_timeout_s
         self._codecs = codecs
-        self._carriers = carriers
+        self._transports = transports
         self._asked_codec = asked_codec
         self._decoders = ThreadPoolExecutor(
             DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
@@ -90,10 +90,10 @@ class Fetcher:
         except CodecChoiceError as error:
             raise InvalidRequestError(str(error), param="codec") from None
 
-    async def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[Asked]:
+    async def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[PrefillTarget]:
         """Those of `workers`, host:port each, that the operator lets requests name; instances: of each, or none."""
         known = dict(zip(workers, instances, strict=False))
-        return [Asked(address, known.get(address, 0)) for address in await self._allowed.of(workers)]
+        return [PrefillTarget(address, known.get(address, 0)) for address in await self._allowed.of(workers)]
 
     def cache_space(self, codec: str) -> str:
         """Where the pages of a request of this codec, or AUTO, are shared: those that lost bits by themselves."""
@@ -104,7 +104,7 @@ class Fetcher:
         for name in self._codecs.exact:
             try:
                 self._chooser.costs[name] = await self._codecs.measured(
-                    name, self._worker.loaded, on_device=self._carriers.on_device
+                    name, self._worker.loaded, on_device=self._transports.on_device
                 )
             except CodecChoiceError as error:
                 logger.warning("codec %s leaves one out: %s", AUTO, error)
@@ -128,7 +128,7 @@ class Fetcher:
 
     async def fetch(
         self,
-        workers: Sequence[Asked],
+        workers: Sequence[PrefillTarget],
         codec_name: str,
         admitted: Admitted,
         progress: Progress,
@@ -196,7 +196,7 @@ class Fetcher:
 
     async def _fetch(
         self,
-        workers: Sequence[Asked],
+        workers: Sequence[PrefillTarget],
         codec_name: str,
         admitted: Admitted,
         progress: Progress,
@@ -211,7 +211,7 @@ class Fetcher:
         try:
             fetch = Fetch(
                 self._worker,
-                self._carriers,
+                self._transports,
                 self._decoders,
                 asked,
                 admitted,
@@ -234,7 +234,7 @@ class Fetcher:
             engine.release_lease(lease)
 
     async def _fetch_from(
-        self, worker: Asked, fetch: Fetch, progress: Progress, time_remaining: Callable[[], float | None]
+        self, worker: PrefillTarget, fetch: Fetch, progress: Progress, time_remaining: Callable[[], float | None]
     ) -> bool:
         """Whether one worker has filled the pages."""
         address, breaker = worker.address, self._breakers.of(worker)
@@ -262,7 +262,7 @@ class Fetcher:
             logger.warning("prefill worker %s failed: %s", address, error)
             if not isinstance(error, OverloadedError | DeadlineError):
                 breaker.failed(began)
-            if received.transport and not received.payload_bytes and len(self._carriers.all) > 1:
+            if received.transport and not received.payload_bytes and len(self._transports.all) > 1:
                 # Agreed upon, and nothing came: perhaps no way leads there.
                 self._avoided[address, received.transport] = now + AVOIDED_S
             return False
@@ -276,7 +276,7 @@ class Fetcher:
         metrics, received = self._worker.transfers, progress.received
         self._worker.engine.receive_kv(progress.request.request_id)
         progress.committed = True
-        progress.promise.received(address, received.numerics)
+        progress.invariance.received(address, received.numerics)
         if (exposed := progress.exposed_s()) is not None:
             metrics.exposed_seconds.observe(exposed)
         if received.lossy:
@@ -285,7 +285,7 @@ class Fetcher:
             metrics.codec_substituted(progress.asked_codec)
 
     def _offer(
-        self, name: str, workers: Sequence[Asked], asked: EngineRequest, admitted: Admitted, progress: Progress
+        self, name: str, workers: Sequence[PrefillTarget], asked: EngineRequest, admitted: Admitted, progress: Progress
     ) -> list[Codec]:
         """What a prefill worker may take, best first: codec `name`, for AUTO what suits the missing KV and the link.
 

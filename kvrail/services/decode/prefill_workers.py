@@ -99,7 +99,7 @@ def _is_address(host: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PrefillTarget:
     """A prefill worker that a request names: host:port, and which start of its process the router knows; 0: none."""
 
     address: str
@@ -112,7 +112,7 @@ class Breakers:
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, Breaker]] = {}
 
-    def of(self, worker: Asked) -> Breaker:
+    def of(self, worker: PrefillTarget) -> Breaker:
         """The breaker of this start of the worker."""
         instance, breaker = self._known.get(worker.address, (worker.instance, None))
         if breaker is None or instance != worker.instance:

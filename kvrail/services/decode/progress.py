@@ -15,7 +15,7 @@ from kvrail.engine.request.events import (
 from kvrail.engine.request.requests import EngineRequest
 from kvrail.runtime.breaker import Breaker
 from kvrail.services.decode.drafts import DraftLog
-from kvrail.services.decode.promise import Promise
+from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.trace import PROCESS, DecodeTrace
 from kvrail.telemetry.lifecycle import Stage, Timeline
 from kvrail.telemetry.spans import SpanLog
@@ -50,7 +50,7 @@ class Progress:
     """
 
     request: EngineRequest
-    promise: Promise
+    invariance: InvarianceTracker
     provisional: bool
     traced: bool = False
     trace: DecodeTrace | None = None
@@ -164,7 +164,7 @@ class Progress:
 
     def _numerics(self) -> str:
         prefill = self.received.numerics if self.prefill_worker else None
-        return "" if self._lossy() else self.promise.of(prefill, self.cached_tokens)
+        return "" if self._lossy() else self.invariance.of(prefill, self.cached_tokens)
 
     def _last_reply(self, event: Finished) -> decode_pb2.GenerateReply:
         received = self.received

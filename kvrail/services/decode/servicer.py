@@ -14,9 +14,9 @@ from kvrail.errors import WorkerUnavailableError
 from kvrail.rpc.errors import maps_errors
 from kvrail.runtime.logs import bound_request_id
 from kvrail.services.decode.fetching import Fetcher
-from kvrail.services.decode.prefill_workers import Asked
+from kvrail.services.decode.invariance import InvarianceTracker
+from kvrail.services.decode.prefill_workers import PrefillTarget
 from kvrail.services.decode.progress import Progress
-from kvrail.services.decode.promise import Promise
 from kvrail.services.decode.trace import DecodeTrace
 from kvrail.telemetry.lifecycle import Timeline
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
@@ -36,7 +36,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._fetcher = fetcher
         self._transports = transports
         self._withheld_codecs = withheld_codecs
-        self._promise = Promise(worker.numerics)
+        self._invariance = InvarianceTracker(worker.numerics)
         self._calls = itertools.count(1)  # a request that is asked for again must not meet its first call
 
     @maps_errors
@@ -75,12 +75,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             )
             timeline = Timeline()
             trace = DecodeTrace.begin(self._worker, request, timeline)
-            progress = Progress(asked, self._promise, request.provisional, request.trace, trace, timeline)
+            progress = Progress(asked, self._invariance, request.provisional, request.trace, trace, timeline)
             with trace.following(progress) if trace else contextlib.nullcontext():
                 await self._follow(progress, workers, codec, context)
 
     async def _follow(
-        self, progress: Progress, workers: Sequence[Asked], codec: str, context: grpc.aio.ServicerContext
+        self, progress: Progress, workers: Sequence[PrefillTarget], codec: str, context: grpc.aio.ServicerContext
     ) -> None:
         """Have the engine generate, and tell the caller what comes of it."""
         asked = progress.request

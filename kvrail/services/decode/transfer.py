@@ -24,7 +24,7 @@ from kvrail.transfer.guard import Transfer
 from kvrail.transfer.receiving import PageReceiver
 from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import block_spec, first_recent_page
-from kvrail.transport.base import Inlet, Peer
+from kvrail.transport.base import PayloadReceiver, Peer
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.checks import check_name
 from kvrail.wire.convert import (
@@ -35,10 +35,10 @@ from kvrail.wire.convert import (
     spans_from_proto,
 )
 from kvrail.wire.v1 import prefill_pb2
-from kvrail.worker.carriers import Carriers
 from kvrail.worker.observing import ReceivedKV
 from kvrail.worker.pages import LeasedPages
 from kvrail.worker.process import Worker
+from kvrail.worker.transports import Transports
 
 logger = logging.getLogger("kvrail.decode")
 
@@ -52,7 +52,7 @@ class Fetch:
     def __init__(
         self,
         worker: Worker,
-        carriers: Carriers,
+        transports: Transports,
         executor: Executor,
         request: EngineRequest,
         admitted: Admitted,
@@ -64,7 +64,7 @@ class Fetch:
         silence_s: float,
     ) -> None:
         self._worker = worker
-        self._carriers = carriers
+        self._transports = transports
         self._executor = executor
         self._request = request
         self._lease = lease
@@ -100,12 +100,12 @@ class Fetch:
         key = secrets.randbits(64)
         request = self._prefill_request(link_bytes_per_s, key, avoided)
         async with client.prefill(request, timeout_s=timeout_s) as call:
-            inlet: Inlet | None = None
+            payload_receiver: PayloadReceiver | None = None
             first: asyncio.Task[None] | None = None
             try:
-                inlet = await self._agree(call, client.host, key)
+                payload_receiver = await self._agree(call, client.host, key)
                 first = asyncio.create_task(self._take_first_tokens(call))
-                await self._receive(call, inlet)
+                await self._receive(call, payload_receiver)
                 await unless_silent(first, self._silence_s)
                 self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
                 self._timeline.mark(Stage.KV_COMPLETE)
@@ -116,7 +116,7 @@ class Fetch:
                 if first is not None:
                     first.cancel()
                     await asyncio.wait([first])
-                await self._close(inlet, call, client.host, key)
+                await self._close(payload_receiver, call, client.host, key)
 
     async def _hear_out(self, call: PrefillCall) -> None:
         """Follow the call to its end, and put the prefill worker's spans beside those made here."""
@@ -129,20 +129,24 @@ class Fetch:
         if self._spans is not None and zero is not None:
             self._spans.adopt(spans_from_proto(call.spans), zero)
 
-    async def _close(self, inlet: Inlet | None, call: PrefillCall, host: str, key: int) -> None:
+    async def _close(self, payload_receiver: PayloadReceiver | None, call: PrefillCall, host: str, key: int) -> None:
         """Close the way, opened or not: what was sent before it was opened must not wait for ever at the sender."""
         accepted = call.accepted_already
-        if inlet is None and accepted is not None:
+        if payload_receiver is None and accepted is not None:
             try:
-                inlet = await self._carriers.get(accepted.transport).inlet(Peer(accepted.transport_address, host), key)
+                payload_receiver = await self._transports.get(accepted.transport).receiver(
+                    Peer(accepted.transport_address, host), key
+                )
             except KvrailError:
                 return
-        if inlet is not None:
-            await inlet.aclose()
+        if payload_receiver is not None:
+            await payload_receiver.aclose()
 
     def _prefill_request(self, link_bytes_per_s: int, key: int, avoided: Collection[str]) -> prefill_pb2.PrefillRequest:
         loaded = self._worker.loaded
-        offered = [carrier for carrier in self._carriers.all if carrier.name not in avoided] or self._carriers.all
+        offered = [
+            transport for transport in self._transports.all if transport.name not in avoided
+        ] or self._transports.all
         return prefill_pb2.PrefillRequest(
             request_id=self._request.caller_id,
             prompt_token_ids=self._request.prompt_ids,
@@ -160,9 +164,9 @@ class Fetch:
                 ],
                 transports=[
                     prefill_pb2.OfferedTransport(
-                        name=carrier.name, address=carrier.address, on_device=carrier.on_device
+                        name=transport.name, address=transport.address, on_device=transport.on_device
                     )
-                    for carrier in offered
+                    for transport in offered
                 ],
                 transfer_key=key,
                 held_pages=self._held_pages,
@@ -171,7 +175,7 @@ class Fetch:
             ),
         )
 
-    async def _agree(self, call: PrefillCall, host: str, key: int) -> Inlet:
+    async def _agree(self, call: PrefillCall, host: str, key: int) -> PayloadReceiver:
         """Check the other end's choice and open the way on which payloads will come."""
         accepted = await unless_silent(call.accepted(), self._silence_s)
         self._timeline.mark(Stage.PREFILL_QUEUED)
@@ -184,18 +188,18 @@ class Fetch:
                 f" codec {' or '.join(map(repr, self._codecs))} and {num_pages} pages from {self._held_pages}"
             )
         check_name("numerics", accepted.numerics)
-        carrier = self._carriers.get(accepted.transport)
+        transport = self._transports.get(accepted.transport)
         received = self._received
-        received.codec, received.lossy, received.transport = codec.name, not codec.exact, carrier.name
+        received.codec, received.lossy, received.transport = codec.name, not codec.exact, transport.name
         received.numerics = accepted.numerics
-        inlet = carrier.inlet(Peer(accepted.transport_address, host), key)
-        return await unless_silent(inlet, self._silence_s)
+        payload_receiver = transport.receiver(Peer(accepted.transport_address, host), key)
+        return await unless_silent(payload_receiver, self._silence_s)
 
     def _num_pages(self) -> int:
         """How many are missing here."""
         return self._worker.loaded.layout.pages_for(len(self._request.prompt_ids)) - self._held_pages
 
-    async def _receive(self, call: PrefillCall, inlet: Inlet) -> None:
+    async def _receive(self, call: PrefillCall, payload_receiver: PayloadReceiver) -> None:
         """Have all pages written."""
         codec, layout = self._codecs[self._received.codec], self._worker.loaded.layout
         transfer = Transfer(
@@ -211,7 +215,7 @@ class Fetch:
             transfer, codec, self._pages, self._executor, observer, self._silence_s, self._begin_drafting
         )
         call.on_heartbeat = receiver.not_silent
-        await receiver.run(call.announced, inlet)
+        await receiver.run(call.announced, payload_receiver)
 
     def _begin_drafting(self) -> None:
         """The pages hold a coarse form of the KV."""

@@ -5,22 +5,22 @@ from dataclasses import dataclass
 from kvrail.codec.base import Codec
 from kvrail.config.settings import flag_name
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
-from kvrail.transport.base import Carrier, Peer
+from kvrail.transport.base import Peer, Transport
 from kvrail.values.layout import KVLayout
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import check_request_id, layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
-from kvrail.worker.carriers import Carriers
 from kvrail.worker.codecs import Codecs
 from kvrail.worker.process import Worker
+from kvrail.worker.transports import Transports
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Codec and carrier of one transfer; peer: the receiver's carrier. on_device: payloads stay on the GPUs."""
+    """Codec and transport of one transfer; peer: the receiver's transport. on_device: payloads stay on the GPUs."""
 
     codec: Codec
-    carrier: Carrier
+    transport: Transport
     peer: Peer
     key: int
     on_device: bool
@@ -28,7 +28,7 @@ class Agreement:
 
 
 def agree(
-    worker: Worker, codecs: Codecs, carriers: Carriers, request: prefill_pb2.PrefillRequest, host: str
+    worker: Worker, codecs: Codecs, transports: Transports, request: prefill_pb2.PrefillRequest, host: str
 ) -> Agreement:
     """Choose codec and transport. host: the receiver's, as its call came from it.
 
@@ -40,9 +40,9 @@ def agree(
     _same("model fingerprint", theirs.model_fingerprint, loaded.fingerprint)
     _same_layout(layout_from_proto(theirs.layout), loaded.layout)
     codec = _agree_on_codec(codecs, theirs)
-    offered = {transport.name: transport for transport in theirs.transports}
-    carrier = carriers.get(_first_known("transport", list(offered), carriers.names))
-    transport = offered[carrier.name]
+    offered = {each.name: each for each in theirs.transports}
+    transport = transports.get(_first_known("transport", list(offered), transports.names))
+    peer_transport = offered[transport.name]
     page_count = loaded.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
     if page_count < 1:
         raise InvalidRequestError(
@@ -52,15 +52,15 @@ def agree(
     accepted = prefill_pb2.Accepted(
         protocol_version=PROTOCOL_VERSION,
         codec=codec.name,
-        transport=carrier.name,
+        transport=transport.name,
         first_page=theirs.held_pages,
         page_count=page_count,
-        transport_address=carrier.address,
+        transport_address=transport.address,
         numerics=worker.numerics,
     )
-    on_device = codec.device_payloads and carrier.on_device and transport.on_device
-    peer = Peer(transport.address, host)
-    return Agreement(codec, carrier, peer, theirs.transfer_key, on_device, accepted)
+    on_device = codec.device_payloads and transport.on_device and peer_transport.on_device
+    peer = Peer(peer_transport.address, host)
+    return Agreement(codec, transport, peer, theirs.transfer_key, on_device, accepted)
 
 
 def _same(what: str, theirs: object, ours: object) -> None:

@@ -1,4 +1,4 @@
-"""What both ends of one attempt need of their carrier."""
+"""What both ends of one attempt need of their transport."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrail.errors import TransferAbortedError
-from kvrail.transport.ucx.links import Link
+from kvrail.transport.ucx.endpoints import Endpoint
 from kvrail.transport.ucx.tags import DIRECTION_MASK, Kind, tag
 from kvrail.transport.ucx.worker import Operation, UcxWorker
 
@@ -23,7 +23,7 @@ class Attempt:
     """One end's share of an attempt at a transfer."""
 
     worker: UcxWorker
-    link: Link
+    endpoint: Endpoint
     key: int
     grace_s: float
     count: Callable[[int], None]
@@ -33,13 +33,13 @@ class Attempt:
 
     def send(self, buffer: Any, kind: Kind, number: int = 0) -> Operation:
         """Send a message of this attempt. Raises TransferAbortedError where the link was cut."""
-        if not self.link.alive:
+        if not self.endpoint.alive:
             raise TransferAbortedError("the other end is gone: its endpoint was cut")
-        return self.worker.send(self.link.endpoint, buffer, tag(self.key, kind, number))
+        return self.worker.send(self.endpoint.handle, buffer, tag(self.key, kind, number))
 
     def receive(self, buffer: Any, kind: Kind, number: int = 0) -> Operation:
         """Receive a message of this attempt."""
-        return self.worker.receive(self.link.endpoint, buffer, tag(self.key, kind, number))
+        return self.worker.receive(self.endpoint.handle, buffer, tag(self.key, kind, number))
 
     def end(self, kind: Kind, number: int = 0) -> None:
         """End a receive that nothing has matched."""

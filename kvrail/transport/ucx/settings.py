@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class UcxSettings:
-    """Settings of one carrier. A variable `UCX_…` of the environment overrules what stands here."""
+    """Settings of one transport. A variable `UCX_…` of the environment overrules what stands here."""
 
     transports: str = "tcp,cma,self"
     """UCX's transports in host memory. Tags travel over tcp, which notices a peer's death; large payloads within one

@@ -88,13 +88,13 @@ class UcxWorker:
         there = self._library.api.UCXAddress.create_from_buffer(address)
         return self._worker.create_endpoint_from_worker_address(there, endpoint_error_handling=peer_failure)
 
-    def send(self, endpoint: Any, buffer: Any, tag: int) -> Operation:
+    def send(self, handle: Any, buffer: Any, tag: int) -> Operation:
         """Send bytes or a CUDA tensor."""
-        return self._begin(endpoint.tag_send, buffer, tag)
+        return self._begin(handle.tag_send, buffer, tag)
 
-    def receive(self, endpoint: Any, buffer: Any, tag: int) -> Operation:
+    def receive(self, handle: Any, buffer: Any, tag: int) -> Operation:
         """Receive into a buffer; ends with an error, too, where the endpoint fails before a message has matched."""
-        return self._begin(endpoint.tag_recv, buffer, tag)
+        return self._begin(handle.tag_recv, buffer, tag)
 
     def end(self, tag: int) -> None:
         """End a receive that no message has matched, by one without content.
@@ -156,8 +156,8 @@ class UcxWorker:
             if state == states.Ready:
                 try:
                     self._loop.call_soon_threadsafe(self._worker.run_request_notifier)
-                except RuntimeError:  # the loop was closed before the carrier
-                    logger.warning("the event loop of transport ucx ended before its carrier was closed")
+                except RuntimeError:  # the loop was closed before the transport
+                    logger.warning("the event loop of transport ucx ended before its transport was closed")
                     return
 
     def _stop(self) -> None:

@@ -10,11 +10,11 @@ from kvrail.errors import FrameError, TransferAbortedError, reason_of
 from kvrail.runtime.waiting import settled
 from kvrail.transport.base import Payload
 from kvrail.transport.regions import PooledRegion, RegionPool
-from kvrail.transport.sockets.lane import Lane
-from kvrail.transport.sockets.messages import SIZE
-from kvrail.transport.sockets.stream import Stream
+from kvrail.transport.tcp.connection import Connection
+from kvrail.transport.tcp.messages import SIZE
+from kvrail.transport.tcp.stream import Stream
 
-NO_DEVICE = "the transport grpc carries payloads in host memory only; copy the payload to the host before"
+NO_DEVICE = "the transport tcp carries payloads in host memory only; copy the payload to the host before"
 
 _NO_SIZE = b"\xff" * SIZE.size  # no payload has it: none has come
 
@@ -28,15 +28,15 @@ def _host_view(payload: Payload) -> memoryview:
     return payload.cast("B")
 
 
-class SocketOutlet:
+class TcpSender:
     """The sending end of one attempt. Its connection comes with `connect`, from the listener."""
 
     def __init__(
-        self, forget: Callable[[], None], linger: Callable[[Lane], None], wait_s: float, silence_s: float
+        self, forget: Callable[[], None], linger: Callable[[Connection], None], wait_s: float, silence_s: float
     ) -> None:
         """wait_s: how long the receiver may take to come; silence_s: to ask for a payload that waits for it."""
         self._forget, self._linger, self._wait_s, self._silence_s = forget, linger, wait_s, silence_s
-        self._lane: asyncio.Future[Lane] = asyncio.get_running_loop().create_future()
+        self._connection: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
         self._turn = asyncio.Lock()
         self._failure = ""
         self._ended = self._lingers = False
@@ -44,11 +44,11 @@ class SocketOutlet:
     @property
     def connected(self) -> bool:
         """Whether a receiver has proved itself."""
-        return self._lane.done()
+        return self._connection.done()
 
-    def connect(self, lane: Lane) -> None:
+    def connect(self, connection: Connection) -> None:
         """Take the connection of the receiver."""
-        self._lane.set_result(lane)
+        self._connection.set_result(connection)
 
     async def send(self, payload: Payload) -> None:
         """Send the next payload once the receiver has room for it. Cancelled, it ends the attempt.
@@ -64,9 +64,9 @@ class SocketOutlet:
 
         try:
             async with self._turn:  # calls that wait for the connection keep their order
-                lane = await self._connection()
-                sent = lane.run(job)
-            await lane.wait(sent)
+                connection = await self._wait_connected()
+                sent = connection.run(job)
+            await connection.wait(sent)
         except asyncio.CancelledError:
             self._end("a send was cancelled")
             raise
@@ -81,35 +81,35 @@ class SocketOutlet:
     async def aclose(self) -> None:
         """Give up what is under way. Payloads for which `send` returned still arrive."""
         self._forget()
-        if not self._lane.done() or self._lane.exception() is not None:
+        if not self._connection.done() or self._connection.exception() is not None:
             self._end("the sender gave up")
             return
-        lane = self._lane.result()
-        if lane.idle and not self._ended:
+        connection = self._connection.result()
+        if connection.idle and not self._ended:
             self._failure = self._failure or "the sender has ended"
             self._ended = self._lingers = True
-            self._linger(lane)
+            self._linger(connection)
         if not self._lingers:
             self._end("the sender gave up")
-            await lane.aclose()
+            await connection.aclose()
 
     def _end(self, why: str) -> None:
         self._failure = self._failure or why
         self._ended = True
-        if not self._lane.done():
-            self._lane.set_exception(TransferAbortedError(self._failure))
-            self._lane.exception()
-        elif self._lane.exception() is None:
-            self._lane.result().stream.shutdown()
+        if not self._connection.done():
+            self._connection.set_exception(TransferAbortedError(self._failure))
+            self._connection.exception()
+        elif self._connection.exception() is None:
+            self._connection.result().stream.shutdown()
 
-    async def _connection(self) -> Lane:
-        if not self._lane.done():
-            await asyncio.wait((self._lane,), timeout=self._wait_s)
-            if not self._lane.done():
+    async def _wait_connected(self) -> Connection:
+        if not self._connection.done():
+            await asyncio.wait((self._connection,), timeout=self._wait_s)
+            if not self._connection.done():
                 self._end(f"the receiver opened no data connection within {self._wait_s:g} s; is the port reachable?")
         if self._failure:
             raise TransferAbortedError(self._failure)
-        return self._lane.result()
+        return self._connection.result()
 
 
 def _send(stream: Stream, view: memoryview, silence_s: float) -> int:
@@ -126,11 +126,11 @@ def _send(stream: Stream, view: memoryview, silence_s: float) -> int:
     return int(asked)
 
 
-class SocketInlet:
+class TcpReceiver:
     """The receiving end of one attempt."""
 
-    def __init__(self, lane: Lane, pool: RegionPool) -> None:
-        self._lane, self._pool = lane, pool
+    def __init__(self, connection: Connection, pool: RegionPool) -> None:
+        self._connection, self._pool = connection, pool
         self._turn = asyncio.Lock()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure = ""
@@ -149,7 +149,7 @@ class SocketInlet:
             async with self._turn:  # regions, grants and payloads in the order of the calls
                 region = await self._room(size)
                 arrived = self._ask(size, region, length)
-            await self._lane.wait(arrived)
+            await self._connection.wait(arrived)
             _check_length(length, size)
             return region
         except BaseException as error:  # noqa: BLE001 - it ends the attempt, and is raised
@@ -161,7 +161,7 @@ class SocketInlet:
     async def aclose(self) -> None:
         """Give up what is under way. When this returns, nothing is written into a region any more."""
         self._end("the receiver gave up")
-        await self._lane.aclose()
+        await self._connection.aclose()
 
     def _ask(self, size: int, region: PooledRegion, length: bytearray) -> asyncio.Future[None]:
         """Let the payload come: its size into `length`, itself into the region."""
@@ -173,8 +173,8 @@ class SocketInlet:
             stream.receive(view, begun=True)
             region.flight_s = perf_counter() - begin
 
-        self._lane.stream.post(SIZE.pack(size))
-        return self._lane.run(job)
+        self._connection.stream.post(SIZE.pack(size))
+        return self._connection.run(job)
 
     async def _room(self, size: int) -> PooledRegion:
         """A region, unless the attempt ends before there is one."""
@@ -212,7 +212,7 @@ class SocketInlet:
 
     def _end(self, why: str) -> None:
         self._failure = self._failure or why
-        self._lane.stream.shutdown()
+        self._connection.stream.shutdown()
         if not self._over.done():
             self._over.set_result(None)
 

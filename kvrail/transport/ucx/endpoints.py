@@ -19,19 +19,19 @@ _ATTEMPTS = 4
 """UCXX cancels what is under way and closes, trying so often, each so long."""
 
 
-class Link:
-    """One endpoint. A peer that restarts has another address, hence another link."""
+class Endpoint:
+    """One endpoint. A peer that restarts has another address, hence another endpoint."""
 
-    def __init__(self, address: UcxAddress, endpoint: Any) -> None:
+    def __init__(self, address: UcxAddress, handle: Any) -> None:
         self.address = address
-        self.endpoint = endpoint
+        self.handle = handle
         self.users = 0
         self._closing: asyncio.Task[None] | None = None
 
     @property
     def alive(self) -> bool:
         """Whether payloads can be sent: neither closed nor known to have lost its peer."""
-        return self._closing is None and self.endpoint is not None and bool(self.endpoint.alive)
+        return self._closing is None and self.handle is not None and bool(self.handle.alive)
 
     async def cut(self) -> None:
         """Close by force: every operation through this endpoint ends, other attempts' too."""
@@ -40,54 +40,54 @@ class Link:
         await asyncio.shield(self._closing)
 
     def _close(self) -> None:
-        self.endpoint.remove_close_callback()
+        self.handle.remove_close_callback()
         try:
-            self.endpoint.close_blocking(period=_PERIOD_NS, max_attempts=_ATTEMPTS)
-        except Exception as error:  # noqa: BLE001 what UCXX raises; what is still under way goes into quarantine
+            self.handle.close_blocking(period=_PERIOD_NS, max_attempts=_ATTEMPTS)
+        except Exception as error:  # noqa: BLE001 what UCXX raises; what is still under way goes to the retired buffers
             logger.warning("an endpoint of transport ucx did not close: %s", reason_of(error))
-        self.endpoint = None  # it would keep the worker alive, for as long as an attempt remembers it
+        self.handle = None  # it would keep the worker alive, for as long as an attempt remembers it
 
 
-class Links:
+class Endpoints:
     """All endpoints of a worker. Belongs to one event loop."""
 
     def __init__(self, worker: UcxWorker, *, peer_failure: bool) -> None:
         self._worker = worker
         self._peer_failure = peer_failure
         self._loop = asyncio.get_running_loop()
-        self._links: dict[bytes, Link] = {}  # the one used last stands last
+        self._endpoints: dict[bytes, Endpoint] = {}  # the one used last stands last
         self._cuts: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._links) + len(self._cuts)
+        return len(self._endpoints) + len(self._cuts)
 
-    def hold(self, address: UcxAddress) -> Link:
-        """The link to a peer, made where there is none; `release` ends the hold. Raises one of the worker's errors."""
+    def hold(self, address: UcxAddress) -> Endpoint:
+        """A peer's endpoint, made where there is none; `release` ends the hold. Raises one of the worker's errors."""
         self._worker.sweep(HELLO, EXACT)
-        link = self._links.pop(address.worker, None)
-        if link is not None and not link.alive:
-            self._drop(link)
-            link = None
-        if link is None:
-            endpoint = self._worker.connect(address.worker, peer_failure=self._peer_failure)
-            endpoint.set_close_callback(self._lost)
+        endpoint = self._endpoints.pop(address.worker, None)
+        if endpoint is not None and not endpoint.alive:
+            self._drop(endpoint)
+            endpoint = None
+        if endpoint is None:
+            handle = self._worker.connect(address.worker, peer_failure=self._peer_failure)
+            handle.set_close_callback(self._lost)
             # Connects: whoever waits for this peer is told if it is not there, or goes.
-            self._worker.send(endpoint, bytearray(1), HELLO)
-            link = Link(address, endpoint)
-        self._links[address.worker] = link
-        link.users += 1
-        return link
+            self._worker.send(handle, bytearray(1), HELLO)
+            endpoint = Endpoint(address, handle)
+        self._endpoints[address.worker] = endpoint
+        endpoint.users += 1
+        return endpoint
 
-    def release(self, link: Link) -> None:
+    def release(self, endpoint: Endpoint) -> None:
         """One attempt less uses it."""
-        link.users -= 1
+        endpoint.users -= 1
         self._reap()
 
     async def aclose(self) -> None:
         """Close all."""
-        for link in self._links.values():
-            self._drop(link)
-        self._links.clear()
+        for endpoint in self._endpoints.values():
+            self._drop(endpoint)
+        self._endpoints.clear()
         if self._cuts:
             await asyncio.wait(self._cuts)
 
@@ -97,16 +97,16 @@ class Links:
             self._loop.call_soon_threadsafe(self._reap)
 
     def _reap(self) -> None:
-        """Close the links without a user that have lost their peer, and the oldest of too many."""
-        idle = [link for link in self._links.values() if link.users == 0]
-        gone = [link for link in idle if not link.alive]
-        kept = [link for link in idle if link.alive]
-        for link in gone + kept[: max(0, len(kept) - MAX_IDLE)]:
-            del self._links[link.address.worker]
-            self._drop(link)
+        """Close the endpoints without a user that have lost their peer, and the oldest of too many."""
+        idle = [endpoint for endpoint in self._endpoints.values() if endpoint.users == 0]
+        gone = [endpoint for endpoint in idle if not endpoint.alive]
+        kept = [endpoint for endpoint in idle if endpoint.alive]
+        for endpoint in gone + kept[: max(0, len(kept) - MAX_IDLE)]:
+            del self._endpoints[endpoint.address.worker]
+            self._drop(endpoint)
 
-    def _drop(self, link: Link) -> None:
-        task = self._loop.create_task(link.cut())
+    def _drop(self, endpoint: Endpoint) -> None:
+        task = self._loop.create_task(endpoint.cut())
         self._cuts.add(task)
         task.add_done_callback(_logged(self._cuts.discard))
 

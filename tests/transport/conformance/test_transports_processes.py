@@ -1,14 +1,14 @@
-"""What holds for every carrier where the other end is another process: it works, dies, stops and comes back."""
+"""What holds for every transport where the other end is another process: it works, dies, stops and comes back."""
 
 import asyncio
 import contextlib
 
 import pytest
+from tests.transport.conformance.conftest import held, until
+from tests.transport.conformance.peer import HOST, PeerProcess, pattern
 
 from kvrail.errors import TransferAbortedError
 from kvrail.transport.base import Peer
-from tests.transport.carriers.conftest import held, until
-from tests.transport.carriers.peer import HOST, PeerProcess, pattern
 
 SIZE = 256 << 20
 CLOSE_S = 20
@@ -37,16 +37,16 @@ def peer_of(kind, pool_bytes=1 << 20):
 
 @contextlib.asynccontextmanager
 async def receiving(ends, peer, key, size=SIZE):
-    """An inlet and its first `receive`, with the sender elsewhere."""
+    """A receiver and its first `receive`, with the sender elsewhere."""
     peer.address = await peer.says()
     peer.order("send", ends.receiver.address, key, size)
     assert await peer.says() == "ready"
-    inlet = await ends.receiver.inlet(Peer(peer.address, HOST), key)
-    task = asyncio.create_task(ends.receive(inlet, size))
+    payload_receiver = await ends.receiver.receiver(Peer(peer.address, HOST), key)
+    task = asyncio.create_task(ends.receive(payload_receiver, size))
     try:
-        yield inlet, task
+        yield payload_receiver, task
     finally:
-        await inlet.aclose()
+        await payload_receiver.aclose()
 
 
 async def begun(pool):
@@ -57,7 +57,7 @@ async def begun(pool):
 
 
 async def ends_aborted(task, kind, end):
-    """The task ends by itself where the carrier notices; else once its end is closed, in bounded time."""
+    """The task ends by itself where the transport notices; else once its end is closed, in bounded time."""
     if kind.notices_death:
         await asyncio.wait((task,), timeout=CLOSE_S)
         assert task.done()
@@ -75,12 +75,12 @@ async def test_a_payload_from_and_to_another_process(ends):
             assert ends.kind.read(region) == pattern(size)
             region.release()
         assert await peer.says() == "done"
-        outlet = await ends.sender.outlet(Peer(peer.address, HOST), 2)
+        payload_sender = await ends.sender.sender(Peer(peer.address, HOST), 2)
         peer.order("receive", ends.sender.address, 2, size)
         assert await peer.says() == "ready"
-        await outlet.send(ends.kind.payload(pattern(size)))
+        await payload_sender.send(ends.kind.payload(pattern(size)))
         assert await peer.says() == "done"
-        await outlet.aclose()
+        await payload_sender.aclose()
         await peer.close()
 
 
@@ -89,12 +89,12 @@ async def test_the_sender_is_killed_in_the_middle(ends):
         pytest.skip("the payload is read from the sender's memory, whatever the sender does; see tests/transport/ucx")
     for key in range(2):
         with peer_of(ends.kind) as peer:
-            async with receiving(ends, peer, key) as (inlet, task):
+            async with receiving(ends, peer, key) as (payload_receiver, task):
                 await begun(ends.pool)
                 peer.stop()
                 assert not ends.pool.buffer[-1], "the whole payload came before the sender could be stopped"
                 peer.kill()
-                await ends_aborted(task, ends.kind, inlet)
+                await ends_aborted(task, ends.kind, payload_receiver)
         ends.kind.wipe(ends.pool.buffer)
     payload = pattern(1 << 20)
     assert await ends.transfer(9, [payload]) == [payload]
@@ -104,12 +104,12 @@ async def test_the_sender_stands_still_and_is_given_up(ends):
     if not ends.kind.needs_peer:
         pytest.skip("the payload is read from the sender's memory, whatever the sender does; see tests/transport/ucx")
     with peer_of(ends.kind) as peer:
-        async with receiving(ends, peer, 1) as (inlet, task):
+        async with receiving(ends, peer, 1) as (payload_receiver, task):
             await begun(ends.pool)
             peer.stop()
             assert not ends.pool.buffer[-1], "the whole payload came before the sender could be stopped"
             async with asyncio.timeout(CLOSE_S):
-                await inlet.aclose()
+                await payload_receiver.aclose()
             with pytest.raises(TransferAbortedError):
                 await task
             assert ends.pool.free_bytes == SIZE
@@ -122,31 +122,31 @@ async def test_the_sender_stands_still_and_is_given_up(ends):
 
 @contextlib.asynccontextmanager
 async def sending_to_one_that_stopped(ends):
-    """The peer, an outlet and its first `send`, in whose middle the peer was stopped."""
+    """The peer, a sender and its first `send`, in whose middle the peer was stopped."""
     if ends.kind.on_device:
         pytest.skip("the whole payload leaves a GPU before the receiver could be stopped; see tests/gpu/test_ucx.py")
     with peer_of(ends.kind, SIZE) as peer:
-        outlet = await ends.sender.outlet(Peer(await peer.says(), HOST), 1)
-        sending = ends.sending(outlet, pattern(SIZE))
+        payload_sender = await ends.sender.sender(Peer(await peer.says(), HOST), 1)
+        sending = ends.sending(payload_sender, pattern(SIZE))
         peer.order("receive", ends.sender.address, 1, SIZE)
         assert await peer.says() == "ready"
         await asyncio.sleep(0.02)
         peer.stop()
         assert not sending.done(), "the whole payload left before the receiver could be stopped"
-        yield peer, outlet, sending
+        yield peer, payload_sender, sending
 
 
 async def test_the_receiver_is_killed_in_the_middle(ends):
-    async with sending_to_one_that_stopped(ends) as (peer, outlet, sending):
+    async with sending_to_one_that_stopped(ends) as (peer, payload_sender, sending):
         peer.kill()
-        await ends_aborted(sending, ends.kind, outlet)
+        await ends_aborted(sending, ends.kind, payload_sender)
     assert await ends.transfer(2, [b"after"]) == [b"after"]
 
 
 async def test_the_receiver_stands_still_and_is_given_up(ends):
-    async with sending_to_one_that_stopped(ends) as (peer, outlet, sending):
+    async with sending_to_one_that_stopped(ends) as (peer, payload_sender, sending):
         async with asyncio.timeout(CLOSE_S):
-            await outlet.aclose()
+            await payload_sender.aclose()
         with pytest.raises(TransferAbortedError):
             await sending
         peer.go_on()

@@ -1,4 +1,4 @@
-"""The carrier: one UCX worker, its endpoints, its pools, and the attempts that use them."""
+"""The transport: one UCX worker, its endpoints, its pools, and the attempts that use them."""
 
 import asyncio
 import logging
@@ -12,10 +12,10 @@ from kvrail.transport.base import Peer
 from kvrail.transport.regions import RegionPool
 from kvrail.transport.ucx.address import UcxAddress, device_uuid
 from kvrail.transport.ucx.attempt import Attempt
-from kvrail.transport.ucx.inlet import Pools, UcxInlet
-from kvrail.transport.ucx.links import Link, Links
-from kvrail.transport.ucx.outlet import UcxOutlet
-from kvrail.transport.ucx.quarantine import Quarantine
+from kvrail.transport.ucx.endpoints import Endpoint, Endpoints
+from kvrail.transport.ucx.receiver import Pools, UcxReceiver
+from kvrail.transport.ucx.retired import RetiredBuffers
+from kvrail.transport.ucx.sender import UcxSender
 from kvrail.transport.ucx.settings import UcxSettings
 from kvrail.transport.ucx.tags import shorten
 from kvrail.transport.ucx.worker import UcxWorker
@@ -26,8 +26,8 @@ _KEYS = 4096
 """So many keys are remembered, that none is used twice."""
 
 
-class UcxCarrier:
-    """Payloads by UCX; made with `start`. See `Carrier` for what each member owes."""
+class UcxTransport:
+    """Payloads by UCX; made with `start`. See `Transport` for what each member owes."""
 
     name = "ucx"
 
@@ -41,8 +41,8 @@ class UcxCarrier:
         silence_s: float,
     ) -> None:
         self._worker, self._pools, self._grace_s, self._silence_s = worker, pools, grace_s, silence_s
-        self._links = Links(worker, peer_failure=settings.peer_failure)
-        self._quarantine = Quarantine(pools.host.buffer.numel() // 4)
+        self._endpoints = Endpoints(worker, peer_failure=settings.peer_failure)
+        self._retired = RetiredBuffers(pools.host.buffer.numel() // 4)
         self._keys: dict[int, None] = {}  # in the order of their use
         self._tasks: set[asyncio.Task[None]] = set()
         self.address = address
@@ -59,7 +59,7 @@ class UcxCarrier:
         settings: UcxSettings | None = None,
         grace_s: float = 5.0,
         silence_s: float = 60.0,
-    ) -> "UcxCarrier":
+    ) -> "UcxTransport":
         """Start UCX and take the pools.
 
         They have `host_bytes` of host memory, pinned where `device` is given, and `device_bytes` on it. `grace_s` is
@@ -97,22 +97,22 @@ class UcxCarrier:
     @property
     def endpoints(self) -> int:
         """Endpoints that are open."""
-        return len(self._links)
+        return len(self._endpoints)
 
     @property
-    def quarantined_bytes(self) -> int:
+    def retired_bytes(self) -> int:
         """Bytes of the pools that UCX holds though their endpoint has been closed."""
-        return self._quarantine.held_bytes
+        return self._retired.held_bytes
 
-    async def outlet(self, peer: Peer, key: int) -> UcxOutlet:
+    async def sender(self, peer: Peer, key: int) -> UcxSender:
         """The sending end of attempt `key`. Raises TransferAbortedError where the peer cannot be reached."""
         address = UcxAddress.unpack(peer.address)
-        link = self._hold(address, TransferAbortedError)
+        endpoint = self._hold(address, TransferAbortedError)
         on_device = self.on_device and address.device is not None
-        attempt = self._attempt(link, key, self._count_sent)
-        return UcxOutlet(attempt, on_device=on_device, silence_s=self._silence_s)
+        attempt = self._attempt(endpoint, key, self._count_sent)
+        return UcxSender(attempt, on_device=on_device, silence_s=self._silence_s)
 
-    async def inlet(self, peer: Peer, key: int) -> UcxInlet:
+    async def receiver(self, peer: Peer, key: int) -> UcxReceiver:
         """The receiving end of attempt `key`, which must be new.
 
         Raises WorkerUnavailableError where the peer cannot be reached, TransferAbortedError where the key was used.
@@ -120,43 +120,43 @@ class UcxCarrier:
         short = shorten(key)
         if short in self._keys:
             raise TransferAbortedError(f"the key {key:#x} has been used; draw 64 random bits")
-        link = self._hold(UcxAddress.unpack(peer.address), WorkerUnavailableError)
+        endpoint = self._hold(UcxAddress.unpack(peer.address), WorkerUnavailableError)
         self._keys[short] = None
         if len(self._keys) > _KEYS:
             del self._keys[next(iter(self._keys))]
-        return UcxInlet(self._attempt(link, key, self._count_received), self._pools, self._quarantine)
+        return UcxReceiver(self._attempt(endpoint, key, self._count_received), self._pools, self._retired)
 
     async def aclose(self) -> None:
-        """Close everything; outlets and inlets have been closed before."""
+        """Close everything; senders and receivers have been closed before."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await self._links.aclose()
+        await self._endpoints.aclose()
         await self._worker.aclose()
 
-    def _hold(self, address: UcxAddress, error: type[Exception]) -> Link:
+    def _hold(self, address: UcxAddress, error: type[Exception]) -> Endpoint:
         try:
-            return self._links.hold(address)
+            return self._endpoints.hold(address)
         except self._worker.errors as failed:
             raise error(
                 f"UCX finds no way to the peer: {failed}; both ends need a network or host in common"
             ) from failed
 
-    def _attempt(self, link: Link, key: int, count: Callable[[int], None]) -> Attempt:
+    def _attempt(self, endpoint: Endpoint, key: int, count: Callable[[int], None]) -> Attempt:
         def leave(last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-            task = asyncio.create_task(self._part(link, key, last))
+            task = asyncio.create_task(self._part(endpoint, key, last))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        return Attempt(self._worker, link, key, self._grace_s, count, leave)
+        return Attempt(self._worker, endpoint, key, self._grace_s, count, leave)
 
-    async def _part(self, link: Link, key: int, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _part(self, endpoint: Endpoint, key: int, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do what is left to do for an attempt that was closed, then let its link go."""
         try:
             await last()
         finally:
-            self._links.release(link)
+            self._endpoints.release(endpoint)
 
     def _count_sent(self, size: int) -> None:
         self.sent_bytes += size

@@ -9,7 +9,7 @@ from kvrail.transport.ucx.worker import Operation
 logger = logging.getLogger(__name__)
 
 
-class Quarantine:
+class RetiredBuffers:
     """Keeps regions from their pool until UCX has let go of them. Belongs to one event loop.
 
     UCX ends every operation of an endpoint that is closed by force, where the endpoint notices failures. So this stays

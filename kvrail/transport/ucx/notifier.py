@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 
-class Bell:
+class Notifier:
     """Belongs to one event loop.
 
     A thousand payloads may wait at once: a future that they shared would be searched for each that leaves.
@@ -14,13 +14,13 @@ class Bell:
     def __init__(self) -> None:
         self._sleepers: set[Callable[..., None]] = set()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake all who wait."""
         for wake in list(self._sleepers):
             wake()
 
     async def wait(self, pending: Collection[asyncio.Future[Any]]) -> None:
-        """Wait until one of `pending` is done or the bell rings. None of them may be done."""
+        """Wait until one of `pending` is done or `notify` is called. None of them may be done."""
         asleep: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def wake(_: object = None) -> None:

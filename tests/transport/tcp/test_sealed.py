@@ -10,10 +10,10 @@ import torch
 from kvrail.errors import TransferAbortedError
 from kvrail.transport.base import Peer
 from kvrail.transport.regions import RegionPool
-from kvrail.transport.sockets import SocketCarrier, Timeouts
-from kvrail.transport.sockets.messages import Address, hello, sealed_hello
-from kvrail.transport.sockets.sealed import SEGMENT_BYTES, Keys, SealedStream, name_of, new_salt
-from kvrail.transport.sockets.stream import Stream
+from kvrail.transport.tcp import TcpTransport, Timeouts
+from kvrail.transport.tcp.messages import Address, hello, sealed_hello
+from kvrail.transport.tcp.sealed import SEGMENT_BYTES, Keys, SealedStream, name_of, new_salt
+from kvrail.transport.tcp.stream import Stream
 
 HOST = "127.0.0.1"
 HASTY = Timeouts(connect_s=5, hello_s=5, come_s=20, linger_s=0.3)
@@ -23,8 +23,8 @@ PAYLOAD = b"a prompt that nobody may read. " * (SEGMENT_BYTES // 20)
 @pytest.fixture
 async def ends():
     pool = RegionPool(torch.zeros(4 << 20, dtype=torch.uint8))
-    sender = await SocketCarrier.start(host=HOST, timeouts=HASTY, sealed=True)
-    receiver = await SocketCarrier.start(pool, sealed=True)
+    sender = await TcpTransport.start(host=HOST, timeouts=HASTY, sealed=True)
+    receiver = await TcpTransport.start(pool, sealed=True)
     yield sender, receiver
     await receiver.aclose()
     await sender.aclose()
@@ -61,25 +61,25 @@ class Tap:
             target.write_eof()
 
 
-def through(carrier, port):
-    """The carrier's address as a receiver gets it whose connections pass the tap."""
-    address = Address.of(Peer(carrier.address, HOST))
+def through(transport, port):
+    """The transport's address as a receiver gets it whose connections pass the tap."""
+    address = Address.of(Peer(transport.address, HOST))
     return Peer(Address(port, address.secret).pack(), HOST)
 
 
 async def transfer(sender, receiver, tap):
     async with tap as (_, port):
-        outlet = await sender.outlet(Peer(b""), 7)
-        inlet = await receiver.inlet(through(sender, port), 7)
-        sending = asyncio.create_task(outlet.send(memoryview(PAYLOAD)))
+        payload_sender = await sender.sender(Peer(b""), 7)
+        payload_receiver = await receiver.receiver(through(sender, port), 7)
+        sending = asyncio.create_task(payload_sender.send(memoryview(PAYLOAD)))
         try:
-            region = await inlet.receive(len(PAYLOAD), on_device=False)
+            region = await payload_receiver.receive(len(PAYLOAD), on_device=False)
             arrived = bytes(region.payload)
             region.release()
             await sending
         finally:
-            await inlet.aclose()
-            await outlet.aclose()
+            await payload_receiver.aclose()
+            await payload_sender.aclose()
             await asyncio.gather(sending, return_exceptions=True)
         return arrived
 
@@ -104,7 +104,7 @@ async def test_what_is_changed_on_the_way_ends_the_attempt(ends, place):
 async def test_strangers_are_shown_out(ends, kind):
     sender, _ = ends
     address = Address.of(Peer(sender.address, HOST))
-    outlet = await sender.outlet(Peer(b""), 7)
+    payload_sender = await sender.sender(Peer(b""), 7)
     said = {
         "without encryption": hello(address.secret, 7),
         "of no attempt": sealed_hello(name_of(address.secret, 8), bytes(24)),
@@ -116,20 +116,20 @@ async def test_strangers_are_shown_out(ends, kind):
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
     writer.close()
-    assert not outlet.connected
-    await outlet.aclose()
+    assert not payload_sender.connected
+    await payload_sender.aclose()
 
 
 async def test_a_hello_that_is_heard_again_gives_nothing(ends):
     """Who repeats a hello has no key: what he asks for ends the attempt instead of being answered."""
     sender, _ = ends
     address = Address.of(Peer(sender.address, HOST))
-    outlet = await sender.outlet(Peer(b""), 7)
+    payload_sender = await sender.sender(Peer(b""), 7)
     reader, writer = await asyncio.open_connection(HOST, address.port)
     writer.write(sealed_hello(name_of(address.secret, 7), bytes(24)) + bytes(24))
     with pytest.raises(TransferAbortedError):
-        await asyncio.wait_for(outlet.send(memoryview(PAYLOAD)), 20)
-    await outlet.aclose()
+        await asyncio.wait_for(payload_sender.send(memoryview(PAYLOAD)), 20)
+    await payload_sender.aclose()
     with contextlib.suppress(ConnectionResetError):
         assert await asyncio.wait_for(reader.read(), 20) == b""
     writer.close()

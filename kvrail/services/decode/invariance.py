@@ -5,7 +5,7 @@ import logging
 logger = logging.getLogger("kvrail.decode")
 
 
-class Promise:
+class InvarianceTracker:
     """What this worker may say of the bits of its output; own: its numerics (kvrail.engine.step.invariance)."""
 
     def __init__(self, own: str) -> None:

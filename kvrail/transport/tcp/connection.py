@@ -6,13 +6,13 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from kvrail.runtime.waiting import settled
-from kvrail.transport.sockets.stream import Stream
+from kvrail.transport.tcp.stream import Stream
 
 Job = Callable[[Stream], None]
 """Something that blocks in a stream; what it raises is the future's."""
 
 
-class Lane:
+class Connection:
     """Runs jobs on one stream in order, in a thread of its own. Belongs to one event loop.
 
     The next job begins without a turn of the event loop, so payloads follow each other while that is busy.

@@ -1,4 +1,4 @@
-"""What the two ends say to each other: the carrier's address, and the few fixed messages of a connection."""
+"""What the two ends say to each other: the transport's address, and the few fixed messages of a connection."""
 
 import struct
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ import torch
 from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.transport.base import Payload
 from kvrail.transport.ucx.attempt import ACKNOWLEDGED_BELOW, LINGER_S, Attempt
-from kvrail.transport.ucx.bell import Bell
+from kvrail.transport.ucx.notifier import Notifier
 from kvrail.transport.ucx.tags import PAYLOADS, Kind
 from kvrail.transport.ucx.worker import Operation
 
@@ -20,7 +20,7 @@ SLOWEST = 1 << 20
 """Bytes a second that a link moves which is not taken for a dead one: UCX does not tell how far a payload has come."""
 
 
-class UcxOutlet:
+class UcxSender:
     """Sends each payload, then its size, and waits for the receiver's word that it has both where it is a short one.
 
     The size follows once UCX has read the payload and nobody has given up, and the receiver takes no payload without:
@@ -41,12 +41,12 @@ class UcxOutlet:
         self._unacknowledged: set[int] = set()
         self._ending: asyncio.Task[None] | None = None
         self._given_up = False
-        self._bell = Bell()
+        self._notifier = Notifier()
         self._stop = attempt.receive(bytearray(8), Kind.STOP)
-        self._stop.add_done_callback(lambda _: self._bell.ring())
+        self._stop.add_done_callback(lambda _: self._notifier.notify())
 
     async def send(self, payload: Payload) -> None:
-        """As `Outlet.send` says. Raises FrameError where the payload lies where it cannot be sent from."""
+        """As `PayloadSender.send` says. Raises FrameError where the payload lies where it cannot be sent from."""
         self._check(payload)
         number = self._number
         self._number += 1
@@ -74,15 +74,15 @@ class UcxOutlet:
         unwanted = arrived is None and self._stop.done()  # the receiver ended before it could have taken the payload
         failed = [each.exception() for each in awaited if each.done()]
         if self._ending is not None or unwanted or len(failed) < len(awaited) or any(failed):
-            reason = "the outlet was closed" if self._ending is not None else f"the receiver is gone {failed}"
+            reason = "the sender was closed" if self._ending is not None else f"the receiver is gone {failed}"
             raise TransferAbortedError(f"payload {number} was not sent: {reason}")
 
     async def _wait(self, pending: Collection[Operation]) -> None:
-        """Wait for news. Where the receiver has taken nothing for too long, close the outlet and raise."""
+        """Wait for news. Where the receiver has taken nothing for too long, close the sender and raise."""
         until = self._moved + self._silence_s + self._waiting_bytes / SLOWEST
         try:
             async with asyncio.timeout_at(until):
-                await self._bell.wait(pending)
+                await self._notifier.wait(pending)
         except TimeoutError:
             if self._moved + self._silence_s + self._waiting_bytes / SLOWEST > self._loop.time():
                 return  # it has taken another one meanwhile
@@ -92,7 +92,7 @@ class UcxOutlet:
             ) from None
 
     async def aclose(self) -> None:
-        """As `Outlet.aclose` says, within a grace.
+        """As `PayloadSender.aclose` says, within a grace.
 
         A peer that still answers gives up what it has not begun to read, and finishes the rest. One that stands still
         may read on when it is woken: nothing in UCX forbids that to a process of the same host, and an endpoint that is
@@ -105,7 +105,7 @@ class UcxOutlet:
 
     async def _end(self) -> None:
         reading = set(self._reading)
-        if self._attempt.link.alive:
+        if self._attempt.endpoint.alive:
             given_up = bool(reading or self._unacknowledged)
             self._attempt.send((self._number << 1 | given_up).to_bytes(8, "little"), Kind.END)
         for number in self._unacknowledged:
@@ -115,7 +115,7 @@ class UcxOutlet:
         if reading:
             logger.warning("a receiver stands still; %d payloads are held until it goes on or is gone", len(reading))
         self._given_up = True
-        self._bell.ring()
+        self._notifier.notify()
         self._attempt.leave(self._linger)
 
     async def _linger(self) -> None:
@@ -127,8 +127,8 @@ class UcxOutlet:
         await self._attempt.sweep(Kind.STOP)
 
     def _check(self, payload: Payload) -> None:
-        if self._ending is not None or self._stop.done() or not self._attempt.link.alive:
-            reason = "the outlet is closed" if self._ending is not None else "the receiver is gone"
+        if self._ending is not None or self._stop.done() or not self._attempt.endpoint.alive:
+            reason = "the sender is closed" if self._ending is not None else "the receiver is gone"
             raise TransferAbortedError(f"payload {self._number} was not sent: {reason}")
         if self._number == PAYLOADS:
             raise FrameError(f"an attempt has at most {PAYLOADS} payloads; raise --max-frame-bytes")

@@ -1,10 +1,10 @@
-"""Payloads over plain TCP connections: the carrier for hosts without UCX. It needs nothing but Python.
+"""Payloads over plain TCP connections: the transport for hosts without UCX. It needs nothing but Python.
 
 One connection for each attempt, opened by the receiver, who proves itself with the attempt's key and a secret that
 only the handshake told. All numbers are big-endian.
 
     receiver                                     sender
-    hello: magic, secret, key ─────────────────▶ whose outlet? else closed
+    hello: magic, secret, key ─────────────────▶ whose sender? else closed
     grant: size (a region is there) ───────────▶
     payload's size, payload ◀═══════════════════ if the sizes are equal; else the size alone, and the end
 
@@ -13,6 +13,6 @@ does. Each connection has a thread of its own, which blocks in the kernel withou
 call for a payload at the receiver, two at the sender (docs/decisions/0015-payloads-beside-grpc.md).
 """
 
-from kvrail.transport.sockets.carrier import SocketCarrier, Timeouts
+from kvrail.transport.tcp.transport import TcpTransport, Timeouts
 
-__all__ = ["SocketCarrier", "Timeouts"]
+__all__ = ["TcpTransport", "Timeouts"]

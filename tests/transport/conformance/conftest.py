@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from tests.transport.conformance.kinds import PARAMETERS, Kind
+from tests.transport.conformance.peer import HOST
 
-from kvrail.transport.base import Carrier, Peer
+from kvrail.transport.base import Peer, Transport
 from tests import children
-from tests.transport.carriers.kinds import PARAMETERS, Kind
-from tests.transport.carriers.peer import HOST
 
 PATIENCE_S = 30
 POOL_BYTES = 8 << 20
@@ -18,55 +18,56 @@ POOL_BYTES = 8 << 20
 
 @dataclass
 class Ends:
-    """A sending and a receiving carrier."""
+    """A sending and a receiving transport."""
 
     kind: Kind
-    sender: Carrier
-    receiver: Carrier
+    sender: Transport
+    receiver: Transport
 
     @property
     def pool(self):
-        """The receiver's pool; the test is skipped where the carrier has none."""
+        """The receiver's pool; the test is skipped where the transport has none."""
         if self.kind.pool is None:
             pytest.skip("regions are the sender's memory")
         return self.kind.pool(self.receiver)
 
     async def open(self, key):
         """Both ends of an attempt, in the order of the handshake."""
-        outlet = await self.sender.outlet(Peer(self.receiver.address, HOST), key)
-        return outlet, await self.receiver.inlet(Peer(self.sender.address, HOST), key)
+        payload_sender = await self.sender.sender(Peer(self.receiver.address, HOST), key)
+        return payload_sender, await self.receiver.receiver(Peer(self.sender.address, HOST), key)
 
     @asynccontextmanager
     async def attempt(self, key):
         """Both ends, closed in the end."""
-        outlet, inlet = await self.open(key)
+        payload_sender, payload_receiver = await self.open(key)
         try:
-            yield outlet, inlet
+            yield payload_sender, payload_receiver
         finally:
-            await asyncio.gather(inlet.aclose(), outlet.aclose())
+            await asyncio.gather(payload_receiver.aclose(), payload_sender.aclose())
 
     async def transfer(self, key, payloads):
         """A whole attempt; returns what arrived."""
-        async with self.attempt(key) as (outlet, inlet):
+        async with self.attempt(key) as (payload_sender, payload_receiver):
             _, *arrived = await asyncio.gather(
-                self.send_all(outlet, payloads), *(self._arrival(inlet, len(payload)) for payload in payloads)
+                self.send_all(payload_sender, payloads),
+                *(self._arrival(payload_receiver, len(payload)) for payload in payloads),
             )
             return arrived
 
-    def sending(self, outlet, data):
-        """A `send` of bytes that lie where this carrier's payloads do, begun."""
-        return asyncio.create_task(outlet.send(self.kind.payload(data)))
+    def sending(self, payload_sender, data):
+        """A `send` of bytes that lie where this transport's payloads do, begun."""
+        return asyncio.create_task(payload_sender.send(self.kind.payload(data)))
 
-    async def send_all(self, outlet, payloads):
+    async def send_all(self, payload_sender, payloads):
         """Send several at once."""
-        await asyncio.gather(*[outlet.send(payload) for payload in map(self.kind.payload, payloads)])
+        await asyncio.gather(*[payload_sender.send(payload) for payload in map(self.kind.payload, payloads)])
 
-    async def receive(self, inlet, size):
+    async def receive(self, payload_receiver, size):
         """The region of the next payload."""
-        return await inlet.receive(size, on_device=self.kind.on_device)
+        return await payload_receiver.receive(size, on_device=self.kind.on_device)
 
-    async def _arrival(self, inlet, size):
-        region = await self.receive(inlet, size)
+    async def _arrival(self, payload_receiver, size):
+        region = await self.receive(payload_receiver, size)
         arrived = self.kind.read(region)
         region.release()
         return arrived

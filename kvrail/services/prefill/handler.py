@@ -26,7 +26,7 @@ HUNG_S = 30.0
 """A step that takes longer may never end; then the receiver had better ask elsewhere."""
 
 
-class PrefillStory:
+class PrefillHandler:
     """One call of a prefill worker, from its acceptance to its commit.
 
     number: of the call; a request that is asked for again must not meet what is left of its first call. timeline: begun

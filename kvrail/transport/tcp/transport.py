@@ -1,4 +1,4 @@
-"""The carrier: a listener where this worker sends, and connections to listeners where it receives."""
+"""The transport: a listener where this worker sends, and connections to listeners where it receives."""
 
 import asyncio
 import functools
@@ -13,9 +13,9 @@ from typing import Any
 from kvrail.errors import ConfigError, TransferAbortedError, WorkerUnavailableError, reason_of
 from kvrail.transport.base import Peer
 from kvrail.transport.regions import RegionPool
-from kvrail.transport.sockets.ends import SocketInlet, SocketOutlet
-from kvrail.transport.sockets.lane import Lane
-from kvrail.transport.sockets.messages import (
+from kvrail.transport.tcp.connection import Connection
+from kvrail.transport.tcp.ends import TcpReceiver, TcpSender
+from kvrail.transport.tcp.messages import (
     HELLO_BYTES,
     SECRET_BYTES,
     Address,
@@ -24,8 +24,8 @@ from kvrail.transport.sockets.messages import (
     read_sealed_hello,
     sealed_hello,
 )
-from kvrail.transport.sockets.sealed import Keys, SealedStream, name_of, new_salt
-from kvrail.transport.sockets.stream import Stream, Wrap, plain
+from kvrail.transport.tcp.sealed import Keys, SealedStream, name_of, new_salt
+from kvrail.transport.tcp.stream import Stream, Wrap, plain
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Timeouts:
     linger_s: float = 10.0
 
 
-class SocketCarrier:
-    """Payloads in host memory over TCP: the carrier of the transport `grpc`. Belongs to one event loop.
+class TcpTransport:
+    """Payloads in host memory over plain TCP connections. Belongs to one event loop.
 
     Each attempt has one connection and one thread; a worker bounds its attempts, and thereby both.
     """
@@ -58,7 +58,7 @@ class SocketCarrier:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._address = b""
         self._listener: socket.socket | None = None
-        self._outlets: dict[int, SocketOutlet] = {}
+        self._senders: dict[int, TcpSender] = {}
         self._strangers: dict[asyncio.Task[bool], str] = {}  # their hosts; the oldest first
         self._leaving: set[asyncio.Task[bool]] = set()  # strangers that are shown out
         self._lingering: set[asyncio.Task[None]] = set()
@@ -74,24 +74,24 @@ class SocketCarrier:
         timeouts: Timeouts | None = None,
         wrap: Wrap = plain,
         sealed: bool = False,
-    ) -> "SocketCarrier":
+    ) -> "TcpTransport":
         """Start a worker's end.
 
         It receives into `pool`, uint8 in host memory, if it has one. It sends if it has a `host` to listen on, at
         `port` or any free one; peers reach it there by the host of the gRPC port. sealed: payloads are encrypted, and
         both ends must want it so. Raises ConfigError where it cannot listen.
         """
-        carrier = cls(pool, timeouts or Timeouts(), wrap, sealed=sealed)
+        transport = cls(pool, timeouts or Timeouts(), wrap, sealed=sealed)
         if host:
-            carrier._listener = await _listen(host, port)
-            carrier._address = Address(carrier._listener.getsockname()[1], carrier._secret).pack()
-            carrier._accepting = asyncio.create_task(carrier._accept(carrier._listener), name="data port")
-        return carrier
+            transport._listener = await _listen(host, port)
+            transport._address = Address(transport._listener.getsockname()[1], transport._secret).pack()
+            transport._accepting = asyncio.create_task(transport._accept(transport._listener), name="data port")
+        return transport
 
     @property
     def name(self) -> str:
-        """`grpc`: payloads go beside the gRPC call, which needs no other transport."""
-        return "grpc"
+        """`tcp`."""
+        return "tcp"
 
     @property
     def address(self) -> bytes:
@@ -108,27 +108,27 @@ class SocketCarrier:
         """Where payloads land."""
         return self._pool
 
-    async def outlet(self, peer: Peer, key: int) -> SocketOutlet:
+    async def sender(self, peer: Peer, key: int) -> TcpSender:
         """The sending end of attempt `key`, to which the receiver connects.
 
         Raises TransferAbortedError where the key is in use, ConfigError where this end does not listen.
         """
         if self._listener is None:
-            raise ConfigError("this end has no data port to send from; give the carrier a host to listen on")
-        if key in self._outlets:
+            raise ConfigError("this end has no data port to send from; give the transport a host to listen on")
+        if key in self._senders:
             raise TransferAbortedError("the attempt's key is in use; the receiver draws a new one for each attempt")
         times = self._timeouts
-        outlet = SocketOutlet(lambda: self._forget(key, outlet), self._linger, times.come_s, times.silence_s)
-        self._outlets[key] = outlet
-        return outlet
+        sender = TcpSender(lambda: self._forget(key, sender), self._linger, times.come_s, times.silence_s)
+        self._senders[key] = sender
+        return sender
 
-    async def inlet(self, peer: Peer, key: int) -> SocketInlet:
+    async def receiver(self, peer: Peer, key: int) -> TcpReceiver:
         """The receiving end of attempt `key`.
 
         Raises WorkerUnavailableError where the peer cannot be reached, ConfigError where this end has no pool.
         """
         if self._pool is None:
-            raise ConfigError("this end has no memory to receive into; give the carrier a pool")
+            raise ConfigError("this end has no memory to receive into; give the transport a pool")
         address = Address.of(peer)
         sock: socket.socket | None = None
         try:
@@ -136,7 +136,7 @@ class SocketCarrier:
                 sock = await _connect(address.host, address.port)
                 stream = await self._wrap(sock, address.host)
                 stream = self._greeted_by(stream, address.secret, key)
-            return SocketInlet(Lane(stream), self._pool)
+            return TcpReceiver(Connection(stream), self._pool)
         except BaseException as error:
             if sock is not None:
                 sock.close()
@@ -148,7 +148,7 @@ class SocketCarrier:
             ) from error
 
     async def aclose(self) -> None:
-        """Close the listener and every connection; lets receivers read what outlets left, for a bounded time."""
+        """Close the listener and every connection; lets receivers read what senders left, for a bounded time."""
         tasks: list[asyncio.Task[Any]] = [*self._strangers, *self._leaving]
         tasks += [self._accepting] if self._accepting else []
         for task in tasks:
@@ -156,8 +156,8 @@ class SocketCarrier:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
-        for outlet in list(self._outlets.values()):
-            await outlet.aclose()
+        for sender in list(self._senders.values()):
+            await sender.aclose()
         await asyncio.gather(*self._lingering, return_exceptions=True)
 
     def _greeted_by(self, stream: Stream, secret: bytes, key: int) -> Stream:
@@ -169,12 +169,12 @@ class SocketCarrier:
         stream.post(sealed_hello(name_of(secret, key), salt))
         return SealedStream(stream, Keys.derive(secret, key, salt), receiver=True)
 
-    def _forget(self, key: int, outlet: SocketOutlet) -> None:
-        if self._outlets.get(key) is outlet:
-            del self._outlets[key]
+    def _forget(self, key: int, sender: TcpSender) -> None:
+        if self._senders.get(key) is sender:
+            del self._senders[key]
 
-    def _linger(self, lane: Lane) -> None:
-        task = asyncio.create_task(lane.linger(self._timeouts.linger_s), name="data connection's end")
+    def _linger(self, connection: Connection) -> None:
+        task = asyncio.create_task(connection.linger(self._timeouts.linger_s), name="data connection's end")
         self._lingering.add(task)
         task.add_done_callback(self._lingering.discard)
 
@@ -214,7 +214,7 @@ class SocketCarrier:
             sock.close()
 
     async def _greet(self, sock: socket.socket) -> bool:
-        """Hand a connection to the outlet whose key it knows; says whether there was one.
+        """Hand a connection to the sender whose key it knows; says whether there was one.
 
         A stranger costs a socket and no thread.
         """
@@ -228,27 +228,27 @@ class SocketCarrier:
         except OSError as error:
             log.debug("a data connection was closed before its hello: %s", reason_of(error))
             return False
-        outlet, keys = found
-        if outlet.connected:  # by another one meanwhile
+        sender, keys = found
+        if sender.connected:  # by another one meanwhile
             return False
-        outlet.connect(Lane(stream if keys is None else SealedStream(stream, keys, receiver=False)))
+        sender.connect(Connection(stream if keys is None else SealedStream(stream, keys, receiver=False)))
         return True
 
-    def _plain_hello(self, said: bytes) -> tuple[SocketOutlet, Keys | None] | None:
-        """The outlet that waits for who said this."""
+    def _plain_hello(self, said: bytes) -> tuple[TcpSender, Keys | None] | None:
+        """The sender that waits for who said this."""
         read = read_hello(said)
-        if read is None or not hmac.compare_digest(read[0], self._secret) or read[1] not in self._outlets:
+        if read is None or not hmac.compare_digest(read[0], self._secret) or read[1] not in self._senders:
             return None
-        return self._outlets[read[1]], None
+        return self._senders[read[1]], None
 
-    def _sealed_hello(self, said: bytes) -> tuple[SocketOutlet, Keys | None] | None:
-        """The outlet that is named, and the keys by which what follows on its connection is encrypted."""
+    def _sealed_hello(self, said: bytes) -> tuple[TcpSender, Keys | None] | None:
+        """The sender that is named, and the keys by which what follows on its connection is encrypted."""
         if (read := read_sealed_hello(said)) is None:
             return None
         name, salt = read
-        for key, outlet in self._outlets.items():
+        for key, sender in self._senders.items():
             if hmac.compare_digest(name_of(self._secret, key), name):
-                return outlet, Keys.derive(self._secret, key, salt)
+                return sender, Keys.derive(self._secret, key, salt)
         return None
 
 

@@ -6,9 +6,10 @@ import os
 import random
 import signal
 
+from tests.transport.conformance.kinds import CARRIERS
+
 from kvrail.transport.base import Peer
 from tests import children
-from tests.transport.carriers.kinds import CARRIERS
 
 HOST = "127.0.0.1"
 KEPT_BYTES = 4 << 20
@@ -30,39 +31,39 @@ def _pattern(size, seed):
     return (block * (size // len(block) + 1))[:size]
 
 
-async def _send(kind, carrier, peer, key, size):
-    outlet = await carrier.outlet(peer, key)
+async def _send(kind, transport, peer, key, size):
+    payload_sender = await transport.sender(peer, key)
     yield
     try:
-        await outlet.send(kind.payload(pattern(size)))
+        await payload_sender.send(kind.payload(pattern(size)))
     finally:
-        await outlet.aclose()
+        await payload_sender.aclose()
 
 
-async def _receive(kind, carrier, peer, key, size):
+async def _receive(kind, transport, peer, key, size):
     yield
-    inlet = await carrier.inlet(peer, key)
+    payload_receiver = await transport.receiver(peer, key)
     try:
-        region = await inlet.receive(size, on_device=kind.on_device)
+        region = await payload_receiver.receive(size, on_device=kind.on_device)
         if kind.read(region) != pattern(size):
             raise ValueError("other bytes arrived")
         region.release()
     finally:
-        await inlet.aclose()
+        await payload_receiver.aclose()
 
 
 async def _serve(kind, pool_bytes, pipe):
-    carrier = await kind.start(pool_bytes)
-    pipe.send(carrier.address)
+    transport = await kind.start(pool_bytes)
+    pipe.send(transport.address)
     while (order := await asyncio.to_thread(pipe.recv)) is not None:
         verb, address, key, size = order
         try:
-            async for _ in {"send": _send, "receive": _receive}[verb](kind, carrier, Peer(address, HOST), key, size):
+            async for _ in {"send": _send, "receive": _receive}[verb](kind, transport, Peer(address, HOST), key, size):
                 pipe.send("ready")
             pipe.send("done")
         except Exception as error:  # noqa: BLE001 - the test reads it
             pipe.send(type(error).__name__)
-    await carrier.aclose()
+    await transport.aclose()
     pipe.send("closed")
 
 

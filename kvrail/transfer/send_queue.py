@@ -26,7 +26,7 @@ MOST_LENT = 4
 _Waiting = list[tuple[int, int, asyncio.Future[None]]]
 
 
-class Link:
+class SendQueue:
     """Gives turns: to first stages before later ones, and among equals to the oldest request that has a frame.
 
     Sharing a full link equally would let all transfers end late; in order, the first ends after its own bytes and none

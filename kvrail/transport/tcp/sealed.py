@@ -11,8 +11,8 @@ import math
 import secrets
 from dataclasses import dataclass
 
-from kvrail.transport.sockets.messages import KEY, NAME_BYTES, SALT_BYTES
-from kvrail.transport.sockets.stream import Stream
+from kvrail.transport.tcp.messages import KEY, NAME_BYTES, SALT_BYTES
+from kvrail.transport.tcp.stream import Stream
 
 SEGMENT_BYTES = 1 << 20
 """Bytes of a segment: it and its ciphertext stay in a core's cache, and the interpreter's lock is rarely taken."""

@@ -10,8 +10,8 @@ from typing import Any
 from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.transport.regions import PooledRegion, RegionPool
 from kvrail.transport.ucx.attempt import ACKNOWLEDGED_BELOW, LINGER_S, Attempt
-from kvrail.transport.ucx.bell import Bell
-from kvrail.transport.ucx.quarantine import Quarantine
+from kvrail.transport.ucx.notifier import Notifier
+from kvrail.transport.ucx.retired import RetiredBuffers
 from kvrail.transport.ucx.tags import PAYLOADS, Kind
 from kvrail.transport.ucx.worker import Operation
 
@@ -43,11 +43,11 @@ class _Landing:
         return {operation for operation in self.operations.values() if not operation.done()}
 
 
-class UcxInlet:
+class UcxReceiver:
     """Posts a receive for a payload once it has a region for it, and for its size beside."""
 
-    def __init__(self, attempt: Attempt, pools: Pools, quarantine: Quarantine) -> None:
-        self._attempt, self._pools, self._quarantine = attempt, pools, quarantine
+    def __init__(self, attempt: Attempt, pools: Pools, retired: RetiredBuffers) -> None:
+        self._attempt, self._pools, self._retired = attempt, pools, retired
         self._loop = asyncio.get_running_loop()
         self._number = 0
         self._giving: set[asyncio.Task[None]] = set()
@@ -55,13 +55,13 @@ class UcxInlet:
         self._closed = False
         self._landed = 0.0  # when the payload before this one had crossed
         self._coming = PAYLOADS  # payloads of this number or above will not come
-        self._bell = Bell()
+        self._notifier = Notifier()
         self._last = bytearray(8)
         self._end = attempt.receive(self._last, Kind.END)
         self._end.add_done_callback(self._ended)
 
     async def receive(self, size: int, *, on_device: bool) -> PooledRegion:
-        """As `Inlet.receive` says."""
+        """As `PayloadReceiver.receive` says."""
         number = self._number
         pool = self._pools.device if on_device else self._pools.host
         if pool is None:  # whether the sender is there still or not
@@ -87,17 +87,17 @@ class UcxInlet:
         return landing.region
 
     async def aclose(self) -> None:
-        """As `Inlet.aclose` says, within three graces.
+        """As `PayloadReceiver.aclose` says, within three graces.
 
         Receives that nothing has matched end at once. A payload that is on its way is waited for: a peer that lives
         sends it to its end, and one on the same host need not even live, as UCX reads from its memory. From a peer that
         does neither the endpoint is cut, and UCX then ends what was under way. Should it not, the region stays in
-        quarantine until it does.
+        `RetiredBuffers` until it does.
         """
         first, self._closed = not self._closed, True
         if first:
-            self._bell.ring()
-            if self._attempt.link.alive:
+            self._notifier.notify()
+            if self._attempt.endpoint.alive:
                 self._attempt.send(bytes(8), Kind.STOP)
             self._attempt.sweep_now(Kind.BODY)
         for landing in list(self._posted):
@@ -148,15 +148,15 @@ class UcxInlet:
         waited = set(pending)
         while waited := {each for each in waited if not each.done()}:
             self._check(number)
-            await self._bell.wait(waited)
+            await self._notifier.wait(waited)
             if any(each.done() and each.exception() is not None for each in waited):
                 return
         if self._closed:
             self._check(number)
 
     def _check(self, number: int) -> None:
-        if self._closed or number >= self._coming or not self._attempt.link.alive:
-            reason = "the inlet is closed" if self._closed else "the sender has ended or is gone"
+        if self._closed or number >= self._coming or not self._attempt.endpoint.alive:
+            reason = "the receiver is closed" if self._closed else "the sender has ended or is gone"
             raise TransferAbortedError(f"payload {number} was not received: {reason}")
         if number == PAYLOADS:
             raise FrameError(f"an attempt has at most {PAYLOADS} payloads; raise the sender's --max-frame-bytes")
@@ -174,7 +174,7 @@ class UcxInlet:
             raise FrameError(f"payload {landing.number} has {sent} bytes, {size} were announced")
 
     def _give_back(self, landing: _Landing) -> asyncio.Task[None]:
-        """End what is under way for a landing, then release its region: a task of the inlet's, whoever waits for it."""
+        """End what is under way for a landing, then release its region; the task is the receiver's own."""
         if landing.giving is None:
             self._posted.discard(landing)
             landing.giving = self._loop.create_task(self._reclaim(landing))
@@ -191,12 +191,12 @@ class UcxInlet:
             _, pending = await asyncio.wait(pending, timeout=self._attempt.grace_s)
         if pending:
             logger.warning("payload %d came to no end: the sender's endpoint is cut", landing.number)
-            await self._attempt.link.cut()
+            await self._attempt.endpoint.cut()
             pending = landing.pending()
         if pending:
             _, pending = await asyncio.wait(pending, timeout=self._attempt.grace_s)
         if pending:
-            self._quarantine.keep(landing.region, pending)
+            self._retired.keep(landing.region, pending)
         else:
             landing.region.release()
 
@@ -208,7 +208,7 @@ class UcxInlet:
         self._coming = 0 if failed or given_up else said >> 1
         if given_up and not failed:
             self._attempt.sweep_now(Kind.BODY)
-        self._bell.ring()
+        self._notifier.notify()
 
 
 def _release(taking: asyncio.Task[PooledRegion]) -> None:
