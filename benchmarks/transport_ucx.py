@@ -36,6 +36,7 @@ from benchmarks.transport_ucx_peers import (
     the_payload,
 )
 from kvrail.transport.base import Payload, Peer
+from kvrail.transport.regions import host_pool
 from kvrail.transport.ucx import UcxSettings, UcxTransport, available
 from kvrail.transport.ucx.worker import UcxWorker
 
@@ -50,7 +51,7 @@ def unavailable() -> str:
 
 async def start_transport(pool_bytes: int) -> UcxTransport:
     """A transport with its defaults; for benchmarks.transport."""
-    return await UcxTransport.start(host_bytes=pool_bytes)
+    return await UcxTransport.start(pool=host_pool(pool_bytes))
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,10 @@ async def start(road: Road, device: torch.device | None, load: Load) -> Transpor
     if not road.bare:
         host, on_device = (room, 0) if device is None else (MIB, room)
         transport = await UcxTransport.start(
-            host_bytes=host, device=device, device_bytes=on_device, settings=road.settings
+            pool=host_pool(host, pinned=device is not None),
+            device=device,
+            device_bytes=on_device,
+            settings=road.settings,
         )
         if road.cuda and not transport.on_device:
             raise SystemExit("UCX has no CUDA here")

@@ -116,6 +116,11 @@ class RegionPool:
         return room
 
 
+def host_pool(size: int, *, pinned: bool = False) -> RegionPool:
+    """A pool of `size` bytes of host memory; pinned: a CUDA device can copy from and to it directly."""
+    return RegionPool(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+
+
 class PooledRegion:
     """Part of a pool."""
 

@@ -4,15 +4,16 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from kvrail.config.settings import DecodeSettings, PrefillSettings, WorkerSettings, flag_name
 from kvrail.errors import ConfigError, IncompatibleError, KvrailError, reason_of
-from kvrail.transport import ucx
+from kvrail.transport import registry
 from kvrail.transport.base import Transport
-from kvrail.transport.regions import ALIGNMENT, RegionPool
-from kvrail.transport.tcp import TcpTransport, Timeouts
+from kvrail.transport.regions import host_pool
+from kvrail.transport.registry import TransportInfo, TransportOptions
 from kvrail.worker.codecs import WITHOUT_CODE
 
 logger = logging.getLogger("kvrail.transports")
@@ -30,42 +31,39 @@ class Transports:
 
     @classmethod
     async def to_send(cls, settings: PrefillSettings, device: torch.device) -> "Transports":
-        """A prefill worker's. Raises ConfigError where one that the settings name cannot be started."""
-        fast, obstacle = await _ucx(settings, device, ALIGNMENT)  # it receives nothing
-        sealed = bool(settings.tls_cert)
-        transports: list[Transport] = [] if fast is None else [fast]
-        try:
-            if settings.transport != "ucx":
-                times = Timeouts(silence_s=settings.transfer_timeout_s)
-                transports.append(
-                    await TcpTransport.start(host=settings.host, port=settings.data_port, timeouts=times, sealed=sealed)
-                )
-        except BaseException:
-            await cls(transports).aclose()
-            raise
-        return cls._told(transports, settings, obstacle)
+        """Start a prefill worker's. Raises ConfigError if one that the settings name cannot be started."""
+        return await cls._start(settings, _options(settings, device, host=settings.host, port=settings.data_port))
 
     @classmethod
     async def to_receive(cls, settings: DecodeSettings, device: torch.device) -> "Transports":
-        """A decode worker's, with one host pool. Raises ConfigError where one that is named cannot be started."""
-        sealed = bool(settings.tls_cert)
+        """Start a decode worker's, which share one pool of host memory. Raises as `to_send`."""
         pool_bytes = max(settings.receive_pool_mib << 20, 2 * settings.max_frame_bytes)
-        fast, obstacle = await _ucx(settings, device, pool_bytes)
-        transports: list[Transport] = [] if fast is None else [fast]
-        if fast is not None and settings.transport != "ucx":
-            transports.append(await TcpTransport.start(fast.pools.host, sealed=sealed))
-        elif fast is None:
-            buffer = torch.empty(pool_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            transports.append(await TcpTransport.start(RegionPool(buffer), sealed=sealed))
-        return cls._told(transports, settings, obstacle)
+        pool = host_pool(pool_bytes, pinned=device.type == "cuda")
+        return await cls._start(settings, _options(settings, device, pool=pool))
 
     @classmethod
-    def _told(cls, transports: Sequence[Transport], settings: WorkerSettings, obstacle: str) -> "Transports":
-        names = ", else by ".join(transport.name for transport in transports)
-        why = f"; not by ucx: {obstacle}" if obstacle else ""
-        where = " from GPU to GPU" if transports[0].on_device else ""
+    async def _start(cls, settings: WorkerSettings, options: TransportOptions) -> "Transports":
+        infos, started, obstacles = registry.candidates(settings.transport), list[Transport](), list[str]()
+        try:
+            for info in infos:
+                if obstacle := _obstacle(info, settings):
+                    obstacles.append(f"not by {info.name}: {obstacle}")
+                    continue
+                try:
+                    started.append(await info.start(options))
+                except (KvrailError, RuntimeError, OSError) as error:
+                    if info is infos[-1]:  # what else there is has been tried
+                        raise
+                    logger.warning("transport %s does not start: %s", info.name, reason_of(error))
+                    obstacles.append(f"not by {info.name}: {reason_of(error)}")
+        except BaseException:
+            await cls(started).aclose()
+            raise
+        names = ", else by ".join(transport.name for transport in started)
+        where = " from GPU to GPU" if started[0].on_device else ""
+        why = "".join(f"; {obstacle}" for obstacle in obstacles)
         logger.info("KV crosses by %s%s (%s %s)%s", names, where, flag_name("transport"), settings.transport, why)
-        return cls(transports)
+        return cls(started)
 
     @property
     def names(self) -> list[str]:
@@ -93,34 +91,25 @@ class Transports:
         await asyncio.gather(*(transport.aclose() for transport in self.all))
 
 
-async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) -> tuple[ucx.UcxTransport | None, str]:
-    """The UCX transport, where the settings want it and, with auto, where it can be had; else why not."""
-    if settings.transport == "tcp":
-        return None, ""
-    if settings.tls_cert and not settings.ucx_in_clear:
-        if settings.transport == "auto":
-            return None, "it knows no encryption, and --ucx-in-clear is not set"
-        raise ConfigError(
-            "--transport ucx sends KV unencrypted beside --tls-cert; use --transport tcp, or say --ucx-in-clear where"
-            " the network between prefill and decode workers is trusted"
-        )
-    if settings.transport == "auto" and (obstacle := ucx.available()):
-        return None, obstacle
+def _options(settings: WorkerSettings, device: torch.device, **ends: Any) -> TransportOptions:
     on_cuda = device.type == "cuda"
     polls = settings.ucx_polling == "on" or (settings.ucx_polling == "auto" and on_cuda and _cores() >= POLLING_CORES)
-    try:
-        return await ucx.UcxTransport.start(
-            host_bytes=pool_bytes,
-            device=device if on_cuda else None,
-            device_bytes=pool_bytes if on_cuda else 0,
-            settings=ucx.UcxSettings(spin=polls),
-            silence_s=settings.transfer_timeout_s,
-        ), ""
-    except (KvrailError, RuntimeError, OSError) as error:
-        if settings.transport != "auto":
-            raise
-        logger.warning("transport ucx does not start: %s", reason_of(error))
-        return None, reason_of(error)
+    return TransportOptions(
+        device, encrypt=bool(settings.tls_cert), silence_s=settings.transfer_timeout_s, poll=polls, **ends
+    )
+
+
+def _obstacle(info: TransportInfo, settings: WorkerSettings) -> str:
+    """Why `auto` leaves a transport out; "" if it does not. Raises ConfigError for one that is named."""
+    auto = settings.transport == registry.AUTO
+    if settings.tls_cert and not info.encrypts and not settings.ucx_in_clear:
+        if auto:
+            return "it knows no encryption, and --ucx-in-clear is not set"
+        raise ConfigError(
+            f"--transport {info.name} sends KV unencrypted beside --tls-cert; use --transport tcp, or say"
+            " --ucx-in-clear where the network between prefill and decode workers is trusted"
+        )
+    return info.obstacle() if auto else ""
 
 
 def _cores() -> int:

@@ -13,7 +13,7 @@ from kvrail.errors import InvalidRequestError, KvrailError, OverloadedError, Wor
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.breaker import FAILURES
 from kvrail.services.decode import fetching
-from kvrail.services.prefill import story
+from kvrail.services.prefill import handler
 from kvrail.wire.v1 import prefill_pb2
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import on_send, with_payload
@@ -264,7 +264,7 @@ async def test_a_silent_worker_counts_as_lost(llama, monkeypatch):
 
 
 async def test_to_wait_for_ones_turn_is_no_silence(llama, monkeypatch):
-    monkeypatch.setattr(story, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(handler, "HEARTBEAT_S", 0.1)
     async with cluster(llama, decode={"transfer_timeout_s": 1.0}, prefill={"max_running": 1}) as c:
         (prefill,) = c.prefills.values()
         execute = prefill.engine._runner.execute
@@ -281,8 +281,8 @@ async def test_to_wait_for_ones_turn_is_no_silence(llama, monkeypatch):
 
 
 async def test_a_hung_prefill_worker_counts_as_lost(llama, monkeypatch):
-    monkeypatch.setattr(story, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(story, "HUNG_S", 0.3)
+    monkeypatch.setattr(handler, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(handler, "HUNG_S", 0.3)
     async with cluster(llama, decode={"transfer_timeout_s": 1.0}) as c:
         (prefill,) = c.prefills.values()
         go_on, execute = threading.Event(), prefill.engine._runner.execute

@@ -9,6 +9,7 @@ import torch
 
 from kvrail.errors import TransferAbortedError
 from kvrail.transport.base import Peer
+from kvrail.transport.regions import host_pool
 from kvrail.transport.ucx import UcxTransport, available
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,9 @@ def payload(size, seed, device):
 async def _run(pipe):
     device = torch.device("cuda", SENDERS_GPU)
     torch.cuda.set_device(device)
-    transport = await UcxTransport.start(host_bytes=1 << 20, device=device, device_bytes=1 << 20, grace_s=1)
+    transport = await UcxTransport.start(
+        pool=host_pool(1 << 20, pinned=True), device=device, device_bytes=1 << 20, grace_s=1
+    )
     pipe.send((transport.address, transport.on_device))
     while (order := await asyncio.to_thread(pipe.recv)) is not None:
         address, key, sizes = order
@@ -87,7 +90,9 @@ def sender():
 @pytest.fixture
 async def transport():
     torch.cuda.set_device(0)
-    transport = await UcxTransport.start(host_bytes=POOL, device=torch.device("cuda", 0), device_bytes=POOL, grace_s=1)
+    transport = await UcxTransport.start(
+        pool=host_pool(POOL, pinned=True), device=torch.device("cuda", 0), device_bytes=POOL, grace_s=1
+    )
     assert transport.on_device
     async with asyncio.timeout(240):
         yield transport

@@ -13,6 +13,17 @@ does. Each connection has a thread of its own, which blocks in the kernel withou
 call for a payload at the receiver, two at the sender (docs/decisions/0015-payloads-beside-grpc.md).
 """
 
+from kvrail.transport.registry import TransportInfo, TransportOptions
 from kvrail.transport.tcp.transport import TcpTransport, Timeouts
 
-__all__ = ["TcpTransport", "Timeouts"]
+__all__ = ["TRANSPORT", "TcpTransport", "Timeouts"]
+
+
+async def _start(options: TransportOptions) -> TcpTransport:
+    times = Timeouts(silence_s=options.silence_s)
+    return await TcpTransport.start(
+        options.pool, host=options.host, port=options.port, timeouts=times, sealed=options.encrypt
+    )
+
+
+TRANSPORT = TransportInfo("tcp", _start, encrypts=True)

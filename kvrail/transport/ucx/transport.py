@@ -53,18 +53,18 @@ class UcxTransport:
     async def start(
         cls,
         *,
-        host_bytes: int,
+        pool: RegionPool,
         device: torch.device | None = None,
         device_bytes: int = 0,
         settings: UcxSettings | None = None,
         grace_s: float = 5.0,
         silence_s: float = 60.0,
     ) -> "UcxTransport":
-        """Start UCX and take the pools.
+        """Start UCX and take the device's pool.
 
-        They have `host_bytes` of host memory, pinned where `device` is given, and `device_bytes` on it. `grace_s` is
-        how long a peer may take to let go of an attempt that was given up, before it is cut off; `silence_s` how long
-        one may take nothing of what waits for it. Raises ConfigError where UCXX is absent or does not start.
+        Payloads land in `pool`, in host memory, and in `device_bytes` on `device`. `grace_s` is how long a peer may
+        take to let go of an attempt that was given up, before it is cut off; `silence_s` how long one may take nothing
+        of what waits for it. Raises ConfigError if UCXX is absent or does not start.
         """
         settings = settings or UcxSettings()
         worker = UcxWorker(settings, device)
@@ -72,9 +72,8 @@ class UcxTransport:
             on_device = device is not None and device_bytes > 0 and worker.cuda
             if device is not None and device_bytes > 0 and not worker.cuda:
                 logger.warning("UCX has no CUDA here: payloads of %s pass through the host", device)
-            pinned = device is not None
             pools = Pools(
-                RegionPool(torch.empty(host_bytes, dtype=torch.uint8, pin_memory=pinned)),
+                pool,
                 RegionPool(torch.empty(device_bytes, dtype=torch.uint8, device=device)) if on_device else None,
             )
             uuid = device_uuid(device) if on_device and device is not None else None

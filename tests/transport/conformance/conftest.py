@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from tests.transport.conformance.kinds import PARAMETERS, Kind
-from tests.transport.conformance.peer import HOST
 
 from kvrail.transport.base import Peer, Transport
 from tests import children
+from tests.transport.conformance.kinds import PARAMETERS, Kind
+from tests.transport.conformance.peer import HOST
 
 PATIENCE_S = 30
 POOL_BYTES = 8 << 20

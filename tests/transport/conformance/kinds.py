@@ -1,4 +1,4 @@
-"""The transports of which the suite holds. One more is one more line of CARRIERS."""
+"""The transports of which the suite holds. One more is one more line of TRANSPORTS."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 from kvrail.transport.base import Payload, Region, Transport
 from kvrail.transport.inproc import InprocTransport
-from kvrail.transport.regions import RegionPool
+from kvrail.transport.regions import RegionPool, host_pool
 from kvrail.transport.tcp import TcpTransport
 from kvrail.transport.ucx import UcxTransport, available
 from tests.transport.ucx.starting import CMA, start_cma, start_tcp
@@ -79,7 +79,7 @@ async def start_sealed(pool_bytes):
 
 async def start_device(pool_bytes):
     return await UcxTransport.start(
-        host_bytes=1 << 20, device=torch.device("cuda", 0), device_bytes=pool_bytes, settings=CMA
+        pool=host_pool(1 << 20, pinned=True), device=torch.device("cuda", 0), device_bytes=pool_bytes, settings=CMA
     )
 
 
@@ -87,7 +87,7 @@ def device_unavailable():
     return available() or ("" if torch.cuda.is_available() else "no CUDA device")
 
 
-CARRIERS = [
+TRANSPORTS = [
     Kind("inproc", start_inproc, one_object=True, processes=False),
     Kind("tcp", start_plain, lambda transport: transport.pool),
     Kind("tcp-sealed", start_sealed, lambda transport: transport.pool, processes=False),  # as tcp there, which is tried
@@ -110,4 +110,4 @@ CARRIERS = [
         unavailable=device_unavailable,
     ),
 ]
-PARAMETERS = [pytest.param(kind, marks=pytest.mark.gpu if kind.on_device else (), id=kind.name) for kind in CARRIERS]
+PARAMETERS = [pytest.param(kind, marks=pytest.mark.gpu if kind.on_device else (), id=kind.name) for kind in TRANSPORTS]

@@ -6,10 +6,9 @@ import os
 import random
 import signal
 
-from tests.transport.conformance.kinds import CARRIERS
-
 from kvrail.transport.base import Peer
 from tests import children
+from tests.transport.conformance.kinds import TRANSPORTS
 
 HOST = "127.0.0.1"
 KEPT_BYTES = 4 << 20
@@ -68,7 +67,7 @@ async def _serve(kind, pool_bytes, pipe):
 
 
 def _main(name, pool_bytes, pipe):
-    (kind,) = (kind for kind in CARRIERS if kind.name == name)
+    (kind,) = (kind for kind in TRANSPORTS if kind.name == name)
     asyncio.run(_serve(kind, pool_bytes, pipe))
 
 

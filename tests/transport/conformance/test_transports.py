@@ -8,11 +8,11 @@ import time
 
 import pytest
 import torch
-from tests.transport.conformance.conftest import POOL_BYTES, until
-from tests.transport.conformance.peer import HOST, pattern
 
 from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableError
 from kvrail.transport.base import MAX_ADDRESS_BYTES, Peer
+from tests.transport.conformance.conftest import POOL_BYTES, until
+from tests.transport.conformance.peer import HOST, pattern
 
 SIZES = [1, 2, 7, 8, 4095, 4096, 4097, 65_536, 1_000_003, 1 << 20, (4 << 20) + 1]
 

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from tests.transport.conformance.peer import HOST, pattern
 
 from kvrail.errors import TransferAbortedError
 from kvrail.transport.base import Peer
+from tests.transport.conformance.peer import HOST, pattern
 
 SIZE = 2 << 20
 COUNT = 6

@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 
 import pytest
-from tests.transport.conformance.conftest import held, until
-from tests.transport.conformance.peer import HOST, PeerProcess, pattern
 
 from kvrail.errors import TransferAbortedError
 from kvrail.transport.base import Peer
+from tests.transport.conformance.conftest import held, until
+from tests.transport.conformance.peer import HOST, PeerProcess, pattern
 
 SIZE = 256 << 20
 CLOSE_S = 20

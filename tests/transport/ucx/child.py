@@ -5,6 +5,7 @@ import os
 import signal
 
 from kvrail.transport.base import Peer
+from kvrail.transport.regions import host_pool
 from kvrail.transport.ucx import UcxTransport, available
 from tests import children
 from tests.transport.ucx.starting import CMA, TCP
@@ -19,7 +20,7 @@ def pattern(size):
 
 
 async def _run(transport, pipe):
-    transport = await UcxTransport.start(host_bytes=1 << 20, settings=SETTINGS[transport], grace_s=0.5)
+    transport = await UcxTransport.start(pool=host_pool(1 << 20), settings=SETTINGS[transport], grace_s=0.5)
     pipe.send(transport.address)
     while True:
         address, key, size, times = await asyncio.to_thread(pipe.recv)

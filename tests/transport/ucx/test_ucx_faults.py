@@ -10,6 +10,7 @@ import pytest
 
 from kvrail.errors import FrameError, TransferAbortedError
 from kvrail.transport.base import Peer
+from kvrail.transport.regions import host_pool
 from kvrail.transport.ucx import UcxTransport, available
 from kvrail.transport.ucx.library import load
 from tests.transport.ucx.child import SETTINGS, SenderProcess, pattern
@@ -28,7 +29,7 @@ def tls(request):
 
 @pytest.fixture
 async def transport(tls):
-    transport = await UcxTransport.start(host_bytes=POOL, settings=SETTINGS[tls], grace_s=0.5)
+    transport = await UcxTransport.start(pool=host_pool(POOL), settings=SETTINGS[tls], grace_s=0.5)
     transport.pools.host.buffer.zero_()
     yield transport
     assert transport.pools.host.free_bytes == POOL
@@ -191,8 +192,8 @@ async def test_20_restarts_of_a_peer_leave_nothing_behind(transport, tls):
 @pytest.mark.parametrize("size", [10, 100_000])
 async def test_a_receiver_that_takes_nothing_ends(tls, size):
     """Short payloads wait for its word, long ones to be read."""
-    sender = await UcxTransport.start(host_bytes=4096, settings=SETTINGS[tls], grace_s=0.1, silence_s=0.2)
-    receiver = await UcxTransport.start(host_bytes=4096, settings=SETTINGS[tls], grace_s=0.1)
+    sender = await UcxTransport.start(pool=host_pool(4096), settings=SETTINGS[tls], grace_s=0.1, silence_s=0.2)
+    receiver = await UcxTransport.start(pool=host_pool(4096), settings=SETTINGS[tls], grace_s=0.1)
     payload_sender = await sender.sender(Peer(receiver.address), 7)
     async with asyncio.timeout(PATIENCE_S):
         sent = await asyncio.gather(
@@ -207,8 +208,8 @@ async def test_a_receiver_that_takes_nothing_ends(tls, size):
 
 async def test_a_receiver_that_takes_one_payload_after_another_is_not_cut():
     """Together they wait longer than one may."""
-    receiver = await UcxTransport.start(host_bytes=1 << 20, settings=SETTINGS["cma"])
-    sender = await UcxTransport.start(host_bytes=4096, settings=SETTINGS["cma"], silence_s=4.0)
+    receiver = await UcxTransport.start(pool=host_pool(1 << 20), settings=SETTINGS["cma"])
+    sender = await UcxTransport.start(pool=host_pool(4096), settings=SETTINGS["cma"], silence_s=4.0)
     payload_sender = await sender.sender(Peer(receiver.address), 7)
     sending = [asyncio.create_task(payload_sender.send(memoryview(pattern(100_000)))) for _ in range(4)]
     payload_receiver = await receiver.receiver(Peer(sender.address), 7)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvrail.config.settings import PrefillSettings
 from kvrail.errors import ConfigError, IncompatibleError, TransferAbortedError
 from kvrail.transport.base import MAX_ADDRESS_BYTES
-from kvrail.transport.regions import RegionPool
-from kvrail.transport.ucx import UcxSettings, UcxTransport, available, library
+from kvrail.transport.regions import RegionPool, host_pool
+from kvrail.transport.ucx import TRANSPORT, UcxSettings, UcxTransport, available, library
 from kvrail.transport.ucx.address import UcxAddress
 from kvrail.transport.ucx.retired import RetiredBuffers
 from kvrail.transport.ucx.sender import UcxSender
@@ -105,7 +105,7 @@ def absent(monkeypatch):
 async def test_without_ucxx_the_start_says_what_to_install(absent):
     absent("ucxx")
     with pytest.raises(ConfigError, match=r"kvrail\[ucx\]"):
-        await UcxTransport.start(host_bytes=1 << 20)
+        await UcxTransport.start(pool=host_pool(1 << 20))
     assert "kvrail[ucx]" in available()
 
 
@@ -202,8 +202,8 @@ async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, asked, dev
     async def start(**options):
         spins.append(options["settings"].spin)
 
-    monkeypatch.setattr(transports.ucx.UcxTransport, "start", start)
+    monkeypatch.setattr(UcxTransport, "start", start)
     monkeypatch.setattr(transports, "_cores", lambda: cores)
     settings = PrefillSettings(transport="ucx", ucx_polling=asked)
-    assert await transports._ucx(settings, torch.device(device), 1024) == (None, "")
+    await TRANSPORT.start(transports._options(settings, torch.device(device), pool=host_pool(4096)))
     assert spins == [polls]
