@@ -11,7 +11,7 @@ pages first, since drafts that are made meanwhile look at these most.
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class Outgoing:
     """What one transfer sends: all pages of a prompt but the first `held_pages`, which the receiver has.
 
     num_tokens: of the prompt. frame_bytes: of KV that are encoded at once. on_device: payloads stay on the pages'
-    device.
+    device. frame_layers: most layers of a frame; 0: as many as fit.
     """
 
     request_id: str
@@ -47,6 +47,7 @@ class Outgoing:
     held_pages: int
     frame_bytes: int
     on_device: bool = False
+    frame_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +148,14 @@ class PageSender:
                 await self._asking.acquire()  # what comes meanwhile is joined
                 self._asking.release()
                 pieces, closed = await self._next_pieces()
-                for piece in cut(pieces, self.outgoing.held_pages, self._frame_pages, self._recent_page):
+                for piece in self._cut(pieces):
                     await self._asking.acquire()
                     sending.create_task(self._send_piece(piece))
         self._held.put_nowait(False)
+
+    def _cut(self, pieces: list[Piece]) -> Iterator[Piece]:
+        outgoing = self.outgoing
+        return cut(pieces, outgoing.held_pages, self._frame_pages, self._recent_page, outgoing.frame_layers)
 
     async def _send_piece(self, piece: Piece) -> None:
         """Encode and send the first stage of a piece, or all stages of recent pages."""

@@ -55,11 +55,11 @@ def max_payload_bytes(spec: BlockSpec) -> int:
     return spec.raw_bytes + MAX_GROWTH_BYTES
 
 
-def block_spec(layout: KVLayout, num_pages: int) -> BlockSpec:
-    """Shape of so many pages of all layers, as one block."""
+def block_spec(layout: KVLayout, num_pages: int, *, num_layers: int | None = None) -> BlockSpec:
+    """Shape of `num_pages` pages as one block; num_layers: of some layers instead of all."""
     return BlockSpec(
         dtype=layout.dtype,
-        num_layers=layout.num_layers,
+        num_layers=layout.num_layers if num_layers is None else num_layers,
         num_pages=num_pages,
         page_size=layout.page_size,
         num_kv_heads=layout.num_kv_heads,

@@ -8,16 +8,20 @@ A package plugs one in by an entry point of the group `kvrail.transports`, which
 Workers then use it with `--transport rdma`. A transport's module is imported when it is asked for, not before.
 """
 
+import asyncio
 import importlib
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 import torch
 
-from kvrail.errors import ConfigError
+from kvrail.errors import ConfigError, KvrailError, reason_of
 from kvrail.transport.base import Transport
 from kvrail.transport.regions import RegionPool
+
+logger = logging.getLogger("kvrail.transports")
 
 GROUP = "kvrail.transports"
 AUTO = "auto"
@@ -81,3 +85,30 @@ def get(name: str) -> TransportInfo:
 def candidates(name: str) -> tuple[TransportInfo, ...]:
     """The transports that a setting stands for, the best first. Raises ConfigError as `get`."""
     return tuple(map(get, _OWN)) if name == AUTO else (get(name),)
+
+
+async def start(
+    name: str, options: TransportOptions, refusal: Callable[[TransportInfo], str] = lambda info: ""
+) -> tuple[list[Transport], list[str]]:
+    """Start the transports that a name stands for, the best first; returns also why others are left out.
+
+    refusal: why the caller does without one of those that AUTO stands for, "" if it does not. Raises ConfigError as
+    `get`, and whatever the last transport raises if it does not start.
+    """
+    infos, started, obstacles = candidates(name), list[Transport](), list[str]()
+    try:
+        for info in infos:
+            if obstacle := refusal(info) or (info.obstacle() if name == AUTO else ""):
+                obstacles.append(f"not by {info.name}: {obstacle}")
+                continue
+            try:
+                started.append(await info.start(options))
+            except (KvrailError, RuntimeError, OSError) as error:
+                if info is infos[-1]:  # the others have been tried
+                    raise
+                logger.warning("transport %s does not start: %s", info.name, reason_of(error))
+                obstacles.append(f"not by {info.name}: {reason_of(error)}")
+    except BaseException:
+        await asyncio.gather(*(transport.aclose() for transport in started))
+        raise
+    return started, obstacles

@@ -16,7 +16,6 @@ from kvrail.engine.engine import Engine, LayerObserver
 from kvrail.engine.kv.cache import PagedCache, pages_that_fit
 from kvrail.engine.kv.ledger import Cursor
 from kvrail.engine.kv.pages import PagePool
-from kvrail.engine.kv.streams import SideStream
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
 from kvrail.engine.request.events import Delivery
@@ -41,6 +40,7 @@ from kvrail.telemetry.series import Registry
 from kvrail.telemetry.tracing import Tracing
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.text import Tokenizer, load_tokenizer
+from kvrail.transfer.streams import SideStream
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2

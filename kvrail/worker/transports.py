@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvrail.config.settings import DecodeSettings, PrefillSettings, WorkerSettings, flag_name
-from kvrail.errors import ConfigError, IncompatibleError, KvrailError, reason_of
+from kvrail.errors import ConfigError, IncompatibleError
 from kvrail.transport import registry
 from kvrail.transport.base import Transport
 from kvrail.transport.regions import host_pool
@@ -43,22 +43,10 @@ class Transports:
 
     @classmethod
     async def _start(cls, settings: WorkerSettings, options: TransportOptions) -> "Transports":
-        infos, started, obstacles = registry.candidates(settings.transport), list[Transport](), list[str]()
-        try:
-            for info in infos:
-                if obstacle := _obstacle(info, settings):
-                    obstacles.append(f"not by {info.name}: {obstacle}")
-                    continue
-                try:
-                    started.append(await info.start(options))
-                except (KvrailError, RuntimeError, OSError) as error:
-                    if info is infos[-1]:  # what else there is has been tried
-                        raise
-                    logger.warning("transport %s does not start: %s", info.name, reason_of(error))
-                    obstacles.append(f"not by {info.name}: {reason_of(error)}")
-        except BaseException:
-            await cls(started).aclose()
-            raise
+        def refusal(info: TransportInfo) -> str:
+            return _refusal(info, settings)
+
+        started, obstacles = await registry.start(settings.transport, options, refusal)
         names = ", else by ".join(transport.name for transport in started)
         where = " from GPU to GPU" if started[0].on_device else ""
         why = "".join(f"; {obstacle}" for obstacle in obstacles)
@@ -99,17 +87,16 @@ def _options(settings: WorkerSettings, device: torch.device, **ends: Any) -> Tra
     )
 
 
-def _obstacle(info: TransportInfo, settings: WorkerSettings) -> str:
+def _refusal(info: TransportInfo, settings: WorkerSettings) -> str:
     """Why `auto` leaves a transport out; "" if it does not. Raises ConfigError for one that is named."""
-    auto = settings.transport == registry.AUTO
-    if settings.tls_cert and not info.encrypts and not settings.ucx_in_clear:
-        if auto:
-            return "it knows no encryption, and --ucx-in-clear is not set"
-        raise ConfigError(
-            f"--transport {info.name} sends KV unencrypted beside --tls-cert; use --transport tcp, or say"
-            " --ucx-in-clear where the network between prefill and decode workers is trusted"
-        )
-    return info.obstacle() if auto else ""
+    if not settings.tls_cert or info.encrypts or settings.ucx_in_clear:
+        return ""
+    if settings.transport == registry.AUTO:
+        return "it knows no encryption, and --ucx-in-clear is not set"
+    raise ConfigError(
+        f"--transport {info.name} sends KV unencrypted beside --tls-cert; use --transport tcp, or say --ucx-in-clear"
+        " where the network between prefill and decode workers is trusted"
+    )
 
 
 def _cores() -> int:

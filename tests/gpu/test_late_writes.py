@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvrail.codec.raw.codec import RawCodec
-from kvrail.engine.kv.streams import SideStream
 from kvrail.errors import WorkerUnavailableError
+from kvrail.transfer.streams import SideStream
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_codecs import content
 from tests.cluster.test_equality import prompt_of

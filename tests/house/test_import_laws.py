@@ -37,6 +37,11 @@ BREACHES = [
         "kvrail/transfer/breach.py",
         "import kvrail.telemetry.lifecycle",
     ),
+    (
+        "a transfer knows pages, codecs and transports: no engine, metrics or messages",
+        "kvrail/kv/breach.py",
+        "import kvrail.config.settings",
+    ),
     ("transports know payloads alone", "kvrail/transport/breach.py", "import kvrail.telemetry.spans"),
     (
         "services and tools never import each other",
