@@ -162,7 +162,7 @@ async def serve_servicer() -> None:
 
     from kvrail.config.settings import DecodeSettings
     from kvrail.runtime.drain import ActiveCalls
-    from kvrail.services.decode.fetching import Fetcher
+    from kvrail.services.decode.fetcher import Fetcher
     from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
     from kvrail.services.decode.servicer import DecodeServicer
     from kvrail.telemetry.worker import TransferMetrics

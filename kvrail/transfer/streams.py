@@ -18,11 +18,14 @@ class SideStream:
         self._compute = torch.cuda.default_stream(device) if device.type == "cuda" else None
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def mark(self) -> torch.Event | None:
-        """Everything that the engine has enqueued so far."""
+    def mark(self, *, awaited: bool = False) -> torch.Event | None:
+        """Everything that the engine has enqueued so far.
+
+        awaited: a thread will wait for it, and is to sleep instead of keeping a core busy.
+        """
         if self._compute is None:
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=awaited)  # type: ignore[no-untyped-call]
         event.record(self._compute)
         return event
 

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from kvrail import __version__
@@ -44,7 +45,9 @@ from kvrail.transfer.streams import SideStream
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
+from kvrail.worker.access import EngineAccess
 from kvrail.worker.budgets import limits_of
+from kvrail.worker.observing import KVMeters
 
 logger = logging.getLogger("kvrail.worker")
 
@@ -72,7 +75,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Worker:
-    """An engine and its surroundings; built once, before the first request.
+    """An engine and its surroundings; built once, before the first request. Services hand their parts what those need.
 
     numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: tells this start
     of the process from others.
@@ -95,6 +98,16 @@ class Worker:
     tracing: Tracing | None
     instance: int = field(default_factory=lambda: secrets.randbits(64))
     ports: Ports = field(default_factory=Ports)
+
+    @cached_property
+    def access(self) -> EngineAccess:
+        """What services do with the engine."""
+        return EngineAccess(self.engine, self.events, self.cache, self.side)
+
+    @cached_property
+    def meters(self) -> KVMeters:
+        """What transfers count in."""
+        return KVMeters(self.transfers, self.coding)
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
@@ -214,6 +227,7 @@ def build_worker(
     settings: WorkerSettings,
     *,
     codecs: Mapping[str, int],
+    side: SideStream | None = None,
     on_layer: LayerObserver | None = None,
     max_drafts: int = 0,
     detokenize: bool,
@@ -221,7 +235,8 @@ def build_worker(
 ) -> Worker:
     """Build the engine and what surrounds it; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters. weights: see build_engine.
+    codecs: those that can be asked for, with the number of their parameters. side: the stream of its transfers; None:
+    a new one. weights: see build_engine.
     """
     tracing = Tracing.start(settings.otlp_endpoint, settings.table)
     registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
@@ -238,7 +253,7 @@ def build_worker(
         engine=engine,
         events=events,
         cache=runner.cache,
-        side=SideStream(loaded.device),
+        side=side or SideStream(loaded.device),
         calls=ActiveCalls(),
         registry=registry,
         exposition=Exposition(registry, settings.metrics_names, vllm=decodes),

@@ -8,17 +8,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.prefill.client import InprocPrefillClient
 from kvrail.rpc.server import build_server
-from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
+from kvrail.transfer.streams import SideStream
 from kvrail.transport import ucx
 from kvrail.transport.inproc import InprocTransport
 from kvrail.values.sampling import SamplingParams
@@ -158,17 +160,18 @@ async def cluster(
     prefills, servicers = {}, {}
     for number in range(prefill_count):
         options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
-        observer = PageObserver(loop)
+        side = SideStream(torch.device(options.device))
+        observer = PageObserver(loop, side)
         codecs = Codecs(options, allow_lossy=True)
         worker = build_worker(
             options,
             codecs=codecs.parameters,
+            side=side,
             on_layer=observer.layers_written,
             detokenize=False,
             weights=forms_of(options),
         )
         codecs.check_codebook(worker.loaded)
-        observer.attach(worker)
         transports = await transports_for(transport, options, worker.loaded.device)
         stops.append(transports.aclose)
         servicer = PrefillServicer(worker, options, codecs, transports, observer)

@@ -54,7 +54,7 @@ def landed(device):
 def _kept(c):
     """Memory of transfers that is not back in its place."""
     yield held_bytes(c)
-    for transport in c.fetcher._transports.all:
+    for transport in c.fetcher.parts.transports.all:
         ucx = isinstance(transport, UcxTransport)
         for pool in (transport.pools.host, transport.pools.device) if ucx else (transport.pool,):
             yield 0 if pool is None else pool.buffer.numel() - pool.free_bytes

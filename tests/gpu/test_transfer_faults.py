@@ -100,7 +100,7 @@ async def test_no_fault_shows_and_nothing_is_kept(monkeypatch, device, transport
             """A prompt whose transfers fail so often, then come from `sender`, or nowhere from."""
             forget(c.decode, *c.prefills.values())
             faulty.next(fault, attempts)
-            c.fetcher._silence_s = SILENCE_S if fault is silent else PATIENCE_S
+            c.fetcher.parts.silence_s = SILENCE_S if fault is silent else PATIENCE_S
             before = [value(c.decode, reason) for reason in ("alternate", "local")]
             answer = await c.ask(prompts[number], codec=codec)
             assert answer.tokens == tokens[number], (fault, attempts)

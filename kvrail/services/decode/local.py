@@ -1,11 +1,14 @@
-"""Which prompts a decode worker computes by itself: those for which that costs less than fetching, as measured."""
+"""Prompts that a decode worker computes by itself: where that costs less than fetching, or where fetching failed."""
 
 from collections.abc import Callable
 
 from kvrail.engine.schedule.pace import Line, LineFit
+from kvrail.errors import OverloadedError
 
 UNMEASURED_TOKENS = 64
 """As long as nothing is known of the one or the other: about what the handshake of a fetch takes to compute."""
+
+RETRY_AFTER_S = 2.0
 
 
 def local_tokens(local: Line, remote: Line, running: int, most: int) -> int:
@@ -46,3 +49,29 @@ class LocalPrefill:
         if self._fixed >= 0:
             return self._fixed
         return local_tokens(self._pace(), self._remote.line(), running, self._most)
+
+
+class LocalFallbacks:
+    """Counts tokens of such prompts from when they are taken until they are computed. Belongs to one event loop.
+
+    max_tokens: that may wait here at once; a prompt that comes when none waits is always taken.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._tokens: dict[str, int] = {}  # by request
+
+    def take(self, request_id: str, tokens: int) -> None:
+        """A prompt is to be computed here. Raises OverloadedError where too many wait for that."""
+        waiting = sum(self._tokens.values())
+        if waiting and waiting + tokens > self._max_tokens:
+            raise OverloadedError(
+                f"no prefill worker could take the prompt, and prompts of {waiting} tokens wait already to be computed"
+                f" by the decode worker, which takes {self._max_tokens}; retry later",
+                retry_after=RETRY_AFTER_S,
+            )
+        self._tokens[request_id] = tokens
+
+    def over(self, request_id: str) -> None:
+        """It is computed, or nobody waits for it any more."""
+        self._tokens.pop(request_id, None)

@@ -3,7 +3,7 @@
 import asyncio
 
 from kvrail.config.settings import DecodeSettings
-from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.worker.codecs import AUTO, Codecs

@@ -13,7 +13,6 @@ from kvrail.engine.request.events import (
     Verified,
 )
 from kvrail.engine.request.requests import EngineRequest
-from kvrail.runtime.breaker import Breaker
 from kvrail.services.decode.drafts import DraftLog
 from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.trace import PROCESS, DecodeTrace
@@ -61,9 +60,7 @@ class Progress:
     asked_codec: str = ""
     substituted: str = ""  # why another codec crosses, where one does
     codec_reason: str = ""  # why this one was asked for, where the choice was left to this worker
-    falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
-    asked: tuple[Breaker, float] | None = None  # of the prefill worker that sent the KV, and when it was asked
     drafts: DraftLog = field(init=False)
     spans: SpanLog | None = field(init=False, default=None)
     _last_draft: float = 0.0  # seconds since the request came

@@ -1,6 +1,5 @@
 """The story of one generation: reserve, fetch or compute the prompt's KV, decode, report."""
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ from kvrail.engine.request.requests import EngineRequest, Resumed
 from kvrail.errors import WorkerUnavailableError
 from kvrail.rpc.errors import maps_errors
 from kvrail.runtime.logs import bound_request_id
-from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.invariance import InvarianceTracker
-from kvrail.services.decode.prefill_workers import PrefillTarget
 from kvrail.services.decode.progress import Progress
+from kvrail.services.decode.prompt_fetch import PromptFetch
 from kvrail.services.decode.trace import DecodeTrace
 from kvrail.telemetry.lifecycle import Timeline
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
@@ -74,38 +73,32 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 scored=request.scored_tokens,
             )
             timeline = Timeline()
-            trace = DecodeTrace.begin(self._worker, request, timeline)
+            trace = DecodeTrace.begin(self._worker.tracing, request, timeline)
             progress = Progress(asked, self._invariance, request.provisional, request.trace, trace, timeline)
             with trace.following(progress) if trace else contextlib.nullcontext():
-                await self._follow(progress, workers, codec, context)
+                fetch = PromptFetch(self._fetcher, progress, workers, codec, context.time_remaining())
+                await self._follow(progress, fetch, context)
 
-    async def _follow(
-        self, progress: Progress, workers: Sequence[PrefillTarget], codec: str, context: grpc.aio.ServicerContext
-    ) -> None:
+    async def _follow(self, progress: Progress, fetch: PromptFetch, context: grpc.aio.ServicerContext) -> None:
         """Have the engine generate, and tell the caller what comes of it."""
-        asked = progress.request
-        events = self._worker.events.open(self._worker.engine, asked)
-        fetching: asyncio.Task[None] | None = None
+        events = self._worker.access.open(progress.request)
         try:
             async for event in events:
-                if isinstance(event, Finished) and fetching is not None and progress.spans is not None:
-                    await self._fetcher.heard(fetching)  # its end brings the prefill worker's spans
+                if isinstance(event, Finished) and progress.spans is not None:
+                    await fetch.call_ended()  # it brings the prefill worker's spans
                 reply = progress.take(event)
                 if isinstance(event, Recomputed):
-                    self._fetcher.recomputed(progress)
-                if progress.falls_back and isinstance(event, Output):
-                    self._fetcher.computed(progress)
+                    fetch.recomputed()
+                if isinstance(event, Output):
+                    fetch.computed()
                 if isinstance(event, Admitted) and event.awaits_kv:
-                    fetching = asyncio.create_task(
-                        self._fetcher.fetch(workers, codec, event, progress, context.time_remaining, events.fail)
-                    )
+                    fetch.begin(event, events)
                 if reply is not None:
                     await context.write(reply)
             self._fetcher.learn(progress)
         finally:
             events.close()
-            if fetching is not None:
-                await self._fetcher.leave(fetching, progress)
+            await fetch.leave()
 
     def _check(self, request: decode_pb2.GenerateRequest) -> str:
         """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvrail.telemetry.lifecycle import Stage, Timeline
-from kvrail.telemetry.tracing import Attribute, Hop
+from kvrail.telemetry.tracing import Attribute, Hop, Tracing
 from kvrail.wire.v1 import decode_pb2
-from kvrail.worker.process import Worker
 
 if TYPE_CHECKING:
     from kvrail.services.decode.progress import Progress
@@ -33,9 +32,11 @@ class DecodeTrace:
         self._hop = hop
 
     @classmethod
-    def begin(cls, worker: Worker, request: decode_pb2.GenerateRequest, timeline: Timeline) -> "DecodeTrace | None":
-        """None where nobody is to be told."""
-        if worker.tracing is None:
+    def begin(
+        cls, tracing: Tracing | None, request: decode_pb2.GenerateRequest, timeline: Timeline
+    ) -> "DecodeTrace | None":
+        """Begin one, unless this worker exports none or this request is not sampled."""
+        if tracing is None:
             return None
         attributes: dict[str, Attribute] = {
             "gen_ai.request.model": request.model,
@@ -44,7 +45,7 @@ class DecodeTrace:
             "kvrail.request_id": request.request_id,
             "kvrail.resumed_tokens": sum(len(each.token_ids) for each in request.resumed),
         }
-        hop = worker.tracing.hop("decode", request.trace_context, timeline, attributes)
+        hop = tracing.hop("decode", request.trace_context, timeline, attributes)
         return cls(hop) if hop.recorded else None
 
     @property

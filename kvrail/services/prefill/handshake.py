@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvrail.codec.base import Codec
 from kvrail.config.settings import flag_name
+from kvrail.engine.model.loader import LoadedModel
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
 from kvrail.transport.base import Peer, Transport
 from kvrail.values.layout import KVLayout
@@ -11,7 +12,6 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import check_request_id, layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker.codecs import Codecs
-from kvrail.worker.process import Worker
 from kvrail.worker.transports import Transports
 
 
@@ -28,22 +28,27 @@ class Agreement:
 
 
 def agree(
-    worker: Worker, codecs: Codecs, transports: Transports, request: prefill_pb2.PrefillRequest, host: str
+    model: LoadedModel,
+    numerics: str,
+    codecs: Codecs,
+    transports: Transports,
+    request: prefill_pb2.PrefillRequest,
+    host: str,
 ) -> Agreement:
-    """Choose codec and transport. host: the receiver's, as its call came from it.
+    """Choose codec and transport. model, numerics: this worker's. host: the receiver's, as its call came from it.
 
     Raises IncompatibleError where the two ends differ, naming both values.
     """
     check_request_id(request.request_id)
-    theirs, loaded = request.handshake, worker.loaded
+    theirs = request.handshake
     _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
-    _same("model fingerprint", theirs.model_fingerprint, loaded.fingerprint)
-    _same_layout(layout_from_proto(theirs.layout), loaded.layout)
+    _same("model fingerprint", theirs.model_fingerprint, model.fingerprint)
+    _same_layout(layout_from_proto(theirs.layout), model.layout)
     codec = _agree_on_codec(codecs, theirs)
     offered = {each.name: each for each in theirs.transports}
     transport = transports.get(_first_known("transport", list(offered), transports.names))
     peer_transport = offered[transport.name]
-    page_count = loaded.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
+    page_count = model.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
     if page_count < 1:
         raise InvalidRequestError(
             f"the receiver holds {theirs.held_pages} pages, the whole prompt of {len(request.prompt_token_ids)} tokens",
@@ -56,7 +61,7 @@ def agree(
         first_page=theirs.held_pages,
         page_count=page_count,
         transport_address=transport.address,
-        numerics=worker.numerics,
+        numerics=numerics,
     )
     on_device = codec.device_payloads and transport.on_device and peer_transport.on_device
     peer = Peer(peer_transport.address, host)

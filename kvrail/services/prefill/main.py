@@ -2,9 +2,12 @@
 
 import asyncio
 
+import torch
+
 from kvrail.config.settings import PrefillSettings
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
+from kvrail.transfer.streams import SideStream
 from kvrail.worker.codecs import Codecs
 from kvrail.worker.process import build_worker, certificate, run_worker, serve
 from kvrail.worker.transports import Transports
@@ -18,17 +21,18 @@ def run(settings: PrefillSettings) -> int:
 
 async def _main(settings: PrefillSettings) -> None:
     tls = certificate(settings, "prefill")
-    observer = PageObserver(asyncio.get_running_loop())
+    side = SideStream(torch.device(settings.device))
+    observer = PageObserver(asyncio.get_running_loop(), side)
     codecs = Codecs(settings, allow_lossy=True)
     worker = build_worker(
         settings,
         codecs=codecs.parameters,
+        side=side,
         on_layer=observer.layers_written,
         detokenize=False,
         weights=forms_of(settings),
     )
     codecs.check_codebook(worker.loaded)
-    observer.attach(worker)
     transports = await Transports.to_send(settings, worker.loaded.device)
     first = transports.first_codec(codecs.usual)
     codecs.prepare(first, worker.loaded, worker.coding)

@@ -1,4 +1,4 @@
-"""Prefill workers' service: agree, make the way on which pages leave, tell the story."""
+"""Prefill workers' service: agree with the decode worker, open a transport's end, compute and send."""
 
 import contextlib
 import itertools
@@ -12,7 +12,7 @@ from kvrail.rpc.prefill.client import serve_prefill
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.logs import bound_request_id
 from kvrail.runtime.tuning import compute_with
-from kvrail.services.prefill.handler import PrefillHandler
+from kvrail.services.prefill.handler import HandlerParts, PrefillHandler
 from kvrail.services.prefill.handshake import Agreement, agree
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.trace import PROCESS, PrefillTrace
@@ -39,7 +39,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._worker = worker
         self._codecs = codecs
         self._transports = transports
-        self._observer = observer
+        self._parts = HandlerParts(worker.access, worker.grammars, worker.transfers, observer)
         self._queues: dict[tuple[str, bool], SendQueue] = {}
         self._max_held_bytes = int(settings.held_kv_gib * (1 << 30))
         self._calls = itertools.count(1)
@@ -61,17 +61,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         await serve_prefill(context, lambda replies: self.answer(request, replies, host))
 
     async def answer(self, request: prefill_pb2.PrefillRequest, replies: PrefillReplies, receiver: str = "") -> None:
-        """Tell the story of one prefill to `replies`.
+        """Answer one call through `replies`.
 
-        receiver: names the machine that asks; transfers to the same one share a send queue.
+        receiver: the host that asks; transfers to the same one share a send queue.
         """
-        with bound_request_id(request.request_id), self._worker.calls.track():
-            agreed = agree(self._worker, self._codecs, self._transports, request, receiver)
+        worker = self._worker
+        with bound_request_id(request.request_id), worker.calls.track():
+            agreed = agree(worker.loaded, worker.numerics, self._codecs, self._transports, request, receiver)
             payload_sender = await agreed.transport.sender(agreed.peer, agreed.key)
             try:
                 number, timeline = next(self._calls), Timeline()
-                told = PrefillTrace.begin(self._worker, request, timeline)
-                spans = SpanLog(PROCESS, timeline, told=request.trace) if request.trace or told else None
+                trace = PrefillTrace.begin(worker.tracing, worker.settings.model_name, request, timeline)
+                spans = SpanLog(PROCESS, timeline, told=request.trace) if request.trace or trace else None
                 sender = PageSender(
                     self._outgoing(request, agreed),
                     payload_sender,
@@ -79,11 +80,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     self._queue(receiver, agreed.on_device),
                     number,
                     self._encoders,
-                    SentKV(self._worker, spans),
+                    SentKV(worker.meters, spans),
                 )
-                story = PrefillHandler(self._worker, self._observer, request, number, sender, replies, timeline, spans)
-                with told.following(spans) if told else contextlib.nullcontext():
-                    await story.tell(agreed.accepted)
+                handler = PrefillHandler(self._parts, request, number, sender, replies, timeline, spans)
+                with trace.following(spans) if trace else contextlib.nullcontext():
+                    await handler.run(agreed.accepted)
             finally:
                 await payload_sender.aclose()
 
