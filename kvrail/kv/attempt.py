@@ -27,7 +27,7 @@ class Counts:
     def held(self, change: int) -> None:
         """See SendingObserver."""
 
-    def arrived(self, payload_bytes: int, waited_s: float, flight_s: float) -> None:
+    def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
         """See ReceivingObserver."""
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:

@@ -97,7 +97,7 @@ class PageReceiver:
         self._changed.set()
 
     async def _give_up(self, reading: "asyncio.Task[None]") -> None:
-        """Stop reading, and give back what nobody will decode; a further cancellation changes nothing in that."""
+        """Stop reading, and give back what will not be decoded; a further cancellation changes nothing in that."""
         reading.cancel()
         try:
             await settled(reading)
@@ -126,7 +126,7 @@ class PageReceiver:
             self._changed.set()
 
     def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Digest]:
-        """Check all that a head tells; with it comes the digest that the payload must have."""
+        """Check a frame's head; returned with it is the digest that the payload must have."""
         size = announcement.payload_bytes
         try:
             header, digest = unpack_head(announcement.head, size, max_payload_bytes(self._transfer.spec))
@@ -165,7 +165,7 @@ class PageReceiver:
         arrival = self._arrivals[0]
         await unless_silent(_unless_failed(arrival.region, reading), self._silence_s)
         region = arrival.region.result()
-        self._observer.arrived(region.payload.nbytes, perf_counter() - asked, region.flight_s)
+        self._observer.arrived(region.payload.nbytes, perf_counter() - asked, region.crossing_s)
         return region
 
     async def _take(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:

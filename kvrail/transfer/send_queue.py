@@ -1,4 +1,4 @@
-"""Whose frames leave next on the way to one decode worker's machine."""
+"""Which frames leave next on the way to one decode worker's host."""
 
 import asyncio
 import heapq
@@ -19,9 +19,9 @@ PATIENCE = 8
 """Turns of other requests' first stages that a later stage lets pass at most while it waits."""
 
 STUCK_S = 5.0
-"""A turn that lasts so long waits for a receiver that takes nothing: others need not."""
+"""A turn that lasts this long waits for a receiver that takes nothing; others go on."""
 MOST_LENT = 4
-"""Times `slots`: so many turns at most are given in place of stuck ones, for each holds a frame in memory."""
+"""Most turns, in units of `slots`, that are given in place of stuck ones: each holds a frame in memory."""
 
 _Waiting = list[tuple[int, int, asyncio.Future[None]]]
 
@@ -99,7 +99,7 @@ class SendQueue:
         self._grant_soon()
 
     def _grant_soon(self) -> None:
-        """Grant at the loop's next turn: whoever gives a slot back may ask again first."""
+        """Grant at the loop's next turn: a sender that gives a slot back may ask again first."""
         asyncio.get_running_loop().call_soon(self._grant)
 
     def _grant(self) -> None:

@@ -1,6 +1,6 @@
 """One request's pages on their way out: encoded behind the computation, announced, carried, stage by stage.
 
-The caller says which pages of which layers are complete. This side encodes them where they lie, in a helper thread, and
+The caller says which pages are complete in which layers. This side encodes them where they lie, in a helper thread, and
 only when the send queue gives a turn. So the pages themselves are the buffer. Layers that have piled up meanwhile leave
 in one frame.
 
@@ -166,7 +166,7 @@ class PageSender:
                     now = len(stages) if piece.first_page >= self._recent_page else 1
                     for stage in stages[:now]:
                         sending.create_task(self._send(stage))
-                    await asyncio.sleep(0)  # they are next to leave: whoever has a turn now may take what follows
+                    await asyncio.sleep(0)  # they are next to leave: another transfer with a turn may encode now
                 for stage in stages[now:]:
                     self._hold(stage)
         finally:

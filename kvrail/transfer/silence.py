@@ -1,4 +1,4 @@
-"""How long a sender may say and send nothing."""
+"""A bound on how long a sender may be silent."""
 
 import asyncio
 from collections.abc import Awaitable

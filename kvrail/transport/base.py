@@ -58,7 +58,7 @@ class Region(Protocol):
         ...
 
     @property
-    def flight_s(self) -> float:
+    def crossing_s(self) -> float:
         """Seconds in which the payload crossed, from its first byte here to its last; 0 where nothing crosses a link.
 
         What came before the payload is not in it: its computation, its encoding, payloads ahead of it.
@@ -66,7 +66,7 @@ class Region(Protocol):
         ...
 
     def release(self) -> None:
-        """Nobody reads it any more. A second call does nothing. Any thread may call it."""
+        """Give the memory back; it is read no more. A second call does nothing. Any thread may call it."""
         ...
 
 

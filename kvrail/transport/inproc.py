@@ -19,7 +19,7 @@ from kvrail.transport.base import Payload, Peer
 class LentRegion:
     """A sender's memory in the receiver's hands."""
 
-    flight_s = 0.0
+    crossing_s = 0.0
 
     def __init__(self, payload: Payload) -> None:
         self._payload = payload
@@ -40,7 +40,7 @@ class LentRegion:
         if here:
             self._return()
         else:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: no sender waits any more
                 self._loop.call_soon_threadsafe(self._return)
 
     def _return(self) -> None:
@@ -80,7 +80,7 @@ class _Attempt:
         self.over = self.over or why
         for region in self._offers:
             region.returned.set_exception(TransferAbortedError(self.over))
-            region.returned.exception()  # whoever sends sees it; where that one was cancelled, nobody need
+            region.returned.exception()  # its sender raises it, unless that was cancelled
         for _, _, want in self._wants:
             if not want.done():
                 want.set_exception(TransferAbortedError(self.over))

@@ -23,7 +23,7 @@ class EngineAccess:
 
     @property
     def layout(self) -> KVLayout:
-        """Of the pages."""
+        """The pages' layout."""
         return self.cache.layout
 
     def open(self, request: EngineRequest) -> EventStream:

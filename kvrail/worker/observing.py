@@ -52,7 +52,7 @@ class ReceivedKV:
         self.payload_bytes = 0
         self.raw_bytes = 0
 
-    def arrived(self, payload_bytes: int, waited_s: float, flight_s: float) -> None:
+    def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
         """A frame is here."""
         if self._spans is not None:
             self._spans.add("wait for a frame", "wait", waited_s, bytes=payload_bytes)

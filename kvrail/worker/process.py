@@ -63,7 +63,7 @@ WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes
 
 
 class _BrokenError(KvrailError):
-    """The engine has given up or hangs: the process must end, so that whoever watches it starts another."""
+    """The engine has given up or hangs: the process must end, so that its supervisor starts another."""
 
 
 @dataclass
@@ -77,8 +77,8 @@ class Ports:
 class Worker:
     """An engine and its surroundings; built once, before the first request. Services hand their parts what those need.
 
-    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: tells this start
-    of the process from others.
+    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: identifies
+    this start of the process.
     """
 
     settings: WorkerSettings
@@ -317,11 +317,11 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
 def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
     """Log what was found. Raises ConfigError where the operator asked for more than holds."""
     if finding.holds:
-        logger.info("a token gets the same bits in any company (numerics %s)", finding.numerics)
+        logger.info("output is batch-invariant (numerics %s)", finding.numerics)
     elif settings.invariant == "on":
         raise ConfigError(f"invariant is 'on', but {finding.reason}; set it to auto to serve all the same")
     elif settings.invariant == "auto":
-        logger.warning("tokens may differ with a batch's company: %s", finding.reason)
+        logger.warning("output is not batch-invariant: %s", finding.reason)
 
 
 def certificate(settings: WorkerSettings, role: Literal["prefill", "decode"]) -> Tls | None:
@@ -375,7 +375,7 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls
 
     try:
         await rpc.start()
-        # The last thing before signals are taken: whoever reads that this worker is healthy may send one at once.
+        # The last thing before signals are taken: a supervisor that sees this worker healthy may send one at once.
         metrics_port, stop_side = await start_side_server(
             settings.host,
             settings.metrics_port,

@@ -19,7 +19,7 @@ from kvrail.worker.codecs import WITHOUT_CODE
 logger = logging.getLogger("kvrail.transports")
 
 POLLING_CORES = 8
-"""Where a worker on a GPU may use so many, one of them polls UCX by itself."""
+"""A worker on a GPU with this many cores lets one of them poll UCX, unless settings say otherwise."""
 
 
 class Transports:

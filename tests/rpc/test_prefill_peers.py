@@ -31,11 +31,11 @@ from kvrail.wire.v1 import prefill_pb2, prefill_pb2_grpc
 
 class Servicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(self, request, context):
-        async def story(replies):
+        async def handler(replies):
             replies.accept(prefill_pb2.Accepted())
             replies.announce(Announcement(b"head", 5, False))
             await asyncio.Event().wait()
-        await serve_prefill(context, story)
+        await serve_prefill(context, handler)
 
 async def main():
     rpc = await build_server()

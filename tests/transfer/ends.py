@@ -77,7 +77,7 @@ class Observer:
     def held(self, change):
         self.held_bytes += change
 
-    def arrived(self, payload_bytes, waited_s, flight_s):
+    def arrived(self, payload_bytes, waited_s, crossing_s):
         self.frames += 1
 
     def decoded(self, header, payload_bytes, seconds):

@@ -22,7 +22,7 @@ HUGE = (0, 1, 255, 65_535, (1 << 31) - 1, (1 << 32) - 1)
 class Given:
     """A region of its own for each payload."""
 
-    flight_s = 0.0
+    crossing_s = 0.0
 
     def __init__(self, payload):
         self.payload = memoryview(payload)

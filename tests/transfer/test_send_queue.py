@@ -18,7 +18,7 @@ async def test_the_oldest_request_goes_first():
     assert done == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
 
 
-async def test_slots_bound_what_is_in_flight_and_come_back():
+async def test_slots_bound_what_is_under_way_and_come_back():
     queue, now, most = SendQueue(ROOM, slots=2), 0, 0
 
     async def send(order):

@@ -239,10 +239,10 @@ class _Watching(ReceivedKV):
         self._received = received
         self._crossing = crossing
 
-    def arrived(self, payload_bytes: int, waited_s: float, flight_s: float) -> None:
+    def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
         """A frame is here."""
-        super().arrived(payload_bytes, waited_s, flight_s)
-        self._crossing.add(payload_bytes, flight_s)
+        super().arrived(payload_bytes, waited_s, crossing_s)
+        self._crossing.add(payload_bytes, crossing_s)
 
     def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
         """A frame is in the pages."""

@@ -11,15 +11,15 @@ class InvarianceTracker:
     def __init__(self, own: str) -> None:
         self._own = own
         self._mixed = False
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def received(self, prefill_worker: str, numerics: str) -> None:
         """KV has come that was computed with these numerics; from now on the prefix cache may hold some of it."""
         if numerics == self._own:
             return
         self._mixed = True
-        if self._own and prefill_worker not in self._told:
-            self._told.add(prefill_worker)
+        if self._own and prefill_worker not in self._warned:
+            self._warned.add(prefill_worker)
             logger.warning(
                 "prefill worker %s computes other bits (numerics %s, here %s), so that tokens may differ with where a"
                 " prompt is computed; run the same GPUs, versions and settings on both",

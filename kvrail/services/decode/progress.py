@@ -1,4 +1,4 @@
-"""What one generation has come to: its moments, its output so far, and what the caller is told of each event."""
+"""The state of one generation: its moments, its output so far, and the reply for each event."""
 
 from dataclasses import dataclass, field
 
@@ -44,7 +44,7 @@ class Received:
 class Progress:
     """Follows one request's events in order.
 
-    provisional: whether the caller is told of drafts. traced: whether it is told what took how long. trace: this
+    provisional: whether the caller gets drafts. traced: whether it gets spans. trace: this
     worker's part of a trace.
     """
 
@@ -73,7 +73,7 @@ class Progress:
         self.drafts = DraftLog([len(each.token_ids) for each in self.request.resumed] or [0] * self.request.params.n)
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
-        """Take note of an event; returns what the caller is told, if anything."""
+        """Take note of an event; returns the reply to the caller, if any."""
         match event:
             case Output():  # by far the most common
                 self._mark_first_token()
@@ -98,7 +98,7 @@ class Progress:
         return None
 
     def hidden_share(self) -> float | None:
-        """Of the wait for the KV, from the first token on, the share during which drafts were made.
+        """The share of the wait for the KV, from the first token on, during which drafts were made.
 
         None where there was no wait: the KV came with the first token, or was computed here.
         """
@@ -110,7 +110,7 @@ class Progress:
         return max(0.0, min(self._last_draft, complete) - max(first, coarse)) / (complete - first)
 
     def steps_after(self) -> tuple[float, int]:
-        """Seconds and number of the decode steps after the KV was exact, each of which gave one token."""
+        """Seconds and number of the decode steps after the KV was exact; each gave one token."""
         begin = self.timeline.get(Stage.VERIFIED) or self.timeline.get(Stage.KV_COMPLETE)
         if self.request.params.n > 1 or begin is None:
             return 0.0, 0

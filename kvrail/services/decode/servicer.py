@@ -1,4 +1,4 @@
-"""The story of one generation: reserve, fetch or compute the prompt's KV, decode, report."""
+"""One generation: reserve pages, fetch or compute the prompt's KV, decode, report."""
 
 import contextlib
 import itertools
@@ -65,7 +65,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 remote=bool(workers) and params.prompt_logprobs is None and not request.resumed,
                 local_tokens=self._fetcher.local_tokens(),
                 resumed=tuple(Resumed(tuple(each.token_ids), each.ended) for each in request.resumed),
-                provisional=True,  # whoever asks: when drafts are made is measured
+                provisional=True,  # for every client: when drafts are made is measured
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
                 client=request.client,
@@ -80,7 +80,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 await self._follow(progress, fetch, context)
 
     async def _follow(self, progress: Progress, fetch: PromptFetch, context: grpc.aio.ServicerContext) -> None:
-        """Have the engine generate, and tell the caller what comes of it."""
+        """Have the engine generate, and send the caller its output."""
         events = self._worker.access.open(progress.request)
         try:
             async for event in events:

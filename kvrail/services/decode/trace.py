@@ -1,4 +1,4 @@
-"""What a decode worker tells a collector of one generation."""
+"""A decode worker's spans of one generation, for a collector."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ PARTS = {
     "verify": "verify",
     "decode": "decode",
 }
-"""The parts of a request's time that pass here, and how they are called in a trace."""
+"""The parts of a request's time that pass here, and their names in a trace."""
 LOCAL_PARTS = PARTS | {"prefill_queue": "queue", "prefill": "prefill"}
 
 
@@ -55,7 +55,7 @@ class DecodeTrace:
 
     @contextmanager
     def following(self, progress: "Progress") -> Iterator[None]:
-        """Inside, the generation runs; what has come of it by the end is told."""
+        """Inside, the generation runs; its outcome is exported at the end."""
         error = ""
         try:
             yield

@@ -99,7 +99,7 @@ class PrefillHandler:
 
     async def _beat(self) -> None:
         """Say that the call is alive, unless the engine has hung: to wait for one's turn is no silence."""
-        with contextlib.suppress(TransferAbortedError):  # whoever sends learns of it too
+        with contextlib.suppress(TransferAbortedError):  # the sender raises it too
             while True:
                 await asyncio.sleep(HEARTBEAT_S)
                 if self._parts.access.engine.step_seconds < HUNG_S:

@@ -95,8 +95,8 @@ def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:
             )
         if not obstacle:
             return codecs.get(name)
-    told = "; ".join(f"codec {name} {obstacle}" for name, obstacle in obstacles.items())
-    raise WorkerUnavailableError(f"{told} on this prefill worker, and nothing else was offered; offer raw too")
+    reasons = "; ".join(f"codec {name} {obstacle}" for name, obstacle in obstacles.items())
+    raise WorkerUnavailableError(f"{reasons} on this prefill worker, and nothing else was offered; offer raw too")
 
 
 def _first_known(what: str, theirs: list[str], ours: list[str]) -> str:

@@ -1,6 +1,7 @@
 """Prefill workers' service: agree with the decode worker, open a transport's end, compute and send."""
 
 import contextlib
+import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,8 +9,7 @@ import grpc
 
 from kvrail.config.settings import PrefillSettings
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill.client import serve_prefill
-from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.rpc.prefill.replies import PrefillReplies, serve
 from kvrail.runtime.logs import bound_request_id
 from kvrail.runtime.tuning import compute_with
 from kvrail.services.prefill.handler import HandlerParts, PrefillHandler
@@ -58,7 +58,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
         """Compute a prompt; announce and send its first tokens and pages."""
         host = context.peer().rpartition(":")[0]  # without the port: one machine, one send queue
-        await serve_prefill(context, lambda replies: self.answer(request, replies, host))
+        await serve(functools.partial(self.answer, receiver=host), request, context.write)
 
     async def answer(self, request: prefill_pb2.PrefillRequest, replies: PrefillReplies, receiver: str = "") -> None:
         """Answer one call through `replies`.

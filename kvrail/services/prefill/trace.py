@@ -1,4 +1,4 @@
-"""What a prefill worker tells a collector of one prefill."""
+"""A prefill worker's spans of one prefill, for a collector."""
 
 import asyncio
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class PrefillTrace:
 
     @contextmanager
     def following(self, spans: SpanLog | None) -> Iterator[None]:
-        """Inside, the prefill runs; what has come of it by the end is told."""
+        """Inside, the prefill runs; its outcome is exported at the end."""
         error = ""
         try:
             yield

@@ -59,7 +59,7 @@ class Connection:
         await self._end()
 
     async def linger(self, limit_s: float) -> None:
-        """End the connection once the other end has read all and closed, or after so many seconds."""
+        """End the connection once the other end has read all and closed, or after `limit_s` seconds."""
         await asyncio.wait((self.run(Stream.read_to_end),), timeout=limit_s)
         await self.aclose()
 
@@ -78,17 +78,17 @@ class Connection:
             error: Exception | None = None
             try:
                 job(self.stream)
-            except Exception as raised:  # noqa: BLE001 - whoever waits for the job gets it
+            except Exception as raised:  # noqa: BLE001 - the job's future raises it
                 error = raised
-            self._tell(future, error)
+            self._report(future, error)
             del task, job, future  # a payload is not kept while the thread waits for the next
-        self._tell(self._ended, None)
+        self._report(self._ended, None)
 
-    def _tell(self, future: asyncio.Future[None], error: Exception | None) -> None:
+    def _report(self, future: asyncio.Future[None], error: Exception | None) -> None:
         try:
             self._loop.call_soon_threadsafe(_settle, future, error)
         except RuntimeError:
-            return  # the loop has been closed; nobody waits
+            return  # the loop has been closed; no task waits
 
 
 def _nothing(stream: Stream) -> None:
@@ -102,4 +102,4 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_result(None)
     else:
         future.set_exception(error)
-        future.exception()  # where nobody waits any more, nobody need see it
+        future.exception()  # retrieved: the waiter may be gone

@@ -171,7 +171,7 @@ class TcpReceiver:
             stream.receive(memoryview(length))
             begin = perf_counter()
             stream.receive(view, begun=True)
-            region.flight_s = perf_counter() - begin
+            region.crossing_s = perf_counter() - begin
 
         self._connection.stream.post(SIZE.pack(size))
         return self._connection.run(job)

@@ -32,12 +32,12 @@ class Address:
     host: str = ""
 
     def pack(self) -> bytes:
-        """As peers get it: without the host, which is theirs to know."""
+        """The form that peers get: without the host, which they know."""
         return _ADDRESS.pack(VERSION, self.port, self.secret)
 
     @classmethod
     def of(cls, peer: Peer) -> "Address":
-        """Read a peer's. Raises WorkerUnavailableError where it tells no port of the host that was called.
+        """Read a peer's. Raises WorkerUnavailableError if it names no port of the host that was called.
 
         A peer does not choose where this end connects to: an address that names a host is refused.
         """

@@ -1,4 +1,4 @@
-"""A connection whose bytes are encrypted and authenticated, with keys that the gRPC call has told both ends.
+"""A connection whose bytes are encrypted and authenticated, with keys from what the gRPC call carried.
 
 TLS on this socket would take a call of OpenSSL for each 16 KiB, and none while another thread waits to read. Here a
 payload takes two calls for each SEGMENT_BYTES (docs/decisions/0021-tls.md). What is sent is a row of segments, AES-256
@@ -22,14 +22,14 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """One for each direction: what the receiver of payloads says, and what their sender says."""
+    """One key for each direction: for bytes of the payloads' receiver, and of their sender."""
 
     receiver: bytes
     sender: bytes
 
     @classmethod
     def derive(cls, secret: bytes, key: int, salt: bytes) -> "Keys":
-        """Of the sender's secret, an attempt's key and a salt that is new for each connection."""
+        """Derive both from the sender's secret, an attempt's key and a salt that is new for each connection."""
         from cryptography.hazmat.primitives.hashes import SHA256  # only where sealing is asked for
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -38,12 +38,12 @@ class Keys:
 
 
 def name_of(secret: bytes, key: int) -> bytes:
-    """By which a connection says which attempt it belongs to; tells nothing of the secret or the key."""
+    """Names the attempt that a connection belongs to; reveals neither the secret nor the key."""
     return hmac.digest(secret, b"name" + KEY.pack(key), "sha256")[:NAME_BYTES]
 
 
 def new_salt() -> bytes:
-    """For one connection."""
+    """A salt for one connection."""
     return secrets.token_bytes(SALT_BYTES)
 
 
@@ -91,8 +91,8 @@ class SealedStream(Stream):
                 try:
                     self._in.cipher.decrypt_into(self._in.nonce(), sealed, None, segment)
                 except InvalidTag as error:
-                    segment[:] = b"\xff" * segment.nbytes  # it has been written; nobody is to read it, least as a size
-                    raise ConnectionAbortedError("bytes came that the other end has not sent so") from error
+                    segment[:] = b"\xff" * segment.nbytes  # it has been written; it must not be read, least as a size
+                    raise ConnectionAbortedError("the bytes are not those that the other end sent") from error
 
     def post(self, message: bytes) -> None:
         """Send a few bytes without waiting, beside a thread that receives."""

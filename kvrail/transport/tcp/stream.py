@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 
 STALL_S = 30.0
-"""A payload that stands still for so long ends its connection; so does a host that answers nothing for so long."""
+"""A payload without progress for this long ends its connection; so does a host that does not answer for this long."""
 
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", int(STALL_S * 1e3)))
 """Options by name, as not every system has all: seconds, and milliseconds for the last."""
@@ -93,15 +93,15 @@ class Stream:
     def close(self) -> None:
         """Give the socket back to the system; no thread uses it any more. What has not left by now is discarded.
 
-        The other end gets a reset. The end that `shutdown` sends is not enough: where the window was shut, a sender
-        hears of it only as an answer to data, and sends none; Linux leaves its probes unanswered for a minute.
+        The other end gets a reset. The end that `shutdown` sends is not enough: with a closed window, a sender
+        notices it only in an answer to data, and sends none; Linux leaves its probes unanswered for a minute.
         """
         with contextlib.suppress(OSError):  # it has ended already
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         self._sock.close()
 
     def _stalled(self) -> TimeoutError:
-        return TimeoutError(f"the other end stood still for {self._stall_s:g} s in the middle of a payload")
+        return TimeoutError(f"the other end made no progress for {self._stall_s:g} s in the middle of a payload")
 
 
 def _without(parts: list[memoryview], count: int) -> list[memoryview]:

@@ -29,7 +29,7 @@ from kvrail.transport.tcp.stream import Stream, Wrap, plain
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 128
+MAX_UNPROVEN = 128
 """Connections that have not proved themselves yet. Beyond it, the host that has most of them loses its oldest one."""
 
 
@@ -37,7 +37,7 @@ MAX_STRANGERS = 128
 class Timeouts:
     """Seconds that the other end has.
 
-    To be connected to, to say its hello, to come at all, to take anything of what waits for it, to read what is left.
+    To accept a connection, to say its hello, to connect at all, to take a payload that waits, to read what is left.
     """
 
     connect_s: float = 10.0
@@ -59,8 +59,8 @@ class TcpTransport:
         self._address = b""
         self._listener: socket.socket | None = None
         self._senders: dict[int, TcpSender] = {}
-        self._strangers: dict[asyncio.Task[bool], str] = {}  # their hosts; the oldest first
-        self._leaving: set[asyncio.Task[bool]] = set()  # strangers that are shown out
+        self._unproven: dict[asyncio.Task[bool], str] = {}  # their hosts; the oldest first
+        self._leaving: set[asyncio.Task[bool]] = set()  # unproven ones that are being closed
         self._lingering: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -149,7 +149,7 @@ class TcpTransport:
 
     async def aclose(self) -> None:
         """Close the listener and every connection; lets receivers read what senders left, for a bounded time."""
-        tasks: list[asyncio.Task[Any]] = [*self._strangers, *self._leaving]
+        tasks: list[asyncio.Task[Any]] = [*self._unproven, *self._leaving]
         tasks += [self._accepting] if self._accepting else []
         for task in tasks:
             task.cancel()
@@ -188,22 +188,22 @@ class TcpTransport:
                 await asyncio.sleep(0.1)
                 continue
             task = asyncio.create_task(self._greet(sock), name="data connection's hello")
-            self._strangers[task] = place[0]
+            self._unproven[task] = place[0]
             task.add_done_callback(functools.partial(self._greeted, sock))
-            if len(self._strangers) > MAX_STRANGERS:
+            if len(self._unproven) > MAX_UNPROVEN:
                 self._make_room()
 
     def _make_room(self) -> None:
-        """Show one stranger out: of the host that has most of them the oldest, for a peer speaks at once."""
-        hosts = Counter(self._strangers.values())
+        """Close one unproven connection: the oldest one of the host that has most, since a real peer speaks at once."""
+        hosts = Counter(self._unproven.values())
         crowd, _ = max(hosts.items(), key=lambda item: item[1])
-        oldest = next(task for task, host in self._strangers.items() if host == crowd)
-        del self._strangers[oldest]
+        oldest = next(task for task, host in self._unproven.items() if host == crowd)
+        del self._unproven[oldest]
         self._leaving.add(oldest)
         oldest.cancel()
 
     def _greeted(self, sock: socket.socket, task: asyncio.Task[bool]) -> None:
-        self._strangers.pop(task, None)
+        self._unproven.pop(task, None)
         self._leaving.discard(task)
         if task.cancelled():
             sock.close()
@@ -216,11 +216,11 @@ class TcpTransport:
     async def _greet(self, sock: socket.socket) -> bool:
         """Hand a connection to the sender whose key it knows; says whether there was one.
 
-        A stranger costs a socket and no thread.
+        A connection that proves nothing costs a socket and no thread.
         """
         try:
             async with asyncio.timeout(self._timeouts.hello_s):
-                said = await _heard(sock, HELLO_BYTES)
+                said = await _first_bytes(sock, HELLO_BYTES)
                 found = self._sealed_hello(said) if self._sealed else self._plain_hello(said)
                 if found is None or found[0].connected:
                     return False
@@ -235,7 +235,7 @@ class TcpTransport:
         return True
 
     def _plain_hello(self, said: bytes) -> tuple[TcpSender, Keys | None] | None:
-        """The sender that waits for who said this."""
+        """The sender that waits for a peer with this hello."""
         read = read_hello(said)
         if read is None or not hmac.compare_digest(read[0], self._secret) or read[1] not in self._senders:
             return None
@@ -257,7 +257,7 @@ async def _listen(host: str, port: int) -> socket.socket:
     try:
         infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, place = infos[0]
-        listener = socket.create_server(place[:2], family=family, backlog=MAX_STRANGERS)
+        listener = socket.create_server(place[:2], family=family, backlog=MAX_UNPROVEN)
     except OSError as error:
         raise ConfigError(
             f"cannot listen for data on {host}:{port}: {reason_of(error)}; choose another host or port"
@@ -266,7 +266,7 @@ async def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _heard(sock: socket.socket, count: int) -> bytes:
+async def _first_bytes(sock: socket.socket, count: int) -> bytes:
     """The first bytes of a connection. Raises ConnectionError where it ends before."""
     sock.setblocking(False)
     said = b""

@@ -16,7 +16,7 @@ MAX_IDLE = 64
 """Endpoints without an attempt that are kept; beyond, the one that was idle longest is closed."""
 _PERIOD_NS = 500_000_000
 _ATTEMPTS = 4
-"""UCXX cancels what is under way and closes, trying so often, each so long."""
+"""UCXX cancels what is under way and closes, in this many tries, each this long."""
 
 
 class Endpoint:
@@ -71,7 +71,7 @@ class Endpoints:
         if endpoint is None:
             handle = self._worker.connect(address.worker, peer_failure=self._peer_failure)
             handle.set_close_callback(self._lost)
-            # Connects: whoever waits for this peer is told if it is not there, or goes.
+            # Connects: attempts with this peer fail if it is not there, or goes.
             self._worker.send(handle, bytearray(1), HELLO)
             endpoint = Endpoint(address, handle)
         self._endpoints[address.worker] = endpoint

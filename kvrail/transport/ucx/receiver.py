@@ -71,12 +71,12 @@ class UcxReceiver:
         landing = _Landing(number, await self._take(pool, size, number))
         self._posted.add(landing)
         try:
-            self._check(number)  # the link may have gone while the pool was waited for
+            self._check(number)  # the endpoint may have gone while this waited for the pool
             self._post(landing, size)
             posted = perf_counter()
             await self._land(landing, size)
             begin, self._landed = max(posted, self._landed), perf_counter()
-            landing.region.flight_s = self._landed - begin
+            landing.region.crossing_s = self._landed - begin
             if size < ACKNOWLEDGED_BELOW:
                 self._attempt.send(bytes(8), Kind.ACK, number)
         except BaseException:

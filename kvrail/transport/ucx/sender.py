@@ -17,15 +17,15 @@ from kvrail.transport.ucx.worker import Operation
 logger = logging.getLogger(__name__)
 
 SLOWEST = 1 << 20
-"""Bytes a second that a link moves which is not taken for a dead one: UCX does not tell how far a payload has come."""
+"""Bytes a second of the slowest link that does not count as dead: UCX does not report a payload's progress."""
 
 
 class UcxSender:
-    """Sends each payload, then its size, and waits for the receiver's word that it has both where it is a short one.
+    """Sends each payload, then its size, and and, for a short one, waits for the receiver to confirm both.
 
-    The size follows once UCX has read the payload and nobody has given up, and the receiver takes no payload without:
-    so whatever UCX reads of a payload that was given up, of memory that may serve something else by then, is not taken
-    for one.
+    The size follows once UCX has read the payload and neither end has given up. The receiver takes no payload without
+    its size. So what UCX reads of a payload that was given up, from memory that may be in other use by then, is never
+    taken for a payload.
     """
 
     def __init__(self, attempt: Attempt, *, on_device: bool, silence_s: float) -> None:

@@ -23,11 +23,11 @@ from kvrail.transport.ucx.worker import UcxWorker
 logger = logging.getLogger(__name__)
 
 _KEYS = 4096
-"""So many keys are remembered, that none is used twice."""
+"""Keys that are remembered, so that none is used twice."""
 
 
 class UcxTransport:
-    """Payloads by UCX; made with `start`. See `Transport` for what each member owes."""
+    """Payloads by UCX; made with `start`. See `Transport` for each member's contract."""
 
     name = "ucx"
 
@@ -151,7 +151,7 @@ class UcxTransport:
         return Attempt(self._worker, endpoint, key, self._grace_s, count, leave)
 
     async def _part(self, endpoint: Endpoint, key: int, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do what is left to do for an attempt that was closed, then let its link go."""
+        """Do what is left to do for an attempt that was closed, then release its endpoint."""
         try:
             await last()
         finally:

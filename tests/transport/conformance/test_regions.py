@@ -41,7 +41,7 @@ def check_apart(pool, regions):
 @settings(deadline=None, max_examples=150)
 @given(ACTIONS)
 def test_regions_never_overlap_and_all_come_back_in_order(actions):
-    async def story():
+    async def play():
         pool, takes, held = pool_of(), [], []  # takes: those that wait, in the order of their calls
 
         async def collect():
@@ -75,7 +75,7 @@ def test_regions_never_overlap_and_all_come_back_in_order(actions):
         assert pool.free_bytes == pool.buffer.numel()
         (await asyncio.wait_for(pool.take(pool.buffer.numel()), 5)).release()  # joined again to one piece
 
-    asyncio.run(story())
+    asyncio.run(play())
 
 
 async def test_a_large_one_is_not_overtaken_by_small_ones():

@@ -49,16 +49,16 @@ async def test_a_gibibyte(ends, gibibyte):
         await sending
 
 
-async def test_a_flight_lasts_no_longer_than_what_was_waited(ends):
+async def test_a_crossing_takes_no_longer_than_what_was_waited(ends):
     async with ends.attempt(1) as (payload_sender, payload_receiver):
         for seed in range(3):
             begin = time.perf_counter()
             sending = ends.sending(payload_sender, pattern(1 << 20, seed))
             region = await ends.receive(payload_receiver, 1 << 20)
-            flight_s, waited_s = region.flight_s, time.perf_counter() - begin
+            crossing_s, waited_s = region.crossing_s, time.perf_counter() - begin
             region.release()
             await sending
-            assert flight_s == 0 if ends.kind.one_object else 0 < flight_s <= waited_s
+            assert crossing_s == 0 if ends.kind.one_object else 0 < crossing_s <= waited_s
 
 
 async def test_64_attempts_at_once_do_not_mix(ends):

@@ -76,7 +76,7 @@ def address_of(transport):
     return Address.of(Peer(transport.address, HOST))
 
 
-async def test_strangers_are_shown_out_and_get_nothing(sender, receiver):
+async def test_unproven_are_shown_out_and_get_nothing(sender, receiver):
     payload_sender = await sender.sender(Peer(b""), 7)
     secret = address_of(sender).secret
     wrong = bytes([secret[0] ^ 1]) + secret[1:]
@@ -112,8 +112,8 @@ async def test_the_silent_and_the_slow_are_shown_out(sender, receiver):
     await both(sender, receiver, 9)
 
 
-async def test_strangers_are_bounded_and_keep_nobody_out_for_long(sender, receiver, monkeypatch):
-    monkeypatch.setattr(transport_module, "MAX_STRANGERS", 4)
+async def test_unproven_are_bounded_and_keep_nobody_out_for_long(sender, receiver, monkeypatch):
+    monkeypatch.setattr(transport_module, "MAX_UNPROVEN", 4)
     threads = threading.active_count()
     crowd = [await Stranger.come(sender) for _ in range(20)]
     transfer = asyncio.create_task(both(sender, receiver, 9))
@@ -130,9 +130,9 @@ PATIENT = Timeouts(hello_s=3600, come_s=20)
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-async def test_a_crowd_of_silent_strangers_does_not_delay_a_peer(monkeypatch, sealed):
+async def test_a_crowd_of_silent_unproven_does_not_delay_a_peer(monkeypatch, sealed):
     """None of the strangers would leave by itself: the oldest ones make room."""
-    monkeypatch.setattr(transport_module, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(transport_module, "MAX_UNPROVEN", 4)
     sender = await TcpTransport.start(host=HOST, timeouts=PATIENT, sealed=sealed)
     receiver = await TcpTransport.start(some_pool(), sealed=sealed)
     crowd = [await Stranger.come(sender) for _ in range(20)]
@@ -144,8 +144,8 @@ async def test_a_crowd_of_silent_strangers_does_not_delay_a_peer(monkeypatch, se
     await asyncio.gather(*(stranger.is_shown_out() for stranger in crowd[16:]))
 
 
-async def test_strangers_of_one_host_do_not_show_out_another_hosts(monkeypatch):
-    monkeypatch.setattr(transport_module, "MAX_STRANGERS", 4)
+async def test_unproven_of_one_host_do_not_show_out_another_hosts(monkeypatch):
+    monkeypatch.setattr(transport_module, "MAX_UNPROVEN", 4)
     sender = await TcpTransport.start(host=HOST, timeouts=PATIENT)
     payload_sender = await sender.sender(Peer(b""), 7)
     peer = await Stranger.come(sender)  # the first of all, and slow to speak
@@ -321,7 +321,7 @@ async def test_a_payload_that_stands_still_ends(receiver, begun):
     await transport.aclose()
 
 
-async def test_a_flight_is_timed_from_the_first_byte_to_the_last(receiver, monkeypatch):
+async def test_a_crossing_is_timed_from_the_first_byte_to_the_last(receiver, monkeypatch):
     begun, times = threading.Event(), iter([10.0, 12.5])
 
     def clock():
@@ -337,7 +337,7 @@ async def test_a_flight_is_timed_from_the_first_byte_to_the_last(receiver, monke
     fake = FakeSender(answer())
     payload_receiver = await receiver.receiver(fake.peer, 5)
     region = await payload_receiver.receive(1000, on_device=False)
-    assert region.flight_s == 2.5
+    assert region.crossing_s == 2.5
     region.release()
     await payload_receiver.aclose()
     await asyncio.to_thread(fake.close)
