@@ -117,9 +117,9 @@ class Codecs:
             return
         if codebook.model_fingerprint not in ("", loaded.fingerprint):
             raise ConfigError(
-                f"codebook {self._path} was calibrated on {codebook.model} with fingerprint {codebook.model_fingerprint},"
-                f" but the model here has {loaded.fingerprint}; calibrate one on this model (kvrail calibrate) or leave"
-                f" {flag_name('codebook')} out"
+                f"codebook {self._path} was calibrated on {codebook.model} with fingerprint"
+                f" {codebook.model_fingerprint}, but the model here has {loaded.fingerprint}; calibrate one on"
+                f" this model (kvrail calibrate) or leave {flag_name('codebook')} out"
             )
         try:
             codebook.tops(self._dtype, "keys", range(loaded.layout.num_layers))
