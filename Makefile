@@ -146,7 +146,7 @@ bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
 bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind many, on a GPU
 	$(BIN)/python -m benchmarks.attention_chunks $(ARGS)
 
-bench-transport: $(VENV)/.dev  ## throughput of the carriers of KV beside bare transports
+bench-transport: $(VENV)/.dev  ## throughput of the transports of KV beside bare transports
 	$(BIN)/python -m benchmarks.transport $(ARGS)
 
 bench-serving: $(VENV)/.dev  ## latency, throughput and goodput of a whole cluster, as a client sees it

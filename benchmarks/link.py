@@ -118,7 +118,7 @@ class Cluster:
         prefill, decode = f"{prefill_host}:{ports[1]}", f"{decode_host}:{ports[2]}"
         try:
             ends = devices(device, shape)
-            weights += ["--transport", "grpc"]  # UCX would find a way within one machine that no link limits
+            weights += ["--transport", "tcp"]  # UCX would find a way within one machine that no link limits
             flags = [*model, *weights, *ends[0], *prefill_flags]
             self._start("prefill", prefill, "--metrics-port", "0", *flags, namespace=namespace)
             flags = [*model, *weights, *ends[1], *decode_flags]

@@ -161,12 +161,12 @@ async def serve_servicer() -> None:
 
     from kvrail.config.settings import DecodeSettings
     from kvrail.runtime.drain import ActiveCalls
-    from kvrail.services.decode.fetching import Fetcher
+    from kvrail.services.decode.fetcher import Fetcher
     from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
     from kvrail.services.decode.servicer import DecodeServicer
     from kvrail.telemetry.worker import TransferMetrics
-    from kvrail.worker.carriers import Carriers
     from kvrail.worker.codecs import Codecs
+    from kvrail.worker.transports import Transports
 
     engine = StubEngine(asyncio.get_running_loop())
 
@@ -186,8 +186,8 @@ async def serve_servicer() -> None:
     )
     codecs = Codecs(settings, allow_lossy=False)
     worker.transfers = TransferMetrics(CollectorRegistry(), MODEL, codecs.names)
-    carriers, prefill_workers = Carriers([]), GrpcPrefillWorkers()
-    fetcher = Fetcher(worker, settings, codecs, carriers, "raw", "raw", prefill_workers)
+    transports, prefill_workers = Transports([]), GrpcPrefillWorkers()
+    fetcher = Fetcher(worker, settings, codecs, transports, "raw", "raw", prefill_workers)
     servicer = DecodeServicer(worker, fetcher, (), ())
 
     async def status(request: Any, context: Any) -> common_pb2.WorkerStatus:

@@ -255,8 +255,8 @@ class WorkerSettings(ServiceSettings):
         description="the same bits for a token in any company, tried at start; auto: where model and device allow it,"
         " on: or refuse to start",
     )
-    transport: Literal["auto", "ucx", "grpc"] = Field(
-        "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
+    transport: str = Field(
+        "auto", description="how KV crosses: ucx, tcp, or a plugin's name; auto: ucx where both ends have it, else tcp"
     )
     ucx_polling: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -120,7 +120,7 @@ class FrameGuard:
             if any(self._covered[row]):
                 raise FrameFormatError(
                     f"frame {header.sequence} brings pages {header.first_page} to {header.first_page + spec.num_pages} "
-                    f"of layer {layer}, of which one has come before"
+                    f"of layer {layer}, one of them for the second time"
                 )
         for row in rows:
             self._covered[row] = b"\1" * spec.num_pages

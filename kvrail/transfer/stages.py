@@ -55,7 +55,7 @@ class KeptStages:
 
 
 def _copy_of(payload: Payload) -> Payload:
-    """The same in memory of its own. `bytes` would hold the interpreter's lock, for milliseconds a payload."""
+    """A copy in its own memory. `bytes` would hold the interpreter's lock, for milliseconds a payload."""
     if isinstance(payload, torch.Tensor):
         return payload.clone()
     copy = np.empty(payload.nbytes, dtype=np.uint8)

@@ -112,17 +112,17 @@ class Codecs:
 
     def check_codebook(self, loaded: LoadedModel) -> None:
         """Raise ConfigError where the codebook was made for another model, or has no windows for these pages."""
-        book = self._codebook
-        if book is None:
+        codebook = self._codebook
+        if codebook is None:
             return
-        if book.model_fingerprint not in ("", loaded.fingerprint):
+        if codebook.model_fingerprint not in ("", loaded.fingerprint):
             raise ConfigError(
-                f"codebook {self._path} was calibrated on {book.model} with fingerprint {book.model_fingerprint}, but"
-                f" the model here has {loaded.fingerprint}; calibrate one on this model (kvrail calibrate) or leave"
-                f" {flag_name('codebook')} out"
+                f"codebook {self._path} was calibrated on {codebook.model} with fingerprint"
+                f" {codebook.model_fingerprint}, but the model here has {loaded.fingerprint}; calibrate one on"
+                f" this model (kvrail calibrate) or leave {flag_name('codebook')} out"
             )
         try:
-            book.tops(self._dtype, "keys", range(loaded.layout.num_layers))
+            codebook.tops(self._dtype, "keys", range(loaded.layout.num_layers))
         except CodebookError as error:
             raise ConfigError(f"{flag_name('codebook')} {self._path}: {error}") from None
 

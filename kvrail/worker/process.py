@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from kvrail import __version__
@@ -16,7 +17,6 @@ from kvrail.engine.engine import Engine
 from kvrail.engine.kv.cache import PagedCache, pages_that_fit
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
-from kvrail.engine.kv.streams import SideStream
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
 from kvrail.engine.request.events import Delivery, LayerListener
@@ -41,10 +41,13 @@ from kvrail.telemetry.series import Registry
 from kvrail.telemetry.tracing import Tracing
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.text import Tokenizer, load_tokenizer
+from kvrail.transfer.streams import SideStream
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
+from kvrail.worker.access import EngineAccess
 from kvrail.worker.budgets import limits_of
+from kvrail.worker.observing import KVMeters
 
 logger = logging.getLogger("kvrail.worker")
 
@@ -60,7 +63,7 @@ WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes
 
 
 class _BrokenError(KvrailError):
-    """The engine has given up or hangs: the process must end, so that whoever watches it starts another."""
+    """The engine has given up or hangs: the process must end, so that its supervisor starts another."""
 
 
 @dataclass
@@ -72,10 +75,10 @@ class Ports:
 
 @dataclass(frozen=True)
 class Worker:
-    """An engine and its surroundings; built once, before the first request.
+    """An engine and its surroundings; built once, before the first request. Services hand their parts what those need.
 
-    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: tells this start
-    of the process from others.
+    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: identifies
+    this start of the process.
     """
 
     settings: WorkerSettings
@@ -95,6 +98,16 @@ class Worker:
     tracing: Tracing | None
     instance: int = field(default_factory=lambda: secrets.randbits(64))
     ports: Ports = field(default_factory=Ports)
+
+    @cached_property
+    def access(self) -> EngineAccess:
+        """What services do with the engine."""
+        return EngineAccess(self.engine, self.events, self.cache, self.side)
+
+    @cached_property
+    def meters(self) -> KVMeters:
+        """What transfers count in."""
+        return KVMeters(self.transfers, self.coding)
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
@@ -214,6 +227,7 @@ def build_worker(
     settings: WorkerSettings,
     *,
     codecs: Mapping[str, int],
+    side: SideStream | None = None,
     listener: LayerListener | None = None,
     max_drafts: int = 0,
     detokenize: bool,
@@ -221,7 +235,8 @@ def build_worker(
 ) -> Worker:
     """Build the engine and what surrounds it; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters. weights: see build_engine.
+    codecs: those that can be asked for, with the number of their parameters. side: the stream of its transfers; None:
+    a new one. weights: see build_engine.
     """
     tracing = Tracing.start(settings.otlp_endpoint, settings.table)
     registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
@@ -238,7 +253,7 @@ def build_worker(
         engine=engine,
         events=events,
         cache=runner.cache,
-        side=SideStream(loaded.device),
+        side=side or SideStream(loaded.device),
         calls=ActiveCalls(),
         registry=registry,
         exposition=Exposition(registry, settings.metrics_names, vllm=decodes),
@@ -360,7 +375,7 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls
 
     try:
         await rpc.start()
-        # The last thing before signals are taken: whoever reads that this worker is healthy may send one at once.
+        # The last thing before signals are taken: a supervisor that sees this worker healthy may send one at once.
         metrics_port, stop_side = await start_side_server(
             settings.host,
             settings.metrics_port,

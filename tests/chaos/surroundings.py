@@ -26,7 +26,7 @@ class Processes:
         self._model = model
         self._processes: list[subprocess.Popen[bytes]] = []
         prefill, decode, http = (free_port() for _ in range(3))
-        pages = ["--kv-dtype", "bfloat16", "--num-pages", "96", "--transport", "grpc"]
+        pages = ["--kv-dtype", "bfloat16", "--num-pages", "96", "--transport", "tcp"]
         self._start("prefill", prefill, *pages)
         self._start("decode", decode, *pages, "--local-prefill-tokens", "16")
         targets = ["--prefill-workers", f"127.0.0.1:{prefill}", "--decode-workers", f"127.0.0.1:{decode}"]

@@ -57,7 +57,7 @@ async def test_the_demo_model_says_what_generate_says(transport):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 async def test_chunk_size_changes_nothing(family, chunk):
     folder = tiny_model(family)
-    async with cluster(folder, "grpc", max_batch_tokens=chunk, max_running=16) as c:
+    async with cluster(folder, "tcp", max_batch_tokens=chunk, max_running=16) as c:
         for length in (63, 65, 500):
             prompt = prompt_of(length)
             answer = await c.ask(prompt)
@@ -69,7 +69,7 @@ async def test_shared_prefixes_and_tiny_frames():
     """Hits on both sides, at different depths; frames of one page of one layer each."""
     folder = tiny_model("qwen3")
     page_bytes = 64 * 2 * 2 * 16 * 4  # one layer of one page, keys and values, float32
-    async with cluster(folder, "grpc", max_frame_bytes=page_bytes) as c:
+    async with cluster(folder, "tcp", max_frame_bytes=page_bytes) as c:
         base = prompt_of(400)
         for cut in (400, 390, 200, 130, 64, 400):
             prompt = [*base[:cut], *prompt_of(90, seed=cut)]

@@ -10,7 +10,7 @@ from kvrail.codec.base import Block, PagedBlock
 from kvrail.codec.raw.codec import RawCodec
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.breaker import FAILURES
-from kvrail.transport.sockets.messages import Address
+from kvrail.transport.tcp.messages import Address
 from kvrail.wire.v1 import common_pb2
 from tests.cluster.cluster import cluster
 from tests.cluster.test_equality import prompt_of

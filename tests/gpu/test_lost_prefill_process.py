@@ -59,7 +59,7 @@ async def test_stopped_then_killed_in_the_middle(tmp_path, device, transport):
                 assert "compiled on the prefill worker" in summary.codec_reason
                 await asyncio.sleep(1)
             assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, transport)
-        c.fetcher._silence_s = SILENCE_S
+        c.fetcher.parts.silence_s = SILENCE_S
         order.write_text(f"{int(signal.SIGSTOP)} {FRAMES}")
         assert not (await ask("splitzip-progressive")).prefill_worker
         os.kill(process.pid, signal.SIGCONT)

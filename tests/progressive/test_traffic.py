@@ -28,7 +28,7 @@ CODECS = (*STAGED, "splitzip-channel", "raw")
 SHARED = {"kv_dtype": "bfloat16", "page_size": PAGE, "max_batch_tokens": 256, "max_frame_bytes": 1 << 17}
 AMPLE = 900
 """Pages for all at once."""
-TRAFFIC = [(1, "grpc", AMPLE), (0, "inproc", AMPLE), (2, "grpc", 180)]
+TRAFFIC = [(1, "tcp", AMPLE), (0, "inproc", AMPLE), (2, "tcp", 180)]
 """Seeds, transports and numbers of pages; one of them where tests shall be quick."""
 RESERVE = 40
 """Pages for the drafts of ten requests; with fewer left, no later stage waits for drafts that nobody may make."""

@@ -61,7 +61,7 @@ def test_each_page_exactly_once_in_any_order_of_blocks(layer_step, page_step, ra
         (frame(0, pages=(10, 12)), frame(0, pages=(12, 14)), "sequence 0; the next is 1"),
         (frame(0), frame(1), "stage 0; its block's next is 1"),
         (None, frame(0, stage=1), "stage 1; its block's next is 0"),
-        (frame(0, pages=(10, 12)), frame(1, pages=(11, 13)), "come before"),
+        (frame(0, pages=(10, 12)), frame(1, pages=(11, 13)), "second time"),
         (frame(0, layers=(0, 2)), frame(1, layers=(1, 3), pages=(15, 16)), "of layer 1"),
         (frame(0), frame(1, stage=1, pages=(10, 12)), "stage 1; its block's next is 0"),
         (None, frame(0, request_id="s"), "request_id 's'"),

@@ -1,4 +1,4 @@
-"""What one generation has come to: its moments, its output so far, and what the caller is told of each event."""
+"""The state of one generation: its moments, its output so far, and the reply for each event."""
 
 from dataclasses import dataclass, field
 
@@ -13,9 +13,8 @@ from kvrail.engine.request.events import (
     Verified,
 )
 from kvrail.engine.request.requests import EngineRequest
-from kvrail.runtime.breaker import Breaker
 from kvrail.services.decode.drafts import DraftLog
-from kvrail.services.decode.promise import Promise
+from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.trace import PROCESS, DecodeTrace
 from kvrail.telemetry.lifecycle import Stage, Timeline
 from kvrail.telemetry.spans import SpanLog
@@ -45,12 +44,12 @@ class Received:
 class Progress:
     """Follows one request's events in order.
 
-    provisional: whether the caller is told of drafts. traced: whether it is told what took how long. trace: this
+    provisional: whether the caller gets drafts. traced: whether it gets spans. trace: this
     worker's part of a trace.
     """
 
     request: EngineRequest
-    promise: Promise
+    invariance: InvarianceTracker
     provisional: bool
     traced: bool = False
     trace: DecodeTrace | None = None
@@ -61,9 +60,7 @@ class Progress:
     asked_codec: str = ""
     substituted: str = ""  # why another codec crosses, where one does
     codec_reason: str = ""  # why this one was asked for, where the choice was left to this worker
-    falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
-    asked: tuple[Breaker, float] | None = None  # of the prefill worker that sent the KV, and when it was asked
     drafts: DraftLog = field(init=False)
     spans: SpanLog | None = field(init=False, default=None)
     _last_draft: float = 0.0  # seconds since the request came
@@ -76,7 +73,7 @@ class Progress:
         self.drafts = DraftLog([len(each.token_ids) for each in self.request.resumed] or [0] * self.request.params.n)
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
-        """Take note of an event; returns what the caller is told, if anything."""
+        """Take note of an event; returns the reply to the caller, if any."""
         match event:
             case Output():  # by far the most common
                 self._mark_first_token()
@@ -101,7 +98,7 @@ class Progress:
         return None
 
     def hidden_share(self) -> float | None:
-        """Of the wait for the KV, from the first token on, the share during which drafts were made.
+        """The share of the wait for the KV, from the first token on, during which drafts were made.
 
         None where there was no wait: the KV came with the first token, or was computed here.
         """
@@ -113,7 +110,7 @@ class Progress:
         return max(0.0, min(self._last_draft, complete) - max(first, coarse)) / (complete - first)
 
     def steps_after(self) -> tuple[float, int]:
-        """Seconds and number of the decode steps after the KV was exact, each of which gave one token."""
+        """Seconds and number of the decode steps after the KV was exact; each gave one token."""
         begin = self.timeline.get(Stage.VERIFIED) or self.timeline.get(Stage.KV_COMPLETE)
         if self.request.params.n > 1 or begin is None:
             return 0.0, 0
@@ -164,7 +161,7 @@ class Progress:
 
     def _numerics(self) -> str:
         prefill = self.received.numerics if self.prefill_worker else None
-        return "" if self._lossy() else self.promise.of(prefill, self.cached_tokens)
+        return "" if self._lossy() else self.invariance.of(prefill, self.cached_tokens)
 
     def _last_reply(self, event: Finished) -> decode_pb2.GenerateReply:
         received = self.received

@@ -1,6 +1,5 @@
-"""The story of one generation: reserve, fetch or compute the prompt's KV, decode, report."""
+"""One generation: reserve pages, fetch or compute the prompt's KV, decode, report."""
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
@@ -14,10 +13,10 @@ from kvrail.errors import WorkerUnavailableError
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.events_server import RequestContext
 from kvrail.runtime.logs import bound_request_id
-from kvrail.services.decode.fetching import Fetcher
-from kvrail.services.decode.prefill_workers import Asked
+from kvrail.services.decode.fetcher import Fetcher
+from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.progress import Progress
-from kvrail.services.decode.promise import Promise
+from kvrail.services.decode.prompt_fetch import PromptFetch
 from kvrail.services.decode.trace import DecodeTrace
 from kvrail.telemetry.lifecycle import Timeline
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
@@ -37,7 +36,7 @@ class DecodeServicer:
         self._fetcher = fetcher
         self._transports = transports
         self._withheld_codecs = withheld_codecs
-        self._promise = Promise(worker.numerics)
+        self._invariance = InvarianceTracker(worker.numerics)
         self._calls = itertools.count(1)  # a request that is asked for again must not meet its first call
 
     @maps_errors
@@ -66,7 +65,7 @@ class DecodeServicer:
                 remote=bool(workers) and params.prompt_logprobs is None and not request.resumed,
                 local_tokens=self._fetcher.local_tokens(),
                 resumed=tuple(Resumed(tuple(each.token_ids), each.ended) for each in request.resumed),
-                provisional=True,  # whoever asks: when drafts are made is measured
+                provisional=True,  # for every client: when drafts are made is measured
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
                 client=request.client,
@@ -74,36 +73,32 @@ class DecodeServicer:
                 scored=request.scored_tokens,
             )
             timeline = Timeline()
-            trace = DecodeTrace.begin(self._worker, request, timeline)
-            progress = Progress(asked, self._promise, request.provisional, request.trace, trace, timeline)
+            trace = DecodeTrace.begin(self._worker.tracing, request, timeline)
+            progress = Progress(asked, self._invariance, request.provisional, request.trace, trace, timeline)
             with trace.following(progress) if trace else contextlib.nullcontext():
-                await self._follow(progress, workers, codec, context)
+                fetch = PromptFetch(self._fetcher, progress, workers, codec, context.time_remaining())
+                await self._follow(progress, fetch, context)
 
-    async def _follow(self, progress: Progress, workers: Sequence[Asked], codec: str, context: RequestContext) -> None:
-        """Have the engine generate, and tell the caller what comes of it."""
-        asked = progress.request
-        events = self._worker.events.open(self._worker.engine, asked)
-        fetching: asyncio.Task[None] | None = None
+    async def _follow(self, progress: Progress, fetch: PromptFetch, context: RequestContext) -> None:
+        """Have the engine generate, and send the caller its output."""
+        events = self._worker.access.open(progress.request)
         try:
             async for event in events:
-                if isinstance(event, Finished) and fetching is not None and progress.spans is not None:
-                    await self._fetcher.heard(fetching)  # its end brings the prefill worker's spans
+                if isinstance(event, Finished) and progress.spans is not None:
+                    await fetch.call_ended()  # it brings the prefill worker's spans
                 reply = progress.take(event)
                 if isinstance(event, Recomputed):
-                    self._fetcher.recomputed(progress)
-                if progress.falls_back and isinstance(event, Output):
-                    self._fetcher.computed(progress)
+                    fetch.recomputed()
+                if isinstance(event, Output):
+                    fetch.computed()
                 if isinstance(event, Admitted) and event.awaits_kv:
-                    fetching = asyncio.create_task(
-                        self._fetcher.fetch(workers, codec, event, progress, context.time_remaining, events.fail)
-                    )
+                    fetch.begin(event, events)
                 if reply is not None:
                     await context.write(reply)
             self._fetcher.learn(progress)
         finally:
             events.close()
-            if fetching is not None:
-                await self._fetcher.leave(fetching, progress)
+            await fetch.leave()
 
     def _check(self, request: decode_pb2.GenerateRequest) -> str:
         """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""
