@@ -16,7 +16,7 @@ from test_splitzip import SHAPES, golden_pages
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
 from kvrail.codec.splitzip.entropy import reference as rans
-from kvrail.codec.splitzip.entropy.codec import splitzip_ans
+from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.progressive.codec import ProgressiveCodec
 from kvrail.codec.splitzip.progressive_ans import reference
 from kvrail.codec.splitzip.progressive_ans.codec import ProgressiveAnsCodec
@@ -100,7 +100,7 @@ def test_reference_decodes_what_it_encodes(dtype, shape):
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_both_stages_come_to_one_stage_of_ans_and_a_second_header(dtype):
     pages = kv_pages(spec_of((2, 4, 64, 2, 64, 64), dtype), 3, outliers=0)
-    payloads, (one,) = ProgressiveAnsCodec().encode(pages).stages(), splitzip_ans().encode(pages).stages()
+    payloads, (one,) = ProgressiveAnsCodec().encode(pages).stages(), AnsCodec().encode(pages).stages()
     assert sum(each.nbytes for each in payloads) == one.nbytes + HEADER_BYTES
 
 

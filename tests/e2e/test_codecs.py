@@ -17,11 +17,10 @@ LEAST_RATIO = {
     "splitzip-channel": 1.38,
     "splitzip-progressive": 1.37,
     "splitzip-progressive-ans": 1.44,
-    "splitzip-zstd": 1.49,
     "splitzip-ans": 1.45,
     "lynx-exact": 1.2,
 }
-COUNTED = ("raw", "splitzip", "splitzip-channel", "splitzip-zstd", "splitzip-ans")
+COUNTED = ("raw", "splitzip", "splitzip-channel", "splitzip-ans")
 """Codecs of one stage that encode on a CPU: each has an escape for what does not fit."""
 PROMPT = "A page of text about sockets, files and processes. " * 60
 

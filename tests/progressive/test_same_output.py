@@ -30,7 +30,7 @@ MAX_DRAFTS = 64
 EXACT = (
     "splitzip",
     "splitzip-channel",
-    "splitzip-zstd",
+    "splitzip-ans",
     "splitzip-progressive",
     "splitzip-progressive-ans",
     "lynx-exact",

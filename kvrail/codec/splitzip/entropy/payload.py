@@ -15,6 +15,8 @@ from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 LENGTHS = struct.Struct("<5Q")
 BODY = HEADER_BYTES + LENGTHS.size
 """Where the pieces begin."""
+CODED = (1, 3, 4)
+"""Numbers of the pieces that an encoder tries to code. The others hold significands."""
 TABLE_BYTES = 2 * SYMBOLS
 """Frequencies, with which a piece coded by rANS begins."""
 PIECE_ALIGNMENT = 8

@@ -14,8 +14,6 @@ MAGIC = b"SPLA"
 VERSION = 1
 SHOWN = (0, 2)
 """Numbers of the first stage's pieces that have significands, of keys and of values."""
-CODED = (1, 3, 4)
-"""Numbers of the pieces that an encoder tries to make smaller."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,11 @@ from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, matrices
 from kvrail.codec.core.sections import joined
 from kvrail.codec.splitzip.entropy import reference as rans
-from kvrail.codec.splitzip.entropy.payload import LENGTHS, pieces_of
+from kvrail.codec.splitzip.entropy.payload import CODED, LENGTHS, pieces_of
 from kvrail.codec.splitzip.one_stage import reference as one_stage
 from kvrail.codec.splitzip.one_stage.payload import parse, parse_header
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.progressive_ans.payload import (
-    CODED,
     SHOWN,
     FirstLayout,
     RestLayout,
