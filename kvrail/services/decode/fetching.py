@@ -100,8 +100,8 @@ class Fetcher:
         return "" if codec == AUTO or self._codecs.get(codec).exact else codec
 
     async def measure_codecs(self) -> None:
-        """Find out what each exact codec costs here, one after the other, beside the requests; then AUTO can choose."""
-        for name in self._codecs.exact:
+        """Measure each codec of AUTO here, one after the other, beside the requests; then AUTO can choose."""
+        for name in self._codecs.automatic:
             try:
                 self._chooser.costs[name] = await self._codecs.measured(
                     name, self._worker.loaded, on_device=self._carriers.on_device
