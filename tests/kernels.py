@@ -27,7 +27,6 @@ STEPS: tuple[Callable[[], object], ...] = (
             "engine.attention.cpu_kernel",
             "codec.lynx.cpu_exact_kernels",
             "codec.splitzip.one_stage.cpu_kernels",
-            "codec.splitzip.progressive.cpu_kernels",
         )
     ),
 )

@@ -57,12 +57,10 @@ def register(info: CodecInfo) -> None:
 
 _NOWHERE: frozenset[str] = frozenset()
 _ONE_STAGE = "kvrail.codec.splitzip.one_stage.codec"
-_PROGRESSIVE = "kvrail.codec.splitzip.progressive.codec:ProgressiveCodec"
 _PROGRESSIVE_ANS = "kvrail.codec.splitzip.progressive_ans.codec:ProgressiveAnsCodec"
 register(CodecInfo("raw", "kvrail.codec.raw.codec:RawCodec", auto=True, compiles_on=frozenset({"cuda"})))
 register(CodecInfo("splitzip-channel", f"{_ONE_STAGE}:splitzip_channel", auto=True))
 register(CodecInfo("splitzip-ans", "kvrail.codec.splitzip.entropy.codec:AnsCodec", auto=True))
-register(CodecInfo("splitzip-progressive", _PROGRESSIVE, auto=True))
 register(CodecInfo("splitzip-progressive-ans", _PROGRESSIVE_ANS, auto=True))
 register(CodecInfo("int8", "kvrail.codec.integer.codec:int8", exact=False, compiles_on=_NOWHERE))
 register(CodecInfo("int4", "kvrail.codec.integer.codec:int4", exact=False, compiles_on=_NOWHERE))

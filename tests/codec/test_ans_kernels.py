@@ -19,6 +19,7 @@ from kvrail.codec.splitzip.entropy import cpu, gpu, gpu_launch, reference
 from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks
 from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, TABLE_BYTES, coded_bytes, head_bytes, pieces_of
+from kvrail.codec.splitzip.one_stage.codec import WindowCodec
 from kvrail.codec.splitzip.one_stage.payload import parse_header
 from kvrail.codec.splitzip.tiles.format import WindowCode
 from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
@@ -183,8 +184,8 @@ def test_counts_offsets_and_records_are_checked_as_on_the_host():
     """Escapes are in no coded piece here, so that what is wrong is found by the check alone."""
     block = kv_block((1, 2, 15, 1, 40, 48))
     block.keys.view(torch.int16)[:, :, ::5, :, ::9] ^= 0x2000
-    pages, codec = in_pool(block), AnsCodec()
-    inner = np.frombuffer(codec._on_cpu._inner.encode(pages).stages()[0], dtype=np.uint8)
+    inner_codec = WindowCodec("inner", {"bfloat16": CODE}, None)
+    inner = np.frombuffer(inner_codec.encode(in_pool(block)).stages()[0], dtype=np.uint8)
     layout = parse_header(inner, block.spec, CODE, 0, entropy_coded=False)
     assert layout.keys.records > 4 and not layout.keys.raw
 

@@ -28,7 +28,7 @@ BREACHES = [
     ("a codec imports core and base alone", "kvrail/codec/core/breach.py", "import kvrail.codec.raw.codec"),
     (
         "forms of splitzip share tiles; entropy and progressive_ans wrap another form",
-        "kvrail/codec/splitzip/progressive/breach.py",
+        "kvrail/codec/splitzip/tiles/breach.py",
         "import kvrail.codec.splitzip.one_stage.payload",
     ),
     ("below the workers only a transfer knows codecs", "kvrail/engine/kv/breach.py", "import kvrail.codec.base"),

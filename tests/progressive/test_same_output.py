@@ -31,7 +31,6 @@ EXACT = (
     "splitzip",
     "splitzip-channel",
     "splitzip-ans",
-    "splitzip-progressive",
     "splitzip-progressive-ans",
     "lynx-exact",
 )
