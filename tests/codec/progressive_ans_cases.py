@@ -11,8 +11,8 @@ from splitzip_cases import int_type, kv_block
 
 from kvrail.codec.base import Block, BlockSpec
 from kvrail.codec.core.floats import FLOATS
+from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.splitzip.tiles.format import FORMATS
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 
 LENGTHS = struct.Struct("<5Q")
 KEPT = [(3, 1), (1, 6), (2, 2)]
@@ -55,7 +55,7 @@ def coarse(block, kept, second):
     tensors = []
     for number, (tensor, bits) in enumerate(zip((block.keys, block.values), kept, strict=True)):
         form, given = FLOATS[block.spec.dtype], tensor.clone()
-        if form.item_bytes == 2 and not second[5] >> number & 1 and given.numel():
+        if form.item_bytes == 2 and not second[0] >> number & 1 and given.numel():
             low, view = form.mantissa_bits - bits, given.view(int_type(given))
             view[:] = view & -1 << low | 1 << low - 1
         tensors.append(given)

@@ -15,14 +15,15 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_entropy.py covers these kernels on a GPU", allow_module_level=True)
 
 from kvrail.codec.base import CodecError
+from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.splitzip.entropy import cpu, gpu, gpu_launch, reference
 from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks
 from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, TABLE_BYTES, coded_bytes, head_bytes, pieces_of
 from kvrail.codec.splitzip.one_stage.codec import WindowCodec
-from kvrail.codec.splitzip.one_stage.payload import parse_header
 from kvrail.codec.splitzip.tiles.format import WindowCode
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import parse_header
+from kvrail.codec.splitzip.tiles.plan import plans_of
 
 CODE = WindowCode(4, True)
 POISON = 0xA5
@@ -186,7 +187,7 @@ def test_counts_offsets_and_records_are_checked_as_on_the_host():
     block.keys.view(torch.int16)[:, :, ::5, :, ::9] ^= 0x2000
     inner_codec = WindowCodec("inner", {"bfloat16": CODE}, None)
     inner = np.frombuffer(inner_codec.encode(in_pool(block)).stages()[0], dtype=np.uint8)
-    layout = parse_header(inner, block.spec, CODE, 0, entropy_coded=False)
+    layout = parse_header(inner, block.spec, plans_of(block.spec, CODE))
     assert layout.keys.records > 4 and not layout.keys.raw
 
     def verdict(payload):
@@ -212,7 +213,7 @@ def test_head_and_lengths_are_checked_before_any_launch():
     block = kv_block((1, 2, 16, 1, 32, 48))
     pages, out = in_pool(block), scattered(block.spec, 3)
     payload, before = bytes(AnsCodec().encode(pages).stages()[0]), bits_of(out.pools)
-    assert parse_header(np.frombuffer(payload, np.uint8), block.spec, CODE, 0, entropy_coded=True)
+    assert parse_header(np.frombuffer(payload, np.uint8), block.spec, plans_of(block.spec, CODE))
     wrongs = [payload[:BODY], payload[:-1], payload + b"\0", b"", payload[:40]]
     for at in range(0, BODY, 7):
         wrongs.append(payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :])
@@ -223,4 +224,4 @@ def test_head_and_lengths_are_checked_before_any_launch():
         with pytest.raises(CodecError, match="contiguous bytes"):
             gpu.decode(tensor, CODE, out)
     assert bits_of(out.pools) == before
-    assert len(pieces_of(parse_header(np.frombuffer(payload, np.uint8), block.spec, CODE, 0, entropy_coded=True))) == 5
+    assert len(pieces_of(parse_header(np.frombuffer(payload, np.uint8), block.spec, plans_of(block.spec, CODE)))) == 5

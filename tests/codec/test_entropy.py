@@ -10,11 +10,11 @@ import torch
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
+from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.splitzip.entropy import cpu
 from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.one_stage.codec import WindowCodec
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
 
 GOLDEN = Path(__file__).parent / "golden"
 DEMO = Path(__file__).parents[2] / "models" / "kvrail-demo"
@@ -180,7 +180,7 @@ def test_wrong_headers_and_lengths_are_refused(codec, target):
 def test_more_records_than_pay_off_are_refused(codec, target):
     block = kv_block(SHAPES[1])
     payload = bytearray(encode(codec, in_pool(block)))
-    struct.pack_into("<Q", payload, 24, block.keys.numel() // 3)
+    struct.pack_into("<I", payload, 4, block.keys.numel() // 3)
     refused(codec, payload, target, "pay off")
 
 

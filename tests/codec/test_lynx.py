@@ -221,7 +221,7 @@ def test_a_page_that_would_grow_travels_as_it_is_in_stage_0():
     assert all(plan.raw for plan in plans_of(pages.spec, LynxCode()))
     encoding = lynx().encode(pages)
     payloads = encoding.stages()
-    assert encoding.stats().raw_tensors == 2 and payloads[1].nbytes == 48
+    assert encoding.stats().raw_tensors == 2 and payloads[1].nbytes == 32
     out = scattered(pages.spec, 10)
     lynx().decode(0, [payloads[0]], out)
     assert bits_of(out.gather()) == bits_of(pages.gather())

@@ -12,9 +12,10 @@ pytest.importorskip("triton")
 
 from kvrail.codec.base import Block
 from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.lynx import gpu, gpu_launch, reference
 from kvrail.codec.lynx.format import LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse, parse_both, plans_of
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse, parse_both, plans_of
 from kvrail.codec.lynx.plan import Coding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

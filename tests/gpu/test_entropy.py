@@ -25,7 +25,7 @@ from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks  # noqa
 from kvrail.codec.splitzip.entropy.payload import coded_bytes  # noqa: E402
 from kvrail.codec.splitzip.tiles.format import FORMATS  # noqa: E402
 
-HEADER_BYTES, LENGTHS = 64, struct.Struct("<5Q")
+HEADER_BYTES, LENGTHS = 32, struct.Struct("<5Q")
 SHAPES = [
     (2, 3, 64, 8, 128, 128),
     (1, 33, 64, 8, 128, 64),

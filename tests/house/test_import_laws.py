@@ -29,7 +29,7 @@ BREACHES = [
     (
         "forms of splitzip share tiles; entropy and progressive_ans wrap another form",
         "kvrail/codec/splitzip/tiles/breach.py",
-        "import kvrail.codec.splitzip.one_stage.payload",
+        "import kvrail.codec.splitzip.one_stage.plan",
     ),
     ("below the workers only a transfer knows codecs", "kvrail/engine/kv/breach.py", "import kvrail.codec.base"),
     (

@@ -79,7 +79,8 @@ def flipped(data, rng):
 def forged(announcement, rng):
     """A head that says something else, sealed as its sender would."""
     header, digest = unpack_head(announcement.head, announcement.payload_bytes, 1 << 40)
-    field = rng.choice(["stage", "num_stages", "first_layer", "first_page", "sequence", "spec", "codec", "request_id"])
+    places = ["first_layer", "first_page", "first_head", "sequence"]
+    field = rng.choice(["stage", "num_stages", *places, "parameters_id", "spec", "codec", "request_id"])
     match field:
         case "spec":
             name = rng.choice(["num_layers", "num_pages", "page_size", "num_kv_heads", "key_dim", "value_dim"])

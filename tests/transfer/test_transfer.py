@@ -129,7 +129,7 @@ async def test_an_end_that_comes_too_early_is_told():
         put(announcement if count < 3 else None)
 
     both.announced.put_nowait = ending
-    with pytest.raises(FrameError, match="pages of layers missing"):
+    with pytest.raises(FrameError, match="heads of pages missing"):
         await both.run()
 
 

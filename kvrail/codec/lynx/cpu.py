@@ -9,6 +9,7 @@ from kvrail.codec.base import EncodingStats, PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, gather, on_threads, scatter
+from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.core.sections import pad
 from kvrail.codec.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
 from kvrail.codec.lynx.cpu_geometry import geometry_of, stages_of
@@ -16,7 +17,6 @@ from kvrail.codec.lynx.cpu_kernels import decode_pages, encode_pages
 from kvrail.codec.lynx.payload import (
     ANCHOR,
     EXACT,
-    HEADER_BYTES,
     RESIDUAL,
     Layout,
     Part,
@@ -52,7 +52,7 @@ def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
             for tensor, (pool, plan) in enumerate(zip(pools, plans, strict=True))
         ]
         parts = [part for part, _, _ in streams]
-        payloads.append(_join_exact(streams, plans[0].code.id, pools, page_ids))
+        payloads.append(_join_exact(streams, pools, page_ids))
     raw = sum(plan.raw for plan in plans) + sum(part.raw for part in parts)
     totals = EncodingStats(sum(plan.values for plan in plans), sum(part.escapes for part in parts), raw)
     return CpuEncoding([each.view() for each in payloads], totals)
@@ -104,7 +104,7 @@ class _Coded:
     @classmethod
     def of(cls, stage: int, plans: Sequence[TensorPlan]) -> "_Coded":
         """One of a stage whose size does not depend on the data: header and padding are there, sections are not."""
-        layout = Layout(stage, (Part(plans[0], stage), Part(plans[1], stage)), plans[0].code.id)
+        layout = Layout(stage, (Part(plans[0], stage), Part(plans[1], stage)))
         coded = cls(layout, buffers.take(layout.size))
         coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
         for tensor, plan in enumerate(plans):
@@ -198,11 +198,9 @@ def _encode_range(
     return _Stream(memory, words[: 4 * used], positions[: 4 * escapes], narrow)
 
 
-def _join_exact(
-    streams: Sequence[tuple[Part, Bytes, list[_Stream]]], code_id: int, pools: Sequence[Bytes], page_ids: Ints
-) -> _Coded:
+def _join_exact(streams: Sequence[tuple[Part, Bytes, list[_Stream]]], pools: Sequence[Bytes], page_ids: Ints) -> _Coded:
     """The payload of EXACT."""
-    layout = Layout(EXACT, (streams[0][0], streams[1][0]), code_id)
+    layout = Layout(EXACT, (streams[0][0], streams[1][0]))
     coded = _Coded(layout, buffers.take(layout.size))
     coded.memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     for tensor, (part, fixed, pieces) in enumerate(streams):

@@ -12,6 +12,7 @@ import torch
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.core.host import host_memory, to_device
 from kvrail.codec.core.sections import aligned
 from kvrail.codec.core.streams import copy_stream, record
@@ -23,7 +24,7 @@ from kvrail.codec.lynx.gpu_launch import (
     launch_exact_decode,
     launch_exact_encode,
 )
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, Layout, Part, travels_raw
+from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, Part, travels_raw
 from kvrail.codec.lynx.plan import Coding, TensorPlan
 
 
@@ -39,7 +40,7 @@ class GpuEncoding:
         self._pools = byte_pools(pages)
         self._table = pages.page_index()
         parts = [(Part(plans[0], stage), Part(plans[1], stage)) for stage in (ANCHOR, RESIDUAL)]
-        self._layouts = [Layout(stage, each, plans[0].code.id) for stage, each in enumerate(parts)]
+        self._layouts = [Layout(stage, each) for stage, each in enumerate(parts)]
         sizes = [[plan.fixed_bytes[stage] for plan in plans] for stage in (ANCHOR, RESIDUAL)]
         self._bodies = [torch.empty(sum(each), dtype=torch.uint8, device=pages.device) for each in sizes]
         self._dense = [list(body.split_with_sizes(each)) for body, each in zip(self._bodies, sizes, strict=True)]
@@ -96,7 +97,7 @@ class GpuEncoding:
         for plan, (words, escapes) in zip(self._plans, self._totals.tolist(), strict=True):
             raw = travels_raw(plan, words, escapes)
             parts.append(Part(plan, EXACT, raw=True) if raw else Part(plan, EXACT, words=words, escapes=escapes))
-        layout = Layout(EXACT, (parts[0], parts[1]), self._plans[0].code.id)
+        layout = Layout(EXACT, (parts[0], parts[1]))
         host = host_memory(layout.size, self._pages.device)
         with torch.cuda.stream(copy_stream(self._pages.device)):
             for number, part in enumerate(parts):

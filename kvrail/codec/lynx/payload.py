@@ -1,6 +1,5 @@
 """The payloads of a block's stages. README.md has the layout; nothing here computes codes."""
 
-import struct
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -9,16 +8,13 @@ import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.header import HEADER_BYTES, packed_header, parsed_header
 from kvrail.codec.core.sections import aligned
 from kvrail.codec.lynx.format import FORMATS, TINY, LynxCode
 from kvrail.codec.lynx.plan import TensorPlan
 
-MAGIC = b"LYNX"
-VERSION = 1
 ANCHOR, RESIDUAL, EXACT = range(3)
 """The stages."""
-_HEADER = struct.Struct("<4s4BQ4Q")
-HEADER_BYTES = _HEADER.size
 _LEAST_SCALE = int(np.float32(TINY).view(np.uint32)) >> 16
 _LARGEST_SCALE = 0x7F7F
 
@@ -59,7 +55,6 @@ class Layout:
 
     stage: int
     parts: tuple[Part, Part]
-    code_id: int
 
     @cached_property
     def offsets(self) -> tuple[int, int]:
@@ -78,10 +73,9 @@ class Layout:
         return self.streams[1] + self.parts[1].variable_bytes
 
     def header(self) -> bytes:
-        """The first HEADER_BYTES bytes."""
-        flags = self.parts[0].raw | self.parts[1].raw << 1
-        counts = [number for part in self.parts for number in (part.words, part.escapes)]
-        return _HEADER.pack(MAGIC, VERSION, self.stage, flags, 0, self.code_id, *counts)
+        """The first HEADER_BYTES bytes. Counts: words and escapes of keys, then of values."""
+        keys, values = self.parts
+        return packed_header((keys.raw, values.raw), (keys.words, keys.escapes, values.words, values.escapes))
 
 
 @lru_cache(maxsize=256)
@@ -148,20 +142,12 @@ def places_of(positions: npt.NDArray[np.uint32], plan: TensorPlan) -> tuple[Ints
 
 
 def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
-    if payload.size < HEADER_BYTES:
-        raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
-    magic, version, theirs, flags, gap, code_id, *counts = _HEADER.unpack_from(payload.data)
-    if (magic, version, gap) != (MAGIC, VERSION, 0):
-        raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
-    if theirs != stage:
-        raise CodecError(f"a payload is of stage {theirs}; stage {stage} is due")
-    if code_id != code.id:
-        raise CodecError(f"a payload was made with parameters {code_id:016x}; this worker has {code.id:016x}")
+    raws, counts = parsed_header(payload)
     parts = []
     for number, plan in enumerate(plans_of(spec, code)):
-        raw, (words, escapes) = bool(flags >> number & 1), counts[2 * number : 2 * number + 2]
-        if (raw or words or escapes or flags >> 2) and (stage != EXACT or plan.raw or flags >> 2):
-            raise CodecError(f"a payload of stage {stage} has flags {flags}, {words} words and {escapes} escapes")
+        raw, (words, escapes) = raws[number], counts[2 * number : 2 * number + 2]
+        if (raw or words or escapes) and (stage != EXACT or plan.raw):
+            raise CodecError(f"a payload of stage {stage} has raw {raws}, {words} words and {escapes} escapes")
         if raw and (words or escapes):
             raise CodecError(f"a payload has {words} words and {escapes} escapes of a tensor that travels as it is")
         if stage == EXACT and not raw and (words > plan.raw_bytes or escapes > plan.values):
@@ -169,7 +155,7 @@ def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -
         if stage == EXACT and not raw and travels_raw(plan, words, escapes):
             raise CodecError(f"a payload has {words} words and {escapes} escapes, more than pay off")
         parts.append(Part(plan, stage, raw, words, escapes))
-    return Layout(stage, (parts[0], parts[1]), code_id)
+    return Layout(stage, (parts[0], parts[1]))
 
 
 def _check_sections(dense: Bytes, part: Part) -> None:

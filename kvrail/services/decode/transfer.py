@@ -205,6 +205,7 @@ class Fetch:
             block_spec(layout, self._num_pages()),
             self._held_pages,
             first_recent_page(len(self._request.prompt_ids), layout.page_size),
+            codec.parameters_id,
         )
         observer = _Watching(self._worker, self._spans, self._received, self.crossing)
         receiver = PageReceiver(

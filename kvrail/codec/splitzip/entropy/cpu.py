@@ -1,7 +1,7 @@
 """`splitzip-ans` on a CPU: the payload in one stage, its pieces coded by rANS, blocks on several threads."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from kvrail.codec.base import CodecError, PagedBlock, Payload
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, on_threads
+from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.entropy.cpu_kernels import count_symbols, decode_blocks, encode_blocks
 from kvrail.codec.splitzip.entropy.format import (
@@ -31,10 +32,9 @@ from kvrail.codec.splitzip.entropy.payload import (
     places_of,
 )
 from kvrail.codec.splitzip.one_stage import cpu as one_stage
-from kvrail.codec.splitzip.one_stage.payload import Layout, parse, parse_header
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.format import WindowCode
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import Layout, parse, parse_header
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 THREAD_SHARE = 4
@@ -51,11 +51,11 @@ class _Blocks:
 
 def encode(pages: PagedBlock, code: WindowCode) -> CpuEncoding:
     """Encode pages in one stage, then code that payload. Raises CodecError where a pool's tensor is not contiguous."""
-    encoding = one_stage.encode(pages, _coding(pages, code))
+    encoding = one_stage.encode(pages, Coding(plans_of(pages.spec, code), (None, None)))
     inner = host_bytes("splitzip-ans", encoding.stages()[0])
-    layout = parse_header(inner, pages.spec, code, 0, entropy_coded=False)
+    layout = parse_header(inner, pages.spec, plans_of(pages.spec, code))
     pieces = coded_pieces([inner[place] for place in pieces_of(layout)])
-    return CpuEncoding([joined_pieces(replace(layout, entropy_coded=True).header(), pieces)], encoding.stats())
+    return CpuEncoding([joined_pieces(layout.header(), pieces)], encoding.stats())
 
 
 def decode(payload: Payload, code: WindowCode, out: PagedBlock) -> None:
@@ -65,7 +65,7 @@ def decode(payload: Payload, code: WindowCode, out: PagedBlock) -> None:
     not contiguous.
     """
     source = host_bytes("splitzip-ans", payload)
-    layout = parse_header(source, out.spec, code, 0, entropy_coded=True)
+    layout = parse_header(source, out.spec, plans_of(out.spec, code))
     places = pieces_of(layout)
     came = places_of(source, source.size, places)
     memory = buffers.take(layout.size)
@@ -78,15 +78,9 @@ def decode_inner(inner: Bytes, layout: Layout, out: PagedBlock) -> None:
 
     Raises CodecError, with `out` untouched, where the payload is wrong or a pool's tensor is not contiguous.
     """
-    code = layout.keys.plan.code
-    inner[:HEADER_BYTES] = np.frombuffer(replace(layout, entropy_coded=False).header(), dtype=np.uint8)
-    checked = parse(inner, out.spec, code, 0)
-    one_stage.decode(0, [inner], [checked], _coding(out, code), out)
-
-
-def _coding(pages: PagedBlock, code: WindowCode) -> Coding:
-    """Of the payload in one stage."""
-    return Coding(plans_of(pages.spec, code), (None, None), 0)
+    inner[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
+    plans = layout.keys.plan, layout.values.plan
+    one_stage.decode(0, [inner], [parse(inner, out.spec, plans)], Coding(plans, (None, None)), out)
 
 
 def coded_pieces(pieces: Sequence[Bytes]) -> list[Bytes]:

@@ -8,9 +8,9 @@ import numpy as np
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.splitzip.entropy.format import STATE_WORDS, SYMBOLS, TOTAL, num_blocks
-from kvrail.codec.splitzip.one_stage.payload import Layout
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import Layout
 
 LENGTHS = struct.Struct("<5Q")
 BODY = HEADER_BYTES + LENGTHS.size

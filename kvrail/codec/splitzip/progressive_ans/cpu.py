@@ -8,13 +8,13 @@ from kvrail.codec.base import PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, on_threads
+from kvrail.codec.core.header import HEADER_BYTES, packed_header
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.core.sections import pad
 from kvrail.codec.splitzip.entropy.cpu import coded_pieces, decode_inner, joined_pieces, restore_pieces
 from kvrail.codec.splitzip.entropy.payload import pieces_of
 from kvrail.codec.splitzip.one_stage import cpu as one_stage
 from kvrail.codec.splitzip.one_stage.cpu_geometry import geometry_of
-from kvrail.codec.splitzip.one_stage.payload import parse_header
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.progressive_ans.cpu_kernels import complete_tiles, cut_tiles, join_tiles
 from kvrail.codec.splitzip.progressive_ans.payload import (
@@ -22,31 +22,29 @@ from kvrail.codec.splitzip.progressive_ans.payload import (
     FirstLayout,
     RestLayout,
     StageLayout,
-    first_header,
-    rest_header,
     rest_layout,
     uncoded_pieces,
 )
 from kvrail.codec.splitzip.progressive_ans.plan import CutPlan, Plans
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import parse_header
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     """Encode keys and values by their plans. Raises CodecError where a pool's tensor is not contiguous."""
     encoding = one_stage.encode(pages, _coding(plans))
     inner = host_bytes("splitzip-progressive-ans", encoding.stages()[0])
-    layout = parse_header(inner, pages.spec, plans[0].whole.code, 0, entropy_coded=False)
+    layout = parse_header(inner, pages.spec, (plans[0].whole, plans[1].whole))
     pieces = [inner[place] for place in pieces_of(layout)]
     raw = layout.keys.raw, layout.values.raw
     later = rest_layout(raw, plans)
     second = buffers.take(later.size)
-    second[:HEADER_BYTES] = np.frombuffer(rest_header(later, plans), dtype=np.uint8)
+    second[:HEADER_BYTES] = np.frombuffer(packed_header(later.raw), dtype=np.uint8)
     shown = [buffers.take(0 if whole else plan.shown_bytes) for whole, plan in zip(raw, plans, strict=True)]
     for number, whole, plan, place, memory in zip(SHOWN, raw, plans, later.places, shown, strict=True):
         if not whole:
             _cut(plan, pieces[number], memory, second[place])
             pieces[number] = memory[: plan.shown_bytes]
-    first = joined_pieces(first_header(layout, plans), coded_pieces(pieces))
+    first = joined_pieces(layout.header(), coded_pieces(pieces))
     return CpuEncoding([first, second.data[: later.size]], encoding.stats())
 
 
@@ -120,4 +118,4 @@ def _join(plan: CutPlan, shown: Bytes, target: Bytes) -> None:
 
 def _coding(plans: Plans) -> Coding:
     """Of the payload in one stage."""
-    return Coding((plans[0].whole, plans[1].whole), (None, None), 0)
+    return Coding((plans[0].whole, plans[1].whole), (None, None))
