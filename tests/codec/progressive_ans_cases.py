@@ -11,7 +11,7 @@ from splitzip_cases import int_type, kv_block
 
 from kvrail.codec.base import Block, BlockSpec
 from kvrail.codec.core.floats import FLOATS
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.tiles.format import FORMATS
 
 LENGTHS = struct.Struct("<5Q")

@@ -15,7 +15,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_entropy.py covers these kernels on a GPU", allow_module_level=True)
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy import cpu, gpu, gpu_launch, reference
 from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks

@@ -10,7 +10,7 @@ import torch
 from kv_blocks import bits_of, copy_of, random_block, scattered, spec_of
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy import cpu
 from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.one_stage.codec import WindowCodec

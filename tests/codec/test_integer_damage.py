@@ -14,7 +14,7 @@ from test_integer import NAMES, PROPERTY
 
 from kvrail.codec import registry
 from kvrail.codec.base import CodecError
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.integer.format import INT4, INT8
 from kvrail.codec.integer.payload import parse
 

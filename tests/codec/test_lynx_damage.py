@@ -12,8 +12,7 @@ from lynx_cases import kv_pages
 from test_lynx import PROPERTY
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.core.header import HEADER_BYTES
-from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.lynx.codec import lynx, lynx_exact
 from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from kvrail.codec.base import Block
 from kvrail.codec.core.gpu import byte_pools
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.lynx import gpu, gpu_launch, reference
 from kvrail.codec.lynx.format import LynxCode
 from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse, parse_both, plans_of

@@ -15,7 +15,7 @@ from test_splitzip import SHAPES, golden_pages
 
 from kvrail.codec.base import Block, CodecError, PagedBlock
 from kvrail.codec.core import cpu as core_cpu
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy import reference as rans
 from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.one_stage.codec import splitzip_channel

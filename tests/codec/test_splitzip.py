@@ -16,8 +16,7 @@ from splitzip_cases import codebook, int_type, kv_block, reference_decode, refer
 from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core import cpu as core_cpu
-from kvrail.codec.core.header import HEADER_BYTES
-from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.one_stage.codec import WindowCodec, splitzip, splitzip_channel
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 from kvrail.codec.splitzip.tiles.payload import parse

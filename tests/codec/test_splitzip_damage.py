@@ -11,7 +11,7 @@ from splitzip_cases import codebook
 from test_splitzip import PROPERTY, kv_pages
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.one_stage.codec import splitzip, splitzip_channel
 from kvrail.codec.splitzip.tiles.format import WindowCode
 from kvrail.codec.splitzip.tiles.payload import WIDE, parse

@@ -9,8 +9,7 @@ import torch
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.header import HEADER_BYTES, packed_header, parsed_header
-from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
 from kvrail.codec.integer.format import FORMATS, IntegerCode
 from kvrail.codec.integer.plan import TensorPlan
 

@@ -9,8 +9,7 @@ from kvrail.codec.base import EncodingStats, PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, gather, on_threads, scatter
-from kvrail.codec.core.header import HEADER_BYTES
-from kvrail.codec.core.sections import pad
+from kvrail.codec.core.sections import HEADER_BYTES, pad
 from kvrail.codec.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
 from kvrail.codec.lynx.cpu_geometry import geometry_of, stages_of
 from kvrail.codec.lynx.cpu_kernels import decode_pages, encode_pages

@@ -11,11 +11,9 @@ import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.gpu import byte_pools
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.gpu import byte_pools, copy_stream, record
 from kvrail.codec.core.host import host_memory, to_device
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.core.streams import copy_stream, record
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.lynx.gpu_launch import (
     ExactBuffers,
     Plans,

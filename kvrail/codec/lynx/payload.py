@@ -8,8 +8,7 @@ import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.header import HEADER_BYTES, packed_header, parsed_header
-from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
 from kvrail.codec.lynx.format import FORMATS, TINY, LynxCode
 from kvrail.codec.lynx.plan import TensorPlan
 

@@ -9,8 +9,8 @@ from kvrail.codec.base import CodecError, PagedBlock, Payload
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, on_threads
-from kvrail.codec.core.header import HEADER_BYTES
 from kvrail.codec.core.host import host_bytes
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy.cpu_kernels import count_symbols, decode_blocks, encode_blocks
 from kvrail.codec.splitzip.entropy.format import (
     BLOCK_BYTES,

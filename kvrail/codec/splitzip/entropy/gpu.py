@@ -15,11 +15,9 @@ import torch
 
 from kvrail.codec.base import BlockSpec, CodecError, EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.gpu import byte_pools
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.gpu import byte_pools, record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.core.streams import record
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.entropy.format import STATE_WORDS, num_blocks
 from kvrail.codec.splitzip.entropy.gpu_launch import (
     CodedPieces,

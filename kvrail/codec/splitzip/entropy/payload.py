@@ -8,7 +8,7 @@ import numpy as np
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy.format import STATE_WORDS, SYMBOLS, TOTAL, num_blocks
 from kvrail.codec.splitzip.tiles.payload import Layout
 

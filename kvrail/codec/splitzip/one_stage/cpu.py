@@ -9,8 +9,7 @@ from kvrail.codec.base import PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, append, byte_pools, gather, scatter
-from kvrail.codec.core.header import HEADER_BYTES
-from kvrail.codec.core.sections import aligned, pad
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, pad
 from kvrail.codec.splitzip.one_stage.cpu_geometry import geometry_of
 from kvrail.codec.splitzip.one_stage.cpu_kernels import decode_tiles, encode_tiles
 from kvrail.codec.splitzip.one_stage.plan import Coding

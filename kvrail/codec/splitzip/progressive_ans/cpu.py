@@ -8,9 +8,8 @@ from kvrail.codec.base import PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, on_threads
-from kvrail.codec.core.header import HEADER_BYTES, packed_header
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.core.sections import pad
+from kvrail.codec.core.sections import HEADER_BYTES, packed_header, pad
 from kvrail.codec.splitzip.entropy.cpu import coded_pieces, decode_inner, joined_pieces, restore_pieces
 from kvrail.codec.splitzip.entropy.payload import pieces_of
 from kvrail.codec.splitzip.one_stage import cpu as one_stage

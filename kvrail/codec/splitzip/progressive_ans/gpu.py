@@ -9,8 +9,8 @@ import torch
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.gpu import byte_pools, next_power_of_2
-from kvrail.codec.core.header import HEADER_BYTES, packed_header
 from kvrail.codec.core.host import to_device
+from kvrail.codec.core.sections import HEADER_BYTES, packed_header
 from kvrail.codec.splitzip.entropy.gpu import AnsEncoding, decode_inner, restore_pieces
 from kvrail.codec.splitzip.entropy.payload import pieces_of
 from kvrail.codec.splitzip.progressive_ans.gpu_kernels import complete_kernel, cut_kernel, join_kernel

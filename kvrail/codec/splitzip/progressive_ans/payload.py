@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.header import HEADER_BYTES, parsed_header
+from kvrail.codec.core.sections import HEADER_BYTES, parsed_header
 from kvrail.codec.splitzip.entropy.payload import pieces_of, places_of
 from kvrail.codec.splitzip.progressive_ans.plan import Plans
 from kvrail.codec.splitzip.tiles.payload import Layout, parse_header

@@ -7,8 +7,7 @@ import numpy as np
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, matrices
-from kvrail.codec.core.header import packed_header
-from kvrail.codec.core.sections import joined
+from kvrail.codec.core.sections import joined, packed_header
 from kvrail.codec.splitzip.entropy import reference as rans
 from kvrail.codec.splitzip.entropy.payload import CODED, LENGTHS, pieces_of
 from kvrail.codec.splitzip.one_stage import reference as one_stage

@@ -10,11 +10,9 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
-from kvrail.codec.core.gpu import byte_pools
-from kvrail.codec.core.header import HEADER_BYTES
+from kvrail.codec.core.gpu import byte_pools, copy_stream, record
 from kvrail.codec.core.host import host_memory
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.core.streams import copy_stream, record
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, tiles_of
 from kvrail.codec.splitzip.tiles.payload import Layout, Part, scale_bytes_of, stats_of, travels_raw
 from kvrail.codec.splitzip.tiles.plan import TensorPlan

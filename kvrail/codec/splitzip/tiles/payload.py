@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError, EncodingStats
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.header import HEADER_BYTES, packed_header, parsed_header
-from kvrail.codec.core.sections import aligned, pad
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, pad, parsed_header
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
 from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP, TensorPlan, variable_bytes
 
