@@ -14,10 +14,10 @@ import torch
 from benchmarks.codec_trials import GateError, poisoned, timed
 from kvrail.codec import registry
 from kvrail.codec.base import Block, Codec, PagedBlock
-from kvrail.codec.lynx import payload as lynx
-from kvrail.codec.lynx.format import LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
-from kvrail.codec.lynx.plan import TensorPlan
+from kvrail.codec.papers.lynx import payload as lynx
+from kvrail.codec.papers.lynx.format import LynxCode
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL
+from kvrail.codec.papers.lynx.plan import TensorPlan
 
 CODECS = ("lynx", "lynx-exact")
 SMALL_PAGES = 2
@@ -101,7 +101,7 @@ def lynx_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
     Then, where there is a third stage, its encoding and its decoding into `out`.
     """
     from kvrail.codec.core.gpu import byte_pools
-    from kvrail.codec.lynx import gpu_launch
+    from kvrail.codec.papers.lynx import gpu_launch
 
     source, code = PagedBlock.whole(block), LynxCode()
     pools, targets = (byte_pools(pages) for pages in (source, PagedBlock.whole(out)))
@@ -142,7 +142,7 @@ def _exact_steps(
     coded: Coded,
 ) -> list[Step]:
     """The third stage from the pages and the two before it; and into pages that hold these, but for its escapes."""
-    from kvrail.codec.lynx import gpu_launch
+    from kvrail.codec.papers.lynx import gpu_launch
 
     if any(part.raw for part in layout.parts):
         raise GateError("lynx-exact brings this KV as it is: there is nothing to time")

@@ -32,9 +32,9 @@ from benchmarks.shapes import SHAPES, card_of, write_shape
 from kvrail.codec.packed import gpu as packed_gpu
 from kvrail.codec.packed.format import PackedWeight
 from kvrail.codec.packed.torch_ops import pack
-from kvrail.codec.tbe import cpu as tbe_cpu
-from kvrail.codec.tbe import gpu as tbe_gpu
-from kvrail.codec.tbe.format import TbeWeight
+from kvrail.codec.papers.tbe import cpu as tbe_cpu
+from kvrail.codec.papers.tbe import gpu as tbe_gpu
+from kvrail.codec.papers.tbe.format import TbeWeight
 from kvrail.engine.batch.batch import SampleRow, SequenceSlice
 from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.sampling.sampler import Sampler

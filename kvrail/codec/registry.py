@@ -65,8 +65,8 @@ register(CodecInfo("splitzip-progressive-ans", _PROGRESSIVE_ANS, auto=True))
 register(CodecInfo("int8", "kvrail.codec.integer.codec:int8", exact=False, compiles_on=_NOWHERE))
 register(CodecInfo("int4", "kvrail.codec.integer.codec:int4", exact=False, compiles_on=_NOWHERE))
 register(CodecInfo("splitzip", f"{_ONE_STAGE}:splitzip", takes_codebook=True))
-register(CodecInfo("lynx", "kvrail.codec.lynx.codec:lynx", exact=False))
-register(CodecInfo("lynx-exact", "kvrail.codec.lynx.codec:lynx_exact"))
+register(CodecInfo("lynx", "kvrail.codec.papers.lynx.codec:lynx", exact=False))
+register(CodecInfo("lynx-exact", "kvrail.codec.papers.lynx.codec:lynx_exact"))
 
 
 @functools.cache

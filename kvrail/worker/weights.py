@@ -14,11 +14,11 @@ from kvrail.codec.packed.format import refusal as packed_refusal
 from kvrail.codec.packed.gpu import prepare as packed_prepare
 from kvrail.codec.packed.gpu_op import packed_product
 from kvrail.codec.packed.torch_ops import pack
-from kvrail.codec.tbe.cpu import compress
-from kvrail.codec.tbe.format import UNIT, TbeWeight
-from kvrail.codec.tbe.format import refusal as tbe_refusal
-from kvrail.codec.tbe.gpu import prepare as tbe_prepare
-from kvrail.codec.tbe.gpu_op import tbe_product
+from kvrail.codec.papers.tbe.cpu import compress
+from kvrail.codec.papers.tbe.format import UNIT, TbeWeight
+from kvrail.codec.papers.tbe.format import refusal as tbe_refusal
+from kvrail.codec.papers.tbe.gpu import prepare as tbe_prepare
+from kvrail.codec.papers.tbe.gpu_op import tbe_product
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.model.fusion import JointLinear, join_projections
 from kvrail.engine.model.loader import LoadedModel, WeightForms

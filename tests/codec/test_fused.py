@@ -13,8 +13,8 @@ from kvrail.codec.fused import launch
 from kvrail.codec.fused.builds import Build
 from kvrail.codec.packed import gpu as packed_gpu
 from kvrail.codec.packed.torch_ops import pack
-from kvrail.codec.tbe import gpu as tbe_gpu
-from kvrail.codec.tbe.cpu import compress
+from kvrail.codec.papers.tbe import gpu as tbe_gpu
+from kvrail.codec.papers.tbe.cpu import compress
 from tests.codec.emulated import Emulated
 from tests.codec.test_packed import bits, normal, of_bits
 

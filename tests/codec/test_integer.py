@@ -17,7 +17,7 @@ from test_lynx import golden_pages
 
 from kvrail.codec import registry
 from kvrail.codec.base import Block, CodecError, PagedBlock
-from kvrail.codec.lynx.format import FORMATS
+from kvrail.codec.papers.lynx.format import FORMATS
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=100 if os.environ.get("CI") == "true" else 25, deadline=None)

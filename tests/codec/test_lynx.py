@@ -14,9 +14,9 @@ from lynx_cases import kv_block, kv_pages, reference_decode, reference_payloads
 
 from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
 from kvrail.codec.core import cpu as core_cpu
-from kvrail.codec.lynx.codec import lynx, lynx_exact
-from kvrail.codec.lynx.format import FORMATS, LynxCode
-from kvrail.codec.lynx.payload import EXACT, parse, parse_both, plans_of
+from kvrail.codec.papers.lynx.codec import lynx, lynx_exact
+from kvrail.codec.papers.lynx.format import FORMATS, LynxCode
+from kvrail.codec.papers.lynx.payload import EXACT, parse, parse_both, plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
 PROPERTY = settings(max_examples=300 if os.environ.get("CI") == "true" else 40)

@@ -13,9 +13,9 @@ from test_lynx import PROPERTY
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.sections import HEADER_BYTES, aligned
-from kvrail.codec.lynx.codec import lynx, lynx_exact
-from kvrail.codec.lynx.format import LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse
+from kvrail.codec.papers.lynx.codec import lynx, lynx_exact
+from kvrail.codec.papers.lynx.format import LynxCode
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse
 
 CODE = LynxCode(alpha=0.5, chunk=16)  # every section there is
 CODEC = lynx_exact(CODE)

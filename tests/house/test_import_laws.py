@@ -23,7 +23,16 @@ BREACHES = [
     ("the router's rooms point down", "kvrail/services/router/plan/breach.py", "import kvrail.services.router.fleet"),
     ("the router's rooms point down", "kvrail/services/router/answer/breach.py", "import kvrail.services.router.http"),
     ("the router's rooms point down", "kvrail/services/router/breach.py", ""),
-    ("a codec imports core and base alone", "kvrail/codec/lynx/breach.py", "import kvrail.codec.splitzip.tiles.plan"),
+    (
+        "a codec imports core and base alone",
+        "kvrail/codec/integer/breach.py",
+        "import kvrail.codec.splitzip.tiles.plan",
+    ),
+    (
+        "codecs of papers do not import each other",
+        "kvrail/codec/papers/tbe/breach.py",
+        "import kvrail.codec.papers.lynx",
+    ),
     ("a codec imports core and base alone", "kvrail/codec/raw/breach.py", "import kvrail.codec.frame"),
     ("a codec imports core and base alone", "kvrail/codec/core/breach.py", "import kvrail.codec.raw.codec"),
     (

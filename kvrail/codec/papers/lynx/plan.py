@@ -5,7 +5,7 @@ from functools import cached_property
 
 from kvrail.codec.core.floats import FloatFormat
 from kvrail.codec.core.sections import Section, aligned, sections_of
-from kvrail.codec.lynx.format import LynxCode
+from kvrail.codec.papers.lynx.format import LynxCode
 
 TILE_VALUES = 4096
 TILE_COLUMNS = 64

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvrail.codec.tbe.format import TbeWeight
+from kvrail.codec.papers.tbe.format import TbeWeight
 
 
 @torch.library.custom_op("kvrail::tbe_product", mutates_args=())
@@ -18,7 +18,7 @@ def tbe_product(
     columns: int,
 ) -> torch.Tensor:
     """x, bfloat16 [..., columns], times the transpose of the compressed weight, plus the bias: [..., rows]."""
-    from kvrail.codec.tbe.gpu import multiply
+    from kvrail.codec.papers.tbe.gpu import multiply
 
     weight = TbeWeight(rows, columns, base, bitmaps, sign_mantissas, full_values, offsets)
     return multiply(x.reshape(-1, columns).contiguous(), weight, bias).view(*x.shape[:-1], rows)

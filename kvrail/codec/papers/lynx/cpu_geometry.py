@@ -3,8 +3,8 @@
 import functools
 from typing import NamedTuple
 
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
-from kvrail.codec.lynx.plan import TensorPlan
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL
+from kvrail.codec.papers.lynx.plan import TensorPlan
 
 
 class Stage(NamedTuple):

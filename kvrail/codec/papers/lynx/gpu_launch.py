@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from kvrail.codec.core.gpu import alignment_of, next_power_of_2
-from kvrail.codec.lynx.format import LynxCode
-from kvrail.codec.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
-from kvrail.codec.lynx.gpu_geometry import geometries_of, width_of
-from kvrail.codec.lynx.gpu_kernels import decode_kernel, encode_kernel
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
-from kvrail.codec.lynx.plan import TensorPlan
+from kvrail.codec.papers.lynx.format import LynxCode
+from kvrail.codec.papers.lynx.gpu_exact_kernels import exact_decode_kernel, exact_encode_kernel, lengths_kernel
+from kvrail.codec.papers.lynx.gpu_geometry import geometries_of, width_of
+from kvrail.codec.papers.lynx.gpu_kernels import decode_kernel, encode_kernel
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL
+from kvrail.codec.papers.lynx.plan import TensorPlan
 
 Plans = Sequence[TensorPlan]
 

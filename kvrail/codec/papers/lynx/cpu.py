@@ -10,10 +10,10 @@ from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, gather, on_threads, scatter
 from kvrail.codec.core.sections import HEADER_BYTES, pad
-from kvrail.codec.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
-from kvrail.codec.lynx.cpu_geometry import geometry_of, stages_of
-from kvrail.codec.lynx.cpu_kernels import decode_pages, encode_pages
-from kvrail.codec.lynx.payload import (
+from kvrail.codec.papers.lynx.cpu_exact_kernels import decode_exact_pages, encode_exact_pages
+from kvrail.codec.papers.lynx.cpu_geometry import geometry_of, stages_of
+from kvrail.codec.papers.lynx.cpu_kernels import decode_pages, encode_pages
+from kvrail.codec.papers.lynx.payload import (
     ANCHOR,
     EXACT,
     RESIDUAL,
@@ -24,7 +24,7 @@ from kvrail.codec.lynx.payload import (
     section,
     travels_raw,
 )
-from kvrail.codec.lynx.plan import Coding, TensorPlan
+from kvrail.codec.papers.lynx.plan import Coding, TensorPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import torch
 
 from kvrail.codec.fused import launch
 from kvrail.codec.fused.builds import Form
-from kvrail.codec.tbe.cpu import check
-from kvrail.codec.tbe.format import TbeWeight
+from kvrail.codec.papers.tbe.cpu import check
+from kvrail.codec.papers.tbe.format import TbeWeight
 
 _SCRATCH = 2208
 """SCRATCH_BYTES of gpu_kernels.cu; a block of `unpack` has eight warps, each with a tile of 2,048 bytes besides."""
-FORM = Form("tbe", (ctypes.c_void_p,) * 5, _SCRATCH, 8 * (2048 + _SCRATCH))
+FORM = Form("papers/tbe", (ctypes.c_void_p,) * 5, _SCRATCH, 8 * (2048 + _SCRATCH))
 """For the launch of its kernels."""
 
 

@@ -10,7 +10,14 @@ lengths and, once their sums are known, of the words.
 import triton
 import triton.language as tl
 
-from kvrail.codec.lynx.gpu_word_kernels import chunks_of, elements_at, load_numbers, place_of, rounded, sections_of
+from kvrail.codec.papers.lynx.gpu_word_kernels import (
+    chunks_of,
+    elements_at,
+    load_numbers,
+    place_of,
+    rounded,
+    sections_of,
+)
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.tbe.cpu_kernels import count_bits, count_exponents, fill_blocks, map_blocks, read_blocks
-from kvrail.codec.tbe.format import (
+from kvrail.codec.papers.tbe.cpu_kernels import count_bits, count_exponents, fill_blocks, map_blocks, read_blocks
+from kvrail.codec.papers.tbe.format import (
     BLOCK,
     FRAGMENTS,
     MOST_BASE,

@@ -14,9 +14,19 @@ from kvrail.codec.core.arrays import Bits, Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, matrices
 from kvrail.codec.core.floats import FloatFormat
 from kvrail.codec.core.sections import joined
-from kvrail.codec.lynx.format import CELLS, STEPS, TINY, LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, Part, escapes_of, places_of, section, travels_raw
-from kvrail.codec.lynx.plan import Coding, TensorPlan
+from kvrail.codec.papers.lynx.format import CELLS, STEPS, TINY, LynxCode
+from kvrail.codec.papers.lynx.payload import (
+    ANCHOR,
+    EXACT,
+    RESIDUAL,
+    Layout,
+    Part,
+    escapes_of,
+    places_of,
+    section,
+    travels_raw,
+)
+from kvrail.codec.papers.lynx.plan import Coding, TensorPlan
 
 Floats = npt.NDArray[np.float32]
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvrail.codec.core.gpu_word_kernels import COMPILED
-from kvrail.codec.lynx.gpu_word_kernels import (
+from kvrail.codec.papers.lynx.gpu_word_kernels import (
     TINY,
     chunks_of,
     columns_of,

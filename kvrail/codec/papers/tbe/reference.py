@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvrail.codec.tbe.format import TbeWeight
+from kvrail.codec.papers.tbe.format import TbeWeight
 
 
 def compress(weight: torch.Tensor) -> TbeWeight:

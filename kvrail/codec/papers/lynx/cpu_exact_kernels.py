@@ -13,8 +13,17 @@ from numba import uint32 as u32
 from numba import uint64 as u64
 
 from kvrail.codec.core.cpu_compile import compiled
-from kvrail.codec.lynx.cpu_float_kernels import BFLOAT16, FLOAT16, load, read_chunk, round_to, store, units_of, widen
-from kvrail.codec.lynx.cpu_geometry import Geometry, Stage
+from kvrail.codec.papers.lynx.cpu_float_kernels import (
+    BFLOAT16,
+    FLOAT16,
+    load,
+    read_chunk,
+    round_to,
+    store,
+    units_of,
+    widen,
+)
+from kvrail.codec.papers.lynx.cpu_geometry import Geometry, Stage
 
 
 @njit(nogil=True)

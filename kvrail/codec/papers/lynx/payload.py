@@ -9,8 +9,8 @@ import numpy.typing as npt
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
-from kvrail.codec.lynx.format import FORMATS, TINY, LynxCode
-from kvrail.codec.lynx.plan import TensorPlan
+from kvrail.codec.papers.lynx.format import FORMATS, TINY, LynxCode
+from kvrail.codec.papers.lynx.plan import TensorPlan
 
 ANCHOR, RESIDUAL, EXACT = range(3)
 """The stages."""

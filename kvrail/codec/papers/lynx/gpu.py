@@ -14,7 +14,7 @@ from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.gpu import byte_pools, copy_stream, record
 from kvrail.codec.core.host import host_memory, to_device
 from kvrail.codec.core.sections import HEADER_BYTES, aligned
-from kvrail.codec.lynx.gpu_launch import (
+from kvrail.codec.papers.lynx.gpu_launch import (
     ExactBuffers,
     Plans,
     launch_decode,
@@ -22,8 +22,8 @@ from kvrail.codec.lynx.gpu_launch import (
     launch_exact_decode,
     launch_exact_encode,
 )
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, Part, travels_raw
-from kvrail.codec.lynx.plan import Coding, TensorPlan
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, Part, travels_raw
+from kvrail.codec.papers.lynx.plan import Coding, TensorPlan
 
 
 class GpuEncoding:

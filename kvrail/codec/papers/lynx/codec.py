@@ -8,12 +8,12 @@ import torch
 from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
 from kvrail.codec.core.backend import Backend, backend_of
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.lynx.format import FORMATS, LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, parse, parse_both, plans_of
-from kvrail.codec.lynx.plan import Coding
+from kvrail.codec.papers.lynx.format import FORMATS, LynxCode
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, parse, parse_both, plans_of
+from kvrail.codec.papers.lynx.plan import Coding
 
 if TYPE_CHECKING:
-    from kvrail.codec.lynx import cpu, gpu, reference
+    from kvrail.codec.papers.lynx import cpu, gpu, reference
 
     _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
 
@@ -72,7 +72,7 @@ class LynxCodec:
 
 
 def _backend(device: torch.device) -> Backend[Coding, Layout]:
-    backend: Backend[Coding, Layout] = backend_of("kvrail.codec.lynx", device)
+    backend: Backend[Coding, Layout] = backend_of("kvrail.codec.papers.lynx", device)
     return backend
 
 

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from kvrail.codec.lynx.gpu_page_kernels import decode_block, encode_block
+from kvrail.codec.papers.lynx.gpu_page_kernels import decode_block, encode_block
 
 _RUNTIME = [
     "key_layer_stride",

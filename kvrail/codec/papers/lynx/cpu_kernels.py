@@ -17,8 +17,8 @@ from numba import uint16 as u16
 from numba import uint32 as u32
 
 from kvrail.codec.core.cpu_compile import compiled
-from kvrail.codec.lynx.cpu_float_kernels import TINY, load, read_chunk, round_to, store, units_of, widen
-from kvrail.codec.lynx.cpu_geometry import Geometry, Stage
+from kvrail.codec.papers.lynx.cpu_float_kernels import TINY, load, read_chunk, round_to, store, units_of, widen
+from kvrail.codec.papers.lynx.cpu_geometry import Geometry, Stage
 
 BLOCK_COLUMNS = 256
 

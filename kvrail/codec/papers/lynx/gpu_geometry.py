@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvrail.codec.core.gpu import next_power_of_2
-from kvrail.codec.lynx.plan import TensorPlan
+from kvrail.codec.papers.lynx.plan import TensorPlan
 
 PROGRAM_VALUES = 4096
 """Values of a program, about; a page's rows in whole, of as many columns as that leaves."""
