@@ -66,7 +66,7 @@ def _planes(x: torch.Tensor, mantissa: int, escapes_first: bool, midpoint: bool)
 
 
 def levels(kept: int) -> Quantiser:
-    """Levels of `splitzip-progressive` (its README.md), 2^kept an octave, more in the top two."""
+    """Levels of decision 0010: 2^kept an octave, more in the top two."""
     return partial(_levels, kept=kept)
 
 

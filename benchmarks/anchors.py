@@ -294,7 +294,7 @@ def main() -> None:
         f"Demo model, float32 arithmetic, KV in bfloat16; {contexts} contexts of {told} tokens, of heldout.txt",
         f"and {len(anchor_drafts.UNSEEN)} files of torch, transformers and huggingface_hub. Bits are a value.",
         "K2 V1: planes of the window code, 2 bits of the keys' mantissas, 1 of the values'; levels K2 V1: those of",
-        "splitzip-progressive, 4 and 2 to an octave and more in the topmost two; coded K3 V1: that of",
+        "decision 0010, 4 and 2 to an octave and more in the topmost two; coded K3 V1: that of",
         "splitzip-progressive-ans, whose exponents count with their entropy;",
         "fixed point K5 V4: bits, sign included. Totals of quantisers are estimated from the entropy of the residual;",
         "those of planes are counted. ±: standard error over contexts.",

@@ -31,7 +31,6 @@ CODECS = (
     "splitzip",
     "splitzip-channel",
     "splitzip-ans",
-    "splitzip-progressive",
     "splitzip-progressive-ans",
     "lynx-exact",
     "int8",

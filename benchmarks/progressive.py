@@ -2,7 +2,7 @@
 
     sudo python -m benchmarks.progressive [--rates 200mbit,1gbit] [--tokens 4096] [--rounds 9] [--cold]
     sudo python -m benchmarks.progressive --shape qwen3-32b --device cuda --rates 10gbit --tokens 8192,32768 \\
-        --codecs raw,splitzip,splitzip-progressive --acceptance benchmarks/results/progressive-drafts-DATE-cpu.json
+        --codecs raw,splitzip,splitzip-progressive-ans --acceptance benchmarks/results/progressive-drafts-DATE-cpu.json
 
 The cluster of benchmarks/link.py: a prefill worker in one network namespace, a decode worker and the router in another,
 a link of so many bits a second between them. The demo model reads text that it has not seen; every round is another
@@ -49,7 +49,7 @@ from benchmarks.progressive_tables import Drafted, lynx_table, parts_table, rati
 from benchmarks.shapes import SHAPES
 from kvrail.codec import registry
 
-CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive,splitzip-progressive-ans,lynx,lynx-exact,int8,int4,auto"
+CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive-ans,lynx,lynx-exact,int8,int4,auto"
 DRAFTS_TOKENS = "3000,4000"
 OUTPUT_TOKENS = 80
 """More than the most drafts, and than the last token whose time is told."""

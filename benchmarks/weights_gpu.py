@@ -32,9 +32,9 @@ from benchmarks.shapes import SHAPES, card_of, write_shape
 from kvrail.codec.compact import gpu as compact_gpu
 from kvrail.codec.compact.format import CompactWeight
 from kvrail.codec.compact.torch_ops import compress as compact
-from kvrail.codec.tbe import cpu as tbe_cpu
-from kvrail.codec.tbe import gpu as tbe_gpu
-from kvrail.codec.tbe.format import TbeWeight
+from kvrail.codec.papers.tbe import cpu as tbe_cpu
+from kvrail.codec.papers.tbe import gpu as tbe_gpu
+from kvrail.codec.papers.tbe.format import TbeWeight
 from kvrail.engine.batch.batch import SampleRow, SequenceSlice
 from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.sampling.sampler import Sampler

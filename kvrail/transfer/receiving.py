@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvrail.codec.base import Codec, CodecError
 from kvrail.codec.core.digest import Digest
-from kvrail.codec.frame import FrameHeader, check_payload, unpack_head
+from kvrail.codec.frame import FrameFormatError, FrameHeader, check_payload, unpack_head
 from kvrail.errors import FrameError
 from kvrail.runtime.waiting import in_thread, settled
 from kvrail.transfer.guard import FrameGuard, Transfer
@@ -90,7 +90,7 @@ class PageReceiver:
         finally:
             await self._give_up(reading)
         if not self._guard.complete():
-            raise FrameError(f"the transfer ended with {self._guard.missing()} pages of layers missing")
+            raise FrameError(f"the transfer ended with {self._guard.missing()} heads of pages missing")
 
     def not_silent(self) -> None:
         """The sender is at work, though it has announced nothing."""
@@ -130,6 +130,8 @@ class PageReceiver:
         size = announcement.payload_bytes
         try:
             header, digest = unpack_head(announcement.head, size, max_payload_bytes(self._transfer.spec))
+            if header.spec.num_kv_heads != self._transfer.spec.num_kv_heads:
+                raise FrameFormatError(f"frame {header.sequence} has some of the KV heads; pages are written whole")
             self._guard.admit(header, size)
         except CodecError as error:
             raise self._wrong(error) from error

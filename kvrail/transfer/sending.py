@@ -245,6 +245,7 @@ class PageSender:
             first_layer=piece.first_layer,
             first_page=piece.first_page,
             sequence=0,
+            parameters_id=codec.parameters_id,
         )
         self._observer.encoded(header, seconds, encoding.stats())
         return [

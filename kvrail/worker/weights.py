@@ -14,11 +14,11 @@ from kvrail.codec.compact.gpu import prepare as compact_prepare
 from kvrail.codec.compact.gpu_op import compact_product
 from kvrail.codec.compact.torch_ops import compress as compact
 from kvrail.codec.fused.builds import unsupported
-from kvrail.codec.tbe.cpu import compress
-from kvrail.codec.tbe.format import UNIT, TbeWeight
-from kvrail.codec.tbe.format import refusal as tbe_refusal
-from kvrail.codec.tbe.gpu import prepare as tbe_prepare
-from kvrail.codec.tbe.gpu_op import tbe_product
+from kvrail.codec.papers.tbe.cpu import compress
+from kvrail.codec.papers.tbe.format import UNIT, TbeWeight
+from kvrail.codec.papers.tbe.format import refusal as tbe_refusal
+from kvrail.codec.papers.tbe.gpu import prepare as tbe_prepare
+from kvrail.codec.papers.tbe.gpu_op import tbe_product
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.model.fusion import join_projections
 from kvrail.engine.model.linear import PLAIN, LinearMethod, linear_layers

@@ -16,7 +16,7 @@ TOKENS, OUTPUT_TOKENS = 700, 40
 RATE = "10mbit"
 """The second stage of so many tokens takes more than a second: there is time to draft on any machine."""
 PORTS = range(18720, 18724)
-CODECS = ("splitzip-progressive", "splitzip-progressive-ans")
+CODECS = "splitzip-progressive-ans"
 
 
 def in_namespace(spaces, folder):

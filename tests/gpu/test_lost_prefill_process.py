@@ -61,9 +61,9 @@ async def test_stopped_then_killed_in_the_middle(tmp_path, device, transport):
             assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, transport)
         c.fetcher.parts.silence_s = SILENCE_S
         order.write_text(f"{int(signal.SIGSTOP)} {FRAMES}")
-        assert not (await ask("splitzip-progressive")).prefill_worker
+        assert not (await ask("splitzip-progressive-ans")).prefill_worker
         os.kill(process.pid, signal.SIGCONT)
-        assert (await ask("splitzip-progressive")).prefill_worker == address  # what it did before is forgotten
+        assert (await ask("splitzip-progressive-ans")).prefill_worker == address  # what it did before is forgotten
         await at_rest(c)
         order.write_text(f"{int(signal.SIGKILL)} {FRAMES}")
         assert not (await ask("raw")).prefill_worker

@@ -21,14 +21,14 @@ SILENCE_S = 0.5
 """Of the fault `silent`."""
 CASES = [
     ("cpu", "tcp", "raw", 1),
-    pytest.param("cpu", "ucx", "splitzip-progressive", 1, marks=CARRIED[1].marks),
+    pytest.param("cpu", "ucx", "splitzip-progressive-ans", 1, marks=CARRIED[1].marks),
     *(
         pytest.param("cuda", "tcp", codec, 3, marks=CUDA.marks, id=f"cuda-tcp-{codec}")
-        for codec in ("raw", "splitzip-progressive")
+        for codec in ("raw", "splitzip-progressive-ans")
     ),
     *(
         pytest.param("cuda", "ucx", codec, 3, marks=(*CUDA.marks, *CARRIED[1].marks), id=f"cuda-ucx-{codec}")
-        for codec in ("raw", "splitzip-progressive")
+        for codec in ("raw", "splitzip-progressive-ans")
     ),
 ]
 """Device, transport, codec, and how often. After the first round all memory has been taken that such faults take."""

@@ -24,13 +24,22 @@ BREACHES = [
     ("the router's rooms point down", "kvrail/services/router/plan/breach.py", "import kvrail.services.router.fleet"),
     ("the router's rooms point down", "kvrail/services/router/answer/breach.py", "import kvrail.services.router.http"),
     ("the router's rooms point down", "kvrail/services/router/breach.py", ""),
-    ("a codec imports core and base alone", "kvrail/codec/lynx/breach.py", "import kvrail.codec.splitzip.tiles.plan"),
+    (
+        "a codec imports core and base alone",
+        "kvrail/codec/integer/breach.py",
+        "import kvrail.codec.splitzip.tiles.plan",
+    ),
+    (
+        "codecs of papers do not import each other",
+        "kvrail/codec/papers/tbe/breach.py",
+        "import kvrail.codec.papers.lynx",
+    ),
     ("a codec imports core and base alone", "kvrail/codec/raw/breach.py", "import kvrail.codec.frame"),
     ("a codec imports core and base alone", "kvrail/codec/core/breach.py", "import kvrail.codec.raw.codec"),
     (
         "forms of splitzip share tiles; entropy and progressive_ans wrap another form",
-        "kvrail/codec/splitzip/progressive/breach.py",
-        "import kvrail.codec.splitzip.one_stage.payload",
+        "kvrail/codec/splitzip/tiles/breach.py",
+        "import kvrail.codec.splitzip.one_stage.plan",
     ),
     ("below the workers only a transfer knows codecs", "kvrail/engine/kv/breach.py", "import kvrail.codec.base"),
     (

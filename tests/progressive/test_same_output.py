@@ -30,8 +30,7 @@ MAX_DRAFTS = 64
 EXACT = (
     "splitzip",
     "splitzip-channel",
-    "splitzip-zstd",
-    "splitzip-progressive",
+    "splitzip-ans",
     "splitzip-progressive-ans",
     "lynx-exact",
 )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tests.smoke.models import ARCHITECTURES
 
-STAGED = ("splitzip-progressive", "splitzip-progressive-ans", "lynx-exact")
+STAGED = ("splitzip-progressive-ans", "lynx-exact")
 FLOAT32 = ("--dtype", "float32", "--kv-dtype", "float32")
 
 

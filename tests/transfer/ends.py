@@ -135,7 +135,9 @@ class Transfers:
     def receiver(self):
         recent = first_recent_page(TOKENS, LAYOUT.page_size)
         spec = block_spec(LAYOUT, PAGES - self.held_pages)
-        transfer = Transfer("r", self.codec.name, self.codec.num_stages, spec, self.held_pages, recent)
+        transfer = Transfer(
+            "r", self.codec.name, self.codec.num_stages, spec, self.held_pages, recent, self.codec.parameters_id
+        )
         return PageReceiver(
             transfer, self.codec, self.sink, self.executor, self.observer, self.silence_s, self.began_coarse
         )

@@ -208,6 +208,7 @@ class FetchAttempt:
             block_spec(layout, self._num_pages()),
             self._held_pages,
             first_recent_page(len(self._request.prompt_ids), layout.page_size),
+            codec.parameters_id,
         )
         observer = _Watching(parts.meters, self._progress.spans, self.received, self.crossing)
         receiver = PageReceiver(

@@ -98,8 +98,8 @@ class Fetcher:
         return "" if codec == AUTO or self._codecs.get(codec).exact else codec
 
     async def measure_codecs(self) -> None:
-        """Measure what each exact codec costs here, one after the other, beside the requests; then AUTO can choose."""
-        for name in self._codecs.exact:
+        """Measure each codec of AUTO here, one after the other, beside the requests; then AUTO can choose."""
+        for name in self._codecs.automatic:
             try:
                 self.chooser.costs[name] = await self._codecs.measured(
                     name, self.parts.model, on_device=self.parts.transports.on_device

@@ -8,13 +8,15 @@ import numpy as np
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy.format import STATE_WORDS, SYMBOLS, TOTAL, num_blocks
-from kvrail.codec.splitzip.one_stage.payload import Layout
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import Layout
 
 LENGTHS = struct.Struct("<5Q")
 BODY = HEADER_BYTES + LENGTHS.size
 """Where the pieces begin."""
+CODED = (1, 3, 4)
+"""Numbers of the pieces that an encoder tries to code. The others hold significands."""
 TABLE_BYTES = 2 * SYMBOLS
 """Frequencies, with which a piece coded by rANS begins."""
 PIECE_ALIGNMENT = 8

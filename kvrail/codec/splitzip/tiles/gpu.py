@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
-from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.gpu import byte_pools, copy_stream, record
 from kvrail.codec.core.host import host_memory
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.core.streams import copy_stream, record
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, tiles_of
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, Layout, Part, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, scale_bytes_of, stats_of, travels_raw
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 ESCAPE_SHARE = 16
@@ -45,7 +44,7 @@ class GpuEncoding:
         """
         self._pages, self._plans, self._table, self._layout_of = pages, plans, table, layout_of
         fixed = sum(plan.fixed_bytes if tiles_of(plan) else aligned(plan.raw_bytes) for plan in plans)
-        room = HEADER_BYTES + fixed + aligned(scale_bytes_of(pages.spec)) + escape_room(plans)
+        room = HEADER_BYTES + fixed + aligned(scale_bytes_of(pages.spec)) + _escape_room(plans)
         self._host = host_memory(room, pages.device)
         self._totals = torch.empty((2, 2), dtype=torch.int64, pin_memory=pages.device.type == "cuda")
         self._buffers: EncodeBuffers | None = buffers
@@ -57,25 +56,16 @@ class GpuEncoding:
 
     def stages(self) -> list[Payload]:
         """Wait for the work, bring the escapes and give the one payload."""
-        return [self.payload()]
-
-    def payload(self) -> memoryview:
-        """The same payload by itself."""
         if not self._parts:
             if self._event is not None:
                 self._event.synchronize()
             self._finish()
             self._buffers = None
-        return self._host.numpy().data[: self._size]
+        return [self._host.numpy().data[: self._size]]
 
     def stats(self) -> EncodingStats:
         """What it came to; after `stages`."""
         return stats_of(self._parts)
-
-    @property
-    def parts(self) -> list[Part]:
-        """What became of keys and values, escapes counted wherever they travel; after `stages`."""
-        return self._parts
 
     def _finish(self) -> None:
         """Complete the payload in the host's memory; the device has finished all but these last copies."""
@@ -131,6 +121,6 @@ class GpuEncoding:
             host[end : aligned(end)] = 0
 
 
-def escape_room(plans: Sequence[TensorPlan]) -> int:
+def _escape_room(plans: Sequence[TensorPlan]) -> int:
     """Bytes that a payload's memory has for the escapes of tensors that are coded, unless they turn out to be more."""
     return sum(aligned(plan.raw_bytes // ESCAPE_SHARE) for plan in plans if tiles_of(plan))

@@ -30,16 +30,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Tuning:
     """Launch parameters.
 
-    encode_words, decode_words, joint_words: words of a segment that a thread has, the last where two stages are decoded
-    at once; stage_registers: most of a thread that encodes two stages, so that 16 warps fit a multiprocessor; warps:
-    most of a program; pack_programs: most programs that bring one tensor's escapes together, each of pack_warps,
-    pack_tiles tiles and pack_records of each at a time.
+    encode_words, decode_words: words of a segment that a thread has; warps: most of a program; pack_programs: most
+    programs that bring one tensor's escapes together, each of pack_warps, pack_tiles tiles and pack_records of each at
+    a time.
     """
 
     encode_words: int = 8
     decode_words: int = 4
-    joint_words: int = 4
-    stage_registers: int = 128
     warps: int = 8
     pack_programs: int = 128
     pack_tiles: int = 128
@@ -160,26 +157,24 @@ def launch_tiles(
     tensors: Sequence[tuple[torch.Tensor, ...]],
     *,
     kept_bits: tuple[int, int] = (0, 0),
-    quads: bool = False,
-    registers: int | None = None,
 ) -> None:
     """Launch a kernel of one program a tile.
 
     tensors: what it takes of keys and of values beside the pools. It gets the number of layers where it names that.
-    kept_bits, quads: as of geometries_of; registers: most of a thread.
+    kept_bits: as of geometries_of.
     """
     keys, values = pools[:2]
     plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
     columns = (plan.columns, other.columns if all(tiles) else plan.columns)
     columns = columns if tiles[0] else columns[::-1]
     alignment = alignment_of((keys, values))
-    geometries = geometries_of(plan.format, plan.code, plan.rows, columns, kept_bits, alignment, quads)
+    geometries = geometries_of(plan.format, plan.code, plan.rows, columns, kept_bits, alignment)
     words = max(geometry.segment_words for geometry in geometries)
     kernel[(sum(tiles),)](
         keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
         table, len(pages.page_ids), *([len(pages.layers)] if "num_layers" in kernel.arg_names else []), *tiles,
         *(tensor for pair in zip(*tensors, strict=True) for tensor in pair), *geometries,
-        num_warps=TUNING.warps_for(words, words_a_thread), maxnreg=registers,
+        num_warps=TUNING.warps_for(words, words_a_thread),
     )  # fmt: skip
 
 
