@@ -299,7 +299,7 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
     )
     logger.info("%s", WARMING_CPU if settings.device == "cpu" else WARMING_CUDA)
     runner.warm_up()
-    _tell_of(runner.finding, settings)
+    _report(runner.finding, settings)
     logger.info(
         "%s: %d layers, context %d, %d pages of %d tokens (%s, %.1f MiB), fingerprint %s",
         settings.model_name,
@@ -314,7 +314,7 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
     return loaded, runner
 
 
-def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
+def _report(finding: Finding, settings: WorkerSettings) -> None:
     """Log what was found. Raises ConfigError where the operator asked for more than holds."""
     if finding.holds:
         logger.info("output is batch-invariant (numerics %s)", finding.numerics)
