@@ -14,11 +14,11 @@ from kvrail.kv.attempt import Attempt
 from kvrail.kv.messages import Offer, OfferedTransport
 from kvrail.kv.pools import KVPools
 from kvrail.kv.receiving import Receiving
-from kvrail.kv.sending import Route, Sending, whole
+from kvrail.kv.sending import Sending, whole
 from kvrail.runtime.tuning import compute_with
 from kvrail.transfer.pool_pages import PoolPages
+from kvrail.transfer.route import Route, first_common
 from kvrail.transfer.send_queue import DIRECT_SLOTS, SLOTS, SendQueue
-from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
 from kvrail.transfer.streams import SideStream
 from kvrail.transport import registry as transports_by_name
 from kvrail.transport.base import Peer, Transport
@@ -148,6 +148,8 @@ class KVEndpoint:
         sending = Sending(
             wanted,
             route,
+            min(self._max_frame_bytes, wanted.max_frame_bytes),
+            self._pools.frame_layers or wanted.frame_layers,
             self._pages(pages),
             self._queues[route.on_device],
             next(self._orders),
@@ -166,17 +168,14 @@ class KVEndpoint:
         self._threads.shutdown()
 
     def _route(self, wanted: Offer, host: str) -> Route:
-        codec = self._codecs[_first_common("codec", list(wanted.codecs), list(self._codecs))]
+        codec = self._codecs[first_common("codec", list(wanted.codecs), list(self._codecs))]
         if wanted.codecs[codec.name] != codec.parameters_id:
             raise IncompatibleError(f"parameters of codec {codec.name!r} differ; use the same codebook at both ends")
         offered = {each.name: each for each in wanted.transports}
-        transport = self._transports[_first_common("transport", list(offered), list(self._transports))]
+        transport = self._transports[first_common("transport", list(offered), list(self._transports))]
         there = offered[transport.name]
-        on_device = codec.device_payloads and transport.on_device and there.on_device
-        most = min(self._max_frame_bytes, wanted.max_frame_bytes)
-        size = direct_frame_bytes(most) if on_device else frame_bytes(0, most, codec.num_stages)
-        layers = self._pools.frame_layers or wanted.frame_layers
-        return Route(codec, transport, Peer(there.address, host), on_device, size, layers)
+        peer = Peer(there.address, host)
+        return Route.to(peer, wanted.key, codec, transport, on_device=there.on_device)
 
     def _pages(self, pages: Sequence[int]) -> PoolPages:
         if not pages or len(set(pages)) != len(pages) or not 0 <= min(pages) <= max(pages) < self._pools.num_pages:
@@ -194,10 +193,3 @@ def _codec(name: str, layout: KVLayout) -> Codec:
     if layout.dtype not in codec.dtypes:
         raise ValueError(f"codec {name!r} takes {', '.join(sorted(codec.dtypes))}, but the pages are {layout.dtype}")
     return codec
-
-
-def _first_common(what: str, theirs: list[str], ours: list[str]) -> str:
-    for name in theirs:
-        if name in ours:
-            return name
-    raise IncompatibleError(f"no common {what}: receiver {theirs}, sender {ours}")

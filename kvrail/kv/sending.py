@@ -3,41 +3,30 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import torch
 
-from kvrail.codec.base import Codec
 from kvrail.errors import reason_of
 from kvrail.kv.attempt import Attempt
 from kvrail.kv.messages import Accepted, End, GivenUp, Offer, pack
 from kvrail.runtime.waiting import settled
 from kvrail.transfer.pieces import Piece
 from kvrail.transfer.pool_pages import PoolPages
+from kvrail.transfer.route import Route
 from kvrail.transfer.send_queue import SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
-from kvrail.transport.base import Announcement, Peer, Transport
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """How one transfer goes: the codec and transport that both ends have, and the receiver's end of that transport."""
-
-    codec: Codec
-    transport: Transport
-    peer: Peer
-    on_device: bool
-    frame_bytes: int
-    frame_layers: int
+from kvrail.transport.base import Announcement
 
 
 class Sending(Attempt):
-    """Pages on their way out. Made by `KVEndpoint.send`."""
+    """Pages on their way out. Made by `KVEndpoint.send`; max_frame_bytes, frame_layers: what both ends take."""
 
     def __init__(
         self,
         offer: Offer,
         route: Route,
+        max_frame_bytes: int,
+        frame_layers: int,
         source: PoolPages,
         queue: SendQueue,
         order: int,
@@ -47,6 +36,7 @@ class Sending(Attempt):
         super().__init__()
         self._offer, self._route, self._source, self._queue = offer, route, source, queue
         self._order, self._executor, self._control = order, executor, control
+        self._max_frame_bytes, self._frame_layers = max_frame_bytes, frame_layers
         self._frames = self._announced_bytes = 0
         self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._start(self._run(), f"send {offer.request}")
@@ -70,16 +60,16 @@ class Sending(Attempt):
 
     async def _send(self) -> None:
         route, offer = self._route, self._offer
-        payload_sender = await route.transport.sender(route.peer, offer.key)
+        payload_sender = await route.transport.sender(route.peer, route.key)
         outgoing = Outgoing(
             request_id=offer.request,
             layout=offer.layout,
             codec=route.codec,
             num_tokens=offer.num_pages * offer.layout.page_size,
             held_pages=0,
-            frame_bytes=route.frame_bytes,
+            frame_bytes=route.frame_bytes(self._max_frame_bytes),
             on_device=route.on_device,
-            frame_layers=route.frame_layers,
+            frame_layers=self._frame_layers,
         )
         sender = PageSender(
             outgoing, payload_sender, self._announce, self._queue, self._order, self._executor, self.counts

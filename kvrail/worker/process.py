@@ -57,7 +57,6 @@ MAX_DIGESTS = 8192
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
 
-
 WARMING_CPU = "warming up: CPU kernels are compiled at the first start, about 30 s, and loaded at later ones"
 WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
 
@@ -77,8 +76,7 @@ class Ports:
 class Worker:
     """An engine and its surroundings; built once, before the first request. Services hand their parts what those need.
 
-    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: identifies
-    this start of the process.
+    numerics: see `Finding`. codecs: by name, the number of its parameters. instance: of this start of the process.
     """
 
     settings: WorkerSettings
@@ -235,8 +233,7 @@ def build_worker(
 ) -> Worker:
     """Build the engine and what surrounds it; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters. side: the stream of its transfers; None:
-    a new one. weights: see build_engine.
+    codecs: those that can be asked for, with the number of their parameters. side: of its transfers; None: a new one.
     """
     tracing = Tracing.start(settings.otlp_endpoint, settings.table)
     registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"

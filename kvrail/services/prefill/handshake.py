@@ -6,7 +6,8 @@ from kvrail.codec.base import Codec
 from kvrail.config.settings import flag_name
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
-from kvrail.transport.base import Peer, Transport
+from kvrail.transfer.route import Route, first_common
+from kvrail.transport.base import Peer
 from kvrail.values.layout import KVLayout
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import check_request_id, layout_from_proto
@@ -17,13 +18,9 @@ from kvrail.worker.transports import Transports
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Codec and transport of one transfer; peer: the receiver's transport. on_device: payloads stay on the GPUs."""
+    """How one transfer goes, and the reply that says so."""
 
-    codec: Codec
-    transport: Transport
-    peer: Peer
-    key: int
-    on_device: bool
+    route: Route
     accepted: prefill_pb2.Accepted
 
 
@@ -46,7 +43,7 @@ def agree(
     _same_layout(layout_from_proto(theirs.layout), model.layout)
     codec = _agree_on_codec(codecs, theirs)
     offered = {each.name: each for each in theirs.transports}
-    transport = transports.get(_first_known("transport", list(offered), transports.names))
+    transport = transports.get(first_common("transport", list(offered), transports.names))
     peer_transport = offered[transport.name]
     page_count = model.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
     if page_count < 1:
@@ -63,9 +60,9 @@ def agree(
         transport_address=transport.address,
         numerics=numerics,
     )
-    on_device = codec.device_payloads and transport.on_device and peer_transport.on_device
     peer = Peer(peer_transport.address, host)
-    return Agreement(codec, transport, peer, theirs.transfer_key, on_device, accepted)
+    route = Route.to(peer, theirs.transfer_key, codec, transport, on_device=peer_transport.on_device)
+    return Agreement(route, accepted)
 
 
 def _same(what: str, theirs: object, ours: object) -> None:
@@ -84,7 +81,7 @@ def _same_layout(theirs: KVLayout, ours: KVLayout) -> None:
 def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:
     """The first that is offered and usable here. What is offered and not compiled here is compiled from now on."""
     offered = {codec.name: codec.parameters_id for codec in theirs.codecs}
-    _first_known("codec", list(offered), list(codecs.names))
+    first_common("codec", list(offered), list(codecs.names))
     obstacles = {name: codecs.ask_for(name) for name in offered if name in codecs.names}
     for name, obstacle in obstacles.items():
         ours = codecs.get(name).parameters_id
@@ -97,10 +94,3 @@ def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:
             return codecs.get(name)
     reasons = "; ".join(f"codec {name} {obstacle}" for name, obstacle in obstacles.items())
     raise WorkerUnavailableError(f"{reasons} on this prefill worker, and nothing else was offered; offer raw too")
-
-
-def _first_known(what: str, theirs: list[str], ours: list[str]) -> str:
-    for name in theirs:
-        if name in ours:
-            return name
-    raise IncompatibleError(f"no common {what}: decode worker {theirs}, prefill worker {ours}")

@@ -13,14 +13,14 @@ from kvrail.rpc.prefill.replies import PrefillReplies, serve
 from kvrail.runtime.logs import bound_request_id
 from kvrail.runtime.tuning import compute_with
 from kvrail.services.prefill.handler import HandlerParts, PrefillHandler
-from kvrail.services.prefill.handshake import Agreement, agree
+from kvrail.services.prefill.handshake import agree
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.trace import PROCESS, PrefillTrace
 from kvrail.telemetry.lifecycle import Timeline
 from kvrail.telemetry.spans import SpanLog
+from kvrail.transfer.route import Route
 from kvrail.transfer.send_queue import DIRECT_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
-from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvrail.worker.codecs import Codecs
 from kvrail.worker.observing import SentKV
@@ -68,16 +68,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         worker = self._worker
         with bound_request_id(request.request_id), worker.calls.track():
             agreed = agree(worker.loaded, worker.numerics, self._codecs, self._transports, request, receiver)
-            payload_sender = await agreed.transport.sender(agreed.peer, agreed.key)
+            route = agreed.route
+            payload_sender = await route.transport.sender(route.peer, route.key)
             try:
                 number, timeline = next(self._calls), Timeline()
                 trace = PrefillTrace.begin(worker.tracing, worker.settings.model_name, request, timeline)
                 spans = SpanLog(PROCESS, timeline, told=request.trace) if request.trace or trace else None
                 sender = PageSender(
-                    self._outgoing(request, agreed),
+                    self._outgoing(request, route),
                     payload_sender,
                     replies.announce,
-                    self._queue(receiver, agreed.on_device),
+                    self._queue(receiver, route.on_device),
                     number,
                     self._encoders,
                     SentKV(worker.meters, spans),
@@ -88,21 +89,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             finally:
                 await payload_sender.aclose()
 
-    def _outgoing(self, request: prefill_pb2.PrefillRequest, agreed: Agreement) -> Outgoing:
+    def _outgoing(self, request: prefill_pb2.PrefillRequest, route: Route) -> Outgoing:
         handshake, own = request.handshake, self._worker.settings.max_frame_bytes
-        most = min(own, handshake.max_frame_bytes) if handshake.max_frame_bytes else own  # what both ends take
+        most = min(own, handshake.max_frame_bytes) if handshake.max_frame_bytes else own  # both ends take that
         return Outgoing(
             request_id=request.request_id,
             layout=self._worker.loaded.layout,
-            codec=agreed.codec,
+            codec=route.codec,
             num_tokens=len(request.prompt_token_ids),
             held_pages=handshake.held_pages,
-            frame_bytes=(
-                direct_frame_bytes(most)
-                if agreed.on_device
-                else frame_bytes(handshake.link_bytes_per_s, most, agreed.codec.num_stages)
-            ),
-            on_device=agreed.on_device,
+            frame_bytes=route.frame_bytes(most, handshake.link_bytes_per_s),
+            on_device=route.on_device,
         )
 
     def _queue(self, receiver: str, on_device: bool) -> SendQueue:
