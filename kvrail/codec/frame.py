@@ -143,7 +143,7 @@ def pack_head(header: FrameHeader, digest: Digest) -> bytes:
 
 
 def _check_lengths(view: memoryview, payload_bytes: int, max_payload_bytes: int) -> None:
-    """Check what can be told before the checksum."""
+    """Check what does not need the checksum."""
     if not _FIXED.size <= view.nbytes <= MAX_HEAD_BYTES:
         raise FrameFormatError(f"a head has {view.nbytes} bytes; it has {_FIXED.size} to {MAX_HEAD_BYTES}")
     magic, version, length, _, payload_length = _FIXED.unpack_from(view)[:5]
@@ -203,7 +203,7 @@ def unpack_head(head: bytes | memoryview, payload_bytes: int, max_payload_bytes:
 def check_payload(digest: Digest, payload: Payload) -> None:
     """Raise FrameFormatError where a payload, complete and contiguous, is not the one that `digest` was made of.
 
-    Of the kind that fits where it lies, that costs one read of it; of the other it works too, and takes longer.
+    A digest of the kind that fits where the payload lies costs one read of it; the other kind takes longer.
     """
     if payload.nbytes != digest.payload_bytes:
         raise FrameFormatError(f"a payload has {payload.nbytes} bytes; its head says {digest.payload_bytes}")

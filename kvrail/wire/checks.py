@@ -36,7 +36,7 @@ def check_name(what: str, name: str, most: int = MAX_NAME_CHARS) -> None:
 
 
 def check_names(what: str, names: Sequence[str] | Mapping[str, object], most: int = MAX_NAMES) -> None:
-    """The same for many, and not too many."""
+    """As above for many, and not too many."""
     check_number(f"the number of {what}", len(names), most)
     for name in names:
         check_name(f"one of {what}", name)

@@ -34,7 +34,7 @@ MAX_PENALTY = 2.0
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 """Bounds of the repetition penalty: far beyond what is of use, and far from where float32 logits would overflow."""
 MAX_TEMPERATURE = 100.0
-"""Of what a worker is asked; above it a draw is as good as uniform."""
+"""Bound on what a worker is asked; above it a draw is as good as uniform."""
 MAX_LOGIT_BIAS = 100.0
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024

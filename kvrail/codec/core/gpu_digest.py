@@ -59,6 +59,6 @@ def sum_of_words(payload: torch.Tensor) -> int:
         summer = idle.pop()
     except IndexError:
         summer = _Summer(payload.device)
-    found = summer.sum(payload)  # where it raises, nobody knows what the total holds, and the summer goes
+    found = summer.sum(payload)  # where it raises, what the total holds is unknown, and the summer goes
     idle.append(summer)
     return found

@@ -26,7 +26,7 @@ COMPILED = tl.constexpr(isinstance(replicated, JITFunction))
 PAIRED = tl.constexpr(COMPILED.value and bool(target_info.cuda_capability_geq(9, 0)))
 """Whether, besides, there are minimum and maximum of pairs of sixteen bits."""
 _TWO_A_THREAD = tl.constexpr(256)
-"""Words of a block of which every thread of a program has two at least."""
+"""Words of a block that gives every thread of a program at least two."""
 
 
 @triton.jit

@@ -7,7 +7,7 @@ All arithmetic is modulo 2^64:
     digest           mix(length in bytes + sum over i of mix(w_i ^ (i + 1) * 0x9e3779b97f4a7c15))
 
 `mix` is one to one, so a change within one word always changes the digest, a single flipped bit among them. A word's
-place is part of what is mixed, so swapped words or pages change it, and the length tells zeros at the end from none;
+place is part of what is mixed, so swapped words or pages change it, and so do zeros added at the end, by the length;
 what changes several words goes unseen about once in 2^64 times. A guard against damage, not against forgery.
 """
 
@@ -43,7 +43,7 @@ def finished(total: int, payload_bytes: int) -> int:
 
 
 def _sum_of(words: npt.NDArray[np.uint64], first: int) -> int:
-    """Sum of the mixed words, of which the first has place `first`."""
+    """Sum of the mixed words; the first one has place `first`."""
     x = np.arange(first + 1, first + 1 + words.size, dtype=np.uint64)
     x *= np.uint64(PLACE)
     x ^= words

@@ -5,7 +5,7 @@ codec, stage, parameters, shape and element type are in the frame's head (kvrail
 
     offset  size  field
          0     4  flags: bit 0, keys travel raw; bit 1, values travel raw
-         4    16  four counts, of which each codec says what they count
+         4    16  four counts; each codec says what they count
         20    12  zero
 """
 

@@ -70,7 +70,7 @@ def _bit_lengths(spans, mantissa_bits, widths):
 
 @njit(nogil=True)
 def _intervals(refined, reach, units, mantissa_bits, low, spans, widths):
-    """Of each exact value, given the refined one: the least that it can be, how many more there are, bits of a code."""
+    """For each exact value, given the refined one: the least it can be, how many more there are, bits of a code."""
     size, half_ulp = refined.size, f32(2.0 ** -(mantissa_bits + 1))
     exact, numbers, reaches = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     elements, high = np.empty(size, np.uint32), np.empty(size, np.int32)

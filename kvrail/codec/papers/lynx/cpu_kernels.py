@@ -120,7 +120,7 @@ def _straight_codes(numbers, centres, units, slopes, codes):
 
 @njit(nogil=True)
 def _curved_codes(numbers, centres, slopes, edges, rates, away, cells, codes):
-    """The same of a logarithmic map."""
+    """As above, with a logarithmic map."""
     for j in range(numbers.size):
         away[j] = (numbers[j] - centres[j]) * slopes[j]
     _cells(away, edges, cells)
@@ -228,7 +228,7 @@ def decode_pages(
     """Write pages `first` to `last` from the codes of ANCHOR or, where one refines, from those of both stages.
 
     pool and pages: as of encode_pages; edges, middles and steps: LynxCode's tables; anchors and residuals: the stages'
-    fixed sections, of which the second's are not read where nothing refines.
+    fixed sections; the second's are not read where nothing refines.
     """
     rows, columns = geometry.rows, geometry.columns
     for number in range(first, last):

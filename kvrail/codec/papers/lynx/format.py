@@ -57,7 +57,7 @@ class LynxCode:
 
     @cached_property
     def middles(self) -> Floats:
-        """Of the cells, in the same unit, float32 [8]."""
+        """Middles of the cells, in the same unit, float32 [8]."""
         return (self.edges[:-1] + self.edges[1:]) * np.float32(0.5)
 
     @cached_property

@@ -68,7 +68,7 @@ def _intervals(
     ALL_CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Of each exact value, given the refined one: the least that it can be, how many more there are, bits of a code."""
+    """For each exact value, given the refined one: the least it can be, how many more there are, bits of a code."""
     scales, widths, _, _, _ = sections_of(dense, pages, MANTISSA_BITS, COLUMNS, ALL_CHUNKS, 2, False)
     channel = number.to(tl.int64) * COLUMNS + column[None, :]
     scale = (tl.load(scales + channel, mask=column[None, :] < COLUMNS, other=0).to(tl.uint32) << 16).to(

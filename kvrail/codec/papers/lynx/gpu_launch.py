@@ -1,7 +1,7 @@
 """Launches of the Triton kernels, on the current stream, and the device memory that they need.
 
 Encoding is one launch and two more a tensor for stage EXACT; decoding ANCHOR, or ANCHOR and RESIDUAL, is one, EXACT one
-a tensor. No kernel is compiled anew for another number of layers or pages.
+a tensor. No kernel is compiled again for another number of layers or pages.
 """
 
 import functools
@@ -58,7 +58,7 @@ class ExactBuffers:
 def launch_encode(
     pools: Sequence[torch.Tensor], table: torch.Tensor, plans: Plans, dense: Sequence[Sequence[torch.Tensor]]
 ) -> None:
-    """Launch the encoding of those tensors of which stage 0 is coded; waits for nothing.
+    """Launch the encoding of those tensors whose stage 0 is coded; waits for nothing.
 
     pools: of splitzip's `byte_pools`; table: int64 [pages], page ids on the device; dense: of ANCHOR and of RESIDUAL,
     the fixed sections of keys and of values, uint8. A CUDA graph that captures this may be replayed on other contents.

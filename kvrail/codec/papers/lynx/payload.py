@@ -88,7 +88,7 @@ def plans_of(spec: BlockSpec, code: LynxCode) -> tuple[TensorPlan, TensorPlan]:
 
 
 def travels_raw(plan: TensorPlan, words: int, escapes: int) -> bool:
-    """Whether EXACT brings a tensor as it is, because so long a stream with so many escapes is no smaller."""
+    """Whether EXACT brings a tensor as it is, because a stream this long with its escapes is no smaller."""
     return not plan.raw and plan.fixed_bytes[EXACT] + variable_bytes(plan, words, escapes) >= plan.raw_bytes
 
 

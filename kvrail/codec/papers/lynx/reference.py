@@ -90,7 +90,7 @@ def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], cod
 
 @dataclass(frozen=True)
 class Chunks:
-    """Of each channel of each chunk of a page, float32 [chunks, columns]: centre and scale."""
+    """For each channel of each chunk of a page, float32 [chunks, columns]: centre and scale."""
 
     centres: Floats
     scales: Floats
@@ -106,7 +106,7 @@ class Chunks:
         return np.divide(_F(128), self.scales, out=np.zeros_like(self.scales), where=self.scales > 0)
 
     def rows(self, per_chunk: Floats, plan: TensorPlan) -> Floats:
-        """Of each row, that of its chunk: [rows, columns]."""
+        """For each row, that of its chunk: [rows, columns]."""
         return np.repeat(per_chunk, plan.code.chunk, axis=0)[: plan.rows]
 
 
@@ -129,7 +129,7 @@ def to_bits(numbers: Floats, form: FloatFormat) -> Bits:
 
 
 def rounded(numbers: Floats, form: FloatFormat) -> Floats:
-    """The same as float32."""
+    """As float32."""
     return to_float(to_bits(numbers, form), form)
 
 

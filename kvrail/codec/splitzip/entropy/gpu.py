@@ -68,7 +68,7 @@ class _Batch:
 class AnsEncoding:
     """An encoding under way on the stream that was current when it began.
 
-    Codes are coded before it is known whether their tensor will travel raw, which is rare: then they are coded anew.
+    Codes are coded before it is known whether their tensor will travel raw, which is rare: then they are coded again.
     """
 
     def __init__(self, pages: PagedBlock, code: WindowCode, on_device: bool) -> None:
@@ -132,7 +132,7 @@ class AnsEncoding:
         return payloads
 
     def _moved(self, layout: Layout) -> torch.Tensor:
-        """The inner payload up to its escapes, made anew where a tensor travels raw: what follows it moves."""
+        """The inner payload up to its escapes, made again where a tensor travels raw: what follows it moves."""
         inner = torch.zeros(layout.size, dtype=torch.uint8, device=self._inner.device)
         index, pools = self._table[: len(self._pages.page_ids)], byte_pools(self._pages)
         dense = self._buffers.dense(self._plans)
@@ -172,7 +172,7 @@ class AnsEncoding:
 
 
 def _inner_memory(spec: BlockSpec, plans: Plans, device: torch.device) -> tuple[torch.Tensor, EncodeBuffers]:
-    """Memory for an inner payload, uint8, whatever its escapes; and the inner encoding's, of which it is a part.
+    """Memory for an inner payload, uint8, whatever its escapes; and the inner encoding's memory, a part of it.
 
     Zeros, for they stand between its sections: to write them there would take a launch for each.
     """

@@ -20,7 +20,7 @@ CODED = (1, 3, 4)
 TABLE_BYTES = 2 * SYMBOLS
 """Frequencies, with which a piece coded by rANS begins."""
 PIECE_ALIGNMENT = 8
-"""Such a piece has a multiple of so many bytes, with zeros at its end."""
+"""Such a piece has a multiple of this many bytes, with zeros at its end."""
 
 
 def pieces_of(layout: Layout) -> list[slice]:
@@ -54,7 +54,7 @@ def head_bytes(size: int) -> int:
 
 
 def coded_bytes(size: int, words: int) -> int:
-    """Bytes of a piece coded by rANS whose blocks have so many words in all."""
+    """Bytes of a piece coded by rANS whose blocks have `words` words in all."""
     return -(-(head_bytes(size) + 2 * words) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
 
 

@@ -116,5 +116,5 @@ def _join(plan: CutPlan, shown: Bytes, target: Bytes) -> None:
 
 
 def _coding(plans: Plans) -> Coding:
-    """Of the payload in one stage."""
+    """The coding of the payload in one stage."""
     return Coding((plans[0].whole, plans[1].whole), (None, None))

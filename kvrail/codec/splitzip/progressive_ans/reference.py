@@ -111,5 +111,5 @@ def _written(fields: Ints, plan: CutPlan, bits: int) -> bytes:
 
 
 def _coding(plans: Plans) -> Coding:
-    """Of the payload in one stage."""
+    """The coding of the payload in one stage."""
     return Coding((plans[0].whole, plans[1].whole), (None, None))

@@ -18,7 +18,7 @@ from kvrail.codec.splitzip.tiles.payload import Layout, Part, scale_bytes_of, st
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 ESCAPE_SHARE = 16
-"""Of a tensor's bytes, one in so many is room for its escapes in the memory that a payload is first given: more than KV
+"""One in this many of a tensor's bytes is room for its escapes in the memory that a payload gets first: more than KV
 needs, and less than doubles the memory, which is rounded up to a power of two."""
 
 
@@ -74,11 +74,11 @@ class GpuEncoding:
             raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
             parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
         layout = self._layout_of(parts)
-        anew = layout.keys.raw or layout.values.raw or layout.size > self._host.numel()
+        again = layout.keys.raw or layout.values.raw or layout.size > self._host.numel()
         if layout.size > self._host.numel():
             self._host = host_memory(layout.size, self._pages.device)
         with torch.cuda.stream(copy_stream(self._pages.device)):
-            if anew:
+            if again:
                 self._copy_dense(layout)
             self._copy_escapes(layout)
             event = record(self._pages.device)
@@ -89,7 +89,7 @@ class GpuEncoding:
         self._parts, self._size = parts, layout.size
 
     def _copy_dense(self, layout: Layout) -> None:
-        """Copy dense parts and scales anew: a tensor that travels raw moves what follows, as does larger memory."""
+        """Copy dense parts and scales again: a tensor that travels raw moves what follows, as does larger memory."""
         assert self._buffers is not None
         index = self._table[: len(self._pages.page_ids)]
         pools, dense = byte_pools(self._pages), self._buffers.dense(self._plans)

@@ -1,7 +1,7 @@
 """Launches of the Triton kernels, on the current stream, and the device memory that they need.
 
 Encoding is two launches: gpu_encode_kernel.py reads the pages once and leaves every tile's escapes in a slot of its
-own, gpu_pack_kernel.py brings them together. Decoding is one, gpu_decode_kernel.py. No kernel is compiled anew for
+own, gpu_pack_kernel.py brings them together. Decoding is one, gpu_decode_kernel.py. No kernel is compiled again for
 another number of layers or pages.
 """
 
@@ -92,7 +92,7 @@ class EncodeBuffers:
 
     @classmethod
     def allocate(cls, plans: Plans, scale_bytes: int, device: torch.device) -> Self:
-        """Uninitialised memory for plans of keys and values, and for so many bytes of scales."""
+        """Uninitialised memory for plans of keys and values, and for `scale_bytes` bytes of scales."""
         size = sum(_dense_bytes(plan) for plan in plans) + scale_bytes
         return cls(
             torch.empty(size, dtype=torch.uint8, device=device),

@@ -58,17 +58,17 @@ class Layout:
 
     @cached_property
     def dense_offsets(self) -> tuple[int, int]:
-        """Of the dense parts of keys and values."""
+        """Offsets of the dense parts of keys and values."""
         return HEADER_BYTES, HEADER_BYTES + self.keys.dense_bytes
 
     @cached_property
     def scale_offset(self) -> int:
-        """Of the scales."""
+        """Offset of the scales."""
         return self.dense_offsets[1] + self.values.dense_bytes
 
     @cached_property
     def escape_offsets(self) -> tuple[int, int]:
-        """Of the records of keys and values; extensions follow, aligned."""
+        """Offsets of the records of keys and values; extensions follow, aligned."""
         first = self.scale_offset + aligned(self.scale_bytes)
         return first, first + self.keys.escape_bytes
 
@@ -85,7 +85,7 @@ class Layout:
 
 
 def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
-    """Whether a tensor with so many records and extensions travels as it is, since coded it would be no smaller."""
+    """Whether a tensor with these escapes travels as it is, because its coded form would be no smaller."""
     return plan.coded_bytes + variable_bytes(records, extensions) >= plan.raw_bytes
 
 
