@@ -67,7 +67,7 @@ chaos: $(VENV)/.dev  ## storms of kills, stops and partitions over clusters of r
 	KVRAIL_CHAOS_REQUESTS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos \
 		tests/gpu/test_lost_prefill_process.py $(ARGS)
 
-fuzz: $(VENV)/.dev  ## damaged frames and bodies, more of them than `make test` sends; tells what streams beside them felt
+fuzz: $(VENV)/.dev  ## more damaged frames and bodies than `make test` sends; prints the delay of streams beside them
 	KVRAIL_FUZZ_BODIES=10000 KVRAIL_FUZZED_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout=3600 \
 		tests/router/test_fuzz.py tests/transfer/test_hostile_frames.py $(ARGS)
 
@@ -84,7 +84,7 @@ test-clients: $(VENV)/.dev  ## clients, agent frameworks and compliance suites i
 	$(BIN)/python -m tests.clients.environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients --timeout=900 --durations=0 tests/clients $(ARGS)
 
-test-schemas: $(VENV)/.dev  ## 1,000 outputs under 100 schemas, of which `make test` has a few; half an hour
+test-schemas: $(VENV)/.dev  ## 1,000 outputs under 100 schemas (`make test` has a few); half an hour
 	KVRAIL_SCHEMA_OUTPUTS=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=3600 tests/e2e/test_openai_client.py -k valid_or_cut $(ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
@@ -143,7 +143,7 @@ bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
 bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind many, on a GPU
 	$(BIN)/python -m benchmarks.attention_chunks $(ARGS)
 
-bench-transport: $(VENV)/.dev  ## throughput of the carriers of KV beside bare transports
+bench-transport: $(VENV)/.dev  ## throughput of the KV transports beside bare UCX and sockets
 	$(BIN)/python -m benchmarks.transport $(ARGS)
 
 bench-serving: $(VENV)/.dev  ## latency, throughput and goodput of a whole cluster, as a client sees it

@@ -338,9 +338,9 @@ def run_inside(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ports = range(options.port, options.port + 4)
         hosts = PREFILL_HOST, DECODE_HOST
-        bound = ["--max-frame-bytes", str(options.max_frame_mib << 20)] if options.max_frame_mib else []
+        bound = ["--transfer-memory-mib", str(8 * options.max_frame_mib)] if options.max_frame_mib else []
         space, shape = options.prefill_namespace, options.shape
-        cluster = Cluster(Path(folder), *hosts, space, ports, shape, options.device, bound, bound)
+        cluster = Cluster(Path(folder), *hosts, space, ports, shape, options.device, decode_flags=bound)
         try:
             for length in map(int, options.tokens.split(",")):
                 answers = measure(cluster, prompt_of(length, options.shape), codecs, options.rounds)

@@ -65,7 +65,7 @@ SAME_TEXT = "With every exact codec{} every answer was the same text."
 TRIALS = 4
 COMPILE_SECONDS = "300"
 """A codec's kernels are compiled when it is first asked for."""
-HELD_GIB = "16"
+HELD_MIB = "16384"
 """Room for the later stages of the longest prompt: those of 131,072 tokens weigh 6 GB with llama-3.1-8b."""
 
 
@@ -257,7 +257,7 @@ def run_inside(options: argparse.Namespace) -> None:
             options.shape,
             options.device,
             prefill_flags=[
-                *("--held-kv-gib", HELD_GIB, "--transfer-timeout-s", COMPILE_SECONDS),
+                *("--transfer-memory-mib", HELD_MIB, "--transfer-timeout-s", COMPILE_SECONDS),
                 *(["--no-prefix-cache"] if options.cold else []),
             ],
             decode_flags=["--allow-lossy", "--transfer-timeout-s", COMPILE_SECONDS],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.anchor_drafts import DEMO
 from benchmarks.codec_tables import Table
 from benchmarks.progressive_client import Trace
-from kvrail.telemetry.lifecycle import PARTS
+from kvrail.telemetry.moments import PARTS
 from kvrail.text import load_tokenizer
 
 COUNTED = (2, 8, 32, 64)

@@ -10,8 +10,8 @@ from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimW
 from kvrail.config.settings import RouterSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
 from kvrail.services.router.fleet.policy import POLICIES, Ask, choose
+from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S as REPORT_S
 
-REPORT_S: float = RouterSettings.model_fields["status_interval_s"].default
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default
 MAX_RUNNING = 64
 STEP_TOKENS = 2048

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError, WorkerUnavailableError
-from kvrail.telemetry.lifecycle import PARTS, Stage
+from kvrail.telemetry.moments import PARTS, Moment
 
 SUMMARY = "draw one request's way through a running cluster"
 EPILOG = """Open the file at https://ui.perfetto.dev or in chrome://tracing.
@@ -113,7 +113,7 @@ def _parts(moments: Mapping[str, float]) -> Iterator[Json]:
         if finish is not None and finish > last:
             yield {"process": "request", "track": "parts", "name": name, "begin": last, "seconds": finish - last}
             last = finish
-    if (received := moments.get(Stage.RECEIVED.value)) is not None:
+    if (received := moments.get(Moment.RECEIVED.value)) is not None:
         yield {"process": "request", "track": "whole", "name": "request", "begin": received, "seconds": last - received}
 
 

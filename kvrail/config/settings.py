@@ -23,6 +23,10 @@ from kvrail.config.types import ComputeDtype, Device, KVDtype, Names, Networks, 
 from kvrail.errors import ConfigError
 
 DEMO_MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvrail-demo")
+MAX_FRAME_BYTES = 64 << 20
+"""KV of a frame, before encoding; NVLink takes 0.2 ms for it, and larger frames gain nothing."""
+FRAMES_IN_MEMORY = 8
+"""Frames that fit into a decode worker's transfer memory at least, so that one is received while others are decoded."""
 
 
 class Settings(BaseSettings):
@@ -89,9 +93,6 @@ class ServiceSettings(Settings):
         " OTEL_EXPORTER_OTLP_ENDPOINT names, else no traces",
     )
     grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
-    metrics_names: Literal["kvrail", "vllm", "both"] = Field(
-        "kvrail", description="whose names /metrics has; /metrics/vllm has vLLM's whatever this says"
-    )
     tls_ca: str = Field("", description="CA of the services' certificates, PEM (docs/security.md); default: no TLS")
     tls_cert: str = Field("", description="this process's certificate, PEM; read again when it changes (default none)")
     tls_key: str = Field("", description="its key, PEM, without a password (default none)")
@@ -125,17 +126,16 @@ class RouterSettings(ServiceSettings):
     prefill_workers: Workers = Field(
         ("127.0.0.1:7001",), description="prefill workers, written likewise; none: decode workers prefill"
     )
-    dns_interval_s: PositiveFloat = Field(2.0, description="seconds between two looks at a name written dns+host:port")
     api_keys: Names = Field((), repr=False, description="accepted keys, bearer or X-Api-Key; none: no authentication")
     api_keys_file: str = Field(
         "",
         description="TOML file of keys with names and limits (kvrail keys add); read again when it changes"
         " (default none)",
     )
-    ssl_cert: str = Field(
+    tls_http_cert: str = Field(
         "", description="certificate of the HTTP port, PEM; read again when it changes (default none: no TLS)"
     )
-    ssl_key: str = Field("", description="its key, PEM, without a password (default none)")
+    tls_http_key: str = Field("", description="its key, PEM, without a password (default none)")
     admin_port: int = Field(
         -1,
         ge=-1,
@@ -150,7 +150,6 @@ class RouterSettings(ServiceSettings):
     max_concurrent_requests: PositiveInt = Field(
         1024, description="requests at once, waiting ones included, one of n sequences counted n times; beyond it: 429"
     )
-    max_connections: PositiveInt = Field(4096, description="connections of clients at once; more are answered 503")
     max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
     generation_config: str = Field(
         "auto",
@@ -168,12 +167,10 @@ class RouterSettings(ServiceSettings):
         "auto", description="split reasoning off; auto: where the template has <think>"
     )
     trust_request_chat_template: bool = Field(False, description="requests may bring chat templates; trust all clients")
-    head_timeout_s: PositiveFloat = Field(10.0, description="seconds in which a request's headers must have come")
-    body_timeout_s: PositiveFloat = Field(
-        60.0, description="seconds in which a request's body must have come, and one more for each 64 KiB of it"
-    )
-    write_timeout_s: PositiveFloat = Field(
-        60.0, description="seconds for which a client may read nothing of its answer; then its request ends"
+    client_timeout_s: PositiveFloat = Field(
+        60.0,
+        description="longest wait for a client that sends a request's body (a second more for each 64 KiB) or reads its"
+        " answer; 10 s at most for headers",
     )
     policy: Literal["prefix-aware", "least-load", "power-of-two", "round-robin"] = Field(
         "prefix-aware", description="how workers are chosen (docs/scheduling.md)"
@@ -202,12 +199,12 @@ class RouterSettings(ServiceSettings):
         " asks; none: the connection's address is the client's",
     )
     cors_origins: Origins = Field((), description="origins whose pages may use the API in a browser; *: any")
-    stored_responses: int = Field(1024, ge=0, description="responses that /v1/responses keeps, at most; 0: none")
-    stored_responses_mib: PositiveInt = Field(64, description="memory for them, in MiB; the oldest ones make room")
+    stored_responses_mib: int = Field(
+        64, ge=0, description="memory for the responses that /v1/responses keeps, in MiB; the oldest make room; 0: none"
+    )
     status_page: Literal["auto", "open", "off"] = Field(
         "auto", description="the page at /; auto: with API keys, strangers see what /health tells; open: all"
     )
-    status_interval_s: PositiveFloat = Field(0.5, description="seconds between two looks at each worker's load")
 
 
 class WorkerSettings(ServiceSettings):
@@ -232,7 +229,6 @@ class WorkerSettings(ServiceSettings):
         ge=0,
         description="memory for pages in GiB; 0: 2 GiB on a CPU; on CUDA 85 % of what is free, a tenth of the GPU left",
     )
-    num_pages: int = Field(0, ge=0, description="pages; overrides --kv-memory-gib where not 0")
     max_model_len: int = Field(0, ge=0, description="context limit in tokens; 0: the model's own")
     max_batch_tokens: PositiveInt = Field(2048, description="tokens of one engine step")
     mixed_batch_tokens: int = Field(
@@ -248,8 +244,7 @@ class WorkerSettings(ServiceSettings):
     max_running: PositiveInt = Field(64, description="sequences in one engine step")
     max_waiting: PositiveInt = Field(256, description="requests that may wait; more are refused as overload")
     prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
-    cuda_graphs: bool = Field(True, description="capture steps on CUDA, so that a few launches replay each")
-    compile: bool = Field(True, description="fuse each layer's elementwise work with torch.compile on CUDA")
+    eager: bool = Field(False, description="on CUDA, run steps without CUDA graphs and without torch.compile")
     invariant: Literal["auto", "on", "off"] = Field(
         "auto",
         description="the same bits for a token in any company, tried at start; auto: where model and device allow it,"
@@ -258,23 +253,22 @@ class WorkerSettings(ServiceSettings):
     transport: Literal["auto", "ucx", "grpc"] = Field(
         "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
     )
-    ucx_polling: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="ucx polls instead of sleeping, a core of each worker for a shorter way; auto: on a GPU, where the"
-        " worker may use 8 cores",
-    )
     ucx_in_clear: bool = Field(
         False, description="let ucx carry KV beside TLS, unencrypted: whoever reads that network reads prompts"
     )
     codebook: str = Field(
         "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"
     )
-    max_frame_bytes: PositiveInt = Field(64 << 20, description="most KV bytes of a frame, before encoding")
     transfer_timeout_s: PositiveFloat = Field(
         60.0,
         description="longest silence of a transfer's other end, which sends nothing or takes nothing, before it counts"
         " as lost; equal on every worker",
     )
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Largest KV of a frame, before encoding."""
+        return MAX_FRAME_BYTES
 
 
 class PrefillSettings(WorkerSettings):
@@ -285,10 +279,9 @@ class PrefillSettings(WorkerSettings):
 
     port: Port = Field(7001, description="gRPC port")
     data_port: Port = Field(0, description="TCP port from which KV leaves beside gRPC; 0: any free one")
-    held_kv_gib: float = Field(
-        4.0,
-        gt=0,
-        description="memory for later stages that wait for first ones, in GiB for each decode machine",
+    transfer_memory_mib: PositiveInt = Field(
+        4096,
+        description="memory for later stages of KV that wait for first ones, in MiB, for each decode machine",
     )
 
 
@@ -316,17 +309,21 @@ class DecodeSettings(WorkerSettings):
         description="prompts with no more uncached tokens than this are prefilled by the decode worker itself; -1: as "
         "many as cost it less than fetching them, as measured",
     )
-    local_fallback_tokens: PositiveInt = Field(
-        16384, description="tokens of prompts that no prefill worker took and that wait here; more are answered 429"
-    )
     allowed_prefill_workers: Names = Field(
         (),
         description="prefill workers that requests may name: hosts (with all their addresses), host:port or networks; "
         "none given: any",
     )
-    receive_pool_mib: PositiveInt = Field(
-        512, description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly"
+    transfer_memory_mib: PositiveInt = Field(
+        512,
+        description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly; a frame"
+        " has at most an eighth of it",
     )
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Largest KV of a frame, before encoding."""
+        return min(MAX_FRAME_BYTES, (self.transfer_memory_mib << 20) // FRAMES_IN_MEMORY)
 
 
 class UpSettings(Settings):
@@ -346,7 +343,7 @@ class UpSettings(Settings):
     restarts: int = Field(
         5,
         ge=0,
-        description="a process that ends is started anew; so often in a row, if it ends within a minute, then all stop",
+        description="restarts of a process that keeps exiting within a minute, before everything stops",
     )
 
 

@@ -133,7 +133,7 @@ class DoorCertificate:
     def of(cls, cert: str, key: str) -> "DoorCertificate | None":
         """The one that settings name, if any. Raises ConfigError where they name one of both."""
         if bool(cert) != bool(key):
-            raise ConfigError("--ssl-cert and --ssl-key belong together; give both, or none of them")
+            raise ConfigError("--tls-http-cert and --tls-http-key belong together; give both, or none of them")
         return cls(cert, key) if cert else None
 
     def listening_context(self) -> ssl.SSLContext:
@@ -151,12 +151,12 @@ class DoorCertificate:
 
     def _read(self) -> tuple[ssl.SSLContext, datetime]:
         chain = check_pair(
-            content_of("--ssl-cert", self._cert),
-            content_of("--ssl-key", self._key),
-            f"--ssl-cert {self._cert}",
-            f"--ssl-key {self._key}",
+            content_of("--tls-http-cert", self._cert),
+            content_of("--tls-http-key", self._key),
+            f"--tls-http-cert {self._cert}",
+            f"--tls-http-key {self._key}",
         )
-        return serving_context("--ssl-cert", self._cert, self._key), chain[0].not_valid_after_utc
+        return serving_context("--tls-http-cert", self._cert, self._key), chain[0].not_valid_after_utc
 
 
 def serving_context(flag: str, cert: Path, key: Path) -> ssl.SSLContext:

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry
 
 from kvrail.telemetry import buckets
-from kvrail.telemetry.lifecycle import PARTS
 from kvrail.telemetry.making import Make
+from kvrail.telemetry.moments import PARTS
 from kvrail.telemetry.series import Histogram
 
 COUNTED_TOKENS = (1, 2, 8, 32, 64)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 
 MAX_SPANS = 4096
 """Of one request in one process, those of processes behind it included; what comes after them is dropped."""

@@ -8,7 +8,7 @@
                                       └─ queue, prefill, encode and send by groups of layers
 
 Each process tells of itself, once its part of a request has ended, from the moments of its timeline
-(kvrail/telemetry/lifecycle.py) and its spans (kvrail/telemetry/spans.py). Without an endpoint there is no `Tracing`,
+(kvrail/telemetry/moments.py) and its spans (kvrail/telemetry/spans.py). Without an endpoint there is no `Tracing`,
 nothing is imported and nothing is recorded. Spans wait in a bounded queue, which a thread of the exporter empties;
 where the collector is away, what does not fit is dropped.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvrail.errors import ConfigError
-from kvrail.telemetry.lifecycle import PARTS, Stage, Timeline
+from kvrail.telemetry.moments import PARTS, Moment, Timeline
 from kvrail.telemetry.spans import Span
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -180,7 +180,7 @@ class Hop:
         if error:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR, error))
-        if (first := self._timeline.get(Stage.FIRST_TOKEN)) is not None:
+        if (first := self._timeline.get(Moment.FIRST_TOKEN)) is not None:
             self._span.add_event("first token", timestamp=self._zero_ns + int(1e9 * first))
         self._span.end(self._zero_ns + int(1e9 * (self._timeline.elapsed() if at is None else at)))
 

@@ -51,7 +51,7 @@ class Carriers:
     async def to_receive(cls, settings: DecodeSettings, device: torch.device) -> "Carriers":
         """A decode worker's, with one host pool. Raises ConfigError where one that is named cannot be started."""
         sealed = bool(settings.tls_cert)
-        pool_bytes = max(settings.receive_pool_mib << 20, 2 * settings.max_frame_bytes)
+        pool_bytes = settings.transfer_memory_mib << 20
         fast, obstacle = await _ucx(settings, device, pool_bytes)
         carriers: list[Carrier] = [] if fast is None else [fast]
         if fast is not None and settings.transport != "ucx":
@@ -109,7 +109,7 @@ async def _ucx(settings: WorkerSettings, device: torch.device, pool_bytes: int) 
     if settings.transport == "auto" and (obstacle := ucx.available()):
         return None, obstacle
     on_cuda = device.type == "cuda"
-    polls = settings.ucx_polling == "on" or (settings.ucx_polling == "auto" and on_cuda and _cores() >= POLLING_CORES)
+    polls = on_cuda and _cores() >= POLLING_CORES
     try:
         return await ucx.UcxCarrier.start(
             host_bytes=pool_bytes,

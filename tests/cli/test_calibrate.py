@@ -129,7 +129,7 @@ def test_the_codebook_covers_at_least_what_the_default_covers(calibrate, text, t
 
 async def test_the_fingerprint_is_what_a_worker_reports(calibrate, tmp_path):
     assert calibrate()[0] == 0
-    settings = DecodeSettings(model=str(tiny_model("llama")), num_pages=4)
+    settings = DecodeSettings(model=str(tiny_model("llama")), kv_memory_gib=0.01)
     worker = build_worker(settings, codecs={"raw": 0}, detokenize=False)
     assert (
         Codebook.load(tmp_path / "book.json").model_fingerprint

@@ -63,7 +63,8 @@ async def test_a_worker_that_fails_time_and_again_is_not_asked_for_a_while(llama
 
 
 async def test_prompts_that_nobody_takes_are_computed_here_up_to_a_bound(llama, monkeypatch):
-    async with cluster(llama, decode={"local_fallback_tokens": 400}) as c:
+    monkeypatch.setattr(fetching, "LOCAL_FALLBACK_TOKENS", 400)
+    async with cluster(llama) as c:
         compute_here, held = c.decode.engine.compute_here, []
         monkeypatch.setattr(c.decode.engine, "compute_here", held.append)
         prompts = [prompt_of(310)[number:] for number in range(3)]

@@ -35,7 +35,7 @@ BREACHES = [
     (
         "a transfer knows pages, codecs and carriers: no engine, metrics or messages",
         "kvrail/transfer/breach.py",
-        "import kvrail.telemetry.lifecycle",
+        "import kvrail.telemetry.moments",
     ),
     ("carriers know payloads alone", "kvrail/transport/breach.py", "import kvrail.telemetry.spans"),
     (

@@ -3,6 +3,8 @@
 from kvrail.errors import OverloadedError
 
 RETRY_AFTER_S = 2.0
+LOCAL_FALLBACK_TOKENS = 16384
+"""Prompt tokens that wait here at most: eight steps of 2,048, after which running sequences would wait for seconds."""
 
 
 class LocalFallbacks:

@@ -15,7 +15,7 @@ from kvrail.errors import DeadlineError, InvalidRequestError, KvrailError, Overl
 from kvrail.rpc.prefill.client import PrefillClient
 from kvrail.runtime.tuning import compute_with
 from kvrail.services.decode.choice import Chooser
-from kvrail.services.decode.fallback import LocalFallbacks
+from kvrail.services.decode.fallback import LOCAL_FALLBACK_TOKENS, LocalFallbacks
 from kvrail.services.decode.local import LocalPrefill
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers
 from kvrail.services.decode.progress import Progress, Received
@@ -71,7 +71,7 @@ class Fetcher:
         self._prefill_workers = prefill_workers
         self._allowed = AllowedWorkers(settings.allowed_prefill_workers)
         self._breakers = Breakers()
-        self._local = LocalFallbacks(settings.local_fallback_tokens)
+        self._local = LocalFallbacks(LOCAL_FALLBACK_TOKENS)
         self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
         self._bytes_a_token = worker.loaded.layout.page_bytes / worker.loaded.layout.page_size
         self._here = LocalPrefill(

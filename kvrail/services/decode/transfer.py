@@ -18,7 +18,7 @@ from kvrail.rpc.prefill.call import PrefillCall
 from kvrail.rpc.prefill.client import PrefillClient
 from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Received
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.receiving import PageReceiver
@@ -107,8 +107,8 @@ class Fetch:
                 first = asyncio.create_task(self._take_first_tokens(call))
                 await self._receive(call, inlet)
                 await unless_silent(first, self._silence_s)
-                self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
-                self._timeline.mark(Stage.KV_COMPLETE)
+                self._timeline.mark(Moment.KV_COARSE)  # marked already where the codec has several stages
+                self._timeline.mark(Moment.KV_COMPLETE)
                 self._worker.transfers.seconds["received"].observe(perf_counter() - begin)
                 committed()
                 await self._hear_out(call)
@@ -125,7 +125,7 @@ class Fetch:
                 pass
         except KvrailError as error:
             logger.info("a prefill worker's call failed after its pages had come: %s", error)
-        zero = self._timeline.get(Stage.PREFILL_QUEUED)
+        zero = self._timeline.get(Moment.PREFILL_QUEUED)
         if self._spans is not None and zero is not None:
             self._spans.adopt(spans_from_proto(call.spans), zero)
 
@@ -174,7 +174,7 @@ class Fetch:
     async def _agree(self, call: PrefillCall, host: str, key: int) -> Inlet:
         """Check the other end's choice and open the way on which payloads will come."""
         accepted = await unless_silent(call.accepted(), self._silence_s)
-        self._timeline.mark(Stage.PREFILL_QUEUED)
+        self._timeline.mark(Moment.PREFILL_QUEUED)
         codec, num_pages = self._codecs.get(accepted.codec), self._num_pages()
         chosen = (accepted.protocol_version, accepted.first_page, accepted.page_count)
         if codec is None or chosen != (PROTOCOL_VERSION, self._held_pages, num_pages):
@@ -216,14 +216,14 @@ class Fetch:
     def _begin_drafting(self) -> None:
         """The pages hold a coarse form of the KV."""
         if not self.drafting:
-            self._timeline.mark(Stage.KV_COARSE)
+            self._timeline.mark(Moment.KV_COARSE)
             self.drafting = True
             self._worker.engine.receive_coarse_kv(self._request.request_id)
 
     async def _take_first_tokens(self, call: PrefillCall) -> None:
         message = await call.first_token()
         found = first_tokens_from_proto(message, self._request.params, self._worker.loaded.vocab_size)
-        self._timeline.merge(marks_from_proto(message.marks), Stage.PREFILL_QUEUED)
+        self._timeline.merge(marks_from_proto(message.marks), Moment.PREFILL_QUEUED)
         tokens = [SampledToken(*each) for each in found]
         self._worker.engine.receive_first_tokens(self._request.request_id, tokens)
 

@@ -16,7 +16,7 @@ from kvrail.services.prefill.handshake import Agreement, agree
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.story import PrefillStory
 from kvrail.services.prefill.trace import PROCESS, PrefillTrace
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
 from kvrail.transfer.sending import Outgoing, PageSender
@@ -41,7 +41,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._carriers = carriers
         self._observer = observer
         self._links: dict[tuple[str, bool], Link] = {}
-        self._max_held_bytes = int(settings.held_kv_gib * (1 << 30))
+        self._max_held_bytes = settings.transfer_memory_mib << 20
         self._calls = itertools.count(1)
         self._encoders = ThreadPoolExecutor(
             ENCODER_THREADS, thread_name_prefix="encode", initializer=compute_with, initargs=(1,)

@@ -12,7 +12,7 @@ from kvrail.grammar import Grammar
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.waiting import settled
 from kvrail.services.prefill.observer import PageObserver
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.sending import PageSender
 from kvrail.values.sampling import SamplingParams
@@ -121,9 +121,9 @@ class PrefillStory:
                 case Admitted():
                     self._begin(event)
                 case PrefillStarted():
-                    self._timeline.mark(Stage.PREFILL_STARTED)
+                    self._timeline.mark(Moment.PREFILL_STARTED)
                 case Prefilled():
-                    self._timeline.mark(Stage.PREFILL_FINISHED)
+                    self._timeline.mark(Moment.PREFILL_FINISHED)
                     self._replies.first_token(self._first_token(event))
 
     def _begin(self, admitted: Admitted) -> None:

@@ -22,7 +22,7 @@ from kvrail.services.router.openai.events import encode_json, encode_long
 from kvrail.services.router.openai.usage import final_usage
 from kvrail.services.router.openai.writers import Writer
 from kvrail.services.router.values import SPENT, Delta, Json, Scored
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.values.sampling import FinishReason
 
@@ -185,7 +185,7 @@ class Answer(Response):
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
-        self._job.timeline.mark(Stage.RESPONDED)
+        self._job.timeline.mark(Moment.RESPONDED)
         return outcome
 
     async def _encoded(self, prepared: Prepared, usage: Json) -> bytes:
@@ -215,7 +215,7 @@ class Answer(Response):
                 opening = b""
         await out.write(opening + prepared.writer.closing(self._usage(prepared, record)))
         await out.end()
-        self._job.timeline.mark(Stage.RESPONDED)
+        self._job.timeline.mark(Moment.RESPONDED)
         return outcome
 
     def _usage(self, prepared: Prepared, record: RequestRecord) -> Json:

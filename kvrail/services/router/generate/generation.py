@@ -19,7 +19,7 @@ from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher, Place, Turn
 from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.values import Delta, Drafted, Ended, Scored, Settled, Update, Updates
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.spans import Span
 from kvrail.values.sampling import PromptLogprobs
@@ -170,7 +170,7 @@ class _PromptStream:
         del self._request.prefill_instances[:]
         self._request.prefill_workers.extend(each.target for each in place.prefill)
         self._request.prefill_instances.extend(each.instance for each in place.prefill)
-        dispatched = self._call.timeline.mark(Stage.DISPATCHED)
+        dispatched = self._call.timeline.mark(Moment.DISPATCHED)
         offset = self._call.timeline.elapsed() - dispatched
         async with self._call.stream(worker, self._request) as stream:
             while replies := await stream.read_waiting():
@@ -318,7 +318,7 @@ class Generation:
             )
             turn = dispatcher.turn(client, prompt, sampling, plan.priority)
             self._streams.append(_PromptStream(self._call, request, turn, i * plan.n, plan))
-        timeline.mark(Stage.PLANNED)
+        timeline.mark(Moment.PLANNED)
 
     def cancel(self) -> None:
         """End all calls; `updates` then raises RequestCancelledError."""
@@ -340,7 +340,7 @@ class Generation:
 
     def spans(self) -> list[Span]:
         """What workers did, in seconds since the request came; empty where no trace was asked for."""
-        zero = self._timeline.get(Stage.DISPATCHED) or 0.0
+        zero = self._timeline.get(Moment.DISPATCHED) or 0.0
         return [
             replace(span, begin=zero + stream.ended.offset + span.begin)
             for stream in self._streams
@@ -394,7 +394,7 @@ class Generation:
         found = []
         for stream in self._streams:
             if stream.ended is not None:
-                found.append([(stage, stream.ended.offset + seconds) for stage, seconds in stream.ended.marks])
+                found.append([(moment, stream.ended.offset + seconds) for moment, seconds in stream.ended.marks])
         if found:
             last = max(found, key=lambda marks: max((seconds for _, seconds in marks), default=0.0))
-            self._timeline.merge(last, anchor=Stage.DISPATCHED)
+            self._timeline.merge(last, anchor=Moment.DISPATCHED)
