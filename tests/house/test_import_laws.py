@@ -33,11 +33,11 @@ BREACHES = [
     ),
     ("below the workers only a transfer knows codecs", "kvrail/engine/kv/breach.py", "import kvrail.codec.base"),
     (
-        "a transfer knows pages, codecs and carriers: no engine, metrics or messages",
+        "a transfer knows pages, codecs and transports: no engine, metrics or messages",
         "kvrail/transfer/breach.py",
         "import kvrail.telemetry.moments",
     ),
-    ("carriers know payloads alone", "kvrail/transport/breach.py", "import kvrail.telemetry.spans"),
+    ("transports know payloads alone", "kvrail/transport/breach.py", "import kvrail.telemetry.spans"),
     (
         "services and tools never import each other",
         "kvrail/services/prefill/breach.py",
