@@ -34,7 +34,7 @@ NAMES = {
     r"[Tt]runk(?!\w*at)": "the event stream",
     r"(?<![A-Za-z])[Ll]edger|Ledger": "KV events",
     r"RequestBook|(?<![A-Za-z])book(?![A-Za-z])": "RequestTracker, tracker",
-    r"(?<![A-Za-z])[Ff]lights?(?![A-Za-z])|Flight": "in-flight step",
+    r"(?<![A-Za-z])(?<!in[-_ ])[Ff]lights?(?![A-Za-z])|(?<!In)Flight": "in-flight step",
     r"(?<![A-Za-z])(story|stories)(?![A-Za-z])|Story": "handler; what happens to a request",
     r"(?<![A-Za-z])[Pp]ace(?![A-Za-z])": "step cost, rate",
     r"[Qq]uarantine|(?<![A-Za-z])[Bb]ell(?![A-Za-z])|Bell": "retired buffers; Notifier",

@@ -83,7 +83,7 @@ def _moment(given: str) -> str:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Put the file in place as a whole; who could read it before still can, and nobody else."""
+    """Put the file in place as a whole; its permissions stay as they were."""
     mode = file.stat().st_mode & 0o777 if file.exists() else 0o600
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:

@@ -1,19 +1,19 @@
-"""A circuit breaker: who fails what is asked of him, time and again, is asked no more for a while, then once to try."""
+"""A circuit breaker: after repeated failures a peer is skipped for a while, then probed with one request."""
 
 from collections.abc import Callable
 from time import monotonic
 
 FAILURES = 3
-"""In a row, after which a peer is left alone."""
+"""Failures in a row after which a peer is skipped."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""How long, at first and at most; each trial that fails doubles it."""
+"""Seconds for which it is skipped, at first and at most; each failed probe doubles them."""
 
 
 class Breaker:
-    """What is known of one peer's answers. Closed at first; open after FAILURES; half open once the pause is over.
+    """The state of one peer: closed at first, open after FAILURES, half open once the pause is over.
 
-    Half open, one request tries: if it succeeds the breaker is closed, if it fails the pause begins anew. Requests that
-    are under way together when their peer is lost count as one failure.
+    Half open, one request is a probe: the breaker closes if it succeeds, and the pause starts again if it fails.
+    Requests that run at the same time when their peer is lost count as one failure.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -44,14 +44,14 @@ class Breaker:
         return self._count
 
     def begin(self) -> float:
-        """A request goes there; gives what the other methods are told of it."""
+        """A request is sent; returns the time that the other methods take as `began`."""
         now = self._clock()
         if not self.closed:
             self._trial = now
         return now
 
     def succeeded(self, began: float) -> None:
-        """It was answered. One that began before the last failure tells nothing."""
+        """It was answered. The answer does not count if the request began before the last failure."""
         if began >= self._failed_at:
             self._count, self._trial = 0, None
 
@@ -66,6 +66,6 @@ class Breaker:
             self._tries_again_at = self._failed_at + pause_s
 
     def left(self, began: float) -> None:
-        """Nobody waits for its answer any more."""
+        """Its caller has left."""
         if self._trial == began:
             self._trial = None

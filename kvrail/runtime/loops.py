@@ -51,9 +51,9 @@ def keep_what_is_here() -> None:
 
 @asynccontextmanager
 async def ends_if_hung(limit_s: float) -> AsyncIterator[None]:
-    """End the process with status 1, and each thread's traceback on stderr, where the loop stands still for so long.
+    """End the process, with each thread's traceback on stderr, where the loop stands still for `limit_s` seconds.
 
-    Whoever watches the process then starts another; nothing in this one could do it.
+    The status is 1. A supervisor then starts another process; nothing in this one could recover.
     """
 
     async def turn() -> None:

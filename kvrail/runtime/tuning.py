@@ -1,4 +1,4 @@
-"""What a process that moves large buffers beside a busy engine asks of the interpreter and of its libraries.
+"""Settings of the interpreter and its libraries for a process that moves large buffers beside a busy engine.
 
 On a CPU, only the engine's thread is to have a team. OpenMP gives one to every thread in which torch has computed, and
 keeps it as long as that thread lives; once all teams together have more threads than there are cores, none of them
@@ -58,7 +58,7 @@ def in_passing_thread(function: Callable[[], T]) -> T:
 
 
 def compute_with(threads: int) -> None:
-    """From now on torch computes in so many threads where the calling thread asks it to; others keep their number.
+    """Set the number of torch's threads for the calling thread; other threads keep theirs.
 
     Helpers of an engine take 1. All cores go to one thread, the engine's.
     """

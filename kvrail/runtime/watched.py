@@ -40,9 +40,9 @@ class Watched(Generic[T]):
             names = ", ".join(path.name for path in self._paths)
             try:
                 self._value = self._read_all()
-                log.info("%s read anew", names)
+                log.info("%s reloaded", names)
             except ConfigError as error:  # perhaps half written: its next change is looked at again
-                log.error("%s not read anew, what was there before stays in force: %s", names, error)
+                log.error("%s: reload failed, keeping the previous version: %s", names, error)
                 self.on_failure()
         return self._value
 

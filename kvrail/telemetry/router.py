@@ -109,7 +109,7 @@ class RouterMetrics:
         self.generation_tokens = make.counter("kvrail_generation_tokens", "Generated tokens that reached the router.")
 
     def _measure_scheduling(self, make: Make) -> None:
-        """What is measured of the queue in front of the workers, and of who gets what."""
+        """What is measured of the queue in front of the workers, and of the placement."""
         self.queue_length = make.gauge("kvrail_queue_prompts", "Prompts that wait in the router for their turn.")
         self.queue_clients = make.gauge("kvrail_queue_clients", "Clients, by API key or address, whose prompts wait.")
         self.queue_place = make.histogram(
@@ -190,7 +190,7 @@ class RouterMetrics:
         return self._times_to_token.labels(self._model, k, kind)
 
     def answered(self, handler: str, method: str, status: int, seconds: float | None = None) -> None:
-        """Count an HTTP request. seconds: None where nobody took the time, since it was refused by its connection."""
+        """Count an HTTP request. seconds: None if its connection refused it, which takes no time."""
         self._http.labels(self._model, handler, method, status).inc()
         if seconds is not None:
             self._http_seconds.labels(self._model, handler).observe(seconds)

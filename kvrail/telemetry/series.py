@@ -1,7 +1,7 @@
 """Counters, gauges and histograms that are cheap to count with: several are counted for each token.
 
-A histogram finds its bucket by bisection and counts equal observations at once, neither of which prometheus_client's
-does. A family is a Collector of prometheus_client's, which collects it and writes its text. Any thread may count.
+A histogram finds its bucket by bisection and counts equal observations at once; prometheus_client's does neither. A
+family is a Collector of prometheus_client's, which collects it and writes its text. Any thread may count.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,7 @@ class Counter:
         self.value = 0.0
 
     def inc(self, amount: float = 1) -> None:
-        """Count so many more; raises ValueError where `amount` is negative."""
+        """Add to the count; raises ValueError where `amount` is negative."""
         if amount < 0:
             raise ValueError(f"a counter cannot count {amount}; it only rises")
         with self._lock:
@@ -70,7 +70,7 @@ class Histogram:
         self.count = 0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count `value` so many times."""
+        """Count `value`, `times` times."""
         place = bisect_left(self._bounds, value)
         with self._lock:
             self._counts[place] += times

@@ -14,7 +14,7 @@ from typing import Any
 from kvrail.telemetry.series import Family
 
 ENGINE = {"engine": "0"}
-"""The label of vLLM's data-parallel engines, of which a worker here has one."""
+"""The label of vLLM's data-parallel engines; a worker here has one engine."""
 FINISHED = {
     "stop": "stop",
     "length": "length",
@@ -39,8 +39,8 @@ Row = tuple[dict[str, str], Any]
 class Renamed:
     """One metric of vLLM's, and how its series follow from families of ours.
 
-    sources: our names, a counter's without its `_total`. name: vLLM's, likewise. kind: its type, where it is not the
-    first source's.
+    sources: our names, a counter's without its `_total`. name: vLLM's, also without it. kind: its type, where it is not
+    the first source's.
     """
 
     name: str

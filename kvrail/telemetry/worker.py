@@ -146,7 +146,7 @@ class TransferMetrics:
         )
         self.fallbacks = make.counters(
             "kvrail_prefill_fallbacks",
-            "Prefills that went to an alternate worker, to the decode worker itself, or to nobody.",
+            "Prefills that an alternate worker or the decode worker itself computed, and prefills that none did.",
             "reason",
             ("alternate", "local", "refused"),
         )

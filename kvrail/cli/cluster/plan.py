@@ -118,7 +118,7 @@ def _of(cls: type[RouterSettings | WorkerSettings | UpSettings], flags: Mapping[
 
 
 def _reserve(held: ExitStack, host: str, port: int, flag: str = "--port") -> int:
-    """A port of `host` that nobody listens on: `port`, or any where it is 0. It stays bound until `held` closes.
+    """A free port of `host`: `port`, or any where it is 0. It stays bound until `held` closes.
 
     flag: with which another one can be named.
     """

@@ -72,7 +72,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         if self.traced or self.trace is not None:
-            self.spans = SpanLog(PROCESS, self.timeline, told=self.traced)
+            self.spans = SpanLog(PROCESS, self.timeline, requested=self.traced)
         self.drafts = DraftLog([len(each.token_ids) for each in self.request.resumed] or [0] * self.request.params.n)
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:

@@ -146,7 +146,7 @@ class Fetch:
         return prefill_pb2.PrefillRequest(
             request_id=self._request.caller_id,
             prompt_token_ids=self._request.prompt_ids,
-            trace=self._spans is not None and self._spans.told,
+            trace=self._spans is not None and self._spans.requested,
             trace_context=self._trace_context,
             client=self._request.client,
             sampling=sampling_to_proto(self._request.params),

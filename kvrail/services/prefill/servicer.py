@@ -71,7 +71,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             try:
                 number, timeline = next(self._calls), Timeline()
                 told = PrefillTrace.begin(self._worker, request, timeline)
-                spans = SpanLog(PROCESS, timeline, told=request.trace) if request.trace or told else None
+                spans = SpanLog(PROCESS, timeline, requested=request.trace) if request.trace or told else None
                 sender = PageSender(
                     self._outgoing(request, agreed),
                     outlet,

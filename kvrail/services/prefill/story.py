@@ -68,7 +68,7 @@ class PrefillStory:
             await self._observer.heard()  # the last layers were told before the end
             self._sender.close()
             await sending
-            spans = self._spans.all() if self._spans is not None and self._spans.told else []
+            spans = self._spans.all() if self._spans is not None and self._spans.requested else []
             await self._replies.commit(spans_to_proto(spans))
             outcome = "committed"
         except TransferAbortedError:
