@@ -104,7 +104,7 @@ format: $(VENV)/.dev  ## put the code into the form that lint demands
 words: $(VENV)/.dev  ## words of scripts/words.py that stand somewhere: make words ARGS=kvrail/engine
 	@$(BIN)/python scripts/words.py $(ARGS)
 
-lines: | $(BIN)/python  ## lines of shipped code in each room; REV=main shows the difference to that commit
+lines: | $(BIN)/python  ## lines of shipped code in each room and its budget; REV=main adds the difference to that commit
 	@$(BIN)/python scripts/lines.py $(REV)
 
 boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards

@@ -26,7 +26,7 @@ from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, scale_bytes_of
 
 CODECS = ("splitzip-progressive", "lynx", "lynx-exact")
 SMALL_PAGES = 2
-"""Of each layer, which are compared with the CPU's."""
+"""Values of each layer that are compared with the CPU's."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -85,7 +85,7 @@ class Coded:
 
 
 def measure(name: str, block: Block, runs: int) -> list[StepFigures]:
-    """The gate, then so many timed runs of all steps and of a copy in turn; raises GateError."""
+    """The gate, then `runs` timed runs of all steps and of a copy in turn; raises GateError."""
     codec = registry.get(name)
     _check_against_cpu(codec, block)
     coded, out = Coded(codec, block), poisoned(block)

@@ -5,7 +5,7 @@
 
 Each round sends the same prompts twice, with the schema and without; the order changes with every round. All outputs
 are cut at the same number of tokens: the schema wants more records than fit. Correctness first: outputs of a schema
-that fits must be valid, and every output must have its tokens. CPU time is the cluster's, and tells the same on a
+that fits must be valid, and every output must have its tokens. CPU time is the cluster's, and shows the same on a
 machine that others use too. Without --shape the cluster has the model that ships, on the CPU.
 """
 

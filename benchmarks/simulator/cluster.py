@@ -41,7 +41,7 @@ class Outcome:
         return sum(self.times) / len(self.times)
 
     def quantile(self, share: float) -> float:
-        """Seconds to the first token that so many stay below."""
+        """Percentile of the seconds to the first token."""
         return sorted(self.times)[min(len(self.times) - 1, int(share * len(self.times)))]
 
     @property
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Simulation:
-    """One trace through so many prefill and as many decode workers.
+    """One trace through `workers` prefill workers and as many decode workers.
 
     prefill_wait_s: that a prompt waits for a prefill worker at most, where a decode worker has time; 0: any time.
     """

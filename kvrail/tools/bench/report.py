@@ -79,9 +79,9 @@ def _failures(failures: Iterable[Failure]) -> list[Json]:
     return [{"kind": kind, "count": count, "example": examples[kind]} for kind, count in counts.most_common()]
 
 
-def _crossed(row: Sequence[Json]) -> Json:
+def _crossed(rows: Sequence[Json]) -> Json:
     """What crossed between workers, where the server is kvrail's: codecs, bytes, and medians of a request's parts."""
-    known = [each for each in row if each]
+    known = [each for each in rows if each]
     if not known:
         return {}
     seconds = [each.get("stage_seconds", {}) for each in known]
