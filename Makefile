@@ -84,6 +84,9 @@ test-clients: $(VENV)/.dev  ## clients, agent frameworks and compliance suites i
 	$(BIN)/python -m tests.clients.environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients --timeout=900 --durations=0 tests/clients $(ARGS)
 
+test-chart: $(VENV)/.dev  ## the Helm chart rendered, checked, and installed, upgraded, rolled back and removed at an API
+	$(BIN)/python -m pytest tests/deploy/test_chart.py tests/deploy/test_helm_release.py $(ARGS)
+
 test-schemas: $(VENV)/.dev  ## 1,000 outputs under 100 schemas (`make test` has a few); half an hour
 	KVRAIL_SCHEMA_OUTPUTS=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=3600 tests/e2e/test_openai_client.py -k valid_or_cut $(ARGS)
 
@@ -210,6 +213,9 @@ dist: $(VENV)/.dev  ## wheel, source distribution and the demo model's archive, 
 
 wheel-test: $(VENV)/.dev  ## the built wheel in an empty environment: its files, pip check, a cluster with the demo model; minutes
 	$(BIN)/python -m pytest -m "wheel or not wheel" tests/package $(ARGS)
+
+images: $(VENV)/.dev  ## the images of compose.yaml, which report git's version; ARGS="-f compose.yaml -f deploy/docker/compose.gpu.yaml"
+	KVRAIL_VERSION=$$($(BIN)/python -m setuptools_scm) docker compose $(ARGS) build
 
 lock: | $(BIN)/python  ## pin what the image for GPUs installs, with hashes, in deploy/docker/requirements-cuda.txt
 	$(BIN)/python -m pip install --quiet uv

@@ -141,7 +141,7 @@ def load_of(arguments: argparse.Namespace, **changes: object) -> Load:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report; returns the exit status."""
-    from kvrail.cli.client import ChatClient
+    from kvrail.cli.remote.client import ChatClient
 
     streams = 0 if arguments.rate else arguments.streams or 8
     arrivals = {"requests": arguments.requests, "streams": streams, "rate": arguments.rate or 0.0}

@@ -26,13 +26,24 @@ examples:
   kvrail up --model Qwen/Qwen3-8B --device cuda    workers spread over the GPUs of this machine
   kvrail up --prefill-workers 2 --decode-workers 2 --port 9000
   kvrail up --config cluster.toml"""
+SERVE_SUMMARY = "kvrail up with the model as an operand"
+SERVE_EPILOG = """All flags of kvrail up but --model.
+
+examples:
+  kvrail serve Qwen/Qwen3-8B --device cuda
+  kvrail serve ./my-model
+  kvrail ./my-model"""
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `kvrail up`."""
+    """Add `kvrail up` and `kvrail serve`."""
     with add_command(commands, "up", SUMMARY, EPILOG, run) as parser:
         add_config(parser)
         add_settings(parser, up_fields())
+    with add_command(commands, "serve", SERVE_SUMMARY, SERVE_EPILOG, run, "MODEL") as parser:
+        parser.add_argument("model", metavar="MODEL", help="a folder with the model's files, or a Hub name")
+        add_config(parser)
+        add_settings(parser, {name: field for name, field in up_fields().items() if name != "model"})
 
 
 def up_fields() -> dict[str, FieldInfo]:

@@ -55,6 +55,11 @@ class Key(BaseModel):
     models: list[str] = []
     expires: Annotated[datetime | None, BeforeValidator(_moment)] = None
 
+    @property
+    def expired(self) -> bool:
+        """Whether its last moment is over."""
+        return self.expires is not None and self.expires <= datetime.now(UTC)
+
     def may_ask_for(self, model: str) -> bool:
         """Whether it is good for a model of this name."""
         return not self.models or model in self.models
@@ -125,7 +130,7 @@ class KeyFile:
         key = self._keys.get().get(digest)
         if key is None or not hmac.compare_digest(key.sha256, digest):
             return None
-        if key.expires is not None and key.expires <= datetime.now(UTC):
+        if key.expires is not None and key.expired:
             raise AuthenticationError(
                 f"the API key {key.name!r} expired {key.expires:%Y-%m-%d %H:%M} UTC; get a new one"
             )

@@ -75,6 +75,10 @@ def test_the_help_of_up_shows_every_flag_that_it_takes(capsys, monkeypatch):
         (["decode", "--codec", "zip"], "kvrail decode: --codec: codec 'zip' is unknown; choose auto or one of raw, "),
         (["decode", "--codec", "lynx"], "kvrail decode: --codec: codec 'lynx' is lossy"),
         (["prefill", "--model", "/"], "kvrail prefill: --model: / has no config.json"),
+        (["serve"], "kvrail serve: the following arguments are required: MODEL"),
+        (["serve", "./nowhere"], "kvrail serve: --model: there is no folder ./nowhere"),
+        (["serve", "/", "--model", "m"], "kvrail serve: unknown argument --model"),
+        (["/"], "kvrail serve: --model: / has no config.json"),
         (["servce"], "kvrail: argument COMMAND: invalid choice: 'servce'"),
     ],
 )

@@ -6,21 +6,26 @@ import sys
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvrail.cli.drafts import DraftScreen, shows_drafts
 from kvrail.cli.flags import Commands, add_command
+from kvrail.cli.remote.drafts import DraftScreen, shows_drafts
 from kvrail.errors import ConfigError, KvrailError
 
 if TYPE_CHECKING:
-    from kvrail.cli.client import ChatClient
+    from kvrail.cli.remote.client import ChatClient
 
 SUMMARY = "talk to a running cluster"
-EPILOG = """In a conversation: /reset forgets it, /exit or Ctrl-D ends it, Ctrl-C stops the current answer.
+EPILOG = """In a conversation: /help lists the commands, /quit or Ctrl-D ends it, Ctrl-C stops the current answer.
 
 examples:
   kvrail chat                                      a conversation
   kvrail chat "What is a KV cache?"                one answer
   cat notes.txt | kvrail chat                      one answer to what stands on standard input
   kvrail chat --url http://gpu-host:8000 --system "Answer in one sentence." --temperature 0"""
+HELP = """/reset   forget the conversation
+/quit    end it; so do /exit and Ctrl-D
+/help    this list
+Ctrl-C stops an answer.
+"""
 INTERRUPTED = 130
 SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
 
@@ -50,7 +55,7 @@ def add_commands(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Chat; returns the exit status. Raises KvrailError where one answer was asked for and failed."""
-    from kvrail.cli.client import ChatClient
+    from kvrail.cli.remote.client import ChatClient
 
     key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
     options = {name: getattr(arguments, name) for name in SAMPLING if getattr(arguments, name) is not None}
@@ -117,11 +122,11 @@ class Conversation:
 
 
 def converse(chat: Conversation, out: TextIO) -> int:
-    """Read messages from the terminal until /exit; returns the exit status."""
+    """Read messages from the terminal until /quit; returns the exit status."""
     with suppress(ImportError):
         import readline  # noqa: F401  # gives input() a history and line editing where the platform has it
 
-    out.write(f"{chat.model}: /reset forgets, /exit ends, Ctrl-C stops an answer\n")
+    out.write(f"{chat.model}: /help lists the commands, /quit ends, Ctrl-C stops an answer\n")
     while True:
         try:
             message = input("> ").strip()
@@ -129,14 +134,16 @@ def converse(chat: Conversation, out: TextIO) -> int:
             out.write("\n")
             return 0
         except KeyboardInterrupt:
-            out.write("\n(/exit ends)\n")
+            out.write("\n(/quit ends)\n")
             continue
-        if message == "/exit":
+        if message in ("/quit", "/exit"):
             return 0
         if message == "/reset":
             chat.reset()
+        elif message == "/help":
+            out.write(HELP)
         elif message.startswith("/"):
-            out.write(f"{message} is no command; /reset forgets, /exit ends\n")
+            out.write(f"{message} is no command; /help lists them\n")
         elif message:
             _ask(chat, message, out)
 

@@ -63,6 +63,20 @@ class ChatClient:
         except (ValueError, KeyError, TypeError):
             raise WorkerUnavailableError(f"{self._url} does not speak OpenAI's API; check --url") from None
 
+    def health(self) -> Json:
+        """The body of /health, whether or not requests are served."""
+        try:
+            response = self._http.get(f"{self._url}/health")
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                self._check(response)
+            health: Json = response.json()
+            health["status"]
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        except (ValueError, KeyError, TypeError):
+            raise WorkerUnavailableError(f"{self._url}/health is no router's of kvrail; check --url") from None
+        return health
+
     def answer(self, body: Mapping[str, Any]) -> Generator[str | Json, None, None]:
         """Stream the text that answers `body`, a chat completion request; closing the iterator cancels the request.
 

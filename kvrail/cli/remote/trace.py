@@ -43,7 +43,7 @@ def add_commands(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask once and write the trace; returns the exit status. Raises KvrailError where that fails."""
-    from kvrail.cli.client import ChatClient
+    from kvrail.cli.remote.client import ChatClient
 
     if arguments.out.exists() and not arguments.force:
         raise ConfigError(f"--out: {arguments.out} exists; add --force, or name another file")
