@@ -38,10 +38,10 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 class Prefill(prefill_pb2_grpc.PrefillServicer):
     @maps_errors
     async def Prefill(self, request, context):
-        async def story(replies):
+        async def handle(replies):
             raise WorkerUnavailableError("let in")
 
-        await serve_prefill(context, story)
+        await serve_prefill(context, handle)
 
     @maps_errors
     async def GetStatus(self, request, context):
