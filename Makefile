@@ -122,10 +122,10 @@ protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 gpu-test: $(VENV)/.dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-gpu-smoke: $(VENV)/.dev  ## the whole server on one NVIDIA GPU: architectures and settings, each under a crowd of unlike requests; minutes
+gpu-smoke: $(VENV)/.dev  ## the whole server on one NVIDIA GPU: architectures and settings, each under many different requests at once; minutes
 	$(BIN)/python -m tests.smoke $(ARGS)
 
-gpu-smoke-state: $(VENV)/.dev  ## whether the result of `make gpu-smoke` is green, and of the code at hand
+gpu-smoke-state: $(VENV)/.dev  ## whether the result of `make gpu-smoke` is green and of this code
 	@$(BIN)/python -m tests.smoke --state
 
 gpu-memcheck: $(VENV)/.dev  ## codecs' kernels on an NVIDIA GPU under compute-sanitizer; every tensor its own allocation
@@ -185,7 +185,7 @@ bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and 
 bench-scrape: $(VENV)/.dev  ## what a scrape of the router's metrics costs while streams run through it
 	$(BIN)/python -m benchmarks.scrape $(ARGS)
 
-bench-overload: $(VENV)/.dev  ## who is lost and who waits when one client floods a cluster; five minutes
+bench-overload: $(VENV)/.dev  ## requests that fail or wait when one client floods a cluster; five minutes
 	$(BIN)/python -m benchmarks.overload $(ARGS)
 
 bench-local-prefill: $(VENV)/.dev  ## short prompts at the decode worker: a fixed number of tokens, or as measured
@@ -200,7 +200,7 @@ simulate: $(VENV)/.dev  ## the router's policies on traces of requests, on a sim
 replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real cluster of 2 + 2 workers; five minutes
 	$(BIN)/python -m benchmarks.replay $(ARGS)
 
-newcomer: $(VENV)/.dev  ## README's first commands in a clean clone: is the terminal ever silent, does KV cross; minutes
+newcomer: $(VENV)/.dev  ## README's first commands in a clean clone: output never pauses for long, and KV crosses; minutes
 	$(BIN)/python -m pytest -m newcomer tests/newcomer $(ARGS)
 
 docs: $(VENV)/.dev  ## the pages that are made from code: docs/configuration.md

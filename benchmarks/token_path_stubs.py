@@ -157,7 +157,7 @@ class StubEngine:
 
 
 async def serve_servicer() -> None:
-    """The real servicer of a decode worker over a stub engine; its metrics port is not served, but CPU time is reported."""
+    """The real servicer of a decode worker over a stub engine; it reports CPU time, without a metrics port."""
     from prometheus_client import CollectorRegistry
 
     from kvrail.config.settings import DecodeSettings
