@@ -13,7 +13,7 @@ log = logging.getLogger("kvrail.watched")
 T = TypeVar("T")
 
 LOOK_EVERY_S = 1.0
-"""How often files are looked at, at most, when somebody asks for what they hold."""
+"""Shortest time between two checks of the files."""
 
 
 class Watched(Generic[T]):
@@ -47,7 +47,7 @@ class Watched(Generic[T]):
         return self._value
 
     def _stat(self) -> list[tuple[int, int, int]]:
-        """By which a change is seen. Links are followed: a mount of Kubernetes swaps one."""
+        """What changes with a file. Links are followed: a mount of Kubernetes swaps one."""
         found = []
         for path in self._paths:
             try:

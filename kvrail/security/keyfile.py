@@ -1,4 +1,4 @@
-"""The file of API keys: who may use the HTTP API, and how much. It holds hashes, no keys.
+"""The file of API keys, with their limits. It holds hashes, no keys.
 
 TOML, a table for each key; everything but name and sha256 may be left out:
 

@@ -45,7 +45,7 @@ def role_host(role: str) -> str:
 
 
 class TlsSettings(Protocol):
-    """What of a process's settings concerns certificates."""
+    """The settings of a process that concern certificates."""
 
     tls_ca: str
     tls_cert: str
