@@ -196,6 +196,6 @@ def _worker_process(
 
 
 def _command(role: str, values: Mapping[str, object], config: Path | None) -> tuple[str, ...]:
-    """`kvrail ROLE` with `values`. The working folder is not on its path (-P): a `services` folder there is not ours."""
+    """`kvrail ROLE` with `values`. The working folder is not on its path (-P): it may hold a `services` of its own."""
     from_file = (f"--config={config}",) if config else ()
     return (sys.executable, "-u", "-P", "-m", "kvrail", role, *flag_arguments(values), *from_file)
