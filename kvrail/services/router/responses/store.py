@@ -16,7 +16,7 @@ _ITEMS = TypeAdapter(list[InputItem])
 MAX_REFERENCED_BYTES = 8 << 20
 """Of the responses whose items one request refers to."""
 ENTRY_BYTES = 16 << 10
-"""What a kept response takes beside its JSON, at most: its parsed input items and its place in the store."""
+"""Counted for a kept response beside its JSON: about what its parsed input items and its entry take."""
 Owner = int | None
 """Which API key a response belongs to, by its place; None where there are no keys."""
 
@@ -44,7 +44,7 @@ class Entry:
     @property
     def size(self) -> int:
         """About what it takes in memory, in bytes."""
-        return ENTRY_BYTES + self.input_bytes + len(self.told)
+        return self.input_bytes + len(self.told)
 
 
 class ResponseStore:
@@ -87,7 +87,7 @@ class ResponseStore:
         self.size += entry.size - before
 
     def _make_room(self) -> None:
-        while self.size > self._most_bytes:
+        while self.size + ENTRY_BYTES * len(self._entries) > self._most_bytes:
             self._drop(next(iter(self._entries)))
 
     def find(self, owner: Owner, response_id: str) -> Entry:
