@@ -101,8 +101,8 @@ class RouterMetrics:
         self.cached_tokens = make.counter("kvrail_cached_prompt_tokens", "Prompt tokens whose KV was held already.")
         self.prompt_tokens_by_source = make.counters(
             "kvrail_prompt_tokens_by_source",
-            "Prompt tokens of answered requests by where the decode worker had their KV from:"
-            " it computed them, held them, or got them from a prefill worker.",
+            "Prompt tokens of answered requests by the source of their KV: computed or cached by the decode worker,"
+            " or transferred from a prefill worker.",
             "source",
             SOURCES,
         )
@@ -114,14 +114,14 @@ class RouterMetrics:
         self.queue_clients = make.gauge("kvrail_queue_clients", "Clients, by API key or address, whose prompts wait.")
         self.queue_place = make.histogram(
             "kvrail_queue_place",
-            "Prompts that waited already when one came; fair turns may overtake them.",
+            "Prompts that were waiting when one arrived; fair turns may overtake them.",
             buckets.POWERS,
         )
         self.queue_seconds = make.histogram(
             "kvrail_queue_seconds", "Time that a prompt waited in the router for its turn.", buckets.PART
         )
         self._placements = make.counter_family(
-            "kvrail_placements", "Prompts given to workers, by what decided between them.", "role", "reason"
+            "kvrail_placements", "Prompts placed on workers, by the reason for the choice.", "role", "reason"
         )
         self.prefix_tokens = make.counters(
             "kvrail_prefix_tokens",
@@ -143,10 +143,10 @@ class RouterMetrics:
             "kvrail_worker_requests", "Prompts that this router gave to a worker.", *about
         )
         self._held = make.gauge_family(
-            "kvrail_worker_requests_in_flight", "Prompts that a worker has of this router.", *about
+            "kvrail_worker_requests_in_flight", "Prompts from this router that a worker has.", *about
         )
         self._backlogs = make.gauge_family(
-            "kvrail_worker_backlog_tokens", "Tokens of these prompts that the worker has still to compute.", *about
+            "kvrail_worker_backlog_tokens", "Tokens of these prompts that the worker still has to compute.", *about
         )
         self._known: dict[tuple[str, str], Collection[str]] = {}
         self.cluster_waiting = make.gauge(
