@@ -21,7 +21,7 @@ from kvrail.codec.papers.lynx.plan import TensorPlan
 
 CODECS = ("lynx", "lynx-exact")
 SMALL_PAGES = 2
-"""Of each layer, which are compared with the CPU's."""
+"""Values of each layer that are compared with the CPU's."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -80,7 +80,7 @@ class Coded:
 
 
 def measure(name: str, block: Block, runs: int) -> list[StepFigures]:
-    """The gate, then so many timed runs of all steps and of a copy in turn; raises GateError."""
+    """The gate, then `runs` timed runs of all steps and of a copy in turn; raises GateError."""
     codec = registry.get(name)
     _check_against_cpu(codec, block)
     coded, out = Coded(codec, block), poisoned(block)

@@ -101,7 +101,7 @@ def steps_of_each_kind(loaded: LoadedModel, num_pages: int) -> dict[str, tuple[l
 
 
 def observe(events: list[torch.Event], layer: int) -> None:
-    """What a prefill worker does when it is told of layers: note where the GPU is."""
+    """What a prefill worker does when layers are enqueued: record an event."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     events.append(event)

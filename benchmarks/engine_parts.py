@@ -193,7 +193,7 @@ class Bench:
         return _median(lambda: self._run_all(self.prompts(case), 1), 3)
 
     def workload(self, case: Case, new_tokens: int) -> float:
-        """Seconds for prompts that come at once, with so many new tokens each."""
+        """Seconds for prompts that come at once, with `new_tokens` each."""
         prompts = self.prompts(case)
         begin = time.perf_counter()
         self._run_all(prompts, new_tokens)
@@ -226,7 +226,7 @@ class Bench:
             engine.submit(EngineRequest(str(number), tuple(ids), params))
 
     def tables(self, case: Case, tokens: int) -> list[list[int]]:
-        """Random pages for so many tokens of each sequence."""
+        """Random pages for the tokens of each sequence."""
         pages = random.sample(range(self._num_pages), self._num_pages)
         need = self.loaded.layout.pages_for(tokens)
         return [[pages.pop() for _ in range(need)] for _ in range(case.batch)]

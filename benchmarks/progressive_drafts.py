@@ -23,7 +23,7 @@ FILES = (*UNSEEN, "torch/optim/lr_scheduler.py")
 """Of installed packages, one context of a length each; the demo model's own held-out text is too short."""
 POSITIONS = (1, 10, 20, 32)
 PAGE_BITS = 16
-"""Of a value of uncompressed KV."""
+"""Bits of a value of uncompressed KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     python -m benchmarks.token_path_stubs worker|servicer|source|proxy [TARGET]
 
 Each prints the port that it listens on and serves until it is killed. The step of all is the same: one token for each
-stream that runs, then the next step as soon as what was told has been taken, or STEP_MS after the last one.
+stream that runs, then the next step as soon as the last one has been taken, or STEP_MS after the last one.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class StubEngine:
             self._running.pop(request_id, None)
 
     def status(self) -> Any:
-        """Of the engine's state what choosing where to prefill asks for."""
+        """The engine's state that the choice of a prefill worker reads."""
         with self._lock:
             return SimpleNamespace(running=len(self._running))
 
@@ -156,7 +156,7 @@ class StubEngine:
 
 
 async def serve_servicer() -> None:
-    """The real servicer of a decode worker over a stub engine; its metrics port is not served, but CPU is told."""
+    """The real servicer of a decode worker over a stub engine; it reports CPU time, without a metrics port."""
     from prometheus_client import CollectorRegistry
 
     from kvrail.config.settings import DecodeSettings
@@ -204,7 +204,7 @@ async def serve_servicer() -> None:
 
 
 class Source(asyncio.Protocol):
-    """Upstream of the bare proxy: after a number and a line break, so many events, one a step."""
+    """Upstream of the bare proxy: after a number and a line break, that number of events, one a step."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps

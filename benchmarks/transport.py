@@ -129,8 +129,8 @@ class RemoteSender:
         return answer
 
     async def _hear(self, word: str) -> None:
-        if (heard := await asyncio.to_thread(self._pipe.recv)) != word:
-            raise SystemExit(f"the sender's process said {heard!r} instead of {word!r}")
+        if (reply := await asyncio.to_thread(self._pipe.recv)) != word:
+            raise SystemExit(f"the sender's process said {reply!r} instead of {word!r}")
 
 
 @asynccontextmanager

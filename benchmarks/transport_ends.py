@@ -36,11 +36,11 @@ class Sender(Protocol):
 
     @property
     def address(self) -> bytes:
-        """Told to the receiver."""
+        """Address for the receiver."""
         ...
 
     async def send(self, peer: bytes, key: int, payload: memoryview, count: int, ready: Callable[[], None]) -> None:
-        """Send the payload so many times, to who comes after `ready`."""
+        """Send the payload `count` times, to the receiver that comes after `ready`."""
 
 
 class Receiver(Protocol):
@@ -48,11 +48,11 @@ class Receiver(Protocol):
 
     @property
     def address(self) -> bytes:
-        """Told to the sender."""
+        """Address for the sender."""
         ...
 
     async def receive(self, peer: bytes, key: int, size: int, count: int, check: Check) -> None:
-        """Receive so many payloads of `size` bytes."""
+        """Receive `count` payloads of `size` bytes."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ async def start_sealed_tcp(pool_bytes: int) -> Transport:
 
 
 class BareSocketSender:
-    """A bound: a thread that does nothing but `sendall` to whoever connects."""
+    """A bound: a thread that does nothing but `sendall` to each connection."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server((HOST, 0))

@@ -70,7 +70,7 @@ def as_payload(tensor: torch.Tensor) -> Payload:
 
 
 async def in_turns(load: Load, one: Callable[[int], Awaitable[None]]) -> None:
-    """Run `one` for each payload, so many at once."""
+    """Run `one` for each payload, `at_once` of them at a time."""
     left = iter(range(load.count))
 
     async def turn() -> None:

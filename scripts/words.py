@@ -49,7 +49,10 @@ def hits(root: Path) -> list[str]:
         if (Path(path).suffix not in SUFFIXES and path != "Makefile") or LEFT_OUT.match(path):
             continue
         words = NAMES if path.startswith("tests/") else PLAIN_ENGLISH | NAMES
+        any_of_them = re.compile("|".join(f"(?:{pattern})" for pattern in words))
         for number, line in enumerate((root / path).read_text(errors="replace").splitlines(), 1):
+            if not any_of_them.search(line.strip()):
+                continue
             for pattern, better in words.items():
                 if match := re.search(pattern, line.strip()):
                     found.append(f"{path}:{number}: {match[0]!r}: {better}")

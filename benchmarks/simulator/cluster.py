@@ -10,8 +10,8 @@ from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimW
 from kvrail.config.settings import RouterSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
 from kvrail.services.router.fleet.policy import POLICIES, PlacementRequest, choose
+from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S as REPORT_S
 
-REPORT_S: float = RouterSettings.model_fields["status_interval_s"].default
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default
 MAX_RUNNING = 64
 STEP_TOKENS = 2048
@@ -41,7 +41,7 @@ class Outcome:
         return sum(self.times) / len(self.times)
 
     def quantile(self, share: float) -> float:
-        """Seconds to the first token that so many stay below."""
+        """Percentile of the seconds to the first token."""
         return sorted(self.times)[min(len(self.times) - 1, int(share * len(self.times)))]
 
     @property
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Simulation:
-    """One trace through so many prefill and as many decode workers.
+    """One trace through `workers` prefill workers and as many decode workers.
 
     prefill_wait_s: that a prompt waits for a prefill worker at most, where a decode worker has time; 0: any time.
     """

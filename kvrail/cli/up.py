@@ -103,7 +103,7 @@ def welcome(cluster: Cluster) -> str:
 try:
   kvrail chat --url {cluster.url}
   curl -s {cluster.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
-The answer's usage tells under "kvrail" how many bytes of KV crossed (kv_bytes), of how many (kv_raw_bytes).
+The answer's usage shows under "kvrail" how many bytes of KV crossed: kv_bytes, compressed from kv_raw_bytes.
 
 metrics:
 {metrics}

@@ -70,9 +70,7 @@ class Receiving(Attempt):
         layout, num_pages = self._offer.layout, self._offer.num_pages
         recent = first_recent_page(num_pages * layout.page_size, layout.page_size)
         spec = block_spec(layout, num_pages)
-        transfer = Transfer(
-            self._offer.request, codec.name, codec.num_stages, spec, 0, recent, codec.parameters_id
-        )
+        transfer = Transfer(self._offer.request, codec.name, codec.num_stages, spec, 0, recent, codec.parameters_id)
         return PageReceiver(transfer, codec, self._sink, self._executor, self.counts, self._silence_s, self._on_coarse)
 
     async def _announced(self) -> Announcement | None:

@@ -96,7 +96,7 @@ def _listen(host: str, port: int) -> socket.socket:
 async def start_side_server(
     host: str,
     port: int,
-    render: Callable[[str], tuple[bytes, str]],
+    render: Callable[[str], Awaitable[tuple[bytes, str]]],
     healthy: Callable[[], bool],
     tls: Tls | None = None,
 ) -> tuple[int, Callable[[], Awaitable[None]]]:
@@ -108,7 +108,7 @@ async def start_side_server(
     """
 
     async def metrics(request: Request) -> Response:
-        body, content_type = render(request.url.path)
+        body, content_type = await render(request.url.path)
         return Response(body, headers={"content-type": content_type})
 
     async def health(_: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The file of API keys: who may use the HTTP API, and how much. It holds hashes, no keys.
+"""The file of API keys, with their limits. It holds hashes, no keys.
 
 TOML, a table for each key; everything but name and sha256 may be left out:
 
@@ -106,7 +106,7 @@ def parse(content: bytes, where: str) -> dict[str, Key]:
 
 
 class KeyFile:
-    """The keys that the file holds now; a change that is no good leaves them as they were."""
+    """The keys in the file; after a change that is not valid they stay as they were."""
 
     def __init__(self, path: str) -> None:
         """Read it. Raises ConfigError."""
@@ -114,7 +114,7 @@ class KeyFile:
         self._keys = Watched((Path(path),), lambda: parse(content_of("--api-keys-file", Path(path)), self._where))
 
     def on_failure(self, call: Callable[[], object]) -> None:
-        """Have this called for each change that is no good."""
+        """Call this for each change that is not valid."""
         self._keys.on_failure = call
 
     def keys(self) -> Mapping[str, Key]:
@@ -124,7 +124,7 @@ class KeyFile:
     def find(self, secret: str) -> Key | None:
         """The key that this secret is, or None. Raises AuthenticationError where it has expired.
 
-        A hash is looked up, not the secret: what the time of it tells is nothing that leads to a secret.
+        The lookup is by hash, so its timing reveals nothing about a secret.
         """
         digest = hash_of(secret)
         key = self._keys.get().get(digest)

@@ -9,12 +9,12 @@ numbers of waiting requests add up.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from kvrail.telemetry.series import Family, Histogram
+from kvrail.telemetry.series import Family
 
 ENGINE = {"engine": "0"}
-"""The label of vLLM's data-parallel engines, of which a worker here has one."""
+"""The label of vLLM's data-parallel engines; a worker here has one engine."""
 FINISHED = {
     "stop": "stop",
     "length": "length",
@@ -31,63 +31,16 @@ UNCOUNTED_HANDLERS = frozenset(
 """Probes and scrapes, which vLLM's HTTP metrics leave out."""
 
 
-class Valued(Protocol):
-    """What has one value now."""
-
-    @property
-    def value(self) -> float:
-        """The value."""
-
-
 Row = tuple[dict[str, str], Any]
-"""Labels of a series, and where its numbers come from: a Histogram, or what is Valued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Numbers added up, less others."""
-
-    plus: tuple[Valued, ...]
-    minus: tuple[Valued, ...] = ()
-
-    @property
-    def value(self) -> float:
-        """See Valued."""
-        return sum(each.value for each in self.plus) - sum(each.value for each in self.minus)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part of a whole; 0 while there is no whole."""
-
-    part: Valued
-    whole: Valued
-
-    @property
-    def value(self) -> float:
-        """See Valued."""
-        whole = self.whole.value
-        return self.part.value / whole if whole else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """How many observations a histogram has."""
-
-    histogram: Histogram
-
-    @property
-    def value(self) -> float:
-        """See Valued."""
-        return self.histogram.count
+"""Labels of a series, and the series of ours that it shows, or its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
     """One metric of vLLM's, and how its series follow from families of ours.
 
-    sources: our names, a counter's without its `_total`. name: vLLM's, likewise. kind: its type, where it is not the
-    first source's.
+    sources: our names, a counter's without its `_total`. name: vLLM's, also without it. kind: its type, where it is not
+    the first source's.
     """
 
     name: str
@@ -119,12 +72,12 @@ def _grouped(
     """Series added up where vLLM has one word for several values of `label`; those that it has no word for are left."""
 
     def derive(family: Family[Any]) -> Iterator[Row]:
-        found: defaultdict[tuple[tuple[str, str], ...], list[Valued]] = defaultdict(list)
+        found: defaultdict[tuple[tuple[str, str], ...], float] = defaultdict(float)
         for labels, series in family.series():
             word = words.get(labels.pop(label))
             if word is not None:
-                found[tuple((labels | engine | {theirs: word}).items())].append(series)
-        return ((dict(labels), Sum(tuple(several))) for labels, several in found.items())
+                found[tuple((labels | engine | {theirs: word}).items())] += series.value
+        return ((dict(labels), value) for labels, value in found.items())
 
     return derive
 
@@ -148,22 +101,22 @@ def _usage(pages: Family[Any]) -> Iterator[Row]:
     found = {labels["state"]: (labels, series) for labels, series in pages.series()}
     if "used" in found:
         labels, used = found["used"]
-        whole = Sum(tuple(series for _, series in found.values()))
-        yield {"model_name": labels["model_name"]} | ENGINE, Share(used, whole)
+        whole = sum(series.value for _, series in found.values())
+        yield {"model_name": labels["model_name"]} | ENGINE, used.value / whole if whole else 0.0
 
 
 def _running(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
     """Sequences that the engine's steps compute: ours that run, less those that only wait for their KV."""
-    held_up = tuple(series for _, series in receiving.series())
+    receive = sum(series.value for _, series in receiving.series())
     for labels, series in _select("state", "running")(sequences):
-        yield labels, Sum((series,), held_up)
+        yield labels, series.value - receive
 
 
 def _waiting(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
     """Sequences that wait, for pages or for their KV."""
-    held_up = tuple(series for _, series in receiving.series())
+    receive = sum(series.value for _, series in receiving.series())
     for labels, series in _select("state", "waiting")(sequences):
-        yield labels, Sum((series, *held_up))
+        yield labels, series.value + receive
 
 
 def _waiting_by_reason(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
@@ -186,7 +139,7 @@ def _cache_config(info: Family[Any]) -> Iterator[Row]:
 
 
 def _counts(family: Family[Any]) -> Iterator[Row]:
-    return ((labels, Count(series)) for labels, series in _keep(family))
+    return ((labels, series.count) for labels, series in _keep(family))
 
 
 _PHASES = "kvrail_request_phase_seconds"

@@ -110,8 +110,8 @@ class RegionPool:
         room = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         if room > self._buffer.numel():
             raise FrameError(
-                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; lower the"
-                " prefill workers' --max-frame-bytes"
+                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; raise its"
+                " --transfer-memory-mib"
             )
         return room
 

@@ -72,7 +72,7 @@ class PromptLogprobs:
     """Log probabilities of some of a prompt's tokens, one behind the other; columns, since there can be many.
 
     first: which token of the prompt is the first of them, from 1 on: token 0 follows nothing. ranks: 1 for the most
-    likely token at its place. top: how many of the most likely tokens are told for each; top_ids and top_logprobs have
+    likely token at its place. top: how many of the most likely tokens each one has; top_ids and top_logprobs have
     theirs one behind the other, the most likely first.
     """
 

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from kvrail.errors import IncompatibleError, InvalidRequestError
-from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.spans import MAX_SIZES, MAX_SPANS, Span
 from kvrail.values.layout import DTYPE_BYTES, KVLayout
 from kvrail.values.sampling import (
@@ -280,23 +280,23 @@ def layout_from_proto(message: common_pb2.KVLayout) -> KVLayout:
     )
 
 
-def marks_to_proto(marks: Iterable[tuple[Stage, float]]) -> list[common_pb2.Mark]:
+def marks_to_proto(marks: Iterable[tuple[Moment, float]]) -> list[common_pb2.Mark]:
     """Moments of a request's life, in seconds since the hop began."""
-    return [common_pb2.Mark(stage=stage.value, seconds=seconds) for stage, seconds in marks]
+    return [common_pb2.Mark(moment=moment.value, seconds=seconds) for moment, seconds in marks]
 
 
-def marks_from_proto(messages: Sequence[common_pb2.Mark]) -> list[tuple[Stage, float]]:
-    """Read a peer's marks; raises IncompatibleError for too many, an unknown stage or a time that no request has."""
-    check_number("the number of marks", len(messages), len(Stage))
+def marks_from_proto(messages: Sequence[common_pb2.Mark]) -> list[tuple[Moment, float]]:
+    """Read a peer's marks; raises IncompatibleError for too many, an unknown moment or a time that no request has."""
+    check_number("the number of marks", len(messages), len(Moment))
     marks = []
     for message in messages:
         try:
-            stage = Stage(message.stage)
+            moment = Moment(message.moment)
         except ValueError:
-            known, said = ", ".join(Stage), message.stage[:MAX_NAME_CHARS]
-            raise IncompatibleError(f"the peer marks the unknown stage {said!r}; known are {known}") from None
-        check_number(f"the time of {stage}", message.seconds, MAX_SECONDS)
-        marks.append((stage, message.seconds))
+            known, said = ", ".join(Moment), message.moment[:MAX_NAME_CHARS]
+            raise IncompatibleError(f"the peer marks the unknown moment {said!r}; known are {known}") from None
+        check_number(f"the time of {moment}", message.seconds, MAX_SECONDS)
+        marks.append((moment, message.seconds))
     return marks
 
 

@@ -166,10 +166,10 @@ class Worker:
             complete=events.complete,
         )
 
-    def render_metrics(self, path: str) -> tuple[bytes, str]:
+    async def render_metrics(self, path: str) -> tuple[bytes, str]:
         """Body and content type of a metrics path."""
         self.engine.report_load()
-        return self.exposition.render(path)
+        return await self.exposition.answer(path)
 
     def healthy(self) -> bool:
         """Whether requests can be sent here."""
@@ -253,7 +253,7 @@ def build_worker(
         side=side or SideStream(loaded.device),
         calls=ActiveCalls(),
         registry=registry,
-        exposition=Exposition(registry, settings.metrics_names, vllm=decodes),
+        exposition=Exposition(registry, vllm=decodes),
         transfers=TransferMetrics(registry, name, (), ("received",) if decodes else ("sent",)),
         coding=CodecMetrics(registry, name, encodes=not decodes, decodes=decodes),
         codecs=codecs,
@@ -281,17 +281,17 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
     page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
     if page_bytes > settings.max_frame_bytes:
         raise ConfigError(
-            f"max_frame_bytes is {settings.max_frame_bytes}, but a page of one layer has {page_bytes} bytes;"
-            " raise it or lower page_size"
+            f"a frame has at most {settings.max_frame_bytes} bytes, but a page of one layer has {page_bytes};"
+            " raise the decode workers' transfer_memory_mib or lower page_size"
         )
-    num_pages = settings.num_pages or pages_that_fit(loaded.layout, loaded.device, settings.kv_memory_gib)
+    num_pages = pages_that_fit(loaded.layout, loaded.device, settings.kv_memory_gib)
     runner = ModelRunner(
         loaded,
         num_pages,
         max_running=settings.max_running,
         max_batch_tokens=settings.max_batch_tokens,
-        cuda_graphs=settings.cuda_graphs,
-        compile=settings.compile,
+        cuda_graphs=not settings.eager,
+        compile=not settings.eager,
         invariant=settings.invariant != "off",
     )
     logger.info("%s", WARMING_CPU if settings.device == "cpu" else WARMING_CUDA)
@@ -366,9 +366,9 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls
     look_at_certificate = show_certificates(worker.registry, {} if tls is None else {"services": tls.end})
     stop_side = None
 
-    def render_metrics(path: str) -> tuple[bytes, str]:
+    async def render_metrics(path: str) -> tuple[bytes, str]:
         look_at_certificate()
-        return worker.render_metrics(path)
+        return await worker.render_metrics(path)
 
     try:
         await rpc.start()

@@ -37,8 +37,7 @@ class Transports:
     @classmethod
     async def to_receive(cls, settings: DecodeSettings, device: torch.device) -> "Transports":
         """Start a decode worker's, which share one pool of host memory. Raises as `to_send`."""
-        pool_bytes = max(settings.receive_pool_mib << 20, 2 * settings.max_frame_bytes)
-        pool = host_pool(pool_bytes, pinned=device.type == "cuda")
+        pool = host_pool(settings.transfer_memory_mib << 20, pinned=device.type == "cuda")
         return await cls._start(settings, _options(settings, device, pool=pool))
 
     @classmethod
@@ -81,7 +80,7 @@ class Transports:
 
 def _options(settings: WorkerSettings, device: torch.device, **ends: Any) -> TransportOptions:
     on_cuda = device.type == "cuda"
-    polls = settings.ucx_polling == "on" or (settings.ucx_polling == "auto" and on_cuda and _cores() >= POLLING_CORES)
+    polls = on_cuda and _cores() >= POLLING_CORES
     return TransportOptions(
         device, encrypt=bool(settings.tls_cert), silence_s=settings.transfer_timeout_s, poll=polls, **ends
     )

@@ -181,7 +181,7 @@ def forms_of(settings: WorkerSettings) -> WeightForms:
         raise ConfigError(f"weights is {name!r}, but {why}; set it to plain")
     if settings.dtype == "float32":
         raise ConfigError(f"weights is {name!r}, but dtype is 'float32'; only bfloat16 can be held so")
-    return WeightForms(PackedWeights(), lambda loaded: hold(loaded, method, join=settings.compile))
+    return WeightForms(PackedWeights(), lambda loaded: hold(loaded, method, join=not settings.eager))
 
 
 def hold(loaded: LoadedModel, method: LinearMethod, *, join: bool) -> LoadedModel:

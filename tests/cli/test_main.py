@@ -115,7 +115,7 @@ def test_values_survive_the_way_through_a_command_line():
     values = {
         "port": 9,
         "prefix_cache": False,
-        "cuda_graphs": True,
+        "eager": True,
         "kv_memory_gib": 0.5,
         "model": "a b=c",
         "device": "cuda:3",

@@ -168,8 +168,8 @@ def test_gpus_are_taken_in_turn(model, monkeypatch):
 
 
 def test_memory_that_was_asked_for_is_kept_on_a_shared_gpu(model):
-    cluster = plan("--num-pages", "100", gpus="0", model=model)
-    assert {settings_of(process).num_pages for process in cluster.processes[1:]} == {100}
+    cluster = plan("--kv-memory-gib", "0.7", gpus="0", model=model)
+    assert {settings_of(process).kv_memory_gib for process in cluster.processes[1:]} == {0.7}
 
 
 def test_the_device_follows_the_machine_unless_named(model):

@@ -30,6 +30,7 @@ from kvrail.worker.codecs import AUTO, Codecs
 from kvrail.worker.process import Worker, build_worker
 from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
+from tests.models import kv_gib
 
 MODEL = "tiny"
 WITHOUT_UCX = ucx.available()
@@ -119,18 +120,22 @@ class Cluster:
             worker.engine.check()
 
 
-def settings(cls, folder, **changes):
+def settings(cls, folder, *, num_pages=200, max_frame_bytes=0, **changes):
+    """num_pages, max_frame_bytes: of exactly this many pages and this size of frames, which no setting gives."""
+    if max_frame_bytes:
+        cls = type(cls.__name__, (cls,), {"max_frame_bytes": property(lambda _: max_frame_bytes)})
     defaults = {
         "model": str(folder),
         "served_model_name": MODEL,
         "dtype": "float32",
         "kv_dtype": "float32",
-        "num_pages": 200,
         "page_size": 64,
         "max_batch_tokens": 512,
     }
-    own = {"local_prefill_tokens": 0} if cls is DecodeSettings else {}
-    return cls(**{**defaults, **own, **{k: v for k, v in changes.items() if k in cls.model_fields}})
+    own = {"local_prefill_tokens": 0} if issubclass(cls, DecodeSettings) else {}
+    values = {**defaults, **own, **{k: v for k, v in changes.items() if k in cls.model_fields}}
+    values["kv_memory_gib"] = kv_gib(folder, num_pages, values["kv_dtype"], values["page_size"])
+    return cls(**values)
 
 
 async def transports_for(transport, options, device):

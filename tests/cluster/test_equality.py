@@ -31,7 +31,7 @@ async def test_greedy_tokens_equal_generate(family, transport):
             cold = await c.ask(prompt, max_tokens=24)
             assert cold.tokens == {0: expected}, length
             assert cold.summary.cached_tokens == 0 and cold.summary.prefill_worker
-            marks = {mark.stage: mark.seconds for mark in cold.summary.marks}
+            marks = {mark.moment: mark.seconds for mark in cold.summary.marks}
             exposed = marks["kv_complete"] - marks["prefill_finished"]
             assert cold.summary.transport == transport and cold.summary.exposed_s == pytest.approx(max(0, exposed))
             warm = await c.ask(prompt, max_tokens=24)  # pages that the decode worker holds do not cross again

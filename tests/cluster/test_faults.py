@@ -12,7 +12,7 @@ from kvrail.codec.raw.codec import RawCodec
 from kvrail.errors import InvalidRequestError, KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.breaker import FAILURES
-from kvrail.services.decode import prompt_fetch
+from kvrail.services.decode import fetcher, prompt_fetch
 from kvrail.services.prefill import handler
 from kvrail.wire.v1 import prefill_pb2
 from tests.cluster.cluster import TRANSPORTS, cluster
@@ -63,7 +63,8 @@ async def test_a_worker_that_fails_time_and_again_is_not_asked_for_a_while(llama
 
 
 async def test_prompts_that_nobody_takes_are_computed_here_up_to_a_bound(llama, monkeypatch):
-    async with cluster(llama, decode={"local_fallback_tokens": 400}) as c:
+    monkeypatch.setattr(fetcher, "LOCAL_FALLBACK_TOKENS", 400)
+    async with cluster(llama) as c:
         compute_here, held = c.decode.engine.compute_here, []
         monkeypatch.setattr(c.decode.engine, "compute_here", held.append)
         prompts = [prompt_of(310)[number:] for number in range(3)]

@@ -49,7 +49,7 @@ def no_number(message):
 
 
 def next_year(message):
-    message.marks.append(common_pb2.Mark(stage="first_token", seconds=3e7))
+    message.marks.append(common_pb2.Mark(moment="first_token", seconds=3e7))
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ LEAN = {
     "max_batch_tokens": 256,
     "max_frame_bytes": 1 << 13,  # so that a transfer has many
     "max_running": 8,
-    "receive_pool_mib": 8,
-    "cuda_graphs": False,
-    "compile": False,
+    "transfer_memory_mib": 8,
+    "eager": True,
 }
 """What starts at once and computes exactly."""
 EXACT = [name for name in registry.names() if registry.get(name).exact]

@@ -22,9 +22,9 @@ CPU = pytest.param("cpu", marks=pytest.mark.chaos)
 @contextlib.asynccontextmanager
 async def prefill_process(order, folder, device, transport):
     """Its address and the process."""
-    numbers = ("page_size", "max_batch_tokens", "max_frame_bytes", "max_running")
+    numbers = ("page_size", "max_batch_tokens", "max_running")
     flags = [part for name in numbers for part in (f"--{name.replace('_', '-')}", str(LEAN[name]))]
-    flags += ["--dtype", LEAN["dtype"], "--kv-dtype", "bfloat16", "--no-cuda-graphs", "--no-compile"]
+    flags += ["--dtype", LEAN["dtype"], "--kv-dtype", "bfloat16", "--eager"]
     flags += ["--model", str(folder), "--served-model-name", "tiny", "--device", device, "--transport", transport]
     port = free_port()
     process = await start("tests.gpu.signalled_prefill", str(order), *flags, port=port)

@@ -45,7 +45,7 @@ BREACHES = [
     (
         "a transfer knows pages, codecs and transports: no engine, metrics or messages",
         "kvrail/transfer/breach.py",
-        "import kvrail.telemetry.lifecycle",
+        "import kvrail.telemetry.moments",
     ),
     (
         "a transfer knows pages, codecs and transports: no engine, metrics or messages",

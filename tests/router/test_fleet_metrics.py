@@ -138,10 +138,3 @@ async def test_prometheus_finds_all_metrics(tokenizer: Tokenizer):
         assert {group["labels"]["__metrics_path__"] for group in theirs} == {"/metrics/vllm"}
         assert {group["labels"]["instance"] for group in theirs} == {router}
         assert (await cluster.http.get("/metrics/targets", params={"names": "ours"})).status_code == 400
-
-
-async def test_vllms_names_on_metrics(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, metrics_names="both") as cluster:
-        text = (await cluster.http.get("/metrics")).text
-        assert "\nkvrail_requests_total{" in text and "\nvllm:request_success_total{" in text
-        assert text.count("# TYPE process_open_fds ") == 1

@@ -146,11 +146,13 @@ async def test_failing_drain_is_raised_and_the_server_stops(running):
 
 async def test_side_server():
     ready = [True]
-    port, stop = await start_side_server(
-        "127.0.0.1", 0, lambda path: (f"metrics of {path}\n".encode(), "text/plain; version=1"), lambda: ready[0]
-    )
+
+    async def render(path):
+        return f"metrics of {path}\n".encode(), "text/plain; version=1"
+
+    port, stop = await start_side_server("127.0.0.1", 0, render, lambda: ready[0])
     with pytest.raises(ConfigError, match=str(port)):
-        await start_side_server("127.0.0.1", port, lambda path: (b"", ""), lambda: True)
+        await start_side_server("127.0.0.1", port, render, lambda: True)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         reply = await client.get("/metrics/vllm")
         assert reply.text == "metrics of /metrics/vllm\n"

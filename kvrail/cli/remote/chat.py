@@ -50,7 +50,7 @@ def add_commands(commands: Commands) -> None:
         answer.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (default: the server's)")
         answer.add_argument("--top-p", type=float, metavar="X", help="nucleus of tokens (default: the server's)")
         answer.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: the server's)")
-        answer.add_argument("--seed", type=int, metavar="N", help="repeat an answer (default: drawn anew each time)")
+        answer.add_argument("--seed", type=int, metavar="N", help="repeat an answer (default: a new one each time)")
 
 
 def run(arguments: argparse.Namespace) -> int:

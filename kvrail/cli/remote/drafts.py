@@ -66,7 +66,7 @@ class DraftScreen:
         self._erase()
 
     def _wrapped(self, row: str, text: str) -> list[str]:
-        """Rows of the screen that `text` behind `row` fills, the first of which begins with `row`."""
+        """Rows of the screen that `text` fills after `row`; the first one begins with `row`."""
         rows = [row]
         for character in text:
             if character == "\n":
@@ -88,7 +88,7 @@ class DraftScreen:
         self._out.flush()
 
     def _erase(self) -> None:
-        """Go back to the end of the certain text; its last row is written anew, since it may be full."""
+        """Go back to the end of the certain text; its last row is written again, since it may be full."""
         if self._shown:
             up = f"\x1b[{self._below}A" if self._below else ""
             self._out.write(f"{up}\r{CLEAR_BELOW}{self._row}")

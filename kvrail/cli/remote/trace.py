@@ -1,4 +1,4 @@
-"""`kvrail trace`: one request's way through router and workers, as a file that Perfetto and Chrome draw."""
+"""`kvrail trace`: one request on its way through router and workers, as a file for Perfetto and Chrome."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError, WorkerUnavailableError
-from kvrail.telemetry.lifecycle import PARTS, Stage
+from kvrail.telemetry.moments import PARTS, Moment
 
 SUMMARY = "draw one request's way through a running cluster"
 EPILOG = """Open the file at https://ui.perfetto.dev or in chrome://tracing.
@@ -22,7 +22,7 @@ examples:
 
 Json = dict[str, Any]
 ROUNDED_S = 2e-6
-"""Times come in whole microseconds: what follows at once may seem to overlap by so much."""
+"""Times are whole microseconds, so adjacent spans may seem to overlap by this much."""
 SPAN_FIELDS = ("process", "track", "name", "begin", "seconds")
 
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         answer = client.complete({"model": models[0], **body, "kvrail": options})
     usage = answer.get("usage", {}).get("kvrail", {})
     if "trace" not in usage:
-        raise WorkerUnavailableError(f"{arguments.url} does not tell traces; is it a router of kvrail?")
+        raise WorkerUnavailableError(f"{arguments.url} sends no traces; is it a router of kvrail?")
     try:
         arguments.out.write_text(json.dumps(chrome_trace(usage)))
     except OSError as error:
@@ -100,8 +100,8 @@ def chrome_trace(usage: Mapping[str, Any]) -> Json:
     names = [_named("process_name", name, pid) for name, pid in pids.items()]
     for (process, track, lane), tid in lanes.items():
         names.append(_named("thread_name", track if lane == 0 else f"{track} {lane + 1}", pids[process], tid))
-    told = {key: value for key, value in usage.items() if key != "trace"}
-    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": told}
+    others = {key: value for key, value in usage.items() if key != "trace"}
+    return {"traceEvents": [*names, *events], "displayTimeUnit": "ms", "otherData": others}
 
 
 def _parts(moments: Mapping[str, float]) -> Iterator[Json]:
@@ -113,7 +113,7 @@ def _parts(moments: Mapping[str, float]) -> Iterator[Json]:
         if finish is not None and finish > last:
             yield {"process": "request", "track": "parts", "name": name, "begin": last, "seconds": finish - last}
             last = finish
-    if (received := moments.get(Stage.RECEIVED.value)) is not None:
+    if (received := moments.get(Moment.RECEIVED.value)) is not None:
         yield {"process": "request", "track": "whole", "name": "request", "begin": received, "seconds": last - received}
 
 

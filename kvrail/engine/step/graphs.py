@@ -179,7 +179,7 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise ConfigError(f"steps cannot be captured ({error}); set cuda_graphs to false") from error
+            raise ConfigError(f"steps cannot be captured ({error}); set eager") from error
         return _Captured(buffer, recorder.graphs, logits)
 
     def _compute(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from kvrail.errors import IncompatibleError, KvrailError
 from kvrail.rpc.prefill.client import PrefillClient
 from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Progress, Received
-from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.guard import Transfer
 from kvrail.transfer.receiving import PageReceiver
@@ -111,8 +111,8 @@ class FetchAttempt:
         self._first = asyncio.create_task(self._take_first_tokens())
         await self._receive(codec)
         await unless_silent(self._first, silence_s)
-        self._timeline.mark(Stage.KV_COARSE)  # marked already where the codec has several stages
-        self._timeline.mark(Stage.KV_COMPLETE)
+        self._timeline.mark(Moment.KV_COARSE)  # marked already where the codec has several stages
+        self._timeline.mark(Moment.KV_COMPLETE)
         self._parts.meters.transfers.seconds["received"].observe(perf_counter() - self._begun)
 
     async def follow_to_end(self) -> None:
@@ -123,7 +123,7 @@ class FetchAttempt:
                 pass
         except KvrailError as error:
             logger.info("a prefill worker's call failed after its pages had come: %s", error)
-        zero = self._timeline.get(Stage.PREFILL_QUEUED)
+        zero = self._timeline.get(Moment.PREFILL_QUEUED)
         if spans is not None and zero is not None:
             spans.adopt(spans_from_proto(call.spans), zero)
 
@@ -149,7 +149,7 @@ class FetchAttempt:
         return prefill_pb2.PrefillRequest(
             request_id=self._request.caller_id,
             prompt_token_ids=self._request.prompt_ids,
-            trace=progress.spans is not None and progress.spans.told,
+            trace=progress.spans is not None and progress.spans.requested,
             trace_context={} if progress.trace is None else progress.trace.context,
             client=self._request.client,
             sampling=sampling_to_proto(self._request.params),
@@ -177,7 +177,7 @@ class FetchAttempt:
     async def _agree(self) -> Codec:
         """Check the other end's choice and open the transport's end; returns the codec."""
         accepted = await unless_silent(self._call.accepted(), self._parts.silence_s)
-        self._timeline.mark(Stage.PREFILL_QUEUED)
+        self._timeline.mark(Moment.PREFILL_QUEUED)
         codec, num_pages = self._codecs.get(accepted.codec), self._num_pages()
         chosen = (accepted.protocol_version, accepted.first_page, accepted.page_count)
         if codec is None or chosen != (PROTOCOL_VERSION, self._held_pages, num_pages):
@@ -220,14 +220,14 @@ class FetchAttempt:
     def _begin_drafting(self) -> None:
         """The pages hold a coarse form of the KV."""
         if not self.drafting:
-            self._timeline.mark(Stage.KV_COARSE)
+            self._timeline.mark(Moment.KV_COARSE)
             self.drafting = True
             self._parts.access.engine.receive_coarse_kv(self._request.request_id)
 
     async def _take_first_tokens(self) -> None:
         message = await self._call.first_token()
         found = first_tokens_from_proto(message, self._request.params, self._parts.model.vocab_size)
-        self._timeline.merge(marks_from_proto(message.marks), Stage.PREFILL_QUEUED)
+        self._timeline.merge(marks_from_proto(message.marks), Moment.PREFILL_QUEUED)
         tokens = [SampledToken(*each) for each in found]
         self._parts.access.engine.receive_first_tokens(self._request.request_id, tokens)
 

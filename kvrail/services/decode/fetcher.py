@@ -13,7 +13,7 @@ from kvrail.rpc.prefill.client import PrefillClient
 from kvrail.runtime.tuning import compute_with
 from kvrail.services.decode.choice import Chooser
 from kvrail.services.decode.fetch_attempt import FetchParts
-from kvrail.services.decode.local import LocalFallbacks, LocalPrefill
+from kvrail.services.decode.local import LOCAL_FALLBACK_TOKENS, LocalFallbacks, LocalPrefill
 from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, PrefillTarget
 from kvrail.services.decode.progress import Progress
 from kvrail.worker.budgets import helping_tokens
@@ -67,7 +67,7 @@ class Fetcher:
         )
         self.workers = workers
         self.breakers = Breakers()
-        self.fallbacks = LocalFallbacks(settings.local_fallback_tokens)
+        self.fallbacks = LocalFallbacks(LOCAL_FALLBACK_TOKENS)
         self.chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
         self._codecs = codecs
         self._asked_codec = asked_codec

@@ -9,6 +9,8 @@ UNMEASURED_TOKENS = 64
 """Default until both rates are measured; costs about one fetch handshake."""
 
 RETRY_AFTER_S = 2.0
+LOCAL_FALLBACK_TOKENS = 16384
+"""Prompt tokens that wait here at most: eight steps of 2,048, after which running sequences would wait for seconds."""
 
 
 def local_tokens(local: Line, remote: Line, running: int, most: int) -> int:

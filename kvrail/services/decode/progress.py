@@ -16,7 +16,7 @@ from kvrail.engine.request.requests import EngineRequest
 from kvrail.services.decode.drafts import DraftLog
 from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.trace import PROCESS, DecodeTrace
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.wire.convert import (
     finish_reason_to_proto,
@@ -69,7 +69,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         if self.traced or self.trace is not None:
-            self.spans = SpanLog(PROCESS, self.timeline, told=self.traced)
+            self.spans = SpanLog(PROCESS, self.timeline, requested=self.traced)
         self.drafts = DraftLog([len(each.token_ids) for each in self.request.resumed] or [0] * self.request.params.n)
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
@@ -82,17 +82,17 @@ class Progress:
                     self._trace_output(event, self.spans)
                 return _output_reply(event)
             case Admitted():
-                self.timeline.mark(Stage.ADMITTED)
+                self.timeline.mark(Moment.ADMITTED)
                 self.cached_tokens = event.cached_tokens
             case PrefillStarted():
-                self.timeline.mark(Stage.PREFILL_STARTED)
+                self.timeline.mark(Moment.PREFILL_STARTED)
             case Drafted() | Verified():
                 reply = self._take_drafts(event)
                 return reply if self.provisional else None
             case PromptScored():
                 return decode_pb2.GenerateReply(prompt_logprobs=prompt_logprobs_to_proto(event.logprobs))
             case Finished():
-                self.timeline.mark(Stage.FINISHED)
+                self.timeline.mark(Moment.FINISHED)
                 self.completion_tokens = event.completion_tokens
                 return self._last_reply(event)
         return None
@@ -103,7 +103,7 @@ class Progress:
         None where there was no wait: the KV came with the first token, or was computed here.
         """
         first, coarse, complete = (
-            self.timeline.get(stage) for stage in (Stage.FIRST_TOKEN, Stage.KV_COARSE, Stage.KV_COMPLETE)
+            self.timeline.get(moment) for moment in (Moment.FIRST_TOKEN, Moment.KV_COARSE, Moment.KV_COMPLETE)
         )
         if not self.prefill_worker or first is None or coarse is None or complete is None or complete <= first:
             return None
@@ -111,7 +111,7 @@ class Progress:
 
     def steps_after(self) -> tuple[float, int]:
         """Seconds and number of the decode steps after the KV was exact; each gave one token."""
-        begin = self.timeline.get(Stage.VERIFIED) or self.timeline.get(Stage.KV_COMPLETE)
+        begin = self.timeline.get(Moment.VERIFIED) or self.timeline.get(Moment.KV_COMPLETE)
         if self.request.params.n > 1 or begin is None:
             return 0.0, 0
         verified = self.drafts.accepted + 1 if self.drafts.proposed else 0
@@ -123,20 +123,20 @@ class Progress:
 
         None where the KV was computed here, or is not here yet.
         """
-        begin, end = self.timeline.get(Stage.PREFILL_FINISHED), self.timeline.get(Stage.KV_COMPLETE)
+        begin, end = self.timeline.get(Moment.PREFILL_FINISHED), self.timeline.get(Moment.KV_COMPLETE)
         return max(0.0, end - begin) if self.prefill_worker and begin is not None and end is not None else None
 
     def fetched_s(self) -> float | None:
         """Seconds from the request's admission to the first token that a prefill worker drew; None where none did."""
-        begin, end = self.timeline.get(Stage.ADMITTED), self.timeline.get(Stage.FIRST_TOKEN)
+        begin, end = self.timeline.get(Moment.ADMITTED), self.timeline.get(Moment.FIRST_TOKEN)
         return end - begin if self.prefill_worker and begin is not None and end is not None else None
 
     def _take_drafts(self, event: Drafted | Verified) -> decode_pb2.GenerateReply:
         if isinstance(event, Drafted):
             self._last_draft = self.timeline.elapsed()
             return self.drafts.drafted(event)
-        if self.timeline.get(Stage.KV_COMPLETE) is not None:
-            self.timeline.mark(Stage.VERIFIED)
+        if self.timeline.get(Moment.KV_COMPLETE) is not None:
+            self.timeline.mark(Moment.VERIFIED)
         return self.drafts.verified(event)
 
     def _trace_output(self, event: Output, spans: SpanLog) -> None:
@@ -148,12 +148,12 @@ class Progress:
 
     def _mark_first_token(self) -> None:
         timeline = self.timeline
-        if timeline.get(Stage.FIRST_TOKEN) is None:
-            timeline.mark(Stage.PREFILL_FINISHED)  # marked already where a prefill worker drew it
-            timeline.mark(Stage.FIRST_TOKEN)
-            if timeline.get(Stage.PREFILL_QUEUED) is None:
-                timeline.mark(Stage.KV_COARSE)
-                timeline.mark(Stage.KV_COMPLETE)
+        if timeline.get(Moment.FIRST_TOKEN) is None:
+            timeline.mark(Moment.PREFILL_FINISHED)  # marked already where a prefill worker drew it
+            timeline.mark(Moment.FIRST_TOKEN)
+            if timeline.get(Moment.PREFILL_QUEUED) is None:
+                timeline.mark(Moment.KV_COARSE)
+                timeline.mark(Moment.KV_COMPLETE)
 
     def _lossy(self) -> bool:
         """Whether some of the prompt's KV is not what was computed, bit for bit."""

@@ -18,7 +18,7 @@ from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.progress import Progress
 from kvrail.services.decode.prompt_fetch import PromptFetch
 from kvrail.services.decode.trace import DecodeTrace
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
 from kvrail.wire.v1 import common_pb2, decode_pb2
 from kvrail.worker.codecs import AUTO

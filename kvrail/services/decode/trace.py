@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.tracing import Attribute, Hop, Tracing
 from kvrail.wire.v1 import decode_pb2
 
@@ -84,4 +84,4 @@ class DecodeTrace:
                 "kvrail.kv_bytes": received.payload_bytes,
                 "kvrail.kv_raw_bytes": received.raw_bytes,
             }
-        self._hop.end(attributes, error, progress.timeline.get(Stage.FINISHED))
+        self._hop.end(attributes, error, progress.timeline.get(Moment.FINISHED))

@@ -13,7 +13,7 @@ from kvrail.grammar import Grammar, Grammars
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.waiting import settled
 from kvrail.services.prefill.observer import PageObserver
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.telemetry.worker import TransferMetrics
 from kvrail.transfer.sending import PageSender
@@ -77,7 +77,7 @@ class PrefillHandler:
             await parts.observer.passed_on()  # the last layers were reported before the end
             self._sender.close()
             await sending
-            spans = self._spans.all() if self._spans is not None and self._spans.told else []
+            spans = self._spans.all() if self._spans is not None and self._spans.requested else []
             await self._replies.commit(spans_to_proto(spans))
             outcome = "committed"
         except TransferAbortedError:
@@ -129,9 +129,9 @@ class PrefillHandler:
                 case Admitted():
                     self._begin(event)
                 case PrefillStarted():
-                    self._timeline.mark(Stage.PREFILL_STARTED)
+                    self._timeline.mark(Moment.PREFILL_STARTED)
                 case Prefilled():
-                    self._timeline.mark(Stage.PREFILL_FINISHED)
+                    self._timeline.mark(Moment.PREFILL_FINISHED)
                     self._replies.first_token(self._first_token(event))
 
     def _begin(self, admitted: Admitted) -> None:

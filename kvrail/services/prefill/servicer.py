@@ -16,7 +16,7 @@ from kvrail.services.prefill.handler import HandlerParts, PrefillHandler
 from kvrail.services.prefill.handshake import agree
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.trace import PROCESS, PrefillTrace
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.transfer.route import Route
 from kvrail.transfer.send_queue import DIRECT_SLOTS, SLOTS, SendQueue
@@ -41,7 +41,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._transports = transports
         self._parts = HandlerParts(worker.access, worker.grammars, worker.transfers, observer)
         self._queues: dict[tuple[str, bool], SendQueue] = {}
-        self._max_held_bytes = int(settings.held_kv_gib * (1 << 30))
+        self._max_held_bytes = settings.transfer_memory_mib << 20
         self._calls = itertools.count(1)
         self._encoders = ThreadPoolExecutor(
             ENCODER_THREADS, thread_name_prefix="encode", initializer=compute_with, initargs=(1,)
@@ -73,7 +73,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             try:
                 number, timeline = next(self._calls), Timeline()
                 trace = PrefillTrace.begin(worker.tracing, worker.settings.model_name, request, timeline)
-                spans = SpanLog(PROCESS, timeline, told=request.trace) if request.trace or trace else None
+                spans = SpanLog(PROCESS, timeline, requested=request.trace) if request.trace or trace else None
                 sender = PageSender(
                     self._outgoing(request, route),
                     payload_sender,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.telemetry.tracing import Attribute, Hop, Tracing
 from kvrail.wire.v1 import prefill_pb2

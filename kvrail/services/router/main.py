@@ -27,8 +27,12 @@ from kvrail.text import load_tokenizer
 
 log = logging.getLogger("kvrail.router")
 
+HEAD_TIMEOUT_S = 10.0
+"""Seconds in which a request's headers come at most: a client sends them in one packet or two."""
 CLOSE_TIMEOUT_S = 5
 """Seconds that connections get to take their last bytes once everything has ended."""
+CONNECTIONS_PER_REQUEST = 4
+"""Connections that clients may keep open, for each request that may run: pools of clients hold idle ones."""
 OTHER_FILES = 256
 """Files that the router has open beside its clients' connections: the workers' and its own."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -41,9 +45,8 @@ class RouterServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, settings: RouterSettings) -> None:
-        limits = ConnectionLimits(
-            settings.head_timeout_s, settings.body_timeout_s, settings.write_timeout_s, settings.max_connections
-        )
+        wait_s = settings.client_timeout_s
+        limits = ConnectionLimits(min(wait_s, HEAD_TIMEOUT_S), wait_s, wait_s, most_connections(settings))
         config = uvicorn.Config(
             app,
             http=partial(ClientConnection, limits=limits, refused=self._note_refused),  # type: ignore[arg-type]
@@ -155,6 +158,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def most_connections(settings: RouterSettings) -> int:
+    """Connections of clients at once; more are answered 503."""
+    return CONNECTIONS_PER_REQUEST * settings.max_concurrent_requests
+
+
 def allow_files(count: int) -> None:
     """Raise this process's limit of open files to `count`, as far as the hard limit permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -178,12 +186,13 @@ def open_admin(server: RouterServer, settings: RouterSettings, tls: Tls | None) 
 def run(settings: RouterSettings) -> int:
     """Serve until asked to stop; returns the exit status. Raises ConfigError where a setting does not work."""
     logs.setup(settings.log_level, settings.log_format, "router")
+    loops.share_interpreter()
     tokenizer = load_tokenizer(settings.model)
     app = build_app(settings, tokenizer, defaults_of(settings))
     server = RouterServer(app, settings)
-    allow_files(settings.max_connections + OTHER_FILES)
+    allow_files(most_connections(settings) + OTHER_FILES)
     listener = listen(settings.host, settings.port)
-    scheme = "https" if settings.ssl_cert else "http"
+    scheme = "https" if settings.tls_http_cert else "http"
     log.info("listening on %s://%s:%d", scheme, settings.host, listener.getsockname()[1])
     open_admin(server, settings, app.state.tls)
     loops.keep_what_is_here()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.spans import Span
 from kvrail.values.sampling import FinishReason, PromptLogprobs, TokenLogprobs
 from kvrail.wire.v1 import decode_pb2
@@ -73,5 +73,5 @@ class Ended:
 
     summary: decode_pb2.GenerateSummary
     offset: float
-    marks: Sequence[tuple[Stage, float]]
+    marks: Sequence[tuple[Moment, float]]
     spans: Sequence[Span]

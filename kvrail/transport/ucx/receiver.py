@@ -159,7 +159,7 @@ class UcxReceiver:
             reason = "the receiver is closed" if self._closed else "the sender has ended or is gone"
             raise TransferAbortedError(f"payload {number} was not received: {reason}")
         if number == PAYLOADS:
-            raise FrameError(f"an attempt has at most {PAYLOADS} payloads; raise the sender's --max-frame-bytes")
+            raise FrameError(f"an attempt has at most {PAYLOADS} payloads; raise the receiver's --transfer-memory-mib")
 
     def _judge(self, landing: _Landing, size: int) -> None:
         """Raise where the payload did not come as announced."""

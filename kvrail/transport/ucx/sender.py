@@ -131,7 +131,7 @@ class UcxSender:
             reason = "the sender is closed" if self._ending is not None else "the receiver is gone"
             raise TransferAbortedError(f"payload {self._number} was not sent: {reason}")
         if self._number == PAYLOADS:
-            raise FrameError(f"an attempt has at most {PAYLOADS} payloads; raise --max-frame-bytes")
+            raise FrameError(f"an attempt has at most {PAYLOADS} payloads; raise the receiver's --transfer-memory-mib")
         if isinstance(payload, torch.Tensor):
             if not payload.is_cuda or not self._on_device:
                 raise FrameError(f"a tensor on {payload.device} cannot leave: UCX needs CUDA at both ends, or bytes")

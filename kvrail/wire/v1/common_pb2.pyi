@@ -104,12 +104,12 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class Mark(_message.Message):
-    __slots__ = ("stage", "seconds")
-    STAGE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("moment", "seconds")
+    MOMENT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    stage: str
+    moment: str
     seconds: float
-    def __init__(self, stage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, moment: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("process", "track", "name", "begin", "seconds", "sizes")

@@ -187,16 +187,10 @@ async def test_a_long_payload_is_sent_once_it_is_read_and_its_size_has_left():
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "cores", "polls"),
-    [
-        ("auto", "cuda", 8, True),
-        ("auto", "cuda", 7, False),
-        ("auto", "cpu", 64, False),
-        ("on", "cpu", 1, True),
-        ("off", "cuda", 64, False),
-    ],
+    ("device", "cores", "polls"),
+    [("cuda", 8, True), ("cuda", 7, False), ("cpu", 64, False)],
 )
-async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, asked, device, cores, polls):
+async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, device, cores, polls):
     spins = []
 
     async def start(**options):
@@ -204,6 +198,6 @@ async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, asked, dev
 
     monkeypatch.setattr(UcxTransport, "start", start)
     monkeypatch.setattr(transports, "_cores", lambda: cores)
-    settings = PrefillSettings(transport="ucx", ucx_polling=asked)
+    settings = PrefillSettings(transport="ucx")
     await TRANSPORT.start(transports._options(settings, torch.device(device), pool=host_pool(4096)))
     assert spins == [polls]

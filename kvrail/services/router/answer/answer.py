@@ -26,7 +26,7 @@ from kvrail.services.router.openai.usage import final_usage
 from kvrail.services.router.openai.writers import Writer
 from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.values import SPENT, Delta, Json, Scored
-from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.values.sampling import FinishReason
 
@@ -160,7 +160,7 @@ class RequestHandler:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
-        call.timeline.mark(Stage.RESPONDED)
+        call.timeline.mark(Moment.RESPONDED)
         return outcome
 
     async def _encoded(self, call: ApiCall, plan: Plan, writer: Writer, usage: Json) -> bytes:
@@ -189,7 +189,7 @@ class RequestHandler:
                 opening = b""
         await sse.write(opening + writer.closing(_usage(call, generation, record)))
         await sse.end()
-        call.timeline.mark(Stage.RESPONDED)
+        call.timeline.mark(Moment.RESPONDED)
         return outcome
 
     async def _fail(

@@ -52,7 +52,7 @@ class RouterService:
         self.metrics = RouterMetrics(self.registry, self.model)
         show_process(self.registry, __version__, PROTOCOL_VERSION)
         self._look_at_certificates = show_certificates(self.registry, certificate_ends)
-        self._exposition = Exposition(self.registry, settings.metrics_names)
+        self._exposition = Exposition(self.registry)
         self.pool = WorkerPool(settings, self.metrics, tls)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.rate)
@@ -136,11 +136,11 @@ class RouterService:
             "max_model_len": self.max_model_len(),
         }
 
-    def render_metrics(self, path: str) -> tuple[bytes, str]:
+    async def render_metrics(self, path: str) -> tuple[bytes, str]:
         """Body and content type of a metrics path."""
         show_workers(self.pool, self.metrics)
         self._look_at_certificates()
-        return self._exposition.render(path)
+        return await self._exposition.answer(path)
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Status and body of /health: 200 only while requests can be served the way that was configured.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.schema import Request
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.tracing import Attribute, Hop, Tracing
 
 Operation = Literal["chat", "text_completion"]
@@ -75,4 +75,4 @@ class RequestTrace:
         ended_well = outcome in ("stop", "length")
         if ended_well:
             attributes["gen_ai.response.finish_reasons"] = (outcome,)
-        self._hop.end(attributes, "" if ended_well else outcome, self._timeline.get(Stage.RESPONDED))
+        self._hop.end(attributes, "" if ended_well else outcome, self._timeline.get(Moment.RESPONDED))

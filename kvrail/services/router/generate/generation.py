@@ -11,7 +11,7 @@ from kvrail.services.router.generate.output import PromptOutput
 from kvrail.services.router.generate.prompt import PromptStream, Route
 from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.values import Updates
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.spans import Span
 from kvrail.wire.v1 import decode_pb2
@@ -61,7 +61,7 @@ class Generation:
             )
             turn = dispatcher.turn(client, prompt, sampling, plan.priority)
             self._streams.append(PromptStream(route, request, turn, PromptOutput(request, i * plan.n, plan)))
-        timeline.mark(Stage.PLANNED)
+        timeline.mark(Moment.PLANNED)
 
     @property
     def summaries(self) -> list[decode_pb2.GenerateSummary]:
@@ -75,7 +75,7 @@ class Generation:
 
     def spans(self) -> list[Span]:
         """What workers did, in seconds since the request came; empty if no trace was asked for."""
-        zero = self._timeline.get(Stage.DISPATCHED) or 0.0
+        zero = self._timeline.get(Moment.DISPATCHED) or 0.0
         return [
             replace(span, begin=zero + stream.ended.offset + span.begin)
             for stream in self._streams
@@ -125,7 +125,7 @@ class Generation:
         found = []
         for stream in self._streams:
             if stream.ended is not None:
-                found.append([(stage, stream.ended.offset + seconds) for stage, seconds in stream.ended.marks])
+                found.append([(moment, stream.ended.offset + seconds) for moment, seconds in stream.ended.marks])
         if found:
             last = max(found, key=lambda marks: max((seconds for _, seconds in marks), default=0.0))
-            self._timeline.merge(last, anchor=Stage.DISPATCHED)
+            self._timeline.merge(last, anchor=Moment.DISPATCHED)

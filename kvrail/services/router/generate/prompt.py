@@ -10,7 +10,7 @@ from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher, Reservation, Turn
 from kvrail.services.router.generate.output import PromptOutput
 from kvrail.services.router.values import Ended, Update, Updates
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.wire.v1 import decode_pb2
 
@@ -121,7 +121,7 @@ class PromptStream:
         output.start(worker.vocab_size)
         self._numerics.add(worker.numerics)
         self._set_prefill_workers(reserved)
-        dispatched = route.timeline.mark(Stage.DISPATCHED)
+        dispatched = route.timeline.mark(Moment.DISPATCHED)
         offset = route.timeline.elapsed() - dispatched
         call = worker.client.generate(self._request, timeout_s=route.time_left(), on_overflow=route.on_overflow)
         async with call as stream:

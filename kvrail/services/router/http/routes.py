@@ -259,13 +259,13 @@ def admin_routes(drain: Callable[[], object]) -> APIRouter:
 def _add_metrics(router: APIRouter) -> None:
     @router.get("/metrics", responses=EXPOSITION, response_class=Response)
     async def own_metrics(request: Request) -> Response:
-        """Prometheus metrics, under the names that the operator has chosen: our own by default."""
-        return _exposition(_service(request), "/metrics")
+        """Prometheus metrics."""
+        return await _exposition(_service(request), "/metrics")
 
     @router.get("/metrics/vllm", responses=EXPOSITION, response_class=Response)
     async def vllm_metrics(request: Request) -> Response:
         """The same metrics under vLLM's names."""
-        return _exposition(_service(request), "/metrics/vllm")
+        return await _exposition(_service(request), "/metrics/vllm")
 
     @router.get("/load", response_model=Load)
     async def load(request: Request) -> dict[str, int]:
@@ -290,6 +290,6 @@ def _probed(status: int, body: dict[str, Any]) -> Response:
     return JSONResponse(body, status, headers)
 
 
-def _exposition(service: RouterService, path: str) -> Response:
-    body, content_type = service.render_metrics(path)
+async def _exposition(service: RouterService, path: str) -> Response:
+    body, content_type = await service.render_metrics(path)
     return Response(body, headers={"content-type": content_type})

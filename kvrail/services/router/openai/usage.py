@@ -4,7 +4,7 @@ from typing import Any
 
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.plan.translate import Plan
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 
 
 def usage_so_far(plan: Plan, completion_tokens: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
 def _trace(generation: Generation, timeline: Timeline) -> dict[str, Any]:
     """The request's moments, and what workers did for it; seconds since it came."""
     return {
-        "moments": {stage.value: round(seconds, 6) for stage, seconds in timeline.marks()},
+        "moments": {moment.value: round(seconds, 6) for moment, seconds in timeline.marks()},
         "spans": [
             {
                 "process": span.process,

@@ -74,7 +74,7 @@ class Responses:
     def __init__(self, service: RouterService) -> None:
         settings = service.settings
         self._service = service
-        self._store = ResponseStore(settings.stored_responses, settings.stored_responses_mib << 20)
+        self._store = ResponseStore(settings.stored_responses_mib << 20)
 
     def create(self, request: ResponsesRequest, state: State) -> Answer:
         """Answer /v1/responses."""

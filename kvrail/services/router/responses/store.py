@@ -15,6 +15,8 @@ from kvrail.services.router.values import Json
 _ITEMS = TypeAdapter(list[InputItem])
 MAX_REFERENCED_BYTES = 8 << 20
 """Of the responses whose items one request refers to."""
+ENTRY_BYTES = 16 << 10
+"""Counted for a kept response beside its JSON: about what its parsed input items and its entry take."""
 Owner = int | None
 """Which API key a response belongs to, by its place; None where there are no keys."""
 
@@ -48,8 +50,7 @@ class Entry:
 class ResponseStore:
     """Kept responses by owner and id; those of others are as if there were none."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most = most
+    def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._entries: OrderedDict[tuple[Owner, str], Entry] = OrderedDict()
         self.size = 0
@@ -86,7 +87,7 @@ class ResponseStore:
         self.size += entry.size - before
 
     def _make_room(self) -> None:
-        while len(self._entries) > self._most or self.size > self._most_bytes:
+        while self.size + ENTRY_BYTES * len(self._entries) > self._most_bytes:
             self._drop(next(iter(self._entries)))
 
     def find(self, owner: Owner, response_id: str) -> Entry:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 
-class Stage(StrEnum):
+class Moment(StrEnum):
     """Moments on a request's critical path, in the order in which they happen."""
 
     RECEIVED = "received"  # the router has the HTTP request
@@ -17,25 +17,25 @@ class Stage(StrEnum):
     PREFILL_FINISHED = "prefill_finished"  # the first token is sampled
     FIRST_TOKEN = "first_token"  # the decode worker has the first token
     KV_COARSE = "kv_coarse"  # enough of every page is in place to draft: time to anchor
-    KV_COMPLETE = "kv_complete"  # the last stage of every page is in place: time to exact
+    KV_COMPLETE = "kv_complete"  # the last moment of every page is in place: time to exact
     VERIFIED = "verified"  # drafts were compared with what the whole KV gives
     FINISHED = "finished"  # the decode worker has sampled the last token
     RESPONDED = "responded"  # the router has sent the last byte
 
 
-PARTS: tuple[tuple[str, Stage, Stage], ...] = (
-    ("frontend", Stage.RECEIVED, Stage.PLANNED),
-    ("turn", Stage.PLANNED, Stage.DISPATCHED),
-    ("queue", Stage.DISPATCHED, Stage.ADMITTED),
-    ("handshake", Stage.ADMITTED, Stage.PREFILL_QUEUED),
-    ("prefill_queue", Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED),
-    ("prefill", Stage.PREFILL_STARTED, Stage.PREFILL_FINISHED),
-    ("first_token_wire", Stage.PREFILL_FINISHED, Stage.FIRST_TOKEN),
-    ("kv_wait", Stage.FIRST_TOKEN, Stage.KV_COARSE),
-    ("draft", Stage.KV_COARSE, Stage.KV_COMPLETE),
-    ("verify", Stage.KV_COMPLETE, Stage.VERIFIED),
-    ("decode", Stage.VERIFIED, Stage.FINISHED),
-    ("respond", Stage.FINISHED, Stage.RESPONDED),
+PARTS: tuple[tuple[str, Moment, Moment], ...] = (
+    ("frontend", Moment.RECEIVED, Moment.PLANNED),
+    ("turn", Moment.PLANNED, Moment.DISPATCHED),
+    ("queue", Moment.DISPATCHED, Moment.ADMITTED),
+    ("handshake", Moment.ADMITTED, Moment.PREFILL_QUEUED),
+    ("prefill_queue", Moment.PREFILL_QUEUED, Moment.PREFILL_STARTED),
+    ("prefill", Moment.PREFILL_STARTED, Moment.PREFILL_FINISHED),
+    ("first_token_wire", Moment.PREFILL_FINISHED, Moment.FIRST_TOKEN),
+    ("kv_wait", Moment.FIRST_TOKEN, Moment.KV_COARSE),
+    ("draft", Moment.KV_COARSE, Moment.KV_COMPLETE),
+    ("verify", Moment.KV_COMPLETE, Moment.VERIFIED),
+    ("decode", Moment.VERIFIED, Moment.FINISHED),
+    ("respond", Moment.FINISHED, Moment.RESPONDED),
 )
 """A partition of a request's time: each part runs from one moment to the next one that was marked."""
 
@@ -46,29 +46,29 @@ class Timeline:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._start = clock()
-        self._marks: dict[Stage, float] = {}
+        self._marks: dict[Moment, float] = {}
 
-    def mark(self, stage: Stage) -> float:
-        """Record `stage` now, once; later calls keep the first. Returns seconds since the start."""
-        return self._marks.setdefault(stage, self._clock() - self._start)
+    def mark(self, moment: Moment) -> float:
+        """Record `moment` now, once; later calls keep the first. Returns seconds since the start."""
+        return self._marks.setdefault(moment, self._clock() - self._start)
 
-    def merge(self, marks: Iterable[tuple[Stage, float]], anchor: Stage) -> None:
+    def merge(self, marks: Iterable[tuple[Moment, float]], anchor: Moment) -> None:
         """Adopt another hop's marks, whose zero is the moment `anchor` of this timeline."""
         zero = self._marks[anchor]
-        for stage, seconds in marks:
-            self._marks.setdefault(stage, zero + seconds)
+        for moment, seconds in marks:
+            self._marks.setdefault(moment, zero + seconds)
 
     def elapsed(self) -> float:
         """Seconds since the start."""
         return self._clock() - self._start
 
-    def get(self, stage: Stage) -> float | None:
-        """Seconds from the start to `stage`, or None where it has not happened."""
-        return self._marks.get(stage)
+    def get(self, moment: Moment) -> float | None:
+        """Seconds from the start to `moment`, or None where it has not happened."""
+        return self._marks.get(moment)
 
-    def marks(self) -> list[tuple[Stage, float]]:
-        """All marks in the order of the stages."""
-        return [(stage, self._marks[stage]) for stage in Stage if stage in self._marks]
+    def marks(self) -> list[tuple[Moment, float]]:
+        """All marks in the order of the moments."""
+        return [(moment, self._marks[moment]) for moment in Moment if moment in self._marks]
 
     def parts(self) -> dict[str, float]:
         """Seconds of each part of the request; a part whose end was never marked is absent."""
