@@ -114,7 +114,7 @@ class Engine:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError; then nothing is kept."""
         pool = self._scheduler.pool
         check_request(request, self._limits, pool)
-        hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.cache_space)  # a long prompt's take time
+        hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.space)  # a long prompt's take time
         with self._changed:
             if not self.alive:
                 raise WorkerUnavailableError("the engine has stopped; restart the worker")

@@ -14,7 +14,6 @@ VALUES: dict[str, Any] = {
     "add_special_tokens": True,
     "allowed_token_ids": [1],
     "background": True,
-    "bad_words": ["x"],
     "best_of": 2,
     "documents": [{"text": "x"}],
     "echo": True,

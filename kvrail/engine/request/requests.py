@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvrail.engine.kv.pages import PagePool
 from kvrail.errors import ContextLengthError, InvalidRequestError
 from kvrail.grammar import Grammar
+from kvrail.values.pagehash import page_space
 from kvrail.values.sampling import SamplingParams
 
 
@@ -26,9 +27,9 @@ class EngineRequest:
     router names it. remote: another worker computes the prompt's KV, unless no more than local_tokens of it are
     missing. prefill_only: draw the first tokens, compute nothing further. resumed: of each of the n sequences, what
     another engine generated before; it is continued, and the prompt computed here. provisional: report drafts as they
-    are made, before they are verified. cache_space: pages are shared with requests of the same space only; those of a
-    codec that loses bits are kept apart by its name. grammar: params.grammar, compiled. scored: see Sequence; more than
-    0 where another engine has told so many log probabilities.
+    are made, before they are verified. cache_space, cache_salt: pages are
+    shared with requests of the same ones only; those of a codec that loses bits are in a space of its name. grammar:
+    params.grammar, compiled. scored: see Sequence; more than 0 where another engine has told so many log probabilities.
     """
 
     request_id: str
@@ -44,6 +45,12 @@ class EngineRequest:
     client: str = ""
     grammar: Grammar | None = None
     scored: int = 0
+    cache_salt: str = ""
+
+    @property
+    def space(self) -> str:
+        """Whose pages it shares, as hashes have it."""
+        return page_space(self.cache_space, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
         raise InvalidRequestError(
             f"{request.scored} tokens of a prompt of {len(prompt)} cannot be scored", param="scored_tokens"
         )
-    for name in ("logit_bias", "stop_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
         unknown = [token for token in getattr(request.params, name) if not 0 <= token < limits.vocab_size]
         if unknown:
             raise InvalidRequestError(

@@ -283,7 +283,7 @@ class RequestBook:
             spec.remote,
             spec.local_tokens,
             spec.prefill_only,
-            spec.cache_space,
+            spec.space,
             list(resumed.token_ids) if resumed else [],
             known_hashes=list(state.hashes),
             matcher=None if spec.grammar is None else spec.grammar.matcher(),

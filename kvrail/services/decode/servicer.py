@@ -72,6 +72,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 client=request.client,
                 grammar=await self._worker.grammars.get(params.grammar, request.client),
                 scored=request.scored_tokens,
+                cache_salt=request.cache_salt,
             )
             timeline = Timeline()
             trace = DecodeTrace.begin(self._worker, request, timeline)

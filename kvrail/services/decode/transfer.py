@@ -149,6 +149,7 @@ class Fetch:
             trace=self._spans is not None and self._spans.told,
             trace_context=self._trace_context,
             client=self._request.client,
+            cache_salt=self._request.cache_salt,
             sampling=sampling_to_proto(self._request.params),
             handshake=prefill_pb2.Handshake(
                 protocol_version=PROTOCOL_VERSION,

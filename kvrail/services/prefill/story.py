@@ -108,6 +108,7 @@ class PrefillStory:
                     params=params,
                     prefill_only=True,
                     grammar=grammar,
+                    cache_salt=self._request.cache_salt,
                 ),
             )
         except BaseException:

@@ -26,6 +26,7 @@ from pydantic import (
 from kvrail.wire.convert import (
     MAX_BIASES,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKENS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_PENALTY,
@@ -266,6 +267,8 @@ class Sampled(OpenBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: Options | None = None
+    bad_words: Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True), not_longer(MAX_BIASES)] | None = (
         None
     )
@@ -283,8 +286,11 @@ class Request(Sampled):
     n: Annotated[Whole, Field(ge=1, le=MAX_N)] | None = None
     response_format: Options | None = None
     # vLLM's
-    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[Whole, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=UINT32_MAX)] | None = None
+    logprob_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, fail_fast=True), not_longer(MAX_LOGPROB_TOKENS)] | None
+    ) = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

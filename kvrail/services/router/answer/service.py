@@ -94,7 +94,7 @@ class RouterService:
         """Answer /v1/chat/completions."""
 
         def write(plan: Plan, name: str) -> Writer:
-            texts = TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+            texts = self._texts(request)
             form = ChatFormat(
                 self._head("chatcmpl", state.request_id, name),
                 texts,
@@ -110,11 +110,18 @@ class RouterService:
 
         return self.answer(request, 1, state, lambda: self.planner.chat(request, state.client), write)
 
+    def _texts(self, request: Request) -> TokenTexts:
+        return TokenTexts(
+            self.tokenizer,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            all_listed=request.logprob_token_ids is not None,
+        )
+
     def complete(self, request: CompletionRequest, state: State) -> Answer:
         """Answer /v1/completions."""
 
         def write(plan: Plan, name: str) -> Writer:
-            texts = TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+            texts = self._texts(request)
             prompts = [ids for ids in plan.prompts for _ in range(plan.n)]
             prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
             form = CompletionFormat(

@@ -18,7 +18,7 @@ from kvrail.services.router.fleet.worker import DecodeWorker, PrefillWorker, Wor
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.rates import Pace
 from kvrail.telemetry.router import RouterMetrics
-from kvrail.values.pagehash import page_digest, page_hashes
+from kvrail.values.pagehash import page_digest, page_hashes, page_space
 from kvrail.values.sampling import SamplingParams
 
 FIRST_OUTPUT = 128.0
@@ -124,11 +124,17 @@ class Dispatcher:
         self._serving = False
         pool.on_change = self.serve
 
-    def turn(self, client: str, prompt: Sequence[int], sampling: SamplingParams, priority: int) -> Turn:
+    def turn(
+        self, client: str, prompt: Sequence[int], sampling: SamplingParams, priority: int, cache_salt: str = ""
+    ) -> Turn:
         """What waits for a prompt of a client; `place` lets it wait."""
         size, local = self._pool.page_size, sampling.prompt_logprobs is not None
         # Where log probabilities of the prompt are wanted, all of it is computed, whatever is cached.
-        hashed = page_hashes(prompt[: size * HASHED_PAGES], size) if size and not local else []
+        hashed = (
+            page_hashes(prompt[: size * HASHED_PAGES], size, space=page_space(salt=cache_salt))
+            if size and not local
+            else []
+        )
         ask = Ask(
             len(prompt),
             [page_digest(each) for each in hashed],

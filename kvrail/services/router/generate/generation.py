@@ -26,8 +26,8 @@ from kvrail.values.sampling import PromptLogprobs
 from kvrail.wire.checks import check_drafts, check_number, check_output, check_summary
 from kvrail.wire.convert import (
     finish_reason_from_proto,
-    logprobs_from_proto,
     marks_from_proto,
+    output_logprobs_from_proto,
     prompt_logprobs_from_proto,
     spans_from_proto,
 )
@@ -242,13 +242,12 @@ class _PromptStream:
         return Drafted(index, drafted.position, drafted.token_ids, drafted.text)
 
     def _delta(self, reply: decode_pb2.GenerateReply) -> Delta:
-        """The reply's output, of which note is taken for a failover."""
+        """The reply's output, kept for a failover. Protobuf lists are slow to walk: those that nobody reads are not."""
         index, sampling = self._index(reply), self._request.sampling
         check_output(reply, sampling, self._vocab_size)
         if index not in self._unfinished:
             raise IncompatibleError(f"the decode worker sent output of sequence {reply.index}, which has ended")
         self._tokens += len(reply.token_ids)
-        # A protobuf list is slow to walk: what is mostly empty or read by nobody is not walked here.
         token_ids, logprobs = reply.token_ids, reply.logprobs
         finish_reason = finish_reason_from_proto(reply.finish_reason) if reply.finish_reason else None
         if self._unscored:
@@ -269,7 +268,7 @@ class _PromptStream:
             index,
             reply.text,
             token_ids,
-            [logprobs_from_proto(entry, sampling.logprobs, self._vocab_size) for entry in logprobs] if logprobs else (),
+            output_logprobs_from_proto(logprobs, sampling, self._vocab_size) if logprobs else (),
             finish_reason,
             self._stop_reason(reply.stop_reason) if reply.stop_reason else None,
         )
@@ -315,8 +314,9 @@ class Generation:
                 trace=plan.traced,
                 client=client,
                 trace_context=trace_context,
+                cache_salt=plan.cache_salt,
             )
-            turn = dispatcher.turn(client, prompt, sampling, plan.priority)
+            turn = dispatcher.turn(client, prompt, sampling, plan.priority, plan.cache_salt)
             self._streams.append(_PromptStream(self._call, request, turn, i * plan.n, plan))
         timeline.mark(Stage.PLANNED)
 

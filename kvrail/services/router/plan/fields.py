@@ -16,13 +16,10 @@ _WITHOUT: tuple[Any, ...] = (None,)
 
 BOTH: Mapping[str, tuple[Any, ...]] = {
     # vLLM's
-    "bad_words": (None, []),
-    "cache_salt": _WITHOUT,
     "data_parallel_rank": _WITHOUT,
     "kv_transfer_params": _WITHOUT,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _WITHOUT,
-    "logprob_token_ids": _WITHOUT,
     "moderation": _WITHOUT,
     "repetition_detection": _WITHOUT,
     "request_id": _WITHOUT,

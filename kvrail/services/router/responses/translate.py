@@ -41,6 +41,7 @@ REFUSED = {
     "messages": "is called input here",
     "max_tokens": "is called max_output_tokens here",
     "max_completion_tokens": "is called max_output_tokens here",
+    "logprob_token_ids": "only for /v1/chat/completions and /v1/completions",
     "prompt_logprobs": "only for /v1/chat/completions and /v1/completions",
 }
 REFUSED_VALUES = {
