@@ -376,7 +376,7 @@ def _token_ids(value: list[Any], element: str) -> list[int]:
         raise ValueError(f"{element} {first['loc'][0]} is no token id" if first["loc"] else why) from None
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(OpenBody):
     """Body of /tokenize, as in vLLM: a prompt, or messages and the tools that they are shown with."""
 
     model: Name | None = None
@@ -386,6 +386,7 @@ class TokenizeRequest(Wire):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     chat_template_kwargs: Options | None = None
     return_token_strs: bool | None = None
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kvrail.errors import ContextLengthError
 from kvrail.runtime.turns import Turns
 from kvrail.services.router.errors import refuse
+from kvrail.services.router.plan.fields import TOKENIZE, refuse_extras
 from kvrail.services.router.plan.tools.history import shown_by
 from kvrail.services.router.plan.tools.offered import functions_of
 from kvrail.services.router.schema import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, Message, TokenizeRequest
@@ -127,6 +128,7 @@ class Encoder:
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> list[int]:
         """Token ids of what /tokenize was sent."""
+        refuse_extras(request.model_extra or {}, TOKENIZE)
         prompt = request.prompt
         if (prompt is None) == (request.messages is None):
             refuse("prompt", "send either prompt or messages")
@@ -172,7 +174,7 @@ class Encoder:
 
     def _template(self, request: ChatRequest | TokenizeRequest) -> str | None:
         """The chat template that a request brings, if any; InvalidRequestError where it may bring none."""
-        template = request.chat_template if isinstance(request, ChatRequest) else None
+        template = request.chat_template
         if template is not None and not self._trust_templates:
             refuse("chat_template", "this server takes none (--trust-request-chat-template); leave it out")
         return template
