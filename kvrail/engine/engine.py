@@ -367,6 +367,8 @@ class Engine:
             self._late.landed(seconds)
         self._metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions)
         self._preemptions = self._scheduler.preemptions
+        while self._scheduler.preemptions_of_ended:
+            self._metrics.sequence_preemptions.observe(self._scheduler.preemptions_of_ended.pop())
 
     def report_load(self) -> None:
         """Bring the gauges up to date; called when metrics are read."""

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvrail.telemetry.series import Family, Histogram, Registry
-from kvrail.telemetry.vllm import VLLM_METRICS, Renamed, Row, Valued
+from kvrail.telemetry.vllm import CLUSTER_METRICS, VLLM_METRICS, Renamed, Row, Valued
 
 Names = Literal["kvrail", "vllm", "both"]
 """Whose names `/metrics` has."""
@@ -173,16 +173,20 @@ class Exposition:
         self._built = 0
         self._ours: list[_Block | _Collected] = []
         self._theirs: list[_Block] = []
+        self._summed: list[_Block] = []
 
-    def render(self, path: str = "/metrics") -> tuple[bytes, str]:
-        """Body and content type of `/metrics` or `/metrics/vllm`: Prometheus's text format, version 0.0.4."""
+    def render(self, path: str = "/metrics", *, sums: bool = True) -> tuple[bytes, str]:
+        """Body and content type of `/metrics` or `/metrics/vllm`: Prometheus's text format, version 0.0.4.
+
+        sums: whether a router shows what its decode workers show under vLLM's names, summed up.
+        """
         if self._built != len(self._registry.collectors):
             self._build()
         blocks: list[_Block | _Collected] = []
         if path == "/metrics":
             blocks += [each for each in self._ours if self._names != "vllm" or isinstance(each, _Collected)]
         if path != "/metrics" or self._names != "kvrail":
-            blocks += self._theirs
+            blocks += self._summed if sums else self._theirs
         return "".join([block.text() for block in blocks]).encode(), CONTENT_TYPE_PLAIN_0_0_4
 
     def _build(self) -> None:
@@ -195,3 +199,7 @@ class Exposition:
             if all(name in families for name in row.sources):
                 shown.setdefault(row.name, row)
         self._theirs = [_renamed(row, families) for row in shown.values()]
+        for row in CLUSTER_METRICS if self._vllm else ():
+            if all(name in families for name in row.sources):
+                shown[row.name] = row
+        self._summed = [_renamed(row, families) for row in shown.values()]

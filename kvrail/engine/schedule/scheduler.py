@@ -42,6 +42,7 @@ class Scheduler:
         self.pool = pool
         self.limits = limits
         self.preemptions = 0
+        self.preemptions_of_ended: list[int] = []  # of each sequence, until somebody takes them
         self._waiting: deque[Sequence] = deque()
         self._siblings: deque[Sequence] = deque()  # likewise; of requests whose first sequence was admitted
         self._running: list[Sequence] = []  # oldest arrival first
@@ -216,6 +217,7 @@ class Scheduler:
             if sequence in place:
                 place.remove(sequence)
         sequence.status = Status.FINISHED
+        self.preemptions_of_ended.append(sequence.preemptions)
         self._release(sequence)
 
     def check(self) -> None:
@@ -378,6 +380,7 @@ class Scheduler:
         sequence.status = Status.WAITING
         self._queue_of(sequence).appendleft(sequence)
         self.preemptions += 1
+        sequence.preemptions += 1
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self.pool.page_size
