@@ -181,7 +181,7 @@ class CallEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., error: _Optional[bytes] = ...) -> None: ...
 
 class GenerateSummary(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes", "lossy", "drafts_proposed", "drafts_accepted", "codec_reason", "transport", "exposed_s", "spans", "numerics")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes", "lossy", "drafts_proposed", "drafts_accepted", "codec_reason", "transport", "exposed_s", "spans", "local_reason", "numerics")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +197,7 @@ class GenerateSummary(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_REASON_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
@@ -213,5 +214,6 @@ class GenerateSummary(_message.Message):
     transport: str
     exposed_s: float
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    local_reason: str
     numerics: str
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ..., prefill_worker: _Optional[str] = ..., codec: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_raw_bytes: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., codec_reason: _Optional[str] = ..., transport: _Optional[str] = ..., exposed_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., numerics: _Optional[str] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ..., prefill_worker: _Optional[str] = ..., codec: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_raw_bytes: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., codec_reason: _Optional[str] = ..., transport: _Optional[str] = ..., exposed_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., local_reason: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...

@@ -17,6 +17,7 @@ class KvrailUsage(Shape):
     prefill_worker: str | None
     codec: str | None
     transport: str | None
+    reason: str | None
     codec_reason: str | None
     lossy: bool
     invariant: bool
