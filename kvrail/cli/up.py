@@ -4,7 +4,9 @@ import argparse
 import asyncio
 import json
 import shlex
+import shutil
 import sys
+from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
@@ -79,6 +81,18 @@ FIRST_CHAT = (
 """Long enough that a prefill worker computes it and its KV crosses: more than the default of --local-prefill-tokens."""
 
 
+def program() -> str:
+    """How a shell here starts this program: by its name where that is on the path, else by its path."""
+    installed = Path(sys.executable).with_name("kvrail")
+    found = shutil.which("kvrail")
+    if not installed.exists():
+        return "kvrail" if found else f"{shlex.quote(sys.executable)} -m kvrail"
+    if found and Path(found).resolve() == installed.resolve():
+        return "kvrail"
+    inside = installed.is_relative_to(Path.cwd())
+    return shlex.quote(str(installed.relative_to(Path.cwd()) if inside else installed))
+
+
 def welcome(cluster: Cluster) -> str:
     """What to try first, once the cluster is healthy."""
     model = cluster.router.model_name
@@ -90,9 +104,11 @@ def welcome(cluster: Cluster) -> str:
 {model} is served on {cluster.url}/v1
 
 try:
-  kvrail chat --url {cluster.url}
+  {program()} chat --url {cluster.url}
   curl -s {cluster.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
-The answer's usage tells under "kvrail" how many bytes of KV crossed (kv_bytes), of how many (kv_raw_bytes).
+In the answer's usage, "kvrail" has the bytes of KV that crossed (kv_bytes), and those before encoding (kv_raw_bytes).
+
+In a browser: the status page at {cluster.url}/, the API at {cluster.url}/docs.
 
 metrics:
 {metrics}

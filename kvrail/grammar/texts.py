@@ -1,6 +1,6 @@
 """What clients ask for, as texts that llguidance compiles: JSON schemas, regular expressions, choices, grammars.
 
-A text is what travels to the workers. It holds one grammar, or several of which the first names the others: so calls of
+A text is what travels to the workers. It holds one grammar, or several: then the first names the others. So calls of
 tools, in their model's form around arguments under a schema, are grammars too.
 """
 
@@ -26,7 +26,7 @@ than some 500 of them."""
 MAX_BANNED = 4096
 """Tokens of all sequences that an output must not have."""
 MAX_TOKENS = 1 << 20
-"""Of an output that has no end of its own: more than a context holds."""
+"""Most tokens of an output that has no end of its own: more than a context holds."""
 OPTIONS = "x-guidance"
 """The key under which a schema carries llguidance's options."""
 
@@ -83,7 +83,7 @@ def without_tokens(banned: Sequence[Sequence[int]], ends: Sequence[int]) -> Part
     """Any tokens among which no banned sequence stands; ends: tokens that end an output. No sequence is empty.
 
     Raises InvalidRequestError where they are too many. The rules are those of an automaton (Aho and Corasick, 1975):
-    its states are the beginnings of banned sequences, of which the longest that ends the output counts.
+    its states are the beginnings of banned sequences. The output is in the state of the longest one that it ends with.
     """
     if sum(map(len, banned)) > MAX_BANNED:
         raise InvalidRequestError(

@@ -46,7 +46,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_ITEMS = 1024
 MAX_FIELDS = 256
-"""Of an object of a body, known and unknown ones."""
+"""Most fields of an object of a body, known and unknown ones."""
 MAX_TOKEN_IDS = 1 << 20
 MAX_NAME_CHARS = 1024
 MAX_ROLE_CHARS = 64
@@ -73,7 +73,7 @@ def _text_as_part(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> Any:
-    """The `type` of an object of a body, parsed or validated: what unions are told apart by."""
+    """The `type` of an object of a body, parsed or validated: what distinguishes the members of a union."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
@@ -211,7 +211,7 @@ class KvrailOptions(Wire):
 
     codec: how the KV crosses, one that the workers know, or auto. provisional: whether a stream also shows tokens
     that are drafted on a coarse KV, before they are verified (docs/provisional-streaming.md). trace: whether the usage
-    also tells what each process did when (`kvrail trace` draws it).
+    also shows what each process did when (`kvrail trace` draws it).
     """
 
     codec: Annotated[str, Field(max_length=64)] = ""

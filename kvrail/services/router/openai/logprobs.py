@@ -63,7 +63,7 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
 class CompletionLogprobs:
     """Builds parallel lists over the tokens of one choice's output.
 
-    Offsets are in characters from the start of the choice's text, of which `offset` go before the output.
+    Offsets are in characters from the start of the choice's text; `offset` of them stand before the output.
     """
 
     def __init__(self, texts: TokenTexts, offset: int = 0) -> None:

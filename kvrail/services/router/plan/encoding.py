@@ -35,9 +35,9 @@ LONG_CHARS = 100_000
 """Texts of one request that are long: they are encoded one at a time, beside the short ones."""
 SHORT_AT_ONCE = 4
 SHORT_COST = 1000
-"""Of a turn, in characters, whatever its text."""
+"""Cost of a turn, in characters, added to that of its text."""
 MAX_COUNTED_CHARS = 1 << 21
-"""Of a text that is only counted (/tokenize, /v1/messages/count_tokens). So many take a second to encode."""
+"""Longest text that is only counted (/tokenize, /v1/messages/count_tokens). It takes a second to encode."""
 JSON_PIECE = 4096
 
 
@@ -217,7 +217,7 @@ def _last(token_ids: list[int], keep: int | None) -> list[int]:
 
 @contextmanager
 def _about(param: str) -> Iterator[None]:
-    """Name the parameter of which there is too much."""
+    """Name the parameter that is too long."""
     try:
         yield
     except ContextLengthError as error:

@@ -1,7 +1,7 @@
 """One policy for fields: what is supported works, what OpenAI or vLLM know and we do not is refused by name.
 
-What nobody knows is ignored, and so is what cannot change an answer. Fields that a request's schema has are none of
-this module's business; docs/api.md has the whole list.
+Fields that no server knows are ignored, and so are those that cannot change an answer. Fields of a request's schema are
+not handled here; docs/api.md has the whole list.
 """
 
 import logging

@@ -22,7 +22,7 @@ ANY_OBJECT = {"type": "object"}
 STRUCTURED_OUTPUTS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_CHOICES = 1024
 MAX_SCHEMA_CHARS = 4 * MAX_GRAMMAR_BYTES
-"""Of a schema that comes as a text, with its indents."""
+"""Longest schema that comes as a text, with its indents."""
 _QUOTED = re.compile(r"""["']([^"']+)["']"""), re.compile(r": (\S+)$")
 """What a message of llguidance's quotes of a schema."""
 

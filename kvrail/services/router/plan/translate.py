@@ -38,7 +38,7 @@ class Plan:
     """What to generate: one stream for each prompt.
 
     prompts: token ids. sampling: one for each prompt; wire: the same for workers. prefixes: text that goes before each
-    prompt's output (echo). provisional: whether drafts are shown. traced: whether the usage tells what each process did
+    prompt's output (echo). provisional: whether drafts are shown. traced: whether the usage shows what each process did
     when. priority: among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown
     as it is. silent: what is generated is not shown. special_stops: stop strings that are special tokens, by token id.
     """
@@ -137,7 +137,7 @@ class Limits:
 
 
 class Planner:
-    """Turns validated requests into plans; `limits` tells those of the workers, or raises WorkerUnavailableError."""
+    """Turns validated requests into plans; `limits` gives those of the workers, or raises WorkerUnavailableError."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ def _check_scores(request: Request, plan: Plan) -> None:
 
 
 def _scored_tokens(request: Request) -> int | None:
-    """How many likely tokens are told for each of a prompt's: as many as `prompt_logprobs` or `echo` asks for."""
+    """How many likely tokens each of a prompt's tokens has: as many as `prompt_logprobs` or `echo` asks for."""
     asked = [] if request.prompt_logprobs is None else [request.prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         asked.append(request.logprobs)

@@ -116,8 +116,8 @@ def _body(request: ResponsesRequest, messages: list[Json]) -> Json:
     }
     if LOGPROBS in (request.include or ()):
         optional |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
-    told = {name: value for name, value in optional.items() if value is not None}
-    return {**(request.model_extra or {}), **given, "messages": messages, **told}
+    set_fields = {name: value for name, value in optional.items() if value is not None}
+    return {**(request.model_extra or {}), **given, "messages": messages, **set_fields}
 
 
 def input_items(request: ResponsesRequest) -> list[InputItem]:

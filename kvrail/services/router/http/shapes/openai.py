@@ -6,7 +6,7 @@ from kvrail.services.router.http.shapes.base import Shape
 
 
 class PromptDetails(Shape):
-    """Of the prompt's tokens."""
+    """Counts of the prompt's tokens."""
 
     cached_tokens: int
 
