@@ -116,6 +116,9 @@ boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards
 docs-metrics: $(VENV)/.dev  ## writes the tables of docs/metrics.md from the code
 	$(BIN)/python scripts/metrics_page.py
 
+docs-models: $(VENV)/.dev  ## writes the table of docs/models.md from the newest smoke run on a GPU
+	$(BIN)/python scripts/models_page.py
+
 protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 	PYTHON=$(abspath $(BIN))/python scripts/protos.sh
 

@@ -4,7 +4,9 @@ import argparse
 import asyncio
 import json
 import shlex
+import shutil
 import sys
+from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
@@ -90,6 +92,18 @@ FIRST_CHAT = (
 """Long enough that a prefill worker computes it and its KV crosses: more than the default of --local-prefill-tokens."""
 
 
+def program() -> str:
+    """How a shell here starts this program: by its name where that is on the path, else by its path."""
+    installed = Path(sys.executable).with_name("kvrail")
+    found = shutil.which("kvrail")
+    if not installed.exists():
+        return "kvrail" if found else f"{shlex.quote(sys.executable)} -m kvrail"
+    if found and Path(found).resolve() == installed.resolve():
+        return "kvrail"
+    inside = installed.is_relative_to(Path.cwd())
+    return shlex.quote(str(installed.relative_to(Path.cwd()) if inside else installed))
+
+
 def welcome(cluster: Cluster) -> str:
     """What to try first, once the cluster is healthy."""
     model = cluster.router.model_name
@@ -101,9 +115,11 @@ def welcome(cluster: Cluster) -> str:
 {model} is served on {cluster.url}/v1
 
 try:
-  kvrail chat --url {cluster.url}
+  {program()} chat --url {cluster.url}
   curl -s {cluster.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
 The answer's usage shows under "kvrail" how many bytes of KV crossed: kv_bytes, compressed from kv_raw_bytes.
+
+In a browser: the status page at {cluster.url}/, the API at {cluster.url}/docs.
 
 metrics:
 {metrics}

@@ -111,7 +111,7 @@ class Engine:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or OverloadedError; then nothing is kept."""
         pool = self._scheduler.pool
         check_request(request, self._limits, pool)
-        hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.cache_space)  # a long prompt's take time
+        hashes = page_hashes(request.prompt_ids, pool.page_size, space=request.space)  # a long prompt's take time
         with self._change():
             if not self.alive:
                 raise WorkerUnavailableError("the engine has stopped; restart the worker")
@@ -356,6 +356,8 @@ class Engine:
             self._launch_delay.landed(seconds)
         self._metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions)
         self._preemptions = self._scheduler.preemptions
+        while self._scheduler.preemptions_of_ended:
+            self._metrics.sequence_preemptions.observe(self._scheduler.preemptions_of_ended.pop())
 
     def report_load(self) -> None:
         """Update the gauges; called when metrics are read."""

@@ -18,6 +18,7 @@ _VLLM_FIRST_TOKEN = (
 _VLLM_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _VLLM_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 _VLLM_SEQUENCES = (1, 2, 5, 10, 20)
+_VLLM_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 _VLLM_HTTP = (0.1, 0.5, 1)
 
 TIME_TO_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -55,3 +56,5 @@ SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 """A share, 0 to 1."""
 DRAFTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 """Accepted drafts, up to the default maximum of a sequence."""
+PREEMPTIONS = _union((0,), _VLLM_PREEMPTIONS)
+"""Preemptions of one request."""

@@ -159,6 +159,13 @@ class RouterMetrics:
         self.cluster_kv_usage = make.gauge(
             "kvrail_cluster_kv_usage_ratio", "Share of all decode workers' KV pages that are in use; 1 is all."
         )
+        self.cluster_prefix_queried = make.gauge(
+            "kvrail_cluster_prefix_cache_queried_tokens",
+            "Prompt tokens that decode workers have looked up in their prefix caches since they began.",
+        )
+        self.cluster_prefix_hit = make.gauge(
+            "kvrail_cluster_prefix_cache_hit_tokens", "Of these tokens, those that they found."
+        )
         self._cluster_cache = make.gauge_family(
             "kvrail_cluster_cache_info",
             "Tokens of a KV page and pages of all decode workers, under vLLM's names; the value is always 1.",

@@ -24,6 +24,8 @@ FINISHED = {
     "error": "error",
 }
 """vLLM's words for how requests end. It does not count those that it refuses before they reach its engine."""
+REJECTED = {"overloaded": "max_num_queued_reqs"}
+"""vLLM's word for why a request is not admitted."""
 SOURCES = {"computed": "local_compute", "cached": "local_cache_hit", "transferred": "external_kv_transfer"}
 UNCOUNTED_HANDLERS = frozenset(
     {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/metrics/targets"}
@@ -126,7 +128,7 @@ def _waiting_by_reason(sequences: Family[Any], receiving: Family[Any]) -> Iterat
         yield labels | ENGINE | {"reason": "deferred"}, series
 
 
-def _queued_by_reason(queue: Family[Any]) -> Iterator[Row]:
+def _by_capacity(queue: Family[Any]) -> Iterator[Row]:
     return ((labels | {"reason": "capacity"}, series) for labels, series in _keep(queue))
 
 
@@ -135,7 +137,7 @@ def _cache_config(info: Family[Any]) -> Iterator[Row]:
     names = {"page_size": "block_size", "pages": "num_gpu_blocks", "kv_dtype": "cache_dtype"}
     names["prefix_cache"] = "enable_prefix_caching"
     for labels, series in info.series():
-        yield {names[key]: value for key, value in labels.items() if key in names} | ENGINE, series
+        yield {names.get(key, key): value for key, value in labels.items() if key != "model_name"} | ENGINE, series
 
 
 def _counts(family: Family[Any]) -> Iterator[Row]:
@@ -152,12 +154,18 @@ VLLM_METRICS: tuple[Renamed, ...] = (
         "Requests that ended.",
         _grouped("outcome", FINISHED, "finished_reason"),
     ),
+    Renamed(
+        "vllm:admission_rejections",
+        ("kvrail_requests",),
+        "Requests that were refused because a queue was full.",
+        _grouped("outcome", REJECTED, "reason", engine={}),
+    ),
     Renamed("vllm:num_requests_waiting", ("kvrail_queue_prompts",), "Requests that wait in the router.", _keep),
     Renamed(
         "vllm:num_requests_waiting_by_reason",
         ("kvrail_queue_prompts",),
         "Requests that wait in the router, by why.",
-        _queued_by_reason,
+        _by_capacity,
     ),
     Renamed("vllm:e2e_request_latency_seconds", ("kvrail_request_seconds",), "Time of a request.", _keep),
     Renamed("vllm:time_to_first_token_seconds", ("kvrail_time_to_first_token_seconds",), "Time to first token.", _keep),
@@ -209,6 +217,12 @@ VLLM_METRICS: tuple[Renamed, ...] = (
     Renamed("vllm:kv_cache_usage_perc", ("kvrail_engine_pages",), "Share of KV pages in use; 1 is all.", _usage),
     Renamed("vllm:num_preemptions", ("kvrail_engine_preemptions",), "Preemptions.", _keep),
     Renamed(
+        "vllm:request_num_preemptions",
+        ("kvrail_engine_sequence_preemptions",),
+        "Preemptions of a sequence.",
+        _keep,
+    ),
+    Renamed(
         "vllm:prefix_cache_queries",
         ("kvrail_engine_prefix_cache_queried_tokens",),
         "Tokens looked up in the cache.",
@@ -230,3 +244,51 @@ VLLM_METRICS: tuple[Renamed, ...] = (
     ),
 )
 """What a process shows of vLLM's names: the rows whose sources it has, the first of two with one name."""
+
+CLUSTER_METRICS: tuple[Renamed, ...] = (
+    Renamed(
+        "vllm:num_requests_running",
+        ("kvrail_cluster_requests_running",),
+        "Sum over decode workers: sequences that run.",
+        _keep,
+    ),
+    Renamed(
+        "vllm:num_requests_waiting",
+        ("kvrail_cluster_requests_waiting",),
+        "Sum over router and decode workers: requests that wait.",
+        _keep,
+    ),
+    Renamed(
+        "vllm:num_requests_waiting_by_reason",
+        ("kvrail_cluster_requests_waiting",),
+        "Sum over router and decode workers: requests that wait, by why.",
+        _by_capacity,
+    ),
+    Renamed(
+        "vllm:kv_cache_usage_perc",
+        ("kvrail_cluster_kv_usage_ratio",),
+        "Over all decode workers: share of their KV pages in use; 1 is all.",
+        _keep,
+    ),
+    Renamed(
+        "vllm:prefix_cache_queries",
+        ("kvrail_cluster_prefix_cache_queried_tokens",),
+        "Sum over decode workers: tokens looked up in their caches.",
+        _keep,
+        kind="counter",
+    ),
+    Renamed(
+        "vllm:prefix_cache_hits",
+        ("kvrail_cluster_prefix_cache_hit_tokens",),
+        "Sum over decode workers: tokens found in their caches.",
+        _keep,
+        kind="counter",
+    ),
+    Renamed(
+        "vllm:cache_config_info",
+        ("kvrail_cluster_cache_info",),
+        "Sum over decode workers: their KV pages; the value is always 1.",
+        _cache_config,
+    ),
+)
+"""What a router shows beside these, for who scrapes it alone: what its decode workers show, summed up."""

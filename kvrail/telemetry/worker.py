@@ -33,6 +33,11 @@ class EngineMetrics:
             )
         self.pages = make.gauges("kvrail_engine_pages", "KV pages by state.", "state", PAGE_STATES)
         self.preemptions = make.counter("kvrail_engine_preemptions", "Sequences that gave up their pages to others.")
+        self.sequence_preemptions = make.histogram(
+            "kvrail_engine_sequence_preemptions",
+            "Times that a sequence gave up its pages to others.",
+            buckets.PREEMPTIONS,
+        )
         self.prefix_queried_tokens = make.counter(
             "kvrail_engine_prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache."
         )

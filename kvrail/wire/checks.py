@@ -93,7 +93,7 @@ def check_summary(summary: decode_pb2.GenerateSummary, prompt_tokens: int, most_
     check_number("cached_tokens", summary.cached_tokens, prompt_tokens + most_tokens)  # output that went on elsewhere
     check_number("drafts_accepted", summary.drafts_accepted, summary.drafts_proposed)
     check_number("exposed_s", summary.exposed_s, MAX_SECONDS)
-    for name in ("prefill_worker", "codec", "codec_reason", "transport", "numerics"):
+    for name in ("prefill_worker", "codec", "codec_reason", "local_reason", "transport", "numerics"):
         check_name(name, getattr(summary, name))
 
 

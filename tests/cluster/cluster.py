@@ -78,6 +78,7 @@ class Cluster:
         provisional=False,
         fingerprint="",
         timeout_s=120.0,
+        cache_salt="",
         **params,
     ) -> Answer:
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}
@@ -91,6 +92,7 @@ class Cluster:
             resumed=[decode_pb2.Resumed(token_ids=ids, ended=ended) for ids, ended in resumed],
             provisional=provisional,
             model_fingerprint=fingerprint,
+            cache_salt=cache_salt,
         )
         answer = Answer()
         async with self.client.generate(request, timeout_s=timeout_s) as replies:

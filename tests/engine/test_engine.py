@@ -48,6 +48,11 @@ def test_preemption_recomputes_and_starves_no_request(prefix_cache):
         bench.submit(str(number), prompt, max_tokens=24)
     bench.run()
     assert bench.scheduler.preemptions > 0
+    told = "kvrail_engine_sequence_preemptions"
+    values = {
+        name: bench.registry.get_sample_value(f"{told}_{name}", {"model_name": "machine"}) for name in ("sum", "count")
+    }
+    assert values == {"sum": bench.scheduler.preemptions, "count": len(bench.events)}
     for number, prompt in enumerate(asked):
         assert bench.tokens(str(number)) == expected(prompt, 24)
 

@@ -90,6 +90,7 @@ def test_drafts_that_cannot_be_are_refused(reply, what):
         ({"drafts_accepted": 1}, "drafts_accepted is 1"),
         ({"exposed_s": math.nan}, "exposed_s is nan"),
         ({"codec_reason": "x" * 300}, "codec_reason"),
+        ({"local_reason": "x" * 300}, "local_reason"),
         ({"prefill_worker": "p:1\nERROR forged"}, "prefill_worker"),
     ],
 )

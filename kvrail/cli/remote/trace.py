@@ -17,8 +17,8 @@ SUMMARY = "draw one request's way through a running cluster"
 EPILOG = """Open the file at https://ui.perfetto.dev or in chrome://tracing.
 
 examples:
-  kvrail trace "What is a KV cache?"               writes trace.json
-  kvrail trace --out long.json < notes.txt         a prompt from standard input"""
+  kvrail trace < SECURITY.md                       writes trace.json; long enough for its KV to cross
+  kvrail trace --out short.json "What is grep?"    a short prompt stays on the decode worker"""
 
 Json = dict[str, Any]
 ROUNDED_S = 2e-6

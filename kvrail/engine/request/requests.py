@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvrail.engine.kv.pages import PagePool
 from kvrail.errors import ContextLengthError, InvalidRequestError
 from kvrail.grammar import Grammar
+from kvrail.values.pagehash import page_space
 from kvrail.values.sampling import SamplingParams
 
 
@@ -26,7 +27,8 @@ class EngineRequest:
     router names it. remote: another worker computes the prompt's KV, unless at most local_tokens of it are missing.
     prefill_only: draw the first tokens, compute nothing further. resumed: the output of each of the n sequences in
     another engine; it is continued, and the prompt computed here. provisional: report drafts before they are verified.
-    cache_space: pages are shared with requests of the same space only; a codec that loses bits has a space of its own.
+    cache_space, cache_salt: pages are shared with requests of the same ones only; a codec that loses bits has a space
+    of its own.
     grammar: params.grammar, compiled. scored: see Sequence; more than 0 if another engine has reported log
     probabilities of the prompt.
     """
@@ -44,6 +46,12 @@ class EngineRequest:
     client: str = ""
     grammar: Grammar | None = None
     scored: int = 0
+    cache_salt: str = ""
+
+    @property
+    def space(self) -> str:
+        """Whose pages it shares, as hashes have it."""
+        return page_space(self.cache_space, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
         raise InvalidRequestError(
             f"{request.scored} tokens of a prompt of {len(prompt)} cannot be scored", param="scored_tokens"
         )
-    for name in ("logit_bias", "stop_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
         unknown = [token for token in getattr(request.params, name) if not 0 <= token < limits.vocab_size]
         if unknown:
             raise InvalidRequestError(

@@ -58,6 +58,7 @@ class Sequence:
     known_hashes: list[PageHash] = field(default_factory=list)
     matcher: Matcher | None = None
     scored: int = 0
+    preemptions: int = 0
     borrowed: bool = False
     solitary: bool = False
     steps: int = field(default=0, init=False)

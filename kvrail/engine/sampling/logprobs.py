@@ -14,10 +14,13 @@ from kvrail.engine.schedule.scoring import Scoring
 from kvrail.values.sampling import PromptLogprobs, TokenLogprobs
 
 
-def token_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, chosen: Sequence[int], counts: Sequence[int], named: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprobs]:
     """Return for each row the chosen token's log probability and those of the `count` most likely tokens.
 
     logits: float32 [R, V], before bias, penalties and temperature. Of equally likely tokens the lower id comes first.
+    named: of each row token ids of the vocabulary whose log probabilities are returned instead, if there are any.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     of_chosen = to_list(logprobs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0])
@@ -26,10 +29,15 @@ def token_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int])
         sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
         for ids, values in zip(to_list(top_ids), to_list(top_values), strict=True)
     ]
-    return [
+    found = [
         TokenLogprobs(logprob, tuple(top[:count]))
         for logprob, top, count in zip(of_chosen, ranked, counts, strict=True)
     ]
+    for row, token_ids in enumerate(named):
+        if token_ids:
+            values = to_list(logprobs[row, torch.tensor(token_ids, device=logits.device)])
+            found[row] = TokenLogprobs(of_chosen[row], tuple(zip(token_ids, values, strict=True)))
+    return found
 
 
 def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -126,8 +126,20 @@ class MaskFinder:
         for run, mask in runs:
             if not run.matcher.complete:
                 words[mask] &= self._no_end
+            self._keep_on(words, run, mask)
             if not words[mask].any():
                 stuck.setdefault(run.sequence, _no_way_on(run))
+
+    def _keep_on(self, words: npt.NDArray[np.int32], run: _Run, mask: int) -> None:
+        """Before min_tokens no token that ends the output is allowed, unless the grammar allows nothing else."""
+        params, count = run.sequence.params, len(run.tokens) + mask - run.first
+        if count >= params.min_tokens:
+            return
+        longer = words[mask] & self._no_end
+        for token_id in params.stop_token_ids:
+            longer.view(np.uint8)[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+        if longer.any():
+            words[mask] = longer
 
     def _fill_one_by_one(
         self, words: npt.NDArray[np.int32], runs: list[tuple[_Run, int]], stuck: dict[Sequence, KvrailError]

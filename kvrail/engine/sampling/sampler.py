@@ -137,6 +137,7 @@ def _with_logprobs(logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequenc
         return tokens
     chosen = [max(0, token_ids[i]) for i in wanting]  # log probabilities of undrawn tokens are never read
     counts = [rows[i].params.logprobs or 0 for i in wanting]
-    for i, logprobs in zip(wanting, token_logprobs(logits[wanting], chosen, counts), strict=True):
+    named = [rows[i].params.logprob_token_ids for i in wanting]
+    for i, logprobs in zip(wanting, token_logprobs(logits[wanting], chosen, counts, named), strict=True):
         tokens[i] = SampledToken(token_ids[i], logprobs)
     return tokens

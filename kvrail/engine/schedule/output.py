@@ -31,8 +31,10 @@ def ending_of(sequence: Sequence, newest: int, length: int, limits: ModelLimits)
     if count > params.min_tokens or not params.min_tokens:
         if newest in params.stop_token_ids:
             return FinishReason.STOP, str(newest)
-        if newest in limits.eos_token_ids and (params.grammar or not params.ignore_eos):
+        if newest in limits.eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP, ""
+    if params.grammar and newest in limits.eos_token_ids:  # before min_tokens it is drawn where nothing else is allowed
+        return FinishReason.STOP, ""
     if count >= params.max_tokens or length >= limits.max_model_len:
         return FinishReason.LENGTH, ""
     return None, ""
@@ -45,8 +47,11 @@ def ends_by_length(sequence: Sequence, limits: ModelLimits) -> bool:
 
 
 def banned_tokens(params: SamplingParams, count: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens."""
-    if count >= params.min_tokens:
+    """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens.
+
+    Where a grammar binds the output its masks leave them out.
+    """
+    if count >= params.min_tokens or params.grammar:
         return ()
     return (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
 

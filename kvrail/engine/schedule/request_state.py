@@ -48,7 +48,7 @@ class RequestState:
             spec.remote,
             spec.local_tokens,
             spec.prefill_only,
-            spec.cache_space,
+            spec.space,
             list(resumed.token_ids) if resumed else [],
             known_hashes=list(self.hashes),
             matcher=None if spec.grammar is None else spec.grammar.matcher(),

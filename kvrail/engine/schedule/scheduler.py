@@ -46,6 +46,7 @@ class Scheduler:
         self.pool = pool
         self.budget = budget
         self.preemptions = 0
+        self.preemptions_of_ended: list[int] = []  # of each sequence, until somebody takes them
         self._waiting: deque[Sequence] = deque()
         self._siblings: deque[Sequence] = deque()  # of requests whose first sequence was admitted; they wait too
         self._running: list[Sequence] = []  # oldest arrival first
@@ -215,6 +216,7 @@ class Scheduler:
             if sequence in place:
                 place.remove(sequence)
         sequence.status = Status.FINISHED
+        self.preemptions_of_ended.append(sequence.preemptions)
         self._release(sequence)
 
     def check(self) -> None:
@@ -378,6 +380,7 @@ class Scheduler:
         sequence.status = Status.WAITING
         self._queue_of(sequence).appendleft(sequence)
         self.preemptions += 1
+        sequence.preemptions += 1
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self.pool.page_size

@@ -152,6 +152,7 @@ class FetchAttempt:
             trace=progress.spans is not None and progress.spans.requested,
             trace_context={} if progress.trace is None else progress.trace.context,
             client=self._request.client,
+            cache_salt=self._request.cache_salt,
             sampling=sampling_to_proto(self._request.params),
             handshake=prefill_pb2.Handshake(
                 protocol_version=PROTOCOL_VERSION,

@@ -159,6 +159,21 @@ class Progress:
         """Whether some of the prompt's KV is not what was computed, bit for bit."""
         return self.received.lossy or bool(self.request.cache_space and self.cached_tokens)
 
+    def _local_reason(self) -> str:
+        """Why no prefill worker computed the prompt; empty where one did."""
+        if self.prefill_worker:
+            return ""
+        if self.request.resumed:
+            return "another decode worker was lost, and this one continues its output"
+        if self.request.params.prompt_logprobs is not None:
+            return "log probabilities of the prompt need its logits"
+        if not self.request.remote:
+            return "no prefill worker was chosen"
+        missing = len(self.request.prompt_ids) - self.cached_tokens
+        if missing > self.request.local_tokens:
+            return "no prefill worker could compute it"
+        return f"{missing} tokens were not cached; up to {self.request.local_tokens} are computed here"
+
     def _numerics(self) -> str:
         prefill = self.received.numerics if self.prefill_worker else None
         return "" if self._lossy() else self.invariance.of(prefill, self.cached_tokens)
@@ -182,6 +197,7 @@ class Progress:
                 codec_reason=self.codec_reason if self.received.codec in ("", self.asked_codec) else self.substituted,
                 transport=received.transport if self.prefill_worker else "",
                 exposed_s=self.exposed_s() or 0.0,
+                local_reason=self._local_reason(),
                 spans=spans_to_proto(self.spans.all()) if self.spans is not None and self.traced else (),
             )
         )

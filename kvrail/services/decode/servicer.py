@@ -71,6 +71,7 @@ class DecodeServicer:
                 client=request.client,
                 grammar=await self._worker.grammars.get(params.grammar, request.client),
                 scored=request.scored_tokens,
+                cache_salt=request.cache_salt,
             )
             timeline = Timeline()
             trace = DecodeTrace.begin(self._worker.tracing, request, timeline)

@@ -116,6 +116,7 @@ class PrefillHandler:
                     params=params,
                     prefill_only=True,
                     grammar=grammar,
+                    cache_salt=self._request.cache_salt,
                 ),
             )
         except BaseException:

@@ -37,7 +37,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "logprobs", "stop", "stop_token_ids", "ignore_eos", "include_stop_in_output", "skip_special_tokens", "n", "grammar", "prompt_logprobs")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "logprobs", "stop", "stop_token_ids", "ignore_eos", "include_stop_in_output", "skip_special_tokens", "n", "grammar", "logprob_token_ids", "prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class SamplingParams(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
@@ -84,8 +85,9 @@ class SamplingParams(_message.Message):
     skip_special_tokens: bool
     n: int
     grammar: str
+    logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: int
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., grammar: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., grammar: _Optional[str] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -187,7 +189,7 @@ class CodecBytes(_message.Message):
     def __init__(self, codec: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s")
+    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s", "prefix_queried_tokens", "prefix_hit_tokens")
     class LinkBytesPerSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -199,11 +201,15 @@ class WorkerReport(_message.Message):
     DRAFTS_PROPOSED_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     received: _containers.RepeatedCompositeFieldContainer[CodecBytes]
     drafts_proposed: int
     drafts_accepted: int
     link_bytes_per_s: _containers.ScalarMap[str, float]
-    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "kv_events", "pace", "max_batch_tokens", "metrics_port", "report")

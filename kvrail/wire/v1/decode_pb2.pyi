@@ -18,7 +18,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_token_ids", "sampling", "prefill_workers", "codec", "resumed", "provisional", "trace", "prefill_instances", "trace_context", "scored_tokens", "client", "model_fingerprint")
+    __slots__ = ("request_id", "model", "prompt_token_ids", "sampling", "prefill_workers", "codec", "resumed", "provisional", "trace", "prefill_instances", "trace_context", "scored_tokens", "client", "cache_salt", "model_fingerprint")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SCORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
@@ -53,8 +54,9 @@ class GenerateRequest(_message.Message):
     trace_context: _containers.ScalarMap[str, str]
     scored_tokens: int
     client: str
+    cache_salt: str
     model_fingerprint: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., provisional: _Optional[bool] = ..., trace: _Optional[bool] = ..., prefill_instances: _Optional[_Iterable[int]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., scored_tokens: _Optional[int] = ..., client: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., provisional: _Optional[bool] = ..., trace: _Optional[bool] = ..., prefill_instances: _Optional[_Iterable[int]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., scored_tokens: _Optional[int] = ..., client: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("token_ids", "ended")
@@ -197,7 +199,7 @@ class RequestEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., error: _Optional[bytes] = ...) -> None: ...
 
 class GenerateSummary(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes", "lossy", "drafts_proposed", "drafts_accepted", "codec_reason", "transport", "exposed_s", "spans", "numerics")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes", "lossy", "drafts_proposed", "drafts_accepted", "codec_reason", "transport", "exposed_s", "spans", "local_reason", "numerics")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +215,7 @@ class GenerateSummary(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_REASON_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
@@ -229,5 +232,6 @@ class GenerateSummary(_message.Message):
     transport: str
     exposed_s: float
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    local_reason: str
     numerics: str
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ..., prefill_worker: _Optional[str] = ..., codec: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_raw_bytes: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., codec_reason: _Optional[str] = ..., transport: _Optional[str] = ..., exposed_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., numerics: _Optional[str] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ..., prefill_worker: _Optional[str] = ..., codec: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_raw_bytes: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., codec_reason: _Optional[str] = ..., transport: _Optional[str] = ..., exposed_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., local_reason: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...

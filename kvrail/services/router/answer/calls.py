@@ -98,6 +98,15 @@ class ApiCall(ABC):
         fingerprint = f"fp_{self.parts.pool.fingerprint[:12]}"
         return Head(f"{prefix}-{self.state.request_id}", int(time.time()), self.name, fingerprint)
 
+    def texts(self) -> TokenTexts:
+        """How tokens are shown."""
+        request = self.request
+        return TokenTexts(
+            self.parts.tokenizer,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            all_listed=request.logprob_token_ids is not None,
+        )
+
     def failure(self, error: KvrailError) -> bytes:
         """The last event of a stream that fails before it has a writer."""
         return error_event(error)
@@ -118,7 +127,7 @@ class ChatCall(ApiCall):
     def writer(self, plan: Plan) -> Writer:
         """Chunks of chat completions."""
         request = self.request
-        texts = TokenTexts(self.parts.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        texts = self.texts()
         form = ChatFormat(
             self.head("chatcmpl"),
             texts,
@@ -151,7 +160,7 @@ class CompletionCall(ApiCall):
     def writer(self, plan: Plan) -> Writer:
         """Chunks of completions."""
         request = self.request
-        texts = TokenTexts(self.parts.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
+        texts = self.texts()
         prompts = [ids for ids in plan.prompts for _ in range(plan.n)]
         prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
         form = CompletionFormat(

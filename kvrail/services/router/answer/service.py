@@ -136,11 +136,11 @@ class RouterService:
             "max_model_len": self.max_model_len(),
         }
 
-    async def render_metrics(self, path: str) -> tuple[bytes, str]:
-        """Body and content type of a metrics path."""
+    async def render_metrics(self, path: str, *, sums: bool = True) -> tuple[bytes, str]:
+        """Body and content type of a metrics path. sums: with vLLM's names of decode workers' metrics, summed up."""
         show_workers(self.pool, self.metrics)
         self._look_at_certificates()
-        return await self._exposition.answer(path)
+        return await self._exposition.answer(path, sums=sums)
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Status and body of /health: 200 only while requests can be served the way that was configured.

@@ -26,6 +26,8 @@ def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
     pages = sum(answer.pages_total for answer in answers)
     used = pages - sum(answer.pages_free + answer.pages_cached for answer in answers)
     metrics.cluster_kv_usage.set(used / pages if pages else 0.0)
+    metrics.cluster_prefix_queried.set(sum(answer.report.prefix_queried_tokens for answer in answers))
+    metrics.cluster_prefix_hit.set(sum(answer.report.prefix_hit_tokens for answer in answers))
     metrics.show_cache(pool.page_size, pages)
 
 
@@ -36,7 +38,7 @@ def scrape_targets(
 
     router: this router's host:port as the caller has it. vllm: for vLLM's names, which prefill workers do not have;
     all targets are then one instance, since vLLM's dashboards look for requests where engines are. router_tls,
-    workers_tls: whose metrics are behind TLS.
+    workers_tls: whose metrics are behind TLS. The router shows no sums over workers there.
     """
 
     def group(address: str, tls: bool, labels: dict[str, str]) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def scrape_targets(
         scheme = {"__scheme__": "https"} if tls else {}
         return {"targets": [address], "labels": common | scheme | labels}
 
-    found = [group(router, router_tls, {"service": "router"})]
+    found = [group(router, router_tls, {"service": "router", "__param_sums": "off"})]
     for worker, address in _addresses(pool):
         if not (vllm and worker.role == "prefill"):
             found.append(group(address, workers_tls, {"service": worker.role, "worker": worker.target}))

@@ -18,7 +18,7 @@ from kvrail.services.router.fleet.worker import DecodeWorker, PrefillWorker, Wor
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.rates import CompletionRate
 from kvrail.telemetry.router import RouterMetrics
-from kvrail.values.pagehash import page_digest, page_hashes
+from kvrail.values.pagehash import page_digest, page_hashes, page_space
 from kvrail.values.sampling import SamplingParams
 
 FIRST_OUTPUT = 128.0
@@ -117,11 +117,14 @@ class Dispatcher:
         self._serving = False
         pool.on_change = self.serve
 
-    def turn(self, client: str, prompt: Sequence[int], sampling: SamplingParams, priority: int) -> Turn:
+    def turn(
+        self, client: str, prompt: Sequence[int], sampling: SamplingParams, priority: int, cache_salt: str = ""
+    ) -> Turn:
         """A prompt's entry for the queue, which `place` puts it into."""
         size, local = self._pool.page_size, sampling.prompt_logprobs is not None
         # For log probabilities of the prompt all of it is computed, whatever is cached.
-        hashed = page_hashes(prompt[: size * HASHED_PAGES], size) if size and not local else []
+        known = prompt[: size * HASHED_PAGES] if size and not local else ()
+        hashed = page_hashes(known, size, space=page_space(salt=cache_salt)) if known else []
         request = PlacementRequest(
             len(prompt),
             [page_digest(each) for each in hashed],

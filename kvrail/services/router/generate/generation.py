@@ -58,8 +58,9 @@ class Generation:
                 trace=plan.traced,
                 client=client,
                 trace_context=trace_context,
+                cache_salt=plan.cache_salt,
             )
-            turn = dispatcher.turn(client, prompt, sampling, plan.priority)
+            turn = dispatcher.turn(client, prompt, sampling, plan.priority, plan.cache_salt)
             self._streams.append(PromptStream(route, request, turn, PromptOutput(request, i * plan.n, plan)))
         timeline.mark(Moment.PLANNED)
 

@@ -9,8 +9,8 @@ from kvrail.values.sampling import PromptLogprobs
 from kvrail.wire.checks import check_drafts, check_number, check_output, check_summary
 from kvrail.wire.convert import (
     finish_reason_from_proto,
-    logprobs_from_proto,
     marks_from_proto,
+    output_logprobs_from_proto,
     prompt_logprobs_from_proto,
     spans_from_proto,
 )
@@ -110,7 +110,7 @@ class PromptOutput:
             index,
             reply.text,
             token_ids,
-            [logprobs_from_proto(entry, sampling.logprobs, self._vocab_size) for entry in logprobs] if logprobs else (),
+            output_logprobs_from_proto(logprobs, sampling, self._vocab_size) if logprobs else (),
             finish_reason,
             self._stop_reason(reply.stop_reason) if reply.stop_reason else None,
         )

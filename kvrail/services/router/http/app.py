@@ -54,7 +54,7 @@ def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *
 def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults) -> FastAPI:
     """The application; `app.state.service` is set while it runs.
 
-    Of its state, `parsing` has turns at parsing long bodies; `tls` and `door` are certificates, where there are any.
+    In its state, `parsing` has turns at parsing long bodies; `tls` and `door` are certificates, where there are any.
     Raises ConfigError where one is no good.
     """
     tls, door = Tls.of(settings, "router"), DoorCertificate.of(settings.tls_http_cert, settings.tls_http_key)

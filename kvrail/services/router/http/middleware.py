@@ -101,7 +101,7 @@ class RequestContext:
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception:
-                status = 500 if status == LEFT else status  # whoever is outside answers so
+                status = 500 if status == LEFT else status  # the outer layers answer so
                 raise
             finally:
                 method = scope["method"] if scope["method"] in METHODS else NO_METHOD

@@ -135,11 +135,11 @@ class Responses:
 
 def _listed(response_id: str, place: int, item: Any) -> Json:
     """An item of an input as it is listed: with an id, and a message's text as a part."""
-    told: Json = {"id": f"{response_id}_{place}", **item.model_dump(exclude_none=True), "status": "completed"}
-    if isinstance(told.get("content"), str):
-        kind = "output_text" if told["role"] == "assistant" else "input_text"
-        told["content"] = [{"type": kind, "text": told["content"]}]
-    return told
+    listed: Json = {"id": f"{response_id}_{place}", **item.model_dump(exclude_none=True), "status": "completed"}
+    if isinstance(listed.get("content"), str):
+        kind = "output_text" if listed["role"] == "assistant" else "input_text"
+        listed["content"] = [{"type": kind, "text": listed["content"]}]
+    return listed
 
 
 def _tool(tool: Json) -> Json:
