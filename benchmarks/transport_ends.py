@@ -57,7 +57,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class Road:
-    """Makes both ends for payloads of so many bytes; one_process: they are the same transport."""
+    """Makes both ends for payloads of a size in bytes; one_process: they are the same transport."""
 
     name: str
     sender: Callable[[int], AbstractAsyncContextManager[Sender]]

@@ -6,7 +6,7 @@
 Two processes, payloads compared first. A round goes from the first receive to the last payload; figures are medians.
 `at once` is how many payloads are under way. CPU seconds per GB are of all threads of both processes.
 `bare` is UCXX with the transport's settings and neither sizes, acknowledgements nor regions. `ucx_perftest` comes with
-libucx's wheel or Debian's ucx-utils; it polls unless told to sleep. `copy_` is torch's, from one GPU to the other. By
+libucx's wheel or Debian's ucx-utils; it polls unless set to sleep. `copy_` is torch's, from one GPU to the other. By
 default workers on GPUs poll, and others sleep.
 """
 

@@ -33,7 +33,7 @@ NAMES = {
     r"(?<![A-Za-z])([Oo]utlet|[Ii]nlet)|([a-z_]|\b)(Outlet|Inlet)": "PayloadSender, PayloadReceiver",
     r"[Tt]runk(?!\w*at)": "the event stream",
     r"(?<![A-Za-z])[Ll]edger|Ledger": "KV events",
-    r"RequestBook|(?<![A-Za-z])book(?![A-Za-z])": "RequestTracker, tracker",
+    r"RequestBook": "RequestTracker",
     r"(?<![A-Za-z])(?<!in[-_ ])[Ff]lights?(?![A-Za-z])|(?<!In)Flight": "in-flight step",
     r"(?<![A-Za-z])(story|stories)(?![A-Za-z])|Story": "handler; what happens to a request",
     r"(?<![A-Za-z])[Pp]ace(?![A-Za-z])": "step cost, rate",

@@ -113,7 +113,7 @@ def check_status(status: common_pb2.WorkerStatus, max_pages: int) -> None:
         check_number("max_model_len", model.max_model_len, math.inf, 1)
     check_number("the number of free and cached pages", status.pages_free + status.pages_cached, status.pages_total)
     check_number("metrics_port", status.metrics_port, 65535)
-    for field, seconds in status.pace.ListFields():
+    for field, seconds in status.step_cost.ListFields():
         check_number(field.name, seconds, MAX_SECONDS)
     check_number("the number of digests of pages", len(events.stored) + len(events.removed), max_pages)
     report = status.report

@@ -140,7 +140,7 @@ class Worker:
             instance=self.instance,
             codec_parameters=self.codecs,
             kv_events=self._kv_events(asked),
-            pace=common_pb2.Pace(
+            step_cost=common_pb2.StepCost(
                 prefill_base=prefill.base,
                 prefill_each=prefill.each,
                 decode_base=decode.base,

@@ -222,7 +222,7 @@ async def test_sender_is_lost(transport, when):
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("accepts", [False, True])
-async def test_error_of_the_story_reaches_everyone_who_waits(transport, error, accepts):
+async def test_error_of_the_handler_reaches_everyone_who_waits(transport, error, accepts):
     async def handler(request, replies):
         if accepts:
             replies.accept(Accepted())
@@ -235,7 +235,7 @@ async def test_error_of_the_story_reaches_everyone_who_waits(transport, error, a
             assert type(caught) is type(error) and str(caught) == str(error) and vars(caught) == vars(error)
 
 
-async def test_unexpected_error_of_the_story_is_logged_and_hidden(transport, caplog):
+async def test_unexpected_error_of_the_handler_is_logged_and_hidden(transport, caplog):
     async def handler(request, replies):
         raise ZeroDivisionError("secret")
 
@@ -245,7 +245,7 @@ async def test_unexpected_error_of_the_story_is_logged_and_hidden(transport, cap
     assert "secret" not in str(caught.value) and "secret" in caplog.text
 
 
-async def test_story_that_ends_without_commit(transport):
+async def test_handler_that_ends_without_commit(transport):
     async def handler(request, replies):
         replies.accept(Accepted())
         replies.announce(frame())
@@ -278,7 +278,7 @@ async def test_control_comes_once(transport, twice):
             await receive_all(call)
 
 
-async def test_nothing_follows_the_commit_and_the_story_may_tidy_up(transport):
+async def test_nothing_follows_the_commit_and_the_handler_may_tidy_up(transport):
     tidy = asyncio.Event()
     refused = []
 

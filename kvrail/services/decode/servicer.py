@@ -46,7 +46,7 @@ class DecodeServicer:
         """Report identity, limits and load."""
         status = self._worker.status(request, self._transports)
         status.codecs.append(AUTO)
-        status.pace.fetch_each = self._fetcher.fetch_s()
+        status.step_cost.fetch_each = self._fetcher.fetch_s()
         status.withheld_codecs.extend(self._withheld_codecs)
         return status
 

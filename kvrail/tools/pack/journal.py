@@ -1,7 +1,7 @@
 """What is done of a folder that is being made, so that a run that was killed goes on where it stopped.
 
 OUT is made as OUT.partial and renamed when it is complete: under its own name nothing is ever half written. Beside it
-lies OUT.journal: its first line says of which job it is, each further one names a part of a file that is written. It
+lies OUT.journal: its first line names the job, each further one names a part of a file that is written. It
 needs no care when it is written: a part is believed only where its bytes have the digest in the journal.
 """
 

@@ -133,7 +133,7 @@ class Worker:
         """How busy it is. computes: whether it computes its prompts itself."""
         if self.answer is None:
             return Load()
-        answer, costs = self.answer, self.answer.pace
+        answer, costs = self.answer, self.answer.step_cost
         return Load(
             requests=self.requests,
             sequences=self._places + self._others,
