@@ -176,6 +176,9 @@ bench-anchors: $(VENV)/.dev  ## drafts that coarse forms of KV get accepted, for
 bench-attention-error: $(VENV)/.dev  ## error of attention's outputs after each stage of a codec
 	$(BIN)/python -m benchmarks.attention_error $(ARGS)
 
+bench-kvcomp-points: $(VENV)/.dev  ## what KVComp costs the demo model at other scales and granularities
+	$(BIN)/python -m benchmarks.kvcomp_points $(ARGS)
+
 bench-progressive: $(VENV)/.dev  ## when a client has the k-th token behind a slow link, drafted and verified; needs root
 	$(BIN)/python -m benchmarks.progressive $(ARGS)
 

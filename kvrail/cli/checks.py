@@ -7,6 +7,7 @@ import difflib
 import importlib
 import os
 from pathlib import Path
+from typing import Any
 
 from kvrail.config.settings import DEMO_MODEL, DecodeSettings, WorkerSettings, flag_name
 from kvrail.errors import ConfigError
@@ -19,22 +20,34 @@ def check_worker(settings: WorkerSettings) -> None:
     if settings.codebook:
         check_readable(flag_name("codebook"), Path(settings.codebook), "name a file that kvrail calibrate has written")
     if isinstance(settings, DecodeSettings) and settings.codec != AUTO:
-        _check_codec(settings.codec, allow_lossy=settings.allow_lossy)
-
-
-def _check_codec(name: str, *, allow_lossy: bool) -> None:
-    registry = importlib.import_module("kvrail.codec.registry")  # the one module there that is free of torch
-    known: tuple[str, ...] = registry.names()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"choose {AUTO} or one of {', '.join(known)}"
-        raise ConfigError(f"{flag_name('codec')}: codec {name!r} is unknown; {remedy}")
-    if not registry.info(name).exact and not allow_lossy:
-        exact = ", ".join(each for each in known if registry.info(each).exact)
+        codec = settings.codec
+        check_codec(flag_name("codec"), codec, f"{AUTO} or ")
+        if codec not in lossy_codecs() or settings.allow_lossy:
+            return
+        exact = ", ".join(each for each in _registry().names() if each not in lossy_codecs())
         raise ConfigError(
-            f"{flag_name('codec')}: codec {name!r} is lossy: it does not restore every bit of the KV; choose one of"
+            f"{flag_name('codec')}: codec {codec!r} is lossy: it does not restore every bit of the KV; choose one of"
             f" {exact}, or add {flag_name('allow_lossy')}"
         )
+
+
+def check_codec(flag: str, name: str, others: str = "") -> None:
+    """Raise ConfigError where no codec is called `name`, given as `flag`; others: what else may be chosen."""
+    known: tuple[str, ...] = _registry().names()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"choose {others}one of {', '.join(known)}"
+        raise ConfigError(f"{flag}: codec {name!r} is unknown; {remedy}")
+
+
+def lossy_codecs() -> tuple[str, ...]:
+    """Names of the codecs that do not restore every bit."""
+    registry = _registry()
+    return tuple(name for name in registry.names() if not registry.info(name).exact)
+
+
+def _registry() -> Any:
+    return importlib.import_module("kvrail.codec.registry")  # the one module there that is free of torch
 
 
 def check_model(model: str) -> None:

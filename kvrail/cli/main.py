@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from kvrail import __version__
-from kvrail.cli import bench, calibrate, certs, keys, pack, role, up
+from kvrail.cli import bench, calibrate, certs, keys, pack, quality, role, up
 from kvrail.cli.flags import HelpFormatter, OneLineErrors
 from kvrail.cli.remote import chat, status, trace
 from kvrail.errors import ConfigError, KvrailError
@@ -23,7 +23,7 @@ def build_parser() -> OneLineErrors:
     )
     parser.add_argument("--version", action="version", version=f"kvrail {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for module in (up, role, chat, status, trace, bench, calibrate, pack, certs, keys):
+    for module in (up, role, chat, status, trace, bench, calibrate, quality, pack, certs, keys):
         module.add_commands(commands)
     return parser
 

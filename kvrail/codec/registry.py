@@ -67,6 +67,8 @@ register(CodecInfo("int4", "kvrail.codec.integer.codec:int4", exact=False, compi
 register(CodecInfo("splitzip", f"{_ONE_STAGE}:splitzip", takes_codebook=True))
 register(CodecInfo("lynx", "kvrail.codec.papers.lynx.codec:lynx", exact=False))
 register(CodecInfo("lynx-exact", "kvrail.codec.papers.lynx.codec:lynx_exact"))
+register(CodecInfo("kvcomp", "kvrail.codec.papers.kvcomp.codec:kvcomp", exact=False))
+register(CodecInfo("kvcomp-block", "kvrail.codec.papers.kvcomp.codec:kvcomp_block", exact=False))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""`int8` and `int4` on the wire: only where the operator lets them, told in the answer, and never `auto`'s choice."""
+"""Lossy codecs on the wire: only where the operator lets them, told in the answer, and never `auto`'s choice."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.cluster.test_codecs import SHARED, content
 from tests.cluster.test_equality import prompt_of
 from tests.models import tiny_model
 
-NAMES = ("int8", "int4")
+NAMES = ("int8", "int4", "kvcomp")
 ALLOWED = {"decode": {"allow_lossy": True}}
 
 
@@ -74,7 +74,7 @@ async def test_an_exact_request_never_meets_pages_that_lost_bits(name):
 
 async def test_auto_never_has_them_to_choose_from():
     async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **ALLOWED, **SHARED) as c:
-        options = settings(DecodeSettings, "unread", kv_dtype="bfloat16", allow_lossy=True, codec="auto")
+        options = settings(DecodeSettings, tiny_model("llama"), kv_dtype="bfloat16", allow_lossy=True, codec="auto")
         codecs = Codecs(options, allow_lossy=options.allow_lossy)
         assert set(NAMES) < set(codecs.names) and not set(NAMES) & set(codecs.automatic)
         assert codecs.automatic[0] == "raw" and all(registry.get(name).exact for name in codecs.automatic)

@@ -15,15 +15,13 @@ from kvrail.codec.splitzip.one_stage.exponents import (
 )
 from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.errors import ConfigError
-from kvrail.text import load_tokenizer
+from kvrail.text.samples import read_samples
 from kvrail.tools.calibrate.measure import Measurement, measure
 from kvrail.tools.calibrate.options import MIN_TOKENS, Options
 from kvrail.tools.calibrate.report import report
 from kvrail.worker.packed.weights import PackedWeights
 
 PAGE_SIZE = 64
-CHARACTERS_PER_TOKEN = 32
-"""No text has longer tokens on average: of a file, no more is read than this many for each token that is wanted."""
 
 
 def run(options: Options) -> int:
@@ -101,21 +99,8 @@ def _load(options: Options) -> LoadedModel:
 
 def _read(options: Options) -> list[list[int]]:
     """Token ids of each text, no more than its share."""
-    share = options.tokens // len(options.texts)
-    contents = [_read_text(path, share * CHARACTERS_PER_TOKEN) for path in options.texts]
-    tokenizer = load_tokenizer(options.model)
-    texts = [tokenizer.encode(content, add_special_tokens=True)[:share] for content in contents]
+    texts = read_samples(options.model, options.texts, options.tokens // len(options.texts))
     found = sum(map(len, texts))
     if found < MIN_TOKENS:
         raise ConfigError(f"--text: the files give {found} tokens; give at least {MIN_TOKENS}, in longer or more files")
     return texts
-
-
-def _read_text(path: Path, characters: int) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(characters)
-    except OSError as error:
-        raise ConfigError(f"--text {path}: {error.strerror}; name a readable text file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--text {path} is not UTF-8; name a text file") from None

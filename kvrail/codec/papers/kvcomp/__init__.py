@@ -1,0 +1,1 @@
+"""KVComp's error-bounded quantisation with canonical Huffman codes, in one lossy stage. README.md has the layout."""

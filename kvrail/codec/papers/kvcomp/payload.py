@@ -1,0 +1,161 @@
+"""The payload of a block. README.md has the layout; nothing here computes codes."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvrail.codec.base import BlockSpec, CodecError
+from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
+from kvrail.codec.papers.kvcomp.codebook import is_code, unpacked_lengths
+from kvrail.codec.papers.kvcomp.format import TINY, KVCompCode
+from kvrail.codec.papers.kvcomp.plan import TensorPlan
+
+_LEAST_SCALE = int(np.float32(TINY).view(np.uint32)) >> 16
+_INFINITY = 0x7F80
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a payload has of one tensor.
+
+    raw: it travels as it is. words: of 32 bits, of the stream; escapes: values behind it. Both are 0 where raw.
+    """
+
+    plan: TensorPlan
+    raw: bool
+    words: int = 0
+    escapes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the sections, or of the elements, padding included."""
+        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes
+
+    @property
+    def variable_bytes(self) -> int:
+        """Bytes of the stream and of the escapes' positions and elements, padding included."""
+        return self.plan.variable_bytes(self.words, self.escapes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one payload."""
+
+    parts: tuple[Part, Part]
+
+    @cached_property
+    def offsets(self) -> tuple[int, int]:
+        """Where the fixed sections, or elements, of keys and values begin."""
+        return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
+
+    @cached_property
+    def streams(self) -> tuple[int, int]:
+        """Where the streams of keys and values begin; each one's escapes follow it."""
+        first = self.offsets[1] + self.parts[1].fixed_bytes
+        return first, first + self.parts[0].variable_bytes
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.streams[1] + self.parts[1].variable_bytes
+
+    def header(self) -> bytes:
+        """The first HEADER_BYTES bytes. Counts: words and escapes of keys, then of values."""
+        keys, values = self.parts
+        return packed_header((keys.raw, values.raw), (keys.words, keys.escapes, values.words, values.escapes))
+
+
+@lru_cache(maxsize=256)
+def plans_of(spec: BlockSpec, code: KVCompCode) -> tuple[TensorPlan, TensorPlan]:
+    """Plans of keys and values."""
+    dtype, lead = getattr(torch, spec.dtype), (spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
+    return (
+        TensorPlan(code.keys, dtype, (*lead, spec.key_dim)),
+        TensorPlan(code.values, dtype, (*lead, spec.value_dim)),
+    )
+
+
+def parse(payload: Bytes, spec: BlockSpec, code: KVCompCode) -> Layout:
+    """The layout of a payload that came, all of it checked but the streams; raises CodecError, naming what is wrong."""
+    layout = _parse_header(payload, spec, code)
+    if payload.size != layout.size:
+        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    for part, start, stream in zip(layout.parts, layout.offsets, layout.streams, strict=True):
+        if not part.raw:
+            fixed = payload[start : start + part.fixed_bytes]
+            _check_tables(fixed, part.plan)
+            _check_units(fixed, part.plan)
+            _check_blocks(fixed, part)
+            _check_escapes(payload[stream:], part)
+    return layout
+
+
+def section(fixed: Bytes, plan: TensorPlan, name: str) -> Bytes:
+    """A section among the fixed sections of a tensor; a view."""
+    where = plan.sections[name]
+    return fixed[where.offset : where.end]
+
+
+def tables_of(fixed: Bytes, plan: TensorPlan) -> list[list[int]]:
+    """Code lengths by layer and symbol."""
+    rows = section(fixed, plan, "tables").reshape(plan.shape[0], plan.table_bytes)
+    return [unpacked_lengths(row, plan.code.symbols) for row in rows]
+
+
+def escapes_of(stream: Bytes, part: Part) -> tuple[npt.NDArray[np.uint32], Bytes]:
+    """Positions, and bytes of the elements, of a tensor's escapes; stream: the payload from the tensor's stream on."""
+    start = aligned(4 * part.words)
+    positions = stream[start : start + 4 * part.escapes].view("<u4")
+    start += aligned(4 * part.escapes)
+    return positions, stream[start : start + part.plan.dtype.itemsize * part.escapes]
+
+
+def _parse_header(payload: Bytes, spec: BlockSpec, code: KVCompCode) -> Layout:
+    raws, counts = parsed_header(payload)
+    parts = []
+    for raw, plan, words, escapes in zip(raws, plans_of(spec, code), counts[0::2], counts[1::2], strict=True):
+        if (words or escapes) if raw else plan.travels_raw(words, escapes):
+            raise CodecError(f"a payload has raw {raw}, {words} words and {escapes} escapes, which no encoder writes")
+        parts.append(Part(plan, raw, words, escapes))
+    return Layout((parts[0], parts[1]))
+
+
+def _check_tables(fixed: Bytes, plan: TensorPlan) -> None:
+    odd = plan.code.symbols % 2
+    rows = section(fixed, plan, "tables").reshape(plan.shape[0], plan.table_bytes)
+    for layer, lengths in enumerate(tables_of(fixed, plan)):
+        if not is_code(lengths) or (odd and rows[layer, -1] >> 4):
+            raise CodecError(f"the code lengths of layer {layer} of a payload are of no complete code")
+
+
+def _check_units(fixed: Bytes, plan: TensorPlan) -> None:
+    infinity = (1 << plan.format.exponent_bits) - 1
+    minima = section(fixed, plan, "minima").view(f"<u{plan.dtype.itemsize}")
+    if (minima >> plan.format.mantissa_bits & infinity == infinity).any():
+        raise CodecError("a payload has a minimum that is not finite")
+    scales = section(fixed, plan, "scales").view("<u2")
+    wrong = (scales >= _INFINITY) | ((scales > 0) & (scales < _LEAST_SCALE))  # with a sign too
+    if wrong.any():
+        raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
+
+
+def _check_blocks(fixed: Bytes, part: Part) -> None:
+    """Check that blocks end where the lengths of their vectors say, and the last at the stream's end."""
+    plan = part.plan
+    lengths = section(fixed, plan, "lengths").view("<u2").reshape(-1, plan.page_size)
+    ends = np.cumsum((lengths.sum(axis=1, dtype=np.int64) + 31) // 32)
+    if ends[-1] != part.words or (ends != section(fixed, plan, "ends").view("<u4")).any():
+        raise CodecError(f"vectors have {ends[-1]} words; the blocks' ends or the header, {part.words}, say otherwise")
+
+
+def _check_escapes(stream: Bytes, part: Part) -> None:
+    """Check that escapes lie on values, in order, none twice."""
+    positions, _ = escapes_of(stream, part)
+    if (positions[1:] <= positions[:-1]).any():
+        raise CodecError("escapes are not in order")
+    if part.escapes and int(positions[-1]) >= part.plan.values:
+        raise CodecError(f"an escape has position {positions[-1]} of {part.plan.values} values")

@@ -1,0 +1,1 @@
+"""Measures what codecs of KV cost a model on a user's own text."""

@@ -1,0 +1,173 @@
+"""`kvrail quality` on tiny models, and its figures against transformers over a cache that went through the codec."""
+
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvrail.cli.main import main
+from kvrail.cli.quality import DTYPES
+from kvrail.codec import registry
+from kvrail.codec.base import Block, PagedBlock
+from kvrail.engine.model.loader import load_model
+from kvrail.tools.quality.measure import Figures, Measurement, measure
+from kvrail.tools.quality.report import report, warnings
+from tests.models import VOCAB, reference_model, tiny_model
+
+CONTEXT, NEXT = 128, 24
+SMALL = ("--context-tokens", "64", "--next-tokens", "8", "--contexts", "3")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("What a lossy codec costs depends on the model and on the text. " * 40, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def quality(capsys, text):
+    """Runs the command on a tiny model; `flags` come after those that a run needs."""
+
+    def run(*flags):
+        try:
+            status = main(["quality", "--model", str(tiny_model("llama")), "--text", str(text), *SMALL, *flags])
+        except SystemExit as ended:
+            status = ended.code
+        out, error = capsys.readouterr()
+        told = error.splitlines(keepends=True)
+        return status, out, "".join(line for line in told if line.startswith("kvrail quality: "))
+
+    return run
+
+
+def load(folder, dtype="float32"):
+    return load_model(str(folder), device="cpu", dtype="auto", kv_dtype=dtype, page_size=64, load_format="safetensors")
+
+
+def windows(count):
+    ids = torch.randint(0, VOCAB - 8, (count, CONTEXT + NEXT + 1), generator=torch.Generator().manual_seed(1))
+    return ids.tolist()
+
+
+@torch.inference_mode()
+def transformers_own(folder, window, codec):
+    """Log-probabilities of the tokens after the context: over transformers' exact cache, and as the codec leaves it."""
+    model = reference_model(str(folder))
+    context, rest = torch.tensor([window[:CONTEXT]]), torch.tensor([window[CONTEXT:-1]])
+    found = []
+    for coarse in (False, True):
+        cache = DynamicCache(config=model.config)
+        model(context, past_key_values=cache, use_cache=True)
+        if coarse:
+            # [layers, pages, page_size, heads, dim] from [1, heads, tokens, dim] each
+            keys, values = (
+                torch.stack([getattr(layer, kind)[0].transpose(0, 1).unflatten(0, (-1, 64)) for layer in cache.layers])
+                for kind in ("keys", "values")
+            )
+            pages = PagedBlock.whole(Block(keys.contiguous(), values.contiguous()))
+            codec.decode(0, codec.encode(pages).stages(), pages)
+            for layer, key, value in zip(cache.layers, *pages.pools.tensors(), strict=True):
+                layer.keys, layer.values = (each.flatten(0, 1).transpose(0, 1)[None] for each in (key, value))
+        found.append(model(rest, past_key_values=cache, use_cache=True).logits[0].log_softmax(-1))
+    return found
+
+
+@pytest.mark.parametrize("name", ["int4", "kvcomp-block"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_figures_are_those_of_transformers_over_a_cache_that_went_through_the_codec(family, name):
+    folder, given, codec = tiny_model(family), windows(2), registry.get(name)
+    measured = measure(load(folder), given, CONTEXT, [codec])
+    (found,) = measured.figures
+    losses, kls, agreed = [[], []], [], []
+    for window in given:
+        exact, coarse = transformers_own(folder, window, codec)
+        truth = torch.tensor(window[CONTEXT + 1 :])[:, None]
+        for each, predictions in zip(losses, (exact, coarse), strict=True):
+            each.append(-predictions.gather(-1, truth).mean().item())
+        kls.append((exact.exp() * (exact - coarse)).sum(-1).mean().item())
+        agreed.append((exact.argmax(-1) == coarse.argmax(-1)).float().mean().item())
+    assert measured.loss == pytest.approx(sum(losses[0]) / 2, abs=1e-4)
+    # A value may fall on the other side of the middle between two steps, since its last bits differ.
+    assert found.loss == pytest.approx(sum(losses[1]) / 2, abs=1e-3)
+    assert found.kl == pytest.approx(sum(kls) / 2, rel=0.1) and found.kl > 1e-7
+    assert found.top1 == pytest.approx(sum(agreed) / 2, abs=2 / (2 * NEXT))
+    assert found.loss != measured.loss
+
+
+@pytest.mark.parametrize("name", ["raw", "splitzip-channel", "lynx-exact"])
+def test_an_exact_codec_costs_nothing(name):
+    measured = measure(load(tiny_model("llama"), "bfloat16"), windows(2), CONTEXT, [registry.get(name)])
+    (found,) = measured.figures
+    assert (found.loss, found.error, found.top1, found.kl) == (measured.loss, 0.0, 1.0, 0.0)
+    assert found.bits < 17
+
+
+def test_codecs_do_not_meet_what_others_left():
+    loaded, given = load(tiny_model("llama"), "bfloat16"), windows(2)
+    names = ("int4", "int8", "raw")
+    together = measure(loaded, given, CONTEXT, [registry.get(name) for name in names]).figures
+    apart = [measure(loaded, given, CONTEXT, [registry.get(name)]).figures[0] for name in names]
+    assert list(together) == apart
+    assert together[0].kl > together[1].kl > together[2].kl == 0
+
+
+def test_all_lossy_codecs_by_default_with_table_and_json(quality, tmp_path):
+    path = tmp_path / "quality.json"
+    status, out, error = quality("--json", str(path))
+    assert (status, error) == (0, "")
+    found = json.loads(path.read_text())
+    lossy = [name for name in registry.names() if not registry.get(name).exact]
+    assert [each["codec"] for each in found["figures"]] == lossy
+    assert (found["contexts"], found["context_tokens"], found["next_tokens"]) == (3, 64, 8)
+    assert (found["kv_dtype"], found["texts"], len(found["key_spreads"])) == ("bfloat16", ["text.txt"], 3)
+    lines = {line.split()[0]: line for line in out.splitlines() if line}
+    for each in found["figures"]:
+        assert f" {each['bits']:.2f} " in lines[each["codec"]] and f"{each['kl']:.5f}" in lines[each["codec"]]
+    assert quality("--json", str(path))[0] == 2 and quality("--json", str(path), "--force")[0] == 0
+
+
+def test_channels_of_the_keys_that_differ_widely_are_told():
+    assert list(warnings([1.0, 8.0])) == []
+    (line,) = warnings([9.0, 8.0, 20.0])
+    assert line.startswith("warning: channels of the keys differ by more than 8x in layers 0, 2; worst is layer 2")
+    measured = Measurement(2.0, 1, (9.0,), (Figures("int8", 8.5, 2.02, 0.01, 0.99, 0.001),))
+    text = report(measured, "m", "bfloat16", 64, 8)
+    assert text.splitlines()[-1].startswith("warning: ") and "+1.00% ± 0.50%" in text
+
+
+def test_a_model_with_large_key_channels_is_warned_of():
+    loaded = load(tiny_model("qwen3"), "bfloat16")
+    before = measure(loaded, windows(1), CONTEXT, []).key_spreads
+    with torch.no_grad():
+        for channel in (0, 8):  # a rotary pair
+            loaded.layers[1].self_attn.k_norm.weight[channel] *= 64
+    after = measure(loaded, windows(1), CONTEXT, []).key_spreads
+    assert after[1] > 8 > before[1] and after[0] == before[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--text", "/nowhere.txt"], "--text /nowhere.txt: No such file or directory; name a readable text file"),
+        (["--codecs", "int8,kvcom"], "--codecs: codec 'kvcom' is unknown; did you mean kvcomp?"),
+        (["--codecs", "auto"], "--codecs: codec 'auto' is unknown; "),
+        (["--contexts", "0"], "--contexts is 0; ask for at least 1"),
+        (["--context-tokens", "100"], "--context-tokens is 100; ask for whole pages, a multiple of 64"),
+        (["--next-tokens", "0"], "--next-tokens is 0; ask for at least 1"),
+        (["--context-tokens", "64000"], "--text: no file has 64009 tokens; name a longer one, or ask for fewer"),
+        (["--kv-dtype", "float8_e5m2"], "argument --kv-dtype: invalid choice: 'float8_e5m2'"),
+        (["--json", "/nowhere/quality.json"], "--json /nowhere/quality.json is no file in a folder that exists"),
+        (["--model", "./nowhere"], "--model: there is no folder ./nowhere; name a folder"),
+    ],
+)
+def test_a_mistake_is_one_line(quality, flags, expected):
+    status, out, error = quality(*flags)
+    assert (status, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith(f"kvrail quality: {expected}")
+
+
+def test_every_element_type_that_lossy_codecs_take_may_be_asked_for():
+    taken = [registry.get(name).dtypes for name in registry.names() if not registry.get(name).exact]
+    assert {*DTYPES} == set.union(*map(set, taken))
