@@ -12,6 +12,8 @@ from llvmlite import ir
 from numba import int64, njit, uint64
 from numba.extending import intrinsic
 
+from kvrail.codec.core import compile_lock
+
 logger = logging.getLogger("kvrail.codecs")
 
 
@@ -24,12 +26,37 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
-            return njit(signature, nogil=True, cache=True)(function)
+            kernel = _kept(function)
+            kernel.compile(signature)
+            kernel.disable_compile()
         except (RuntimeError, OSError) as error:  # numba found no directory for its cache, or the disk is full
             _tell_once(str(error).partition(": ")[0].partition(" '")[0])
             return njit(signature, nogil=True)(function)
+        return kernel
 
     return decorate
+
+
+def compiled_when_called(function: Callable[..., Any]) -> Any:
+    """Compile a function for the types of each call; keep it as `compiled` does where there is a folder for that."""
+    try:
+        return _kept(function)
+    except RuntimeError:  # numba found no directory for its cache
+        return njit(nogil=True)(function)
+
+
+def _kept(function: Callable[..., Any]) -> Any:
+    """A kernel that is loaded from numba's cache, or compiled and kept there by one process at a time."""
+    kernel: Any = njit(nogil=True, cache=True)(function)
+    lock = Path(kernel.stats.cache_path) / compile_lock.NAME
+    load_or_compile = kernel.compile
+
+    def compile_alone(signature: Any) -> Any:
+        with compile_lock.held(lock, function.__name__):
+            return load_or_compile(signature)
+
+    kernel.compile = compile_alone
+    return kernel
 
 
 def version_of(*modules: ModuleType) -> int:

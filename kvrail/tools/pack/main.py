@@ -2,20 +2,33 @@
 
 import errno
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from kvrail.errors import ConfigError, KvrailError
+from kvrail.runtime import logs
 from kvrail.tools.pack.packing import Sizes, pack
 from kvrail.tools.pack.unpacking import unpack
 from kvrail.worker.packed.file import SUFFIX, PackedFile
 from kvrail.worker.packed.source import WEIGHTS
 
+LINE_S = 4.0
+"""Seconds between two lines of progress."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -62,7 +75,7 @@ def _unpacked_bytes(folder: Path) -> int:
 def _with_progress(
     word: str, options: Options, work: Callable[..., Sizes], total: Callable[[Path], int]
 ) -> tuple[Sizes, float]:
-    """What `work` came to, and the seconds it took; a bar on stderr where that is a terminal.
+    """What `work` came to, and the seconds it took; on stderr a bar where that is a terminal, else lines.
 
     total: how many bytes a folder's weights are, unpacked.
     """
@@ -78,16 +91,39 @@ def _with_progress(
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         try:
             task = progress.add_task(word, total=total(options.source))
-            sizes = work(
-                options.source,
-                options.out,
-                options.base,
-                verify=options.verify,
-                advance=lambda size: progress.advance(task, size),
-            )
+            with logs.shown_on(sys.stderr), _lines(word, progress, task):  # compiled kernels are logged
+                sizes = work(
+                    options.source,
+                    options.out,
+                    options.base,
+                    verify=options.verify,
+                    advance=lambda size: progress.advance(task, size),
+                )
         except OSError as error:
             raise _explained(error, options.out) from error
     return sizes, time.monotonic() - begun
+
+
+@contextmanager
+def _lines(word: str, progress: Progress, task: TaskID) -> Iterator[None]:
+    """Where there is no bar, write a line every LINE_S seconds during the block."""
+    done, begun = threading.Event(), time.monotonic()
+
+    def write() -> None:
+        while not done.wait(LINE_S):
+            at, seconds = progress.tasks[task], time.monotonic() - begun
+            size = (at.total or 0.0) / 1e9
+            sys.stderr.write(f"{word}: {at.completed / 1e9:.2f} of {size:.2f} GB, {seconds:.0f} s so far\n")
+
+    thread = threading.Thread(target=write, name="progress", daemon=True)
+    if progress.disable:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if progress.disable:
+            thread.join()
 
 
 def _explained(error: OSError, out: Path) -> KvrailError:
