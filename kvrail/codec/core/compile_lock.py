@@ -21,7 +21,7 @@ logger = logging.getLogger("kvrail.codecs")
 NAME = "compiling.lock"
 LOG_S = 3.0
 """Seconds between two log lines of a compilation or a wait; shorter ones are not logged."""
-MOST_WAIT_S = 120.0
+MOST_WAIT_S = 300.0
 """Longest wait for another process, which may be stopped; afterwards this one compiles for itself."""
 _POLL_S = 0.05
 

@@ -2,11 +2,11 @@
 
 import errno
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
-    TaskID,
+    Task,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -22,13 +22,12 @@ from rich.progress import (
 
 from kvrail.errors import ConfigError, KvrailError
 from kvrail.runtime import logs
+from kvrail.runtime.progress import lines_while
 from kvrail.tools.pack.packing import Sizes, pack
 from kvrail.tools.pack.unpacking import unpack
 from kvrail.worker.packed.file import SUFFIX, PackedFile
 from kvrail.worker.packed.source import WEIGHTS
 
-LINE_S = 4.0
-"""Seconds between two lines of progress."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -91,7 +90,9 @@ def _with_progress(
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         try:
             task = progress.add_task(word, total=total(options.source))
-            with logs.shown_on(sys.stderr), _lines(word, progress, task):  # compiled kernels are logged
+            amount = partial(_amount, word, progress.tasks[task])
+            lines = lines_while(amount) if progress.disable else nullcontext()
+            with logs.shown_on(sys.stderr), lines:  # what kernels are compiled is logged
                 sizes = work(
                     options.source,
                     options.out,
@@ -104,26 +105,8 @@ def _with_progress(
     return sizes, time.monotonic() - begun
 
 
-@contextmanager
-def _lines(word: str, progress: Progress, task: TaskID) -> Iterator[None]:
-    """Where there is no bar, write a line every LINE_S seconds during the block."""
-    done, begun = threading.Event(), time.monotonic()
-
-    def write() -> None:
-        while not done.wait(LINE_S):
-            at, seconds = progress.tasks[task], time.monotonic() - begun
-            size = (at.total or 0.0) / 1e9
-            sys.stderr.write(f"{word}: {at.completed / 1e9:.2f} of {size:.2f} GB, {seconds:.0f} s so far\n")
-
-    thread = threading.Thread(target=write, name="progress", daemon=True)
-    if progress.disable:
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if progress.disable:
-            thread.join()
+def _amount(word: str, task: Task) -> str:
+    return f"{word}: {task.completed / 1e9:.2f} of {(task.total or 0.0) / 1e9:.2f} GB"
 
 
 def _explained(error: OSError, out: Path) -> KvrailError:
