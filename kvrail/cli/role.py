@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 from functools import partial
-from types import ModuleType
 from typing import cast
 
 from kvrail.cli.checks import check_model, check_worker
@@ -68,17 +67,11 @@ def run(role: str, arguments: argparse.Namespace) -> int:
     importlib.import_module("kvrail.runtime.logs").setup(settings.log_level, settings.log_format, role)
     if role != "router":
         logger.info("loading PyTorch and transformers")
-    main = _without_collection(f"kvrail.services.{role}.main")
-    return background.end(cast(int, main.run(settings)))
-
-
-def _without_collection(name: str) -> ModuleType:
-    """Import a module; what it brings stays, and to look for garbage in it would take a quarter of the time."""
-    gc.disable()
-    module = importlib.import_module(name)
+    gc.disable()  # what an import brings stays: to look for garbage in it takes a quarter of the import's time
+    main = importlib.import_module(f"kvrail.services.{role}.main")
     gc.freeze()
     gc.enable()
-    return module
+    return background.end(cast(int, main.run(settings)))
 
 
 def check_worker_installed(command: str) -> None:

@@ -15,8 +15,8 @@ LOADS = """
 import logging, sys, time
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 from numba.core import dispatcher
-from kvrail.codec.core import compile_lock
-compile_lock.LOG_S, compile_lock.MOST_WAIT_S = 0.2, float(sys.argv[2])
+from kvrail.codec.core import cpu_compile
+cpu_compile.LOG_S, cpu_compile.MOST_WAIT_S = 0.2, float(sys.argv[2])
 compile = dispatcher._FunctionCompiler.compile
 def slow(*arguments):
     time.sleep(1.0)

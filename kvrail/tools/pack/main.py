@@ -6,19 +6,10 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvrail.errors import ConfigError, KvrailError
 from kvrail.runtime import logs
@@ -89,24 +80,21 @@ def _with_progress(
     begun = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         try:
-            task = progress.add_task(word, total=total(options.source))
-            amount = partial(_amount, word, progress.tasks[task])
-            lines = lines_while(amount) if progress.disable else nullcontext()
-            with logs.shown_on(sys.stderr), lines:  # what kernels are compiled is logged
+            size = total(options.source)
+            task = progress.add_task(word, total=size)
+            at = progress.tasks[task]
+            lines = lines_while(lambda: f"{word}: {at.completed / 1e9:.2f} of {size / 1e9:.2f} GB")
+            with logs.shown_on(sys.stderr), lines if progress.disable else nullcontext():
                 sizes = work(
                     options.source,
                     options.out,
                     options.base,
                     verify=options.verify,
-                    advance=lambda size: progress.advance(task, size),
+                    advance=lambda done: progress.advance(task, done),
                 )
         except OSError as error:
             raise _explained(error, options.out) from error
     return sizes, time.monotonic() - begun
-
-
-def _amount(word: str, task: Task) -> str:
-    return f"{word}: {task.completed / 1e9:.2f} of {(task.total or 0.0) / 1e9:.2f} GB"
 
 
 def _explained(error: OSError, out: Path) -> KvrailError:
