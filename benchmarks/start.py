@@ -51,7 +51,8 @@ def start(model: str) -> None:
     for process, part, seconds in parts_of(iter(up.stdout.readline, ""), begin):
         print(f"  {process:<10} {part:<32} {seconds:6.1f} s")
     for child in psutil.Process(up.pid).children():
-        role, used = child.cmdline()[3], child.cpu_times()
+        role = next(part for part in child.cmdline() if part in ("router", "prefill", "decode"))
+        used = child.cpu_times()
         print(f"  {role:<10} {'CPU, user + system':<32} {used.user:6.1f} + {used.system:.1f} s")
     up.send_signal(signal.SIGINT)
     up.communicate()
