@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-LINE_S = 4.0
+LINE_S = 2.0
 """Seconds between two lines."""
 
 
