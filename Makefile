@@ -188,6 +188,9 @@ bench-cpu-step: $(VENV)/.dev  ## a step on a CPU, and what parts of its design b
 bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and decode worker, without a model
 	$(BIN)/python -m benchmarks.token_path $(ARGS)
 
+bench-start: $(VENV)/.dev  ## how long `kvrail up` takes, by part, and its processes' CPU time
+	$(BIN)/python -m benchmarks.start $(ARGS)
+
 bench-scrape: $(VENV)/.dev  ## what a scrape of the router's metrics costs while streams run through it
 	$(BIN)/python -m benchmarks.scrape $(ARGS)
 

@@ -8,6 +8,7 @@ from typing import cast
 
 from kvrail.cli.flags import Commands, add_command
 from kvrail.cli.role import check_worker_installed
+from kvrail.runtime.progress import lines_while
 
 PACK = "store a model's weights losslessly in fewer bytes; workers load the packed folder as it is"
 PACK_EPILOG = """MODEL is a folder with config.json and safetensors files; all its other files are copied. OUT must not
@@ -48,6 +49,7 @@ def add_commands(commands: Commands) -> None:
 def run(name: str, arguments: argparse.Namespace) -> int:
     """Pack or unpack; returns the exit status. What needs torch is imported here and not before."""
     check_worker_installed(name)
-    service = importlib.import_module("kvrail.tools.pack.main")
+    with lines_while(lambda: "loading PyTorch"):
+        service = importlib.import_module("kvrail.tools.pack.main")
     options = service.Options(arguments.source, arguments.out, arguments.base, arguments.verify)
     return cast(int, getattr(service, f"run_{name}")(options))

@@ -1,8 +1,8 @@
-"""Checking what clients send as grammars, in a process of its own, before anything is generated.
+"""Checks the grammars that clients send in a process of its own, before anything is generated.
 
 llguidance cannot be stopped: a regular expression of 3 kB can keep it busy for hours, and a chain of 2,000 rules
-overflows its stack, which ends the process. So this happens to a process that can be lost. Its kernel ends it once a
-check has taken CHECK_S; the next check starts another.
+overflows its stack, which ends the process. So the check runs in a process that can be lost. The kernel ends that
+process once a check has taken CHECK_S; the next check starts another.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _VERDICTS = {signal.SIGPROF: TOO_SLOW, signal.SIGSEGV: TOO_DEEP, signal.SIGBUS: 
 
 
 class Checker:
-    """Says which texts are grammars that can be followed at a bearable cost. Belongs to one event loop."""
+    """Checks which texts are grammars that can be followed at a bearable cost. Belongs to one event loop."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -39,9 +39,9 @@ class Checker:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def check(self, text: str, client: str) -> None:
-        """Raise InvalidRequestError where `text` cannot be compiled and followed. client: who asks, for turns.
+        """Raise InvalidRequestError where `text` cannot be compiled and followed.
 
-        Nothing is kept of a text but its digest and what was found wrong with it.
+        client: the name of the client, for turns. Only a text's digest and the fault found in it are kept.
         """
         key = digest(text)
         verdict = self._verdicts.get(key)
@@ -51,13 +51,13 @@ class Checker:
             raise InvalidRequestError(verdict)
 
     async def close(self) -> None:
-        """End the process. What it still checks has no caller any more."""
+        """End the process. Checks that still run have no caller any more."""
         if self._process is not None:
             self._process.kill()
             await self._turns.run("", self._ended)
 
     def _judged(self, key: bytes, text: str) -> str:
-        """What is wrong with `text`; empty: nothing. Runs in a thread, while no other does."""
+        """The fault of `text`; empty: none. Runs in a thread, one at a time."""
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = self._ask(text)

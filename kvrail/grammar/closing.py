@@ -1,8 +1,8 @@
-"""Closing schemas: an object has the properties that its schema names and no others, unless it speaks of others.
+"""Closes schemas: an object has only the properties that its schema names, unless the schema mentions others.
 
 A schema that says nothing allows any further property, and a model that is free to write some may never stop. What is
-valid under the closed schema is so under the open one. Where parts of a schema are put together (allOf, or properties
-beside anyOf and the like), what one part names would be closed by another: such a schema is left as it is. So is an
+valid under the closed schema is valid under the open one. Where a schema combines parts (allOf, or properties beside
+anyOf and the like), closing one part would forbid the properties of another: such a schema is left as it is. So is an
 object that must have more properties than its schema names.
 """
 

@@ -1,4 +1,4 @@
-"""Compiling grammars within limits, in turns of clients, and once for all who send the same."""
+"""Compiles grammars within limits, clients in turn, and each text once for all requests that send it."""
 
 import hashlib
 from collections import OrderedDict
@@ -37,7 +37,7 @@ class Grammar:
         self._start = start
 
     def matcher(self) -> Matcher:
-        """The place of an output that has not begun. What its copies learn of the grammar's lexer, all know."""
+        """The state of an output that has not begun. Its copies share what each learns of the grammar's lexer."""
         return Matcher(self._start.deep_copy())
 
 
@@ -50,7 +50,7 @@ def ends_of(tokenizer: Tokenizer, eos_token_ids: Collection[int] = ()) -> list[i
 
 
 def compile_text(tokenizer: LLTokenizer, text: str) -> Grammar:
-    """The grammar that `text` describes; InvalidRequestError says why there is none. Other threads run meanwhile."""
+    """The grammar that `text` describes; InvalidRequestError says why it has none. Other threads run meanwhile."""
     start = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not start.is_error():
         start.compute_bitmask()  # what has no first token is found out here
@@ -62,8 +62,8 @@ def compile_text(tokenizer: LLTokenizer, text: str) -> Grammar:
 class Grammars:
     """The grammars of a worker, over one tokenizer. The router has checked each (kvrail.grammar.checking).
 
-    load: gives the tokenizer, when the first grammar comes. eos_token_ids: tokens that end an output; by default those
-    that the tokenizer's files name.
+    load: returns the tokenizer; called when the first grammar comes. eos_token_ids: tokens that end an output; by
+    default those that the tokenizer's files name.
     """
 
     def __init__(self, load: Callable[[], Tokenizer], eos_token_ids: Collection[int] = ()) -> None:
@@ -76,7 +76,8 @@ class Grammars:
     async def get(self, text: str, client: str) -> Grammar | None:
         """The grammar that `text` describes, None where it is empty; InvalidRequestError where it cannot be compiled.
 
-        client: who asks, for turns. One grammar is compiled at a time: one core is busy with them, however many come.
+        client: the name of the client, for turns. One grammar is compiled at a time: however many come, they keep one
+        core busy.
         """
         if not text:
             return None

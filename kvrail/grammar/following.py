@@ -1,7 +1,7 @@
 """The process that checks grammars (kvrail.grammar.checking): it compiles each text and follows it for some tokens.
 
-A message on its standard input or output is a length of four bytes, and that many bytes of UTF-8. The first one is
-the tokenizer; each later one is a text, and its answer says what is wrong with it, if anything.
+A message on its standard input or output is a length of four bytes, and that many bytes of UTF-8. The first one is the
+tokenizer; each later one is a text, and its answer names the fault in it, if any.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from kvrail.errors import InvalidRequestError
 from kvrail.grammar.compiling import compile_text, reason_of
 
 CHECK_S = 0.5
-"""CPU time in which a text must be compiled and the tokens of a probe be found. Objects of 400 optional properties take
+"""The most CPU time for compiling a text and finding the tokens of a probe. Objects of 400 optional properties take
 0.02 s, 6,000 required ones 0.26 s."""
 PROBED_TOKENS = 32
 STACK_BYTES = 1 << 20
@@ -36,7 +36,7 @@ def write_message(out: IO[bytes], text: str) -> None:
 
 
 def read_message(source: IO[bytes]) -> str:
-    """Wait for one message. Raises EOFError where none comes any more."""
+    """Wait for one message. Raises EOFError where the input has ended."""
     head = source.read(4)
     data = source.read(int.from_bytes(head, "big"))
     if len(head) < 4 or len(data) < int.from_bytes(head, "big"):
@@ -45,7 +45,7 @@ def read_message(source: IO[bytes]) -> str:
 
 
 def follow(tokenizer: LLTokenizer, ends: Sequence[int], text: str) -> None:
-    """Compile `text` and write the beginning of an output at random; InvalidRequestError says why that fails."""
+    """Compile `text` and write the beginning of an output at random; InvalidRequestError says why that failed."""
     state = compile_text(tokenizer, text).matcher().state
     rng = random.Random(0)
     for _ in range(PROBED_TOKENS):
@@ -62,7 +62,7 @@ def follow(tokenizer: LLTokenizer, ends: Sequence[int], text: str) -> None:
 
 
 def serve(source: IO[bytes], out: IO[bytes]) -> None:
-    """Answer texts until the router has gone: EOFError or BrokenPipeError.
+    """Answer texts until the router has gone, which raises EOFError or BrokenPipeError.
 
     SIGPROF, which nothing handles, ends the process where a text takes too long.
     """

@@ -1,4 +1,4 @@
-"""Keys of objects: how many an object has, and that none comes again and again.
+"""Bounds the keys of objects: how many an object has, and that no key is repeated without end.
 
 llguidance allows each named property once. A key that only a pattern or `additionalProperties` allows may come any
 number of times, and a weak model may then repeat it until it is cut off.
@@ -38,9 +38,9 @@ def named(schema: Any) -> Any:
 
 
 def counted(schema: Any, *, lenient: bool) -> Any:
-    """`schema` with bounds on the number of properties that can be kept to; InvalidRequestError where there are none.
+    """`schema` with bounds on the number of properties that llguidance can keep.
 
-    lenient: a least number that cannot be kept to is passed over.
+    lenient: ignore a least number that cannot be kept. Raises InvalidRequestError where there are no such bounds.
     """
     if not isinstance(schema, dict):
         return schema
@@ -64,7 +64,7 @@ def _is_names(required: Any) -> bool:
 
 
 def _at_least(schema: Json, required: list[str], optional: list[str], *, lenient: bool) -> Json:
-    """`schema` with a least number of properties that llguidance can keep to: as it is, or as what is required."""
+    """`schema` with a least number of properties that llguidance can keep: unchanged, or with that many required."""
     least = least_of(schema)
     missing = least - len(set(required))
     without = {key: value for key, value in schema.items() if key != "minProperties"}

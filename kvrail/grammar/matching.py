@@ -8,21 +8,21 @@ from llguidance import LLMatcher
 class Matcher:
     """One output's place in a grammar.
 
-    It can be moved to stand behind any tokens, ahead or back, so what it says depends on those tokens alone: not on
-    drafts that were made and rejected, nor on which worker wrote the tokens.
+    It can be moved forwards or back to stand behind any tokens, so its masks depend on those tokens alone: not on
+    rejected drafts, nor on the worker that wrote the tokens.
     """
 
     def __init__(self, state: LLMatcher) -> None:
         """state: at the grammar's start; code that fills masks in batches reads it here.
 
-        seconds: CPU time that its masks took, as far as it was looked at.
+        seconds: CPU time that its masks took, where that was measured.
         """
         self.state = state
         self.seconds = 0.0
         self._taken: list[int] = []
 
     def move_to(self, tokens: Sequence[int]) -> int:
-        """Stand behind `tokens`, or as far as the grammar allows; returns behind how many of them."""
+        """Stand behind `tokens`, or as far as the grammar allows; returns the number of tokens it stands behind."""
         wanted = list(tokens)
         same = _common(self._taken, wanted)
         if same < len(self._taken):
@@ -45,7 +45,7 @@ class Matcher:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """How many of the first tokens are the same."""
+    """The length of the common prefix, in tokens."""
     shorter = min(len(one), len(other))
     if one[:shorter] == other[:shorter]:
         return shorter

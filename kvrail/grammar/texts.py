@@ -1,7 +1,7 @@
-"""What clients ask for, as texts that llguidance compiles: JSON schemas, regular expressions, choices, grammars.
+"""Forms that clients ask for, as texts that llguidance compiles: JSON schemas, regular expressions, choices, grammars.
 
-A text is what travels to the workers. It holds one grammar, or several: then the first names the others. So calls of
-tools, in their model's form around arguments under a schema, are grammars too.
+Texts travel to the workers. A text holds one grammar or several; the first one then names the others. Tool calls, in
+their model's form around arguments under a schema, are grammars of that kind.
 """
 
 import json
@@ -36,10 +36,11 @@ Part = dict[str, Any]
 
 
 def schema_of(schema: object, *, lenient: bool) -> Json:
-    """A schema as llguidance is given it; lenient: keywords that it does not know are passed over.
+    """A schema in the form that llguidance takes; lenient: keywords that it does not know are ignored.
 
     Its objects are closed (kvrail.grammar.closing), their keys bounded (kvrail.grammar.keys). Raises
-    InvalidRequestError where it is no schema, too deep, or has objects whose keys are too many or cannot be bounded.
+    InvalidRequestError where it is not a schema, is too deep, or has objects whose keys are too many or cannot be
+    bounded.
     """
     if schema is True:
         schema = {}
@@ -80,10 +81,10 @@ def from_tokens(token_ids: Sequence[int], *, ends: bool) -> Part:
 
 
 def without_tokens(banned: Sequence[Sequence[int]], ends: Sequence[int]) -> Part:
-    """Any tokens among which no banned sequence stands; ends: tokens that end an output. No sequence is empty.
+    """Any tokens without a banned sequence among them; ends: tokens that end an output. No sequence is empty.
 
     Raises InvalidRequestError where they are too many. The rules are those of an automaton (Aho and Corasick, 1975):
-    its states are the beginnings of banned sequences. The output is in the state of the longest one that it ends with.
+    its states are the beginnings of banned sequences. The state of an output is the longest of these that it ends with.
     """
     if sum(map(len, banned)) > MAX_BANNED:
         raise InvalidRequestError(
@@ -118,7 +119,7 @@ State = tuple[int, ...]
 def _automaton(whole: set[State]) -> tuple[dict[int, State | None], dict[State, dict[int, State | None]]]:
     """The states to which tokens lead that begin a sequence of `whole`, and in each state those that lead elsewhere.
 
-    None: they complete a sequence.
+    None: those tokens complete a sequence.
     """
     onward: dict[State, dict[int, State | None]] = {}
     for tokens in whole:

@@ -1,6 +1,6 @@
-"""What bytes a token stands for, read off the `decoder` section of tokenizer.json.
+"""The bytes that a token stands for, read from the `decoder` section of tokenizer.json.
 
-Two families cover the decoder-only models: byte-level BPE (GPT-2, Llama 3, Qwen), where each character of a token
+Decoder-only models use one of two families: byte-level BPE (GPT-2, Llama 3, Qwen), where each character of a token
 stands for one byte, and SentencePiece (Llama 2, Mistral, Gemma), where "▁" stands for a space and bytes without a token
 of their own are written `<0xE2>`.
 """

@@ -14,11 +14,11 @@ class IncrementalDetokenizer:
     """Turns a growing sequence of token ids into text, in constant time a token.
 
     What `push` and `flush` return, joined, is what a full decode of prompt and output adds to that of the prompt, cut
-    into pieces that never end inside a character. Text once returned stands: where a SentencePiece tokenizer's full
-    decode would undo a valid character because malformed bytes follow it, the character stays.
+    into pieces that never end inside a character. Text that was returned is not taken back: where a SentencePiece
+    tokenizer's full decode would undo a valid character because malformed bytes follow it, the character stays.
 
-    prompt_ids: the tokens before the output; they decide about the leading space and may end inside a character.
-    skip_special_tokens: leave special tokens out of the text.
+    prompt_ids: the tokens before the output; they decide whether it has a leading space, and may end inside a
+    character. skip_special_tokens: leave special tokens out of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
@@ -112,7 +112,7 @@ class _PerByteUtf8:
         return text
 
     def _complete(self) -> str:
-        """Return the pending character if its last byte has come; "" while it may still come; else its replacements."""
+        """Return the pending character once it is complete, "" while it may still become so, else its replacements."""
         try:
             text = codecs.getincrementaldecoder("utf-8")(errors="strict").decode(self._pending)
         except UnicodeDecodeError:

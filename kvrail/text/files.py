@@ -20,7 +20,7 @@ PATTERNS = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-"""What is fetched from the Hub; patterns match whole paths."""
+"""The files fetched from the Hub; patterns match whole paths."""
 
 
 def resolve_folder(model: str) -> Path:
@@ -100,7 +100,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_templates(folder: Path, configured: object) -> dict[str, str]:
-    """Chat templates by name. Files stand before the configuration's entry, as in transformers."""
+    """Chat templates by name. Files take precedence over the configuration's entry, as in transformers."""
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"

@@ -15,9 +15,9 @@ class StopResult:
 class StopMatcher:
     """Finds the earliest stop string in text that arrives in pieces.
 
-    Holds back only the longest suffix that may still become a stop string. Of several matches the one that begins
-    first wins; of those that begin together, the shortest, which a reader of single characters would meet first. How
-    the text is cut into pieces changes neither the match nor the emitted text.
+    Holds back only the longest suffix that may still become a stop string. Of several matches the one that begins first
+    wins; of those that begin together, the shortest, which ends first. The match and the emitted text do not depend on
+    how the text is cut into pieces.
 
     stop: non-empty strings. include_stop: whether the stop string itself is emitted.
     """
@@ -30,7 +30,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> StopResult:
-        """Take the next piece of text. After a match nothing more may be pushed."""
+        """Take the next piece of text. After a match, push nothing more."""
         if not self._stop:
             return StopResult(text)
         window = self._held + text
@@ -45,7 +45,7 @@ class StopMatcher:
         return StopResult(window[:hold_from])
 
     def flush(self) -> StopResult:
-        """End the text: what was held back is emitted, or cut at a match that no earlier one overtook."""
+        """End the text: what was held back is emitted, or cut at the first match in it."""
         window, self._held = self._held, ""
         match = self._earliest(window)
         if match is None:

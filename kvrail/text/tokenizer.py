@@ -18,10 +18,10 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 class Tokenizer:
     """Text to token ids and back.
 
-    backend: the `tokenizers` object. decoder: what bytes a token stands for. chat: the model's chat templates.
-    vocab_size: length of the model's logits; ids that only pad it have no text. eos_token_ids: ids that end a sequence.
-    longest_text: characters that one token stands for at most, None where there is no bound. kind: its class's name in
-    transformers.
+    backend: the `tokenizers` object. decoder: gives the bytes of a token. chat: the model's chat templates. vocab_size:
+    length of the model's logits; ids that only pad it have no text. eos_token_ids: ids that end a sequence.
+    longest_text: the most characters that one token stands for, None where there is no bound. kind: the name of its
+    class in transformers.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Tokenizer:
     ) -> str:
         """The text of a chat, to be encoded without special tokens: the template writes bos itself where it is wanted.
 
-        chat_template: taken rather than the model's. kwargs are further variables of the template. InvalidRequestError
+        chat_template: used in place of the model's. kwargs are further variables of the template. InvalidRequestError
         where messages and template do not fit.
         """
         chat = self._chat if chat_template is None else self._chat.replaced(chat_template)
@@ -113,7 +113,7 @@ class Tokenizer:
         return found if found in self.special_ids else None
 
     def describe(self) -> dict[str, Any]:
-        """What the tokenizer is, under the names of tokenizer_config.json, without paths."""
+        """Describes the tokenizer under the names of tokenizer_config.json, without paths."""
         added = {}
         for token_id, token in sorted(self._backend.get_added_tokens_decoder().items()):
             flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
@@ -160,7 +160,7 @@ class Tokenizer:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """Load the tokenizer of `model`, a local folder or a Hub name; ConfigError names what is wrong with which file."""
+    """Load the tokenizer of `model`, a local folder or a Hub name; ConfigError names the file and the fault."""
     files = read_files(resolve_folder(model))
     try:
         backend = tokenizers.Tokenizer.from_file(str(files.folder / "tokenizer.json"))
@@ -192,7 +192,7 @@ def _content(token: object) -> str:
 
 
 def _named_tokens(files: TokenizerFiles) -> dict[str, str]:
-    """bos_token, eos_token … by name. The special tokens map is the older place, read where added tokens are absent."""
+    """bos_token, eos_token … by name. The special tokens map, their older place, is read without added tokens."""
     source = files.tokenizer_config
     if "added_tokens_decoder" not in source:
         source = source | files.special_tokens_map
@@ -232,8 +232,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, named: Map
 def _is_rebuilt_llama(files: TokenizerFiles) -> bool:
     """Whether transformers takes only vocabulary and merges from tokenizer.json and rebuilds the rest.
 
-    It does so for `LlamaTokenizer` on model type llama (transformers 5, models/llama/tokenization_llama.py), unless
-    the tokenizer is byte-level. The difference shows in the spaces behind special tokens.
+    It does so for `LlamaTokenizer` on model type llama (transformers 5, models/llama/tokenization_llama.py), unless the
+    tokenizer is byte-level. The two differ in the spaces behind special tokens.
     """
     name = files.tokenizer_config.get("tokenizer_class") or files.config.get("tokenizer_class") or ""
     byte_level = any("'ByteLevel'" in repr(files.tokenizer.get(key)) for key in ("pre_tokenizer", "decoder"))

@@ -57,7 +57,7 @@ MAX_DIGESTS = 8192
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
 
-WARMING_CPU = "warming up: CPU kernels are compiled at the first start, about 30 s, and loaded at later ones"
+WARMING = "warming up"
 WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
 
 
@@ -294,7 +294,7 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
         compile=not settings.eager,
         invariant=settings.invariant != "off",
     )
-    logger.info("%s", WARMING_CPU if settings.device == "cpu" else WARMING_CUDA)
+    logger.info("%s", WARMING if settings.device == "cpu" else WARMING_CUDA)
     runner.warm_up()
     _tell_of(runner.finding, settings)
     logger.info(

@@ -1,4 +1,4 @@
-"""A newcomer's first minutes: the commands of README's "Try it", run in a clean clone as they stand there."""
+"""A newcomer's first minutes: README's "Try it" in a clean clone as it stands there, and packing; no long silence."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import re
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def clone(tmp_path):
     source = os.environ.get("KVRAIL_NEWCOMER_SOURCE", str(ROOT))
     subprocess.run(["git", "clone", "--quiet", "--no-local", source, tmp_path / "kvrail"], check=True)
     return tmp_path / "kvrail"
+
+
+def test_packing_and_unpacking_with_no_kernel_compiled_yet(tmp_path):
+    environment = {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    for command, source, out, words in (
+        ("pack", "models/kvrail-demo", tmp_path / "packed", "packed 44,593,744 bytes"),
+        ("unpack", tmp_path / "packed", tmp_path / "restored", "unpacked 44,593,744 bytes"),
+    ):
+        terminal = Terminal(f"exec {sys.executable} -m kvrail {command} {source} {out}", ROOT, environment)
+        terminal.until(words, START_S)
+        terminal.process.communicate(timeout=60)
+        assert max(terminal.silences)[0] <= SILENCE_S, max(terminal.silences)
+        assert "compiling kernel" in terminal.text
 
 
 def test_readmes_first_commands_in_a_clean_clone(clone):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import struct
 import time
@@ -12,6 +13,7 @@ import pytest
 from kvrail.cli.main import main
 from kvrail.engine.model.header import parse_header
 from kvrail.errors import ConfigError
+from kvrail.runtime import progress
 from kvrail.tools.pack import journal, packing
 from kvrail.worker.packed import file as packed_file
 from kvrail.worker.packed.file import PackedFile
@@ -49,6 +51,13 @@ def test_every_file_comes_back_as_it_was(model, packed, tmp_path, kvrail):
     assert weights == [f"model-0000{number}-of-00002.safetensors.packed" for number in (1, 2)]
     plain = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     assert sum((packed / path).stat().st_size for path in weights) < 0.75 * plain
+
+
+def test_where_there_is_no_bar_lines_say_how_far_it_is(model, tmp_path, kvrail, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_S", 0.001)
+    status, said = kvrail("pack", model, tmp_path / "out")
+    assert status == 0
+    assert re.search(r"^packing: \d\.\d\d of \d\.\d\d GB, 0 s so far$", said, re.MULTILINE), said
 
 
 def test_a_delta_is_small_and_needs_its_base(model, tmp_path, kvrail):

@@ -16,6 +16,7 @@ from numba import uint16 as u16
 from numba import uint32 as u32
 from numba import uint64 as u64
 
+from kvrail.codec.core.cpu_compile import compiled_when_called
 from kvrail.codec.huffman.cpu_block_kernels import copy_bytes, count_bytes
 from kvrail.codec.huffman.cpu_code_kernels import code_lengths, write_tables
 from kvrail.codec.huffman.cpu_coded_kernels import RAW
@@ -26,16 +27,8 @@ from kvrail.codec.huffman.cpu_word_kernels import bytes_at
 
 HELD = 4
 """Coded chunks that a thread holds until it is known where they begin: until those before are coded."""
-KERNELS = "72d091ef8abf6ba0"
+KERNELS = "c0a797a2c70ff556"
 """XXH3-64 of the kernels that are taken in, so that this file changes with them: tests/codec/test_huffman.py."""
-
-
-def kept(function):
-    """Compile a function when it is first called; keep it for the next process where there is a place for that."""
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba found no directory for its cache
-        return njit(nogil=True)(function)
 
 
 @njit(nogil=True)
@@ -143,7 +136,7 @@ def _part(whole, chunk, chunk_bytes):
     return whole[chunk * chunk_bytes : min((chunk + 1) * chunk_bytes, whole.size)]
 
 
-@kept
+@compiled_when_called
 def count_chunks(raw, base, item, rotated, room, chunk_bytes, numbers, most, counts):
     """Add the bytes of chunks' planes to `counts`, int64 [item, 256]; whether there may be more. As encode_chunks."""
     own, chunks = np.empty(256, np.int64), (raw.size + chunk_bytes - 1) // chunk_bytes
@@ -173,7 +166,7 @@ def _encode_chunk(raw, base, item, rotated, static, room, row, coded):
     return written
 
 
-@kept
+@compiled_when_called
 def encode_chunks(raw, base, item, rotated, static, room, chunk_bytes, numbers, most, rows, digests, places, out):
     """Code chunks that no other thread has taken, `most` of them, one behind the other; whether there may be more.
 
@@ -240,7 +233,7 @@ def _is_plain(row, base, raw):
     return row.size == 1 and base.size == 0 and row[0] == u32(raw.size | RAW << 28)
 
 
-@kept
+@compiled_when_called
 def decode_chunks(
     source, ends, digests, rows, singles, levels, base, item, rotated, room, size, past_caches, numbers, most, raw
 ):
@@ -272,13 +265,13 @@ def decode_chunks(
     return -1, True
 
 
-@kept
+@compiled_when_called
 def static_lengths(counts, lengths):
     """Lengths of an optimal code for these counts, int64 [256] to uint8 [256]; how many symbols occur."""
     return code_lengths(counts, lengths)
 
 
-@kept
+@compiled_when_called
 def static_tables(lengths, singles, levels):
     """Tables of a code, uint16 [WINDOW] and uint64 [2 * WINDOW]; False where the lengths are no prefix code."""
     return write_tables(lengths, singles, levels)

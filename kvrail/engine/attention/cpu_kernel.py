@@ -13,12 +13,11 @@ of fused multiply-adds in a fixed order, whichever product function computes it.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, misc"
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint8, void
 
+from kvrail.codec.core.cpu_compile import compiled
 from kvrail.engine.attention.cpu_kernel_vectors import (
     BFLOAT16,
     E4M3,
@@ -44,18 +43,6 @@ KEYS = 64
 """Tokens of a block."""
 _LINE = 64
 """Bytes of a cache line."""
-
-
-def _compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function when this module is imported; keep it where kvrail/codec/README.md says."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(signature, nogil=True, cache=True)(function)
-        except (RuntimeError, OSError):  # numba found no directory for its cache, or the disk is full
-            return njit(signature, nogil=True)(function)
-
-    return decorate
 
 
 _LOG2_E, _LN2_UPPER, _LN2_LOWER = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -276,7 +263,7 @@ def _attend_unit(
 _bytes, _scales = types.Array(uint8, 1, "C"), types.Array(float32, 1, "C")
 
 
-@_compiled(
+@compiled(
     void(
         types.Array(int64, 2, "C"), types.Array(float32, 3, "C"), types.Array(float32, 3, "C"),
         types.Array(int32, 2, "C"), _bytes, _bytes, _scales, _scales, int64, int64, int64, int64,

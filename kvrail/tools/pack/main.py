@@ -4,6 +4,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from kvrail.errors import ConfigError, KvrailError
+from kvrail.runtime import logs
+from kvrail.runtime.progress import lines_while
 from kvrail.tools.pack.packing import Sizes, pack
 from kvrail.tools.pack.unpacking import unpack
 from kvrail.worker.packed.file import SUFFIX, PackedFile
@@ -62,7 +65,7 @@ def _unpacked_bytes(folder: Path) -> int:
 def _with_progress(
     word: str, options: Options, work: Callable[..., Sizes], total: Callable[[Path], int]
 ) -> tuple[Sizes, float]:
-    """What `work` came to, and the seconds it took; a bar on stderr where that is a terminal.
+    """What `work` came to, and the seconds it took; on stderr a bar where that is a terminal, else lines.
 
     total: how many bytes a folder's weights are, unpacked.
     """
@@ -77,14 +80,18 @@ def _with_progress(
     begun = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         try:
-            task = progress.add_task(word, total=total(options.source))
-            sizes = work(
-                options.source,
-                options.out,
-                options.base,
-                verify=options.verify,
-                advance=lambda size: progress.advance(task, size),
-            )
+            size = total(options.source)
+            task = progress.add_task(word, total=size)
+            at = progress.tasks[task]
+            lines = lines_while(lambda: f"{word}: {at.completed / 1e9:.2f} of {size / 1e9:.2f} GB")
+            with logs.shown_on(sys.stderr), lines if progress.disable else nullcontext():
+                sizes = work(
+                    options.source,
+                    options.out,
+                    options.base,
+                    verify=options.verify,
+                    advance=lambda done: progress.advance(task, done),
+                )
         except OSError as error:
             raise _explained(error, options.out) from error
     return sizes, time.monotonic() - begun

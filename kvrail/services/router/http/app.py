@@ -40,7 +40,7 @@ OPEN_TO_ALL = frozenset({"/live", "/ready"})
 
 
 def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *, page: bool) -> ASGIApp:
-    """The application of the admin port, on the same service as `public`. page: with the status page."""
+    """The application of the admin port, on the same service as `public`. page: whether it has the status page."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state = public.state
     routers = [admin_routes(drain), *([page_routes(operators=True)] if page else [])]
@@ -54,8 +54,8 @@ def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *
 def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults) -> FastAPI:
     """The application; `app.state.service` is set while it runs.
 
-    In its state, `parsing` has turns at parsing long bodies; `tls` and `door` are certificates, where there are any.
-    Raises ConfigError where one is no good.
+    Its state has `parsing`, the turns at parsing long bodies, and the certificates `tls` and `door`, where there are
+    any. Raises ConfigError where a certificate cannot be used.
     """
     tls, door = Tls.of(settings, "router"), DoorCertificate.of(settings.tls_http_cert, settings.tls_http_key)
     ends = {use: each.end for use, each in (("services", tls), ("door", door)) if each is not None}

@@ -1,6 +1,6 @@
-"""A logit_bias as wide as a vocabulary: read out of a body apart from the rest, in a thread and piece by piece.
+"""A logit_bias as wide as a vocabulary is parsed apart from the rest of its body, in a thread and piece by piece.
 
-At once, 150,000 members take the parser some 60 ms of the interpreter's lock, in which nothing else runs.
+Parsed at once, 150,000 members hold the interpreter's lock for some 60 ms, and nothing else runs.
 """
 
 import re
@@ -23,7 +23,7 @@ _MARK = uuid.uuid4().hex
 def span(body: bytes | bytearray) -> tuple[int, int] | None:
     """Where the members of a wide bias begin and end, between the braces; None where the body seems to have none.
 
-    Whether it is the request's own is not known before the rest is parsed.
+    Only parsing the rest shows whether it is a member of the request itself.
     """
     for found in _BEGIN.finditer(body):
         begin, end = found.end(), body.find(b"}", found.end())

@@ -62,7 +62,7 @@ def _parsed_apart(body: bytes) -> Any:
 
 
 def _has_many_names(body: bytearray) -> bool:
-    """Whether its objects can have more members than they may, a wide bias apart."""
+    """Whether the body's objects may have more members than allowed; a wide bias is not counted."""
     if most_names(body) <= MAX_NAMES:
         return False
     place = biases.span(body)
@@ -80,7 +80,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def most_names(body: bytes | bytearray) -> int:
-    """As many members as the objects of a body can have by its colons and quotes, never fewer than they have."""
+    """An upper bound on the members of a body's objects, counted from its colons and quotes."""
     colons, quotes = body.count(b":"), body.count(b'"')
     for escapes in range(1, MAX_ESCAPES, 2):
         if min(colons, quotes // 2) <= MAX_NAMES:
@@ -96,7 +96,7 @@ class JsonRoute(APIRoute):
     """A path whose endpoint gets its body from a JsonRequest."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, as FastAPI makes it, of another kind of request."""
+        """FastAPI's handler, given a JsonRequest."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -108,7 +108,8 @@ class JsonRoute(APIRoute):
 class BodyLimit:
     """Reads the body before the endpoint runs.
 
-    Answers 413 if it is too large, 415 if it is encoded, 429 if others fill the memory. max_bytes: of one body.
+    Answers 413 if the body is too large, 415 if it is encoded, 429 if other bodies fill the memory. max_bytes: the most
+    of one body.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -144,7 +145,7 @@ class BodyLimit:
             self._taken(pending)
 
     async def _read(self, headers: Headers, receive: Receive, body: bytearray) -> Response | None:
-        """Fill `body`; the answer where it is refused. Raises ClientDisconnect."""
+        """Fill `body`; return the answer where it is refused. Raises ClientDisconnect."""
         coding = ", ".join(headers.getlist("content-encoding")).strip()
         if coding.lower() not in ("", "identity"):
             return unsupported_encoding(coding)

@@ -1,4 +1,4 @@
-"""Who asks: what separates one client's requests from another's, for turns and for room. Never the key itself."""
+"""Names that separate one client's requests from another's, for turns and for room. A name is never the key itself."""
 
 import ipaddress
 
@@ -9,9 +9,9 @@ UNKNOWN = "unknown"
 
 
 def client_of(scope: Scope, key: int | str | None) -> str:
-    """A name for the client of a request: its API key's place or name, or its address; of IPv6 the network of 64 bits.
+    """A name for the client of a request: its API key's place or name, or its address (for IPv6, its /64 network).
 
-    key: None where the request has none of the server's keys; what a client sends beside is its own invention.
+    key: None where the request has none of the server's keys; any other key may be the client's invention.
     """
     if key is not None:
         return f"key-{key}" if isinstance(key, int) else f"key:{key}"
@@ -24,9 +24,9 @@ def client_of(scope: Scope, key: int | str | None) -> str:
 
 
 def unmapped(host: str) -> str:
-    """The IPv4 address that an IPv6 one such as ::ffff:192.0.2.1 stands for; any other host as it is.
+    """The IPv4 address that an IPv6 one such as ::ffff:192.0.2.1 stands for; any other host unchanged.
 
-    A socket that takes both shows IPv4 clients so.
+    A socket that takes both shows IPv4 clients in this form.
     """
     try:
         address = ipaddress.ip_address(host)

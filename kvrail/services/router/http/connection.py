@@ -1,7 +1,7 @@
 """One client's connection: uvicorn's HTTP protocol with a deadline for each thing that only the client can do.
 
-Headers, bodies and reading each have theirs, so that a client that stops in the middle keeps no place. What is no HTTP
-is answered in OpenAI's shape too.
+Headers, bodies and reading have one each, so that a client that stops halfway does not keep its place. Input that is
+not HTTP gets an error in OpenAI's shape too.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ LEAST_BODY_BYTES_PER_S = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Seconds for a request's headers, for its body, and for which a client may read nothing; connections at once."""
+    """Seconds for a request's headers, its body, and a pause in the client's reading; the most connections at once."""
 
     head_s: float
     body_s: float
@@ -38,7 +38,7 @@ class ClientConnection(HttpToolsProtocol):
     """See the module. Belongs to one event loop."""
 
     def __init__(self, *, limits: ConnectionLimits, refused: Callable[[int], object], **others: Any) -> None:
-        """refused: gets the status of each answer that is given here, which no application sees."""
+        """refused: called with the status of each answer that is given here; the application sees none of them."""
         super().__init__(**others)
         self._limits = limits
         self._refused = refused
@@ -48,7 +48,7 @@ class ClientConnection(HttpToolsProtocol):
         self._head_bytes = self._body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin; refused where there are too many."""
+        """Begin; refuse the connection where there are too many."""
         super().connection_made(transport)
         if self.client is not None:
             self.client = unmapped(self.client[0]), self.client[1]
@@ -65,7 +65,7 @@ class ClientConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse; what is left unfinished has a deadline."""
+        """Parse; an unfinished request gets a deadline."""
         if self.transport.is_closing():
             return
         self._head_bytes += len(data)
@@ -119,17 +119,17 @@ class ClientConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP request, or could be read as two; called while the parser's error is handled."""
+        """Answer input that is not one HTTP request; called while the parser's error is handled."""
         error = sys.exception()
         cause = error and error.__context__  # what a callback has raised
         self._refuse(400, f"this is no valid HTTP request: {cause or error}", None)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing of WebSockets, which this server has not: the request is served as it is."""
+        """Log nothing about WebSockets, which this server does not have: the request is served as it is."""
 
     @property
     def _answering(self) -> bool:
-        """Whether a request that is here as a whole has no whole answer yet."""
+        """Whether a request has arrived whole and its answer is not complete yet."""
         return self.cycle is not None and not self.cycle.response_complete and not self._in_body
 
     def _watch_reading(self) -> None:
@@ -174,7 +174,7 @@ class ClientConnection(HttpToolsProtocol):
             self._writing = None
 
     def _refuse(self, status: int, message: str, code: str | None) -> None:
-        """Answer with an error and end the connection; where an answer is under way it only ends."""
+        """Answer with an error and end the connection; where an answer is under way, only end the connection."""
         if not self._answering and not (self._in_body and self.cycle.response_started):
             kind = INVALID if status < 500 else "service_unavailable_error"
             content = json.dumps(error_object(message, kind, None, code)).encode()
@@ -188,9 +188,9 @@ class ClientConnection(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
-    """The cycle's `send` for HTTP before 1.1, which has no chunks: without a length, the connection ends the answer.
+    """The cycle's `send` for HTTP before 1.1, which has no chunks: an answer without a length ends with the connection.
 
-    uvicorn closes the connection after such an answer, but would send chunks all the same.
+    uvicorn closes the connection after such an answer, but would still send chunks.
     """
     send, until_close = cycle.send, False
 

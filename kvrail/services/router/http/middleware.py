@@ -108,7 +108,7 @@ class RequestContext:
                 scope["app"].state.service.metrics.answered(self._handler(scope), method, status, timeline.elapsed())
 
     def _handler(self, scope: Scope) -> str:
-        """The path of the request's route, with its parameters' names; what was refused before has one too."""
+        """The path of the request's route, with the names of its parameters; requests refused earlier have one too."""
         route = scope.get("route")
         if route is None:
             route = next((each for each in self._routes if each.matches(scope)[0] is not Match.NONE), None)
@@ -116,7 +116,7 @@ class RequestContext:
 
 
 class ApiKeys:
-    """Refuses requests without one of the keys; without any keys everybody is let in.
+    """Refuses requests without one of the keys; without any keys, all requests are let in.
 
     A key is a bearer token (OpenAI's clients) or the header X-Api-Key (Anthropic's).
     """
@@ -144,7 +144,7 @@ class ApiKeys:
         await self._app(scope, receive, send)
 
     def _find(self, given: Sequence[str]) -> int | None:
-        """Which of the keys a request has, by its place; takes the same time for each wrong key of one length."""
+        """The place of the request's key among the keys; takes the same time for all wrong keys of one length."""
         found = None
         for secret in given:
             for place, key in enumerate(self._keys):
@@ -153,9 +153,9 @@ class ApiKeys:
         return found
 
     def _in_file(self, given: Sequence[str], scope: Scope) -> str | None:
-        """The name of the key of the file that a request has, which also goes into its state.
+        """The name that the file gives the request's key; also put into the request's state.
 
-        Raises AuthenticationError where it has none and needs one, or one that has expired.
+        Raises AuthenticationError where a key is needed and missing, or has expired.
         """
         if self._file is not None:
             for secret in filter(None, given):
@@ -170,6 +170,6 @@ class ApiKeys:
 
 
 def _given(headers: Headers) -> tuple[str, str]:
-    """What a request offers as keys."""
+    """The keys that a request offers."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")

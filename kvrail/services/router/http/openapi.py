@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI finds out, without what never happens and with what it cannot know."""
+"""The OpenAPI document: FastAPI's own, without answers that never occur and with facts that FastAPI cannot know."""
 
 from collections.abc import Sequence
 

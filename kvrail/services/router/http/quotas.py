@@ -1,8 +1,8 @@
-"""What one API key of the file may take: requests and tokens in a minute, requests at once. And what it has taken.
+"""The limits of one API key of the file (requests and tokens a minute, requests at once), and what it has used.
 
-A minute is the last 60 seconds at each moment. Tokens count when a request has ended, prompt and output alike: a
-request that began within its limit is never cut off, and what it took beyond is waited for by the next one. The library
-`limits` has such windows too, but by the wall clock, which jumps, and what is beyond a limit it does not count.
+A minute is the last 60 seconds at each moment. Tokens of prompt and output count when a request has ended: a request
+that began within its limit is never cut off, and the next one waits for what it took beyond. The library `limits` has
+such windows too, but by the wall clock, which jumps, and it does not count what is beyond a limit.
 """
 
 import logging
@@ -56,7 +56,7 @@ class Window:
         return self._sum
 
     def room_after(self, limit: int) -> float:
-        """Seconds until less than `limit` is taken; 0 where it is now."""
+        """Seconds until less than `limit` is taken; 0 where it already is."""
         left, wait = self.sum, 0.0
         for at, amount in self._taken:
             if left < limit:
@@ -70,14 +70,14 @@ class Window:
 
 
 class Quota:
-    """What one key has taken."""
+    """What one key has used."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.requests, self.tokens = Window(clock), Window(clock)
         self.running = 0
 
     def excess(self, key: Key) -> tuple[str, str, float] | None:
-        """Of which of LIMITS a further request is too much, in words, and after how many seconds it is not."""
+        """The one of LIMITS that a further request would exceed, in words, and the seconds until it would not."""
         of = f"API key {key.name!r} has"
         if key.requests_per_minute is not None and (wait := self.requests.room_after(key.requests_per_minute)):
             return "requests", f"{of} had its {key.requests_per_minute} requests of a minute", wait
@@ -88,7 +88,7 @@ class Quota:
         return None
 
     def headers(self, key: Key) -> dict[str, str]:
-        """OpenAI's headers of limits and of what is left of them."""
+        """OpenAI's headers for the limits and what is left of them."""
         found = {}
         for kind, limit, window in (
             ("requests", key.requests_per_minute, self.requests),
@@ -102,7 +102,7 @@ class Quota:
 
 
 class KeyMetrics:
-    """What keys have taken, by their names."""
+    """What keys have used, by their names."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         def counter(name: str, documentation: str, *labels: str) -> Counter:
@@ -129,18 +129,18 @@ class KeyMetrics:
             self._refused.labels(self._model, key, limit)
 
     def took(self, key: str, prompt: int, generated: int) -> None:
-        """A request has ended."""
+        """Count a request that has ended."""
         self._requests.labels(self._model, key).inc()
         self._tokens.labels(self._model, key, "prompt").inc(prompt)
         self._tokens.labels(self._model, key, "generated").inc(generated)
 
     def refused(self, key: str, limit: str) -> None:
-        """A request was refused."""
+        """Count a request that was refused."""
         self._refused.labels(self._model, key, limit).inc()
 
 
 class Quotas:
-    """What each key has taken, by its name: a key whose secret changes goes on where it was."""
+    """What each key has used, by its name: a key whose secret changes keeps its counts."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
@@ -155,7 +155,7 @@ class Quotas:
 
 
 class KeyLimits:
-    """Holds each key of the file to its limits, and reports them to clients. Counts what is posted, nothing else."""
+    """Holds each key of the file to its limits, and reports them to clients. Counts POST requests alone."""
 
     def __init__(self, app: ASGIApp, quotas: Quotas, refused: Callable[[Scope, OverloadedError], object]) -> None:
         """refused: called for each request that goes no further."""

@@ -134,7 +134,7 @@ def responses_routes() -> APIRouter:
         "/v1/responses", responses=GENERATING | whole_or_stream(ResponseObject, named_events(responses.EVENTS))
     )
     async def create(body: ResponsesRequest, request: Request) -> Response:
-        """Answer an input of messages and what tools said."""
+        """Answer an input of messages and tool results."""
         return _responses(request).create(body, request.state)
 
     @router.post("/v1/responses/input_tokens", responses=TEXTS, response_model=InputTokens)
@@ -144,7 +144,7 @@ def responses_routes() -> APIRouter:
 
     @router.post("/v1/responses/compact", include_in_schema=False)
     async def compact() -> None:
-        """OpenAI's, but not ours; without it the path would be that of a response."""
+        """Refuse OpenAI's path, which without this would be read as that of a response."""
         raise HTTPException(404)
 
     @router.get("/v1/responses/{response_id}", responses=READING | {200: {"model": ResponseObject}})
@@ -194,7 +194,7 @@ def messages_routes() -> APIRouter:
 
 
 def operator_routes(*, whole: bool) -> APIRouter:
-    """What probes and scrapers use. whole: with what only operators are to know."""
+    """Paths for probes and scrapers. whole: with what only operators may know."""
     router = APIRouter()
 
     @router.get("/live", response_model=Status)
@@ -243,12 +243,12 @@ def operator_routes(*, whole: bool) -> APIRouter:
 
 
 def admin_routes(drain: Callable[[], object]) -> APIRouter:
-    """What operators use where they have a port of their own. drain: begins to."""
+    """Paths for operators on a port of their own. drain: begins to drain the server."""
     router = operator_routes(whole=True)
 
     @router.post("/drain", status_code=202, response_model=Status)
     async def draining(request: Request) -> dict[str, str]:
-        """Take no new requests; once those that run have ended, so does the process."""
+        """Take no new requests; the process ends once the running ones have."""
         if origin := request.headers.get("origin"):  # of any site: browsers send such a POST without asking before
             raise InvalidRequestError(f"Origin: {origin[:80]!r}: pages in browsers may not drain; use another client")
         drain()
@@ -265,7 +265,7 @@ def _add_metrics(router: APIRouter) -> None:
 
     @router.get("/metrics/vllm", responses=ASKED | EXPOSITION, response_class=Response)
     async def vllm_metrics(request: Request, sums: OnOff = "on") -> Response:
-        """The same metrics under vLLM's names, and unless `sums` is off those of all decode workers, summed up."""
+        """The same metrics under vLLM's names and, unless `sums` is off, the sums over all decode workers."""
         return await _exposition(_service(request), "/metrics/vllm", sums)
 
     @router.get("/load", response_model=Load)

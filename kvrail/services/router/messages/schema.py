@@ -23,7 +23,7 @@ from kvrail.wire.convert import MAX_STOPS, UINT32_MAX
 
 
 class TextBlock(Wire):
-    """Text. What is said of caching is not needed: prefixes are always kept."""
+    """Text. Its cache control is not needed: prefixes are always kept."""
 
     type: Literal["text"]
     text: str
@@ -79,7 +79,7 @@ class TurnMessage(Wire):
 
 
 class ToolChoice(Wire):
-    """Which tools are called: any or none as the model likes, at least one, one that is named, none."""
+    """Which tools are called: the model's choice, at least one, a named one, or none."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -87,7 +87,7 @@ class ToolChoice(Wire):
 
 
 class ThinkingOptions(Wire):
-    """Whether the model reasons first. The budget is not enforced."""
+    """Whether the model reasons first. Its budget is not enforced."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Count | None = None
@@ -101,14 +101,14 @@ class OutputFormat(Wire):
 
 
 class OutputConfig(Wire):
-    """What is asked of the output; effort: the chat template gets it."""
+    """The form that the output must have; effort: passed to the chat template."""
 
     format: OutputFormat | None = None
     effort: Name | None = None
 
 
 class Prompted(OpenBody):
-    """What makes the prompt; body of /v1/messages/count_tokens."""
+    """The parts of the prompt; the body of /v1/messages/count_tokens."""
 
     model: Name | None = None
     messages: Annotated[list[TurnMessage], Field(min_length=1, fail_fast=True), not_longer(MAX_MESSAGES)]

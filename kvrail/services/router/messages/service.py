@@ -1,4 +1,4 @@
-"""What /v1/messages and the path below it do."""
+"""The service behind /v1/messages and the path below it."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class MessagesCall(ApiCall):
 
 
 class Messages:
-    """The API over the router's one way to answer."""
+    """The API, on the way of answering that all APIs of the router share."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service

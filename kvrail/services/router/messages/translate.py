@@ -1,4 +1,4 @@
-"""A request of /v1/messages as the chat request of the same meaning."""
+"""Translates a request of /v1/messages into the chat request of the same meaning."""
 
 import json
 from collections.abc import ItemsView, Mapping, Sequence
@@ -129,7 +129,7 @@ def _generating(request: MessagesRequest) -> Json:
 
 
 def _output(request: Prompted) -> Json:
-    """A chat's form of what is asked of the output."""
+    """The form that the output must have, as chats ask for it."""
     config = request.output_config
     form = request.output_format or (config and config.format)
     found: Json = {}
@@ -166,7 +166,7 @@ def _text(content: str | Sequence[TextBlock] | None) -> str:
 
 
 def _messages(turn: TurnMessage, place: int) -> list[Json]:
-    """The chat messages of a turn: what tools answered, then the turn's text, reasoning and calls."""
+    """The chat messages of a turn: the tools' results, then the turn's text, reasoning and calls."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     texts, thoughts, calls, results = [], [], [], []
@@ -200,7 +200,7 @@ def _check_speaker(role: str, block: Block, param: str) -> None:
 
 
 def _tools(request: Prompted) -> Json:
-    """A chat's form of the tools and of the choice among them."""
+    """The tools and the choice among them, as chats have them."""
     found: Json = {}
     if request.tools is not None:
         found["tools"] = [_tool(place, tool) for place, tool in enumerate(request.tools)]

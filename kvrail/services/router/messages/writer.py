@@ -1,4 +1,4 @@
-"""How /v1/messages writes an answer: as content blocks, whole or as events.
+"""Writes the answers of /v1/messages: content blocks, whole or as events.
 
 message_start
   content_block_start, content_block_delta …, content_block_stop     (each of text, thinking, tool_use)
@@ -34,7 +34,7 @@ def failure_event(error: KvrailError) -> bytes:
 
 
 class MessageWriter:
-    """Writes one message; reader: takes its output apart. prompt_tokens: of the whole prompt."""
+    """Writes one message; reader: splits its output into parts. prompt_tokens: of the whole prompt."""
 
     greets = False  # as with OpenAI's older APIs, the first event goes with the first token
 
@@ -78,7 +78,7 @@ class MessageWriter:
         return failure_event(error)
 
     def add(self, update: Delta | Scored) -> None:
-        """Collect new output; of prompts' log probabilities this API knows nothing."""
+        """Collect new output; this API has no log probabilities of prompts."""
         if isinstance(update, Delta):
             self._take(update)
 
@@ -144,7 +144,7 @@ class MessageWriter:
         return encode_named({"type": "content_block_stop", "index": len(self._blocks) - 1})
 
     def _finish(self, usage: Json) -> bytes:
-        """End the last block, and take down how the message ended."""
+        """End the last block, and note how the message ended."""
         called = any(block["type"] == "tool_use" for block in self._blocks)
         if called and self._message["stop_reason"] in ("end_turn", "stop_sequence"):
             self._message |= {"stop_reason": "tool_use", "stop_sequence": None}
@@ -156,12 +156,12 @@ class MessageWriter:
 
 
 def _called(call: CallDelta) -> Json:
-    """A call's block before its arguments; caller: the model itself, not code that it has written."""
+    """A call's block before its arguments; its `caller` is the model itself, not code that the model has written."""
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}, "caller": {"type": "direct"}}
 
 
 def _parsed(arguments: str) -> Json:
-    """The object that arguments are; empty where the output was cut off within it."""
+    """The arguments as an object; empty where the output was cut off within them."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:

@@ -29,7 +29,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def encode_long(value: dict[str, Any]) -> bytes:
-    """Do what `encode_json` does, in a thread: others run meanwhile, since long lists are encoded piece by piece."""
+    """Do what `encode_json` does, in a thread and long lists piece by piece, so that other threads run meanwhile."""
     return b"".join(_pieces(value))
 
 
@@ -65,8 +65,8 @@ def encode_named(value: dict[str, Any]) -> bytes:
 class TextEvents:
     """Events of chunks that bring text and nothing else.
 
-    Of one choice they differ in the text alone, so each choice's chunk is built once, around a mark, and cut there: the
-    bytes are those that `encode_event` would give.
+    The chunks of one choice differ in the text alone, so each choice's chunk is built once, around a mark, and cut
+    there: the bytes are those that `encode_event` would give.
     """
 
     def __init__(self, build: Callable[[Delta], dict[str, Any] | None]) -> None:

@@ -33,7 +33,7 @@ class Head:
         }
 
     def whole(self, kind: str, choices: list[Json]) -> Json:
-        """A whole response, with the keys that OpenAI's and vLLM's have beside."""
+        """A whole response, with the further keys that OpenAI's and vLLM's have."""
         return {**self.envelope(kind, choices), "service_tier": "default", "kv_transfer_params": None}
 
 
@@ -65,7 +65,7 @@ class Format(Protocol):
 
     @property
     def simple(self) -> bool:
-        """Whether chunks that bring text alone differ in nothing but that."""
+        """Whether chunks that bring text alone differ only in that text."""
 
     def opening(self) -> list[Json]:
         """Chunks that go before the first output."""
@@ -99,7 +99,7 @@ def _join_lists(parts: Sequence[Json]) -> Json:
 
 
 def _finish(delta: Delta, *, called: bool = False) -> Json:
-    """How a choice ended, if it did; called: it has called a tool."""
+    """How a choice ended, if it did; called: whether it has called a tool."""
     reason = None if delta.finish_reason is None else delta.finish_reason.value
     if called and reason == "stop":
         reason = "tool_calls"
@@ -107,7 +107,7 @@ def _finish(delta: Delta, *, called: bool = False) -> Json:
 
 
 def _token_ids(delta: Delta, wanted: bool) -> Json:
-    """The member with new token ids, where they are wanted and there are any."""
+    """The member with new token ids, where they are asked for and there are any."""
     return {"token_ids": list(delta.token_ids)} if wanted and delta.token_ids else {}
 
 
@@ -158,7 +158,7 @@ class ChatFormat:
 
     @property
     def simple(self) -> bool:
-        """Whether chunks that bring text alone differ in nothing but that."""
+        """Whether chunks that bring text alone differ only in that text."""
         return self._verbatim and self._prompt_ids is None
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -179,7 +179,7 @@ class ChatFormat:
         return chunks
 
     def chunk(self, delta: Delta) -> Json | None:
-        """New text; None where it is held back and nothing else is to say."""
+        """New text; None where it is held back and there is nothing else to send."""
         logprobs = self._find_logprobs(delta)
         ids = _token_ids(delta, self._prompt_ids is not None)
         reader = self._readers[delta.index]
@@ -260,8 +260,8 @@ class CompletionFormat:
     ) -> None:
         """prompt_ids: token ids of each choice's prompt, where those of the output are shown too.
 
-        prompts: each choice's, where log probabilities are made of them. echo_top: of how many likely tokens the lists
-        of `logprobs` then tell, prompt_top: of how many `prompt_logprobs` does; None: not at all.
+        prompts: each choice's, where their log probabilities are asked for. echo_top, prompt_top: how many likely
+        tokens `logprobs` and `prompt_logprobs` then list; None: neither is asked for.
         """
         self._head = head
         self._prefixes = prefixes
@@ -275,7 +275,7 @@ class CompletionFormat:
 
     @property
     def simple(self) -> bool:
-        """Whether chunks that bring text alone differ in nothing but that."""
+        """Whether chunks that bring text alone differ only in that text."""
         return self._prompt_ids is None
 
     def _find_logprobs(self, delta: Delta) -> Json | None:
@@ -287,7 +287,7 @@ class CompletionFormat:
     def opening(self) -> list[Json]:
         """Each choice's prompt, where it is to be echoed or its tokens are scored.
 
-        With its log probabilities it is echoed as they come.
+        A prompt with log probabilities is echoed as they come.
         """
         prefixes = self._prefixes if self._echo_top is None else [""] * len(self._prefixes)
         return [
@@ -301,7 +301,7 @@ class CompletionFormat:
         return {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids[index])}
 
     def chunk(self, delta: Delta) -> Json | None:
-        """New text; None where it is held back and nothing else is to say."""
+        """New text; None where it is held back and there is nothing else to send."""
         logprobs = self._find_logprobs(delta)
         ids = _token_ids(delta, self._prompt_ids is not None)
         if not delta.text and logprobs is None and delta.finish_reason is None and not ids:
@@ -332,7 +332,7 @@ class CompletionFormat:
             self._prompts[update.index].add(update.logprobs)
 
     def _whole_logprobs(self, index: int) -> Json | None:
-        """All of a choice's, of the echoed prompt and of the output."""
+        """All log probabilities of a choice, of the echoed prompt and of the output."""
         echoed = [] if self._echo_top is None else self._prompts[index].lists(self._echo_top)
         parts = [*echoed, *self._choices[index].logprobs]
         return _join_lists(parts) if parts else None

@@ -11,14 +11,14 @@ LOWEST = -9999.0
 
 
 def bounded(logprob: float) -> float:
-    """A log probability as JSON can say it."""
+    """A log probability as JSON can hold it."""
     return max(logprob, LOWEST)
 
 
 class TokenTexts:
-    """What stands for a token in log probabilities: its text, or where a request wants that, `token_id:` and its id.
+    """The name of a token in log probabilities: its text or, where a request asks for that, `token_id:` and its id.
 
-    all_listed: log probabilities of tokens that the request names are shown whatever token was drawn.
+    all_listed: show the log probabilities of all tokens that the request names, whichever token was drawn.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False, all_listed: bool = False) -> None:
@@ -27,7 +27,7 @@ class TokenTexts:
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
-        """One token's."""
+        """The text of one token."""
         return f"token_id:{token_id}" if self._as_ids else self.tokenizer.token_text(token_id)
 
     def data(self, token_id: int) -> list[int]:
@@ -38,7 +38,7 @@ class TokenTexts:
 def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
     """One entry a token: the token, its log probability and bytes, and the most likely ones at its position.
 
-    As with vLLM the token itself is the first of these, and they are as many as were asked for.
+    As in vLLM, the token itself is the first of these, and there are as many as were asked for.
     """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
 class CompletionLogprobs:
     """Builds parallel lists over the tokens of one choice's output.
 
-    Offsets are in characters from the start of the choice's text; `offset` of them stand before the output.
+    Offsets are in characters from the start of the choice's text; the output begins at `offset`.
     """
 
     def __init__(self, texts: TokenTexts, offset: int = 0) -> None:
@@ -89,7 +89,7 @@ class CompletionLogprobs:
 def likely_texts(
     texts: TokenTexts, token: str, logprob: float, likely: Iterable[tuple[int, float]]
 ) -> dict[str, float]:
-    """`token`, which is at a place, and the most likely ones there; of several with one text the most likely stays."""
+    """`token` and the most likely ones at its position; of several with the same text, the most likely stays."""
     top = {token: bounded(logprob)}
     for token_id, value in likely:
         text = texts.text(token_id)

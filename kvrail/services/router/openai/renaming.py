@@ -1,4 +1,4 @@
-"""Requests of other APIs as chat requests, whose errors name the other API's parameters."""
+"""Requests of other APIs as chat requests, with errors that name the other API's parameters."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
@@ -23,7 +23,7 @@ def as_chat(body: dict[str, Any], rename: Rename) -> tuple[ChatRequest, Rename]:
 
 
 async def renamed(work: Awaitable[T], rename: Rename) -> T:
-    """What `work` returns; its InvalidRequestError is renamed."""
+    """Return what `work` returns; its InvalidRequestError names the other API's parameter."""
     try:
         return await work
     except InvalidRequestError as error:

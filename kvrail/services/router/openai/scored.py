@@ -10,9 +10,9 @@ from kvrail.values.sampling import PromptLogprobs
 
 
 class ScoredPrompt:
-    """The prompt of one choice, and what has come of its log probabilities; token 0 has none, since it follows nothing.
+    """The prompt of one choice, and its log probabilities so far; token 0 has none, since it follows nothing.
 
-    text: what `echo` shows of it.
+    text: the part of it that `echo` shows.
     """
 
     def __init__(self, texts: TokenTexts, token_ids: Sequence[int], text: str = "") -> None:
@@ -28,7 +28,7 @@ class ScoredPrompt:
         self._found.append(found)
 
     def entries(self, top: int) -> list[Json | None]:
-        """The form of vLLM: null, then for each token an object by token id: itself and the `top` most likely."""
+        """In vLLM's form: null, then for each token an object by token id: itself and the `top` most likely."""
         entries: list[Json | None] = [None]
         for found in self._found:
             for place, (logprob, rank) in enumerate(zip(found.logprobs, found.ranks, strict=True)):
@@ -43,7 +43,7 @@ class ScoredPrompt:
         return {"logprob": bounded(logprob), "rank": rank, "decoded_token": self._texts.text(token_id)}
 
     def lists(self, top: int) -> list[Json]:
-        """The form of OpenAI: parallel lists, in parts that follow on one another. Once, and not beside `echo`."""
+        """In OpenAI's form: parallel lists, in consecutive parts. Call it once, and not together with `echo`."""
         return [self.echo(found, top)[1] for found in self._found]
 
     def echo(self, found: PromptLogprobs, top: int) -> tuple[str, Json]:
@@ -67,7 +67,7 @@ class ScoredPrompt:
         }
 
     def _advance(self, token_id: int) -> int:
-        """Where in the text the next token begins. A special token that the text does not show takes no place in it."""
+        """Where in the text the next token begins. A special token that the text does not show has no length."""
         offset, said = self._offset, self._reader.push((token_id,))
         hidden = token_id in self._texts.tokenizer.special_ids and not self._text.startswith(said, offset)
         if not hidden:

@@ -53,7 +53,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
 
 
 def _trace(generation: Generation, timeline: Timeline) -> dict[str, Any]:
-    """The request's moments, and what workers did for it; seconds since it came."""
+    """The request's moments and the workers' spans, in seconds since the request arrived."""
     return {
         "moments": {moment.value: round(seconds, 6) for moment, seconds in timeline.marks()},
         "spans": [

@@ -14,11 +14,15 @@ from kvrail.services.router.values import Delta, Json, Scored, Update, Updates
 
 
 class Writer(Protocol):
-    """One API. A stream is opening, events of each moment's updates, and closing or failure; else all are added."""
+    """One API.
+
+    A stream is an opening, the events of each moment's updates, and a closing or a failure. A whole answer adds the
+    updates up.
+    """
 
     @property
     def greets(self) -> bool:
-        """Whether the opening leaves as soon as headers do, rather than with the first output."""
+        """Whether the opening is sent with the headers, rather than with the first output."""
 
     def opening(self) -> bytes:
         """Events that go before the first output."""
@@ -40,7 +44,7 @@ class Writer(Protocol):
 
 
 def error_event(error: KvrailError) -> bytes:
-    """An error in a stream of OpenAI's."""
+    """An error in a stream of OpenAI's APIs."""
     return encode_event(to_http(error)[1])
 
 

@@ -1,4 +1,4 @@
-"""What a request is sampled with where it does not say: the model's generation configuration, and the operator's."""
+"""Sampling parameters for requests that leave them out: the model's generation configuration, and the operator's."""
 
 import logging
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ OVERRIDE = "--override-generation-config"
 class Defaults(BaseModel):
     """Sampling parameters under the names of transformers' GenerationConfig; without any, those of OpenAI's API.
 
-    max_new_tokens: of an answer whose length the client leaves open; None: all that the context has room for. It is
-    no limit: who asks for more gets more.
+    max_new_tokens: the length of an answer where the client gives none; None: all that the context has room for. It is
+    not a limit: a request for more gets more.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
@@ -35,7 +35,10 @@ class Defaults(BaseModel):
     max_new_tokens: Count | None = None
 
     def output_tokens(self, room: int, least: int) -> int:
-        """Tokens of an answer whose length is left open. room: what the context has for it; least: asked for."""
+        """The most tokens of an answer whose length the client leaves open.
+
+        room: tokens that the context has left. least: tokens that the client asks for at least.
+        """
         return room if self.max_new_tokens is None else min(room, max(self.max_new_tokens, least))
 
 
@@ -57,7 +60,7 @@ def defaults_of(settings: RouterSettings) -> Defaults:
 
 
 def _checked(values: Mapping[str, Any], origins: Mapping[str, str], file: str) -> Defaults:
-    """origins: where a value is from, if not from `file`."""
+    """origins: where values come from, if not from `file`."""
     try:
         return Defaults.model_validate(values)
     except ValidationError as error:

@@ -46,7 +46,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 
 class Encoder:
-    """Encodes what requests bring, in turns of clients. A text is refused unread where its length says enough."""
+    """Encodes the texts of requests; clients take turns. Texts that are clearly too long are refused unread."""
 
     def __init__(self, tokenizer: Tokenizer, *, trust_templates: bool = False) -> None:
         """trust_templates: whether requests may bring a chat template."""
@@ -65,8 +65,9 @@ class Encoder:
     ) -> list[int]:
         """At most `most` token ids of a chat that offers `tools`; InvalidRequestError names the parameter.
 
-        client: who asks. most_chars: of the text that the chat template makes; None: what `most` tokens can have.
-        keep: how many of the last ids are kept, of a chat that may be longer than `most`; None: it may not.
+        client: the name of the client. most_chars: of the text that the chat template makes; None: as many as `most`
+        tokens can have. keep: how many of the last ids are kept where the chat is longer than `most`; None: such a chat
+        is refused.
         """
         if keep is not None:
             return _last(await self.chat(request, client, most_chars=MAX_COUNTED_CHARS, tools=tools), keep)
@@ -106,7 +107,7 @@ class Encoder:
     ) -> tuple[list[list[int]], list[str]]:
         """At most `most` token ids of each prompt, and the text that `echo` puts before its output.
 
-        keep: how many of the last ids are kept, of prompts that may be longer than `most`; None: they may not.
+        keep: how many of the last ids are kept where a prompt is longer than `most`; None: such a prompt is refused.
         """
         most, most_chars = (most, None) if keep is None else (MAX_TOKEN_IDS, MAX_COUNTED_CHARS)
         special = request.add_special_tokens is not False

@@ -1,4 +1,4 @@
-"""One policy for fields: what is supported works, what OpenAI or vLLM know and we do not is refused by name.
+"""One policy for fields: supported ones work, and those that only OpenAI or vLLM support are refused by name.
 
 Fields that no server knows are ignored, and so are those that cannot change an answer. Fields of a request's schema are
 not handled here; docs/api.md has the whole list.
@@ -85,7 +85,7 @@ TOKENIZE: Mapping[str, tuple[Any, ...]] = {"media_io_kwargs": _WITHOUT, "mm_proc
 
 
 def refuse_extras(extras: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise InvalidRequestError for the first of `refused` that asks for something; `extras`: what no schema knows."""
+    """Raise InvalidRequestError for the first of `refused` that asks for something; extras: fields of no schema."""
     for name in sorted(refused.keys() & extras.keys()):
         value = extras[name]
         if not any(

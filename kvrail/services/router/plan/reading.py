@@ -1,4 +1,4 @@
-"""Taking an output apart as it comes: what the model thinks, what it says, which tools it calls."""
+"""Splits an output as it comes into reasoning, text and tool calls."""
 
 from kvrail.services.router.plan.tools.forms import CallForm, CallReader, Said
 from kvrail.services.router.plan.tools.scanning import held_back
@@ -7,7 +7,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 class ThoughtReader:
-    """Parts an output at the end of its reasoning."""
+    """Splits an output at the end of its reasoning."""
 
     def __init__(self, *, open: bool) -> None:
         """open: whether the prompt has opened the reasoning, so that the output begins inside."""
@@ -40,7 +40,7 @@ class ThoughtReader:
         return said
 
     def end(self) -> Said:
-        """The output is over: what was held back."""
+        """End the output; return what was held back."""
         rest, self._buffer = self._buffer, ""
         if self._over or not self._inside:
             return Said(content="" if self._inside else rest)
@@ -62,9 +62,9 @@ class OutputReader:
     """Reads one choice's output. called: whether it has called a tool."""
 
     def __init__(self, form: CallForm | None, thoughts: ThoughtReader | None, most_calls: int | None = None) -> None:
-        """form: of calls, None where none are looked for. thoughts: None where reasoning is not looked for.
+        """form: of calls; None: calls are not looked for. thoughts: None: reasoning is not looked for.
 
-        most_calls: calls that are shown, None: all. Further ones are left out, as with vLLM.
+        most_calls: calls that are shown, None: all. Further ones are left out, as in vLLM.
         """
         self._most_calls = most_calls
         self._calls = None if form is None else CallReader(form)

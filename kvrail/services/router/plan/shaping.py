@@ -21,10 +21,10 @@ _TAIL = 8
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of one request's outputs.
+    """The shape of one request's outputs.
 
-    grammar: as kvrail.grammar.texts writes it; empty: any text. reader: makes what takes one output apart; None: it is
-    shown as it is. special: reading needs the text of special tokens.
+    grammar: as kvrail.grammar.texts writes it; empty: any text. reader: makes the reader of one output; None: the
+    output is shown as it is. special: whether reading needs the text of special tokens.
     """
 
     grammar: str = ""
@@ -82,7 +82,7 @@ class Shaper:
         )
 
     def _asked(self, request: Request) -> OutputFormat | None:
-        """What `request` asks of its output; InvalidRequestError where it asks for several things."""
+        """The form that `request` asks for; InvalidRequestError where it asks for several."""
         found = [
             asked for each in (form_of, tokens_of, words_of) if (asked := each(request, self._tokenizer)) is not None
         ]
@@ -93,7 +93,7 @@ class Shaper:
     def _grammar(
         self, offer: Offer | None, form: CallForm | None, asked: OutputFormat | None, open_thought: bool
     ) -> tuple[str, OutputFormat]:
-        """The grammar of a chat, and what to blame where it cannot be compiled."""
+        """The grammar of a chat, and the parameter to name where it cannot be compiled."""
         parts: dict[str, Part] = {}
         rules: list[str] = []
         blamed = asked or OutputFormat("tools", lambda: {})

@@ -1,4 +1,4 @@
-"""Structural tags as a grammar: text that is free up to a trigger, and what must follow there.
+"""Structural tags as a grammar: text is free up to a trigger, and must have a given form behind it.
 
 Both forms of vLLM: `{"structures": [{"begin", "schema", "end"}], "triggers"}`, and `{"format": …}`, a tree of the kinds
 in KINDS. A begin, end or trigger that begins with a special token means that token.

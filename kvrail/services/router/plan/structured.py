@@ -1,4 +1,4 @@
-"""What a request says about the form of its output, as a grammar.
+"""The form that a request asks of its output, as a grammar.
 
 Four spellings: OpenAI's `response_format`, vLLM's `structured_outputs`, llama.cpp's `json_schema` and `grammar`. A
 request may use one of them. Errors name the parameter, and the place in a schema where that is known.
@@ -24,13 +24,13 @@ MAX_CHOICES = 1024
 MAX_SCHEMA_CHARS = 4 * MAX_GRAMMAR_BYTES
 """Longest schema that comes as a text, with its indents."""
 _QUOTED = re.compile(r"""["']([^"']+)["']"""), re.compile(r": (\S+)$")
-"""What a message of llguidance's quotes of a schema."""
+"""The part of a schema that a message of llguidance quotes."""
 
 
 class OutputFormat:
-    """The form that a request asks for. param: the field that says so. schema: where it is a JSON schema.
+    """The form that a request asks for. param: the field that asks for it. schema: its JSON schema, where it has one.
 
-    all_tokens: it binds reasoning too.
+    all_tokens: whether it binds reasoning too.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class OutputFormat:
 
 
 async def check(checker: Checker, text: str, client: str, asked: OutputFormat) -> None:
-    """Raise InvalidRequestError where a client's grammar is no good; it names the parameter of `asked`."""
+    """Raise InvalidRequestError where a client's grammar cannot be used; the error names the parameter of `asked`."""
     try:
         await checker.check(text, client)
     except InvalidRequestError as error:
@@ -68,7 +68,7 @@ def placed(error: InvalidRequestError, asked: OutputFormat) -> InvalidRequestErr
 
 
 def form_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
-    """The form that `request` asks for, if any; InvalidRequestError where it asks for several, or for none there is."""
+    """The form that `request` asks for, if any; InvalidRequestError where it asks for several or an unknown one."""
     found = [
         asked
         for asked in (
@@ -85,7 +85,7 @@ def form_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
 
 
 def tokens_of(request: Request, tokenizer: Tokenizer) -> OutputFormat | None:
-    """The tokens that `request` allows, if it names some: the output is made of them, whatever it says."""
+    """The tokens that `request` allows, if it names any: the output is made of these alone."""
     if request.allowed_token_ids is None:
         return None
     param = "allowed_token_ids"

@@ -31,7 +31,7 @@ class InputText(Wire):
 
 
 class Refusal(Wire):
-    """A refusal that a model once wrote; the model gets it as text."""
+    """A refusal of an earlier answer; the model gets it as text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -46,7 +46,7 @@ Parts = Annotated[list[Part], Field(fail_fast=True), not_longer(MAX_PARTS)]
 
 
 class InputMessage(Wire):
-    """A message, the client's or one of an earlier response's output."""
+    """A message from the client or from the output of an earlier response."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -92,7 +92,7 @@ class ItemReference(Wire):
 
 
 def _item_kind(value: Any) -> str:
-    """The tag of an item; a message may go without its type."""
+    """The tag of an item; a message may leave its type out."""
     kind = kind_of(value)
     return str(kind) if kind is not None else "message"
 
@@ -109,7 +109,7 @@ InputItems = Annotated[list[InputItem], Field(min_length=1, fail_fast=True), not
 
 
 class TextFormat(Wire):
-    """What the text must be: any, a JSON object, or one that a schema describes."""
+    """What the text must be: any text, a JSON object, or JSON that a schema describes."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None

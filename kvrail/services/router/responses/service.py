@@ -1,4 +1,4 @@
-"""What /v1/responses and the paths below it do."""
+"""The service behind /v1/responses and the paths below it."""
 
 import time
 from typing import Any
@@ -34,7 +34,7 @@ class ResponsesCall(ApiCall):
     def __init__(
         self, asked: ResponsesRequest, history: list[InputItem], state: State, parts: Parts, store: ResponseStore
     ) -> None:
-        """asked: with items in the place of references. history: items of the responses before."""
+        """asked: the request, with items in place of references. history: the items of the responses before it."""
         chat, self._rename = chat_request(asked, history)
         super().__init__(chat, state, parts)
         self._asked, self._store, self._owner = asked, store, state.api_key
@@ -69,7 +69,7 @@ class ResponsesCall(ApiCall):
 
 
 class Responses:
-    """The API over the router's one way to answer."""
+    """The API, on the way of answering that all APIs of the router share."""
 
     def __init__(self, service: RouterService) -> None:
         settings = service.settings
@@ -90,7 +90,7 @@ class Responses:
         return {"object": "response.input_tokens", "input_tokens": counted}
 
     def _read(self, request: ResponsesRequest, owner: Owner) -> tuple[ResponsesRequest, list[InputItem]]:
-        """The request, with items in the place of references to them, and what went before it."""
+        """The request, with items in place of references to them, and the items before it."""
         previous = request.previous_response_id
         history = [] if previous is None else self._store.history(owner, previous)
         if isinstance(request.input, list):
@@ -134,7 +134,7 @@ class Responses:
 
 
 def _listed(response_id: str, place: int, item: Any) -> Json:
-    """An item of an input as it is listed: with an id, and a message's text as a part."""
+    """An item of an input as it is listed: with an id, and with a message's text as a part."""
     listed: Json = {"id": f"{response_id}_{place}", **item.model_dump(exclude_none=True), "status": "completed"}
     if isinstance(listed.get("content"), str):
         kind = "output_text" if listed["role"] == "assistant" else "input_text"

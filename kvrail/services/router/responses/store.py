@@ -1,4 +1,4 @@
-"""Responses that are kept, so that clients can read them again and go on from them: bounded, the oldest make room."""
+"""Keeps responses, so that clients can read them again and continue from them; when full, it drops the oldest."""
 
 import json
 from collections import OrderedDict
@@ -25,8 +25,9 @@ Owner = int | None
 class Entry:
     """A kept response.
 
-    items: the input, with that of the responses before it; input_bytes: of its JSON. shown: JSON of the response as it
-    was last, and status what that says. cancel: ends it; None where it has ended, since this holds all of it.
+    items: the input, with that of the responses before it; input_bytes: of its JSON. shown: JSON of the response's last
+    state; status: the status in it. cancel: ends the response; None once it has ended, since it would keep all of it in
+    memory.
     """
 
     items: Sequence[InputItem]
@@ -43,12 +44,12 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """About what it takes in memory, in bytes."""
+        """About how much memory it takes, in bytes."""
         return self.input_bytes + len(self.shown)
 
 
 class ResponseStore:
-    """Kept responses by owner and id; those of others are as if there were none."""
+    """Kept responses by owner and id; to an owner, those of others do not exist."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
@@ -67,14 +68,14 @@ class ResponseStore:
         self._make_room()
 
     def update(self, owner: Owner, response: Json) -> None:
-        """Take note of how a response ended, where it is still kept and was not cancelled."""
+        """Note how a response ended, where it is still kept and was not cancelled."""
         entry = self._entries.get((owner, response["id"]))
         if entry is not None and entry.status != "cancelled":
             self._tell(entry, response)
             self._make_room()
 
     def abandon(self, owner: Owner, response_id: str) -> None:
-        """Take note that the client of a response in progress has left."""
+        """Note that the client of a response in progress has left."""
         entry = self._entries.get((owner, response_id))
         if entry is not None and entry.status == "in_progress":
             self._tell(entry, entry.response | {"status": "cancelled"})
@@ -130,7 +131,7 @@ class ResponseStore:
         return [*entry.items, *_ITEMS.validate_python(entry.response["output"])]
 
     def resolved(self, owner: Owner, items: Sequence[InputItem]) -> list[InputItem]:
-        """The items, references replaced by what they name, each item once. Raises InvalidRequestError."""
+        """The items, each once, with references replaced by what they name. Raises InvalidRequestError."""
         read: dict[str, dict[str, InputItem]] = {}
         return [
             self._referenced(owner, item.id, f"input.{place}.id", read) if isinstance(item, ItemReference) else item
@@ -138,7 +139,7 @@ class ResponseStore:
         ]
 
     def _referenced(self, owner: Owner, item_id: str, param: str, read: dict[str, dict[str, InputItem]]) -> InputItem:
-        """The item of an id, which has the response's id in it. read: items by id of responses that were read."""
+        """The item with this id, which contains the response's id. read: items by id of responses that were read."""
         wire_id = item_id.partition("_")[2].rpartition("_")[0]
         entry = self._entries.get((owner, f"resp_{wire_id}"))
         if entry is not None and wire_id not in read:

@@ -1,4 +1,4 @@
-"""A request of /v1/responses as the chat request of the same meaning."""
+"""Translates a request of /v1/responses into the chat request of the same meaning."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,7 +79,7 @@ def chat_request(request: ResponsesRequest, history: Sequence[InputItem]) -> tup
 
 
 def _turns(request: ResponsesRequest, history: Sequence[InputItem]) -> tuple[list[Json], list[str]]:
-    """The chat's messages, and the parameter that each of them is of."""
+    """The chat's messages, and the parameter that each comes from."""
     messages: list[Json] = []
     origins: list[str] = []
     if request.instructions is not None:
@@ -168,7 +168,7 @@ def _message(item: InputItem) -> Json:
 
 
 def _joins(last: Json, message: Json, before: InputItem | None, item: InputItem) -> bool:
-    """Whether an item continues the assistant's turn that the item before it is of: reasoning, text, then calls."""
+    """Whether an item continues the assistant's turn of the item before it: reasoning, text, then calls."""
     if last["role"] != "assistant" or message["role"] != "assistant":
         return False
     if isinstance(item, FunctionCall):

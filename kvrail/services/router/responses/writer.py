@@ -1,4 +1,4 @@
-"""How /v1/responses writes an answer: as items, whole or as one event for each thing that happens to one.
+"""Writes the answers of /v1/responses: items, whole or as one event for each change of an item.
 
 response.created, response.in_progress
   response.output_item.added
@@ -54,8 +54,8 @@ def failure_event(error: KvrailError, sequence_number: int = 0) -> bytes:
 class ResponseWriter:
     """Writes one response.
 
-    response: the object as it begins. reader: takes its output apart. texts: what stands for tokens in log
-    probabilities, where they are wanted. keep: called with the response when it has ended.
+    response: the object as it begins. reader: splits its output into parts. texts: names tokens in log probabilities,
+    where these are asked for. keep: called with the response when it has ended.
     """
 
     greets = True  # so that a response that waits can be cancelled by its id
@@ -83,7 +83,7 @@ class ResponseWriter:
         return b"".join(self._take(update) for update in updates if isinstance(update, Delta))
 
     def closing(self, usage: Json) -> bytes:
-        """The ends of the last item and of the response."""
+        """The events that end the last item and the response."""
         events = self._finish(usage)
         status = self._response["status"]
         return events + self._event(f"response.{status}", response=self._response)
@@ -102,7 +102,7 @@ class ResponseWriter:
         return event + self._event("response.failed", response=self._response)
 
     def add(self, update: Delta | Scored) -> None:
-        """Collect new output; of prompts' log probabilities this API knows nothing."""
+        """Collect new output; this API has no log probabilities of prompts."""
         if isinstance(update, Delta):
             self._take(update)
 
@@ -129,7 +129,7 @@ class ResponseWriter:
         return events
 
     def _show(self, said: Said, logprobs: list[Json]) -> bytes:
-        """Events of what was said, in the order in which models say it."""
+        """The events for new output, in the order in which models write it."""
         events = b""
         if said.reasoning:
             events += self._text("reasoning", said.reasoning, [])
@@ -182,7 +182,7 @@ class ResponseWriter:
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
 
     def _place(self, content_index: int | None = None) -> Json:
-        """Members that say which item an event is about."""
+        """The members that name the item of an event."""
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return place if content_index is None else {**place, "content_index": content_index}
 
@@ -204,7 +204,7 @@ class ResponseWriter:
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _finish(self, usage: Json) -> bytes:
-        """End the last item, and take down how the response ended."""
+        """End the last item, and note how the response ended."""
         status = "incomplete" if self._cut else "completed"
         events = b"" if self._items else self._text("message", "", [])
         events += self._close(status)

@@ -1,0 +1,94 @@
+"""The lock on a cache of compiled kernels: its waits end, are logged, and save the second process the work."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+KERNEL = (
+    "from kvrail.codec.core.cpu_compile import compiled\n@compiled('int64(int64)')\ndef twice(x):\n    return 2 * x\n"
+)
+LOADS = """
+import logging, sys, time
+logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
+from numba.core import dispatcher
+from kvrail.codec.core import cpu_compile
+cpu_compile.LOG_S, cpu_compile.MOST_WAIT_S = 0.2, float(sys.argv[2])
+compile = dispatcher._FunctionCompiler.compile
+def slow(*arguments):
+    time.sleep(1.0)
+    return compile(*arguments)
+dispatcher._FunctionCompiler.compile = slow
+sys.path.insert(0, sys.argv[1])
+from kernel import twice
+print("compiled:", sum(twice.stats.cache_misses.values()), flush=True)
+sys.exit(twice(21) != 42)
+"""
+HOLDS = """
+import fcntl, sys, time
+file = open(sys.argv[1], "wb")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts processes that load or compile one kernel, which takes a second to compile."""
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    started = []
+
+    def one(most_wait_s=60.0):
+        command = [sys.executable, "-c", LOADS, str(tmp_path), str(most_wait_s)]
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield one
+    for each in started:
+        each.kill()
+        each.communicate()
+
+
+def said(process):
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, text
+    return text
+
+
+def lock_of(tmp_path):
+    """The lock file, once a process has made its cache's folder."""
+    deadline = time.monotonic() + 60
+    while not (found := list(tmp_path.glob("cache/*/compiling.lock"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found[0]
+
+
+def test_of_two_processes_one_compiles_and_says_so_and_the_other_loads(start):
+    texts = [said(process) for process in [start(), start()]]
+    assert sorted(text.splitlines()[-1] for text in texts) == ["compiled: 0", "compiled: 1"], texts
+    assert any("compiling kernel twice, 0 s so far" in text for text in texts)
+
+
+def test_a_wait_is_logged_and_ends_with_the_process_that_holds_the_lock(start, tmp_path):
+    said(start())
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS, lock_of(tmp_path)], stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    waiting = start()
+    assert waiting.stdout.readline() == "kernel twice: waiting for another process that compiles, 0 s so far\n"
+    holder.kill()
+    holder.communicate()
+    assert "compiled: 0" in said(waiting)
+
+
+def test_a_process_that_never_gives_the_lock_back_is_not_waited_for_for_ever(start, tmp_path):
+    said(start())
+    with lock_of(tmp_path).open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        text = said(start(most_wait_s=0.5))
+    assert "another process still compiles after" in text and "compiled: 0" in text
