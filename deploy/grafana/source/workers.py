@@ -262,7 +262,7 @@ def _queue() -> list[Panel]:
         lines(
             "Queue",
             "Prompts that wait, and clients whose prompts wait.",
-            "short",
+            "count:waiting",
             Query(total("kvrail_queue_prompts"), "prompts"),
             Query(total("kvrail_queue_clients"), "clients"),
             width=8,
