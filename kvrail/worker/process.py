@@ -41,6 +41,7 @@ from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
 from kvrail.worker.budgets import limits_of
+from kvrail.worker.device import device_name, device_now
 from kvrail.worker.observing import KVMeters
 
 logger = logging.getLogger("kvrail.worker")
@@ -136,7 +137,7 @@ class Worker:
             ),
             max_batch_tokens=settings.max_batch_tokens,
             metrics_port=self.ports.metrics,
-            report=report_of(self.registry),
+            report=report_of(self.registry, device_now(loaded.device)),
         )
 
     def _kv_events(self, asked: common_pb2.StatusRequest) -> common_pb2.KVEvents | None:
@@ -257,7 +258,7 @@ def _show_device(registry: Registry, settings: WorkerSettings, loaded: LoadedMod
         registry,
         settings.model_name,
         role=settings.table,
-        device=torch.cuda.get_device_name(loaded.device) if cuda else loaded.device.type,
+        device=device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         kv_cache=settings.kv_dtype,
         torch=torch.__version__,
