@@ -62,7 +62,7 @@ class Exposition:
         colons.
         """
         if path == "/metrics" and OPENMETRICS in accept:
-            return openmetrics.generate_latest(self._ours), openmetrics.CONTENT_TYPE_LATEST
+            return openmetrics.generate_latest(self._ours), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
         theirs = self._summed if sums else self._theirs
         return generate_latest(self._ours if path == "/metrics" else theirs), CONTENT_TYPE_PLAIN_0_0_4
 
