@@ -113,6 +113,9 @@ lines: | $(BIN)/python  ## lines of shipped code in each room and its budget; RE
 boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards
 	$(BIN)/python -m deploy.grafana.source
 
+boards-picture: $(VENV)/.page  ## draw the boards of a demo cluster under traffic with Grafana's components, into build/boards; needs npm, Chromium, Prometheus
+	$(BIN)/python -m tests.boards build/boards $(ARGS)
+
 docs-metrics: $(VENV)/.dev  ## writes the tables of docs/metrics.md from the code
 	$(BIN)/python scripts/metrics_page.py
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
-from kvrail.telemetry.making import show_certificates, show_process
+from kvrail.telemetry.making import show_certificates, show_process, show_worker
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Family, Registry
 from kvrail.telemetry.vllm import CLUSTER_METRICS, VLLM_METRICS
@@ -42,6 +42,8 @@ def worker(*, decodes: bool) -> dict[str, Family]:
     registry = Registry()
     engine = EngineMetrics(registry, MODEL, receives=decodes, drafts=decodes)
     engine.show_cache(page_size=64, pages=1, kv_dtype="bfloat16", prefix_cache=True)
+    about = ("device", "dtype", "kv_cache", "torch", "cuda")
+    show_worker(registry, MODEL, role="decode" if decodes else "prefill", **dict.fromkeys(about, ""))
     TransferMetrics(registry, MODEL, (), ("received",) if decodes else ("sent",))
     CodecMetrics(registry, MODEL, encodes=not decodes, decodes=decodes)
     return families(registry)

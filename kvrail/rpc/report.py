@@ -1,5 +1,7 @@
 """What a worker's status carries of its metrics, for the router's status page."""
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry
 
 from kvrail.telemetry.readings import Readings
@@ -9,12 +11,21 @@ RAW_BYTES, PAYLOAD_BYTES = "kvrail_kv_raw_bytes_total", "kvrail_kv_payload_bytes
 PROPOSED, ACCEPTED = "kvrail_engine_drafts_proposed_total", "kvrail_engine_drafts_accepted_total"
 QUERIED = "kvrail_engine_prefix_cache_queried_tokens_total"
 FOUND = "kvrail_engine_prefix_cache_hit_tokens_total"
-LINKS = "kvrail_kv_link_bytes_per_second"
-SERIES = (RAW_BYTES, PAYLOAD_BYTES, PROPOSED, ACCEPTED, QUERIED, FOUND, LINKS)
+LINKS, COMPILING = "kvrail_kv_link_bytes_per_second", "kvrail_codec_compiling"
+SERIES = (RAW_BYTES, PAYLOAD_BYTES, PROPOSED, ACCEPTED, QUERIED, FOUND, LINKS, COMPILING)
 
 
-def report_of(registry: CollectorRegistry) -> common_pb2.WorkerReport:
-    """Bytes received by codec, drafts, prefix cache and links, as `registry` has them now.
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a worker runs on: its name, and bytes in use and in all, of the device's memory or of the host's."""
+
+    name: str = ""
+    used: int = 0
+    total: int = 0
+
+
+def report_of(registry: CollectorRegistry, device: Device) -> common_pb2.WorkerReport:
+    """Bytes received by codec, drafts, prefix cache, links and compiling codecs, as `registry` has them; the device.
 
     Codecs that moved nothing are left out.
     """
@@ -32,4 +43,8 @@ def report_of(registry: CollectorRegistry) -> common_pb2.WorkerReport:
         prefix_queried_tokens=int(now.total(QUERIED)),
         prefix_hit_tokens=int(now.total(FOUND)),
         link_bytes_per_s=now.by(LINKS, "prefill_worker"),
+        compiling=[codec for codec, under_way in now.by(COMPILING, "codec").items() if under_way],
+        device=device.name,
+        memory_used=device.used,
+        memory_total=device.total,
     )

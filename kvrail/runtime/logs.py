@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 """Id of the request that the current task or thread works for; "-" outside of any."""
+
+trace_ids: ContextVar[tuple[str, str] | None] = ContextVar("trace_ids", default=None)
+"""Trace and span of that request, in hexadecimal; None where it is not traced."""
 
 FOREIGN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access")
 """Loggers of libraries that bring handlers of their own; theirs are removed, so that one format comes out."""
@@ -18,12 +21,13 @@ FOREIGN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access")
 
 @contextmanager
 def bound_request_id(value: str) -> Iterator[None]:
-    """Put `value` into each log line that is written inside the block."""
-    token = request_id.set(value)
+    """Put `value` into each log line that is written inside the block, and the ids of a trace that begins there."""
+    token, outer = request_id.set(value), trace_ids.set(None)
     try:
         yield
     finally:
         request_id.reset(token)
+        trace_ids.reset(outer)
 
 
 def setup(level: str, format: Literal["text", "json"], service: str) -> None:
@@ -83,14 +87,17 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line: ts, level, logger, service, request_id, message and, after an error, exception."""
+    """One JSON object a line: ts, level, logger, service, request_id, message and, after an error, exception.
+
+    A traced request's lines have trace_id and span_id. What a line gives as `extra={"fields": …}` is added.
+    """
 
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = {
+        fields: dict[str, Any] = {
             "ts": _timestamp(record),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -98,6 +105,9 @@ class _JsonFormatter(logging.Formatter):
             "request_id": request_id.get(),
             "message": record.getMessage(),
         }
+        if (ids := trace_ids.get()) is not None:
+            fields["trace_id"], fields["span_id"] = ids
+        fields |= getattr(record, "fields", {})
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)

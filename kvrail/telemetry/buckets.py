@@ -30,7 +30,7 @@ STEP = (
 """One decode step, in seconds; fine around the 10 to 50 ms that readers notice."""
 PART = (
     *(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0, 60.0, 300.0),
+    *(1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0),
 )
 """Parts of a request, which may be far shorter than a token, in seconds."""
 POWERS = tuple(float(1 << power) for power in range(0, 18))
@@ -50,7 +50,7 @@ TOKENS = _union(POWERS, _VLLM_TOKENS)
 """Token counts; vLLM's end at the model's context, these at a million."""
 SEQUENCES = _union((1, 2, 4, 8, 16, 32, 64, 128), _VLLM_SEQUENCES)
 """The parameter n."""
-HTTP = _union((0.005, 0.025, 2.5, 10, 60, 600), _VLLM_HTTP)
+HTTP = _union((0.005, 0.025, 0.25, 2.5, 5, 10, 20, 40, 80, 160, 320, 600), _VLLM_HTTP)
 """An HTTP request from its head to its last byte, in seconds."""
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 """A share, 0 to 1."""

@@ -14,10 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from kvrail.telemetry.series import Family, Registry, as_metric
 from kvrail.telemetry.vllm import CLUSTER_METRICS, VLLM_METRICS, Renamed
+
+OPENMETRICS = "application/openmetrics-text"
+"""The type that Prometheus asks for where it stores exemplars."""
 
 
 class _VllmNames(Collector):
@@ -50,14 +54,20 @@ class Exposition:
             self._summed.register(_VllmNames(registry, sums=True))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
 
-    def render(self, path: str = "/metrics", *, sums: bool = True) -> tuple[bytes, str]:
+    def render(self, path: str = "/metrics", *, sums: bool = True, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of `/metrics` or `/metrics/vllm`: Prometheus's text format, version 0.0.4.
 
-        sums: whether a router shows what its decode workers show under vLLM's names, summed up.
+        sums: whether a router shows what its decode workers show under vLLM's names, summed up. accept: the caller's
+        header; where it asks for OpenMetrics, `/metrics` is that, with exemplars. vLLM's names are never: they have
+        colons.
         """
+        if path == "/metrics" and OPENMETRICS in accept:
+            return openmetrics.generate_latest(self._ours), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
         theirs = self._summed if sums else self._theirs
         return generate_latest(self._ours if path == "/metrics" else theirs), CONTENT_TYPE_PLAIN_0_0_4
 
-    async def answer(self, path: str, *, sums: bool = True) -> tuple[bytes, str]:
+    async def answer(self, path: str, *, sums: bool = True, accept: str = "") -> tuple[bytes, str]:
         """What `render` returns, written in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self.render(path, sums=sums))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: self.render(path, sums=sums, accept=accept)
+        )

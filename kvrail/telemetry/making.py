@@ -72,6 +72,17 @@ def show_process(registry: CollectorRegistry, version: str, protocol: int) -> No
     build.labels(version, protocol).set(1)
 
 
+def show_worker(registry: CollectorRegistry, model_name: str, **about: str) -> None:
+    """Add what a worker is to `registry`: role, device, dtype, kv_cache, torch, cuda."""
+    family = gauges(
+        "kvrail_worker_info",
+        "A worker's role, device, types of weights and of the KV cache, versions of PyTorch and CUDA; always 1.",
+        ["model_name", *about],
+        registry,
+    )
+    family.labels(model_name, *about.values()).set(1)
+
+
 def show_certificates(registry: CollectorRegistry, ends: Mapping[str, Callable[[], datetime]]) -> Callable[[], None]:
     """Add the end of each certificate to `registry`, by its use; call the returned function before each scrape."""
     family = gauges(

@@ -148,7 +148,13 @@ class RouterMetrics:
         self._backlogs = make.gauge_family(
             "kvrail_worker_backlog_tokens", "Tokens of these prompts that the worker still has to compute.", *about
         )
-        self._known: dict[tuple[str, str], Collection[str]] = {}
+        self._targets = make.gauge_family(
+            "kvrail_worker_target",
+            "A worker's name and the host and port of its metrics, which are `instance` in Prometheus; always 1.",
+            *about,
+            "target",
+        )
+        self._known: dict[tuple[str, str], tuple[Collection[str], str]] = {}
         self.cluster_waiting = make.gauge(
             "kvrail_cluster_requests_waiting",
             "Prompts that wait in the router, and sequences that wait in decode workers, as these said last.",
@@ -212,24 +218,42 @@ class RouterMetrics:
         self._up.labels(self._model, role, worker).set(up)
 
     def show_worker(
-        self, role: str, worker: str, *, state: str, states: Collection[str], requests: int, backlog: int
+        self,
+        role: str,
+        worker: str,
+        *,
+        state: str,
+        states: Collection[str],
+        requests: int,
+        backlog: int,
+        target: str = "",
     ) -> None:
-        """Record what the router knows of a worker. state: one of `states`. backlog: in tokens."""
+        """Record what the router knows of a worker.
+
+        state: one of `states`. backlog: in tokens. target: host and port of its metrics; empty: as it was last.
+        """
         about = (self._model, role, worker)
         for each in states:
             self._states.labels(*about, each).set(each == state)
         self._given.labels(*about)
         self._held.labels(*about).set(requests)
         self._backlogs.labels(*about).set(backlog)
-        self._known[role, worker] = states
+        _, before = self._known.get((role, worker), ((), ""))
+        if before and target and target != before:
+            self._targets.remove(*about, before)
+        if target:
+            self._targets.labels(*about, target).set(1)
+        self._known[role, worker] = states, target or before
 
     def worker_gone(self, role: str, worker: str) -> None:
         """Show `worker` no more."""
         about = (self._model, role, worker)
         for family in (self._up, self._given, self._held, self._backlogs):
             family.remove(*about)
-        for state in self._known.pop((role, worker), ()):
+        states, target = self._known.pop((role, worker), ((), ""))
+        for state in states:
             self._states.remove(*about, state)
+        self._targets.remove(*about, target)
 
     def show_cache(self, page_size: int, pages: int) -> None:
         """Record the size of the decode workers' KV caches together. page_size: tokens of a page. pages: 0: unknown."""

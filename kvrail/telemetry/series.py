@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 
@@ -59,7 +60,7 @@ class Gauge:
 class Histogram:
     """One series of observations: how many were within each bound, and their sum."""
 
-    __slots__ = ("_bounds", "_counts", "_lock", "_sum", "count")
+    __slots__ = ("_bounds", "_counts", "_lock", "_sum", "count", "exemplars")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         """bounds: rising; one without a bound is added."""
@@ -68,14 +69,18 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         self.count = 0
+        self.exemplars: dict[int, Exemplar] = {}
+        """The last example of each bucket that has one, by the bucket's place."""
 
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count `value`, `times` times."""
+    def observe(self, value: float, times: int = 1, example: dict[str, str] | None = None) -> None:
+        """Count `value`, `times` times. example: labels that lead to what was observed, such as a trace's id."""
         place = bisect_left(self._bounds, value)
         with self._lock:
             self._counts[place] += times
             self._sum += value * times
             self.count += times
+            if example:
+                self.exemplars[place] = Exemplar(example, value)
 
     def read(self) -> tuple[list[int], float]:
         """Observations within each bound, the last being all, and the sum of all: as of one moment."""
@@ -160,8 +165,9 @@ def as_metric(
     for labels, series in rows:
         if isinstance(series, Histogram):
             counts, total = series.read()
-            for bound, count in zip(bounds, counts, strict=True):
-                metric.add_sample(f"{name}_bucket", labels | {"le": bound}, count)
+            for place, (bound, count) in enumerate(zip(bounds, counts, strict=True)):
+                example = series.exemplars.get(place)
+                metric.add_sample(f"{name}_bucket", labels | {"le": bound}, count, None, example)
             metric.add_sample(f"{name}_count", labels, counts[-1])
             metric.add_sample(f"{name}_sum", labels, total)
         else:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvrail.errors import ConfigError
+from kvrail.runtime.logs import trace_ids
 from kvrail.telemetry.moments import PARTS, Moment, Timeline
 from kvrail.telemetry.spans import Span
 
@@ -67,7 +68,7 @@ class Tracing:
         return cls(found, service) if found else None
 
     def hop(self, name: str, given: Mapping[str, str], timeline: Timeline, attributes: Attributes) -> "Hop":
-        """Begin this process's part of a request, whose time runs on `timeline`.
+        """Begin this process's part of a request, whose time runs on `timeline`; log lines have its ids from here on.
 
         given: headers of W3C Trace Context that the caller has sent; what is none of them, or no such, is ignored.
         """
@@ -81,6 +82,9 @@ class Tracing:
         span = self._tracer.start_span(
             name, parent, kind=SpanKind.SERVER, attributes=dict(attributes), start_time=zero_ns
         )
+        if span.is_recording():
+            ids = span.get_span_context()
+            trace_ids.set((f"{ids.trace_id:032x}", f"{ids.span_id:016x}"))
         return Hop(self._tracer, self._propagator, span, timeline, zero_ns)
 
     def close(self) -> None:

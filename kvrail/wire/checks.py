@@ -119,5 +119,8 @@ def check_status(status: common_pb2.WorkerStatus, max_pages: int) -> None:
     report = status.report
     check_names("codecs in the report", [each.codec for each in report.received])
     check_names("links in the report", report.link_bytes_per_s)
+    check_names("compiling codecs in the report", report.compiling)
+    check_name("device in the report", report.device)
+    check_number("memory in use", report.memory_used, max(report.memory_total, report.memory_used))
     for rate in report.link_bytes_per_s.values():
         check_number("the rate of a link", rate, 1e18)

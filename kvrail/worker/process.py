@@ -1,14 +1,13 @@
 """What a prefill and a decode worker have in common: the model behind an engine, and what they say of themselves."""
 
 import asyncio
-import errno
 import logging
-import os
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+
+import torch
 
 from kvrail import __version__
 from kvrail.config.settings import WorkerSettings
@@ -25,18 +24,13 @@ from kvrail.engine.sampling.sampler import Sampler
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.invariance import Finding
 from kvrail.engine.step.runner import ModelRunner
-from kvrail.engine.watch import broken
-from kvrail.errors import ConfigError, KvrailError, ModelNotFoundError, reason_of
+from kvrail.errors import ConfigError, ModelNotFoundError
 from kvrail.grammar import Grammars
-from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.report import report_of
-from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
-from kvrail.runtime import logs, loops
 from kvrail.runtime.drain import ActiveCalls
-from kvrail.runtime.tuning import in_passing_thread, tune_process
-from kvrail.security.tls import Tls
+from kvrail.runtime.tuning import in_passing_thread
 from kvrail.telemetry.exposition import Exposition
-from kvrail.telemetry.making import show_certificates, show_process
+from kvrail.telemetry.making import show_process, show_worker
 from kvrail.telemetry.series import Registry
 from kvrail.telemetry.tracing import Tracing
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
@@ -47,6 +41,7 @@ from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
 from kvrail.worker.budgets import limits_of
+from kvrail.worker.device import device_name, device_now
 from kvrail.worker.observing import KVMeters
 
 logger = logging.getLogger("kvrail.worker")
@@ -54,15 +49,8 @@ logger = logging.getLogger("kvrail.worker")
 MAX_DIGESTS = 8192
 """Of pages in one status answer: 64 KiB."""
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
-
 WARMING = "warming up"
 WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
-
-
-class _BrokenError(KvrailError):
-    """The engine has given up or hangs: the process must end, so that its supervisor starts another."""
 
 
 @dataclass
@@ -149,7 +137,7 @@ class Worker:
             ),
             max_batch_tokens=settings.max_batch_tokens,
             metrics_port=self.ports.metrics,
-            report=report_of(self.registry),
+            report=report_of(self.registry, device_now(loaded.device)),
         )
 
     def _kv_events(self, asked: common_pb2.StatusRequest) -> common_pb2.KVEvents | None:
@@ -243,6 +231,7 @@ def build_worker(
         settings, registry, events.deliver, tokenizer, listener=listener, max_drafts=max_drafts, weights=weights
     )
     show_process(registry, __version__, PROTOCOL_VERSION)
+    _show_device(registry, settings, loaded)
     return Worker(
         settings=settings,
         loaded=loaded,
@@ -259,6 +248,21 @@ def build_worker(
         codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
         tracing=tracing,
+    )
+
+
+def _show_device(registry: Registry, settings: WorkerSettings, loaded: LoadedModel) -> None:
+    """Show what the worker runs on and in which types."""
+    cuda = loaded.device.type == "cuda"
+    show_worker(
+        registry,
+        settings.model_name,
+        role=settings.table,
+        device=device_name(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        kv_cache=settings.kv_dtype,
+        torch=torch.__version__,
+        cuda=(torch.version.cuda or "") if cuda else "",
     )
 
 
@@ -319,82 +323,3 @@ def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
         raise ConfigError(f"invariant is 'on', but {finding.reason}; set it to auto to serve all the same")
     elif settings.invariant == "auto":
         logger.warning("output is not batch-invariant: %s", finding.reason)
-
-
-def certificate(settings: WorkerSettings, role: Literal["prefill", "decode"]) -> Tls | None:
-    """A worker's, if its settings name one. Raises ConfigError where the files are no good."""
-    tls = Tls.of(settings, role)
-    if settings.metrics_tls and tls is None:
-        raise ConfigError("--metrics-tls needs a certificate; give --tls-ca, --tls-cert and --tls-key")
-    return tls
-
-
-def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, None]) -> int:
-    """Run a worker's main coroutine to its end; returns the process's exit code."""
-    tune_process()
-    logs.setup(settings.log_level, settings.log_format, role)
-    try:
-        loops.run(main)
-    except _BrokenError as error:
-        logger.critical("the worker ends: %s", error)
-        logging.shutdown()
-        os._exit(1)  # the engine's thread may never return, and what holds the device with it
-    except KvrailError as error:
-        logger.error("%s", error)
-        return 1
-    except OSError as error:
-        logger.error("%s; %s", reason_of(error), FULL_DISK if error.errno in NO_ROOM else "see the system's log")
-        return 1
-    return 0
-
-
-async def _broken(engine: Engine, step_timeout_s: float) -> _BrokenError:
-    return _BrokenError(await broken(engine, step_timeout_s))
-
-
-async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls: Tls | None = None) -> None:
-    """Serve gRPC, metrics and health until SIGTERM or SIGINT, then drain.
-
-    add: puts the worker's service on the server. tls: its certificate. Raises where the engine has given up or hangs.
-    """
-    settings = worker.settings
-    loops.keep_what_is_here()
-    rpc = await build_server(tls=tls)
-    add(rpc)
-    bound = rpc.bind(settings.host, port)
-    worker.engine.start()
-    look_at_certificate = show_certificates(worker.registry, {} if tls is None else {"services": tls.end})
-    stop_side = None
-
-    async def render_metrics(path: str) -> tuple[bytes, str]:
-        look_at_certificate()
-        return await worker.render_metrics(path)
-
-    try:
-        await rpc.start()
-        # The last thing before signals are taken: a supervisor that sees this worker healthy may send one at once.
-        metrics_port, stop_side = await start_side_server(
-            settings.host,
-            settings.metrics_port,
-            render_metrics,
-            worker.healthy,
-            tls if settings.metrics_tls else None,
-        )
-        worker.ports.metrics = metrics_port
-        logger.info("listening on %s:%d, metrics on %d", settings.host, bound, metrics_port)
-        async with loops.ends_if_hung(settings.step_timeout_s):
-            await serve_until_signal(
-                rpc,
-                on_drain=worker.calls.drain,
-                drained=worker.calls.drained,
-                grace_period_s=settings.grace_period_s,
-                broken=_broken(worker.engine, settings.step_timeout_s),
-            )
-    finally:
-        await rpc.stop()
-        if worker.engine.step_seconds < settings.step_timeout_s:  # a step that hangs is not waited for
-            await asyncio.to_thread(worker.engine.stop)
-        if stop_side is not None:
-            await stop_side()
-        if worker.tracing is not None:
-            await asyncio.to_thread(worker.tracing.close)

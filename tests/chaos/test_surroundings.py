@@ -109,7 +109,7 @@ def test_kernels_are_compiled_though_their_cache_cannot_be_written(tmp_path):
 STARTS = """
 import os
 from kvrail.config.settings import DecodeSettings
-from kvrail.worker.process import run_worker
+from kvrail.worker.serving import run_worker
 async def main():
     with open("/dev/full", "w") as full:
         full.write("a kernel")

@@ -7,10 +7,10 @@ import shutil
 import string
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import yaml
@@ -23,7 +23,9 @@ from deploy.grafana.source import live, vllm
 from deploy.grafana.source.__main__ import FOLDER, rendered
 from deploy.grafana.source.parts import STATES
 from kvrail.services.router.fleet.policy import WorkerState
-from kvrail.telemetry.making import show_certificates, show_process
+from kvrail.services.router.http.middleware import OPEN_PATHS
+from kvrail.telemetry import buckets
+from kvrail.telemetry.making import show_certificates, show_process, show_worker
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Family, Registry
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
@@ -31,6 +33,10 @@ from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 ROOT = Path(__file__).parents[2]
 SCRAPED = {"instance", "job", "le"}
 BOARDS = sorted(rendered())
+
+
+WORKERS = re.compile(r"kvrail_(engine|kv|worker)_(?!info)")
+"""Series of workers, which have one name on every panel: their role and the router's address of them."""
 
 
 def board(name):
@@ -48,6 +54,7 @@ def known_series():
         made(registry, "m")
     show_process(registry, "1", 1)
     show_certificates(registry, {})
+    show_worker(registry, "m", role="", device="", dtype="", kv_cache="", torch="", cuda="")
     known = {sample.name: SCRAPED for family in registry.collect() for sample in family.samples}
     endings = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"], "gauge": [""]}
     for family in registry.collectors:
@@ -75,9 +82,12 @@ def test_every_panel_explains_itself(name):
     for panel in panels(name):
         title = panel["title"]
         assert len(panel["description"]) > 10 and panel["description"].endswith("."), title
-        assert panel["fieldConfig"]["defaults"]["unit"] in known, title
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        assert unit in known or re.fullmatch(r"(count|suffix):\S+", unit), title
+        assert unit != "none" or panel["type"] in ("table", "state-timeline"), f"{title}: values without a unit"
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, title
         for target in panel["targets"]:
+            assert "{{instance}}" not in target["legendFormat"] or not WORKERS.search(target["expr"]), title
             grouped = re.search(r"\bby \((?!le\))", target["expr"])
             assert not grouped or "{{" in target["legendFormat"], f"{title}: series cannot be told apart"
         legends = [target["legendFormat"] for target in panel["targets"]]
@@ -108,15 +118,99 @@ def test_boards_have_their_own_names():
     assert len(set(uids)) == len(uids)
 
 
+@pytest.mark.parametrize("name", BOARDS)
+def test_every_board_marks_what_happened_to_workers(name):
+    marks = {each["name"]: each for each in board(name)["annotations"]["list"]}
+    assert set(marks) == {"worker lost", "restart", "deploy"}
+    assert all(each["enable"] and each["datasource"]["uid"] == "${datasource}" for each in marks.values())
+
+
+def test_latency_and_failures_lead_to_traces_and_logs():
+    found = {link["title"]: link["url"] for name in BOARDS for panel in panels(name) for link in panel.get("links", [])}
+    for title, source in (("Traces of slow requests", "${traces}"), ("Logs of failed requests", "${logs}")):
+        pane = json.loads(parse_qs(urlsplit(found[title]).query)["panes"][0])["a"]
+        assert pane["datasource"] == source and pane["range"] == {"from": "${__from}", "to": "${__to}"}
+        (kind,) = [each for each in board("overview.json")["templating"]["list"] if source == f"${{{each['name']}}}"]
+        assert kind["type"] == "datasource"
+
+
+def test_bars_give_their_text_a_size():
+    """Grafana shrinks and cuts names whose size it chooses itself."""
+    bars = [panel for name in BOARDS for panel in panels(name) if panel["type"] == "bargauge"]
+    assert bars and all(panel["options"]["text"]["titleSize"] <= 12 for panel in bars)
+
+
+def test_http_panels_leave_probes_out():
+    """A cluster that loads its models answers probes with 503, and no client has failed."""
+    shown = [target["expr"] for panel in panels("router.json") for target in panel["targets"]]
+    left_out = [re.search(r'handler!~"([^"]+)"', expr)[1] for expr in shown if "kvrail_http_" in expr]
+    assert len(left_out) == 3
+    for pattern in left_out:
+        assert [path for path in OPEN_PATHS if not re.fullmatch(pattern, path)] == []
+        assert not re.fullmatch(pattern, "/v1/chat/completions")
+
+
+def test_a_quantile_of_http_leaps_over_no_gap():
+    """A quantile is interpolated inside a bucket: with bounds of 60 and 600 s, 61 s looked like 10 minutes."""
+    for bounds in (buckets.HTTP, buckets.PART):
+        assert [pair for pair in pairwise(each for each in bounds if each >= 0.1) if pair[1] > 2.5 * pair[0]] == []
+
+
+NAMED = """
+rule_files: []
+evaluation_interval: 5s
+tests:
+  - interval: 5s
+    input_series:
+      - {series: 'kvrail_worker_target{instance="r:1", role="decode", worker="d:7", target="d:9"}', values: '1x60'}
+      - {series: 'kvrail_worker_info{instance="d:9", role="decode", model_name="m"}', values: '1x60'}
+      - {series: 'kvrail_worker_info{instance="e:9", role="decode", model_name="m"}', values: '1x60'}
+      - series: 'kvrail_kv_payload_bytes_total{instance="d:9", model_name="m", direction="received"}'
+        values: 0+50x60
+      - series: 'kvrail_kv_transfer_seconds_sum{instance="d:9", model_name="m", direction="received"}'
+        values: 0+1x60
+      - {series: 'kvrail_engine_pages{instance="d:9", model_name="m", state="used"}', values: '2x60'}
+      - {series: 'kvrail_engine_pages{instance="d:9", model_name="m", state="free"}', values: '2x60'}
+      - {series: 'kvrail_engine_pages{instance="e:9", model_name="m", state="used"}', values: '4x60'}
+    promql_expr_test: []
+"""
+
+
+def test_links_and_names_without_large_transfers(promtool, tmp_path):
+    """Short prompts measure no link, and a worker that no router knows keeps its address."""
+    exprs = {asked.place: live.filled(asked.expr, "1m") for asked in live.panel_queries()}
+    document = yaml.safe_load(NAMED)
+    document["tests"][0]["promql_expr_test"] = [
+        {
+            "expr": exprs["transfer", "Links"],
+            "eval_time": "4m",
+            "exp_samples": [
+                {"labels": '{instance="d:9", prefill_worker="all transfers", role="decode", worker="d:7"}', "value": 50}
+            ],
+        },
+        {
+            "expr": exprs["workers", "KV pages in use"],
+            "eval_time": "4m",
+            "exp_samples": [
+                {"labels": '{instance="d:9", role="decode", worker="d:7"}', "value": 0.5},
+                {"labels": '{instance="e:9", role="decode", worker="e:9"}', "value": 1},
+            ],
+        },
+    ]
+    (tmp_path / "named.yml").write_text(yaml.safe_dump(document))
+    done = promtool("test", "rules", str(tmp_path / "named.yml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def every_expression():
     return [
-        *(live.filled(asked.expr, "1m") for asked in live.panel_queries()),
+        *(live.filled(asked.expr, "1m") for asked in (*live.panel_queries(), *live.mark_queries())),
         *(rule["expr"] for rule in live.rules()),
     ]
 
 
 def test_promtool_understands_every_query(promtool, tmp_path):
-    queries = sorted({live.filled(asked.expr, "1m") for asked in live.panel_queries()})
+    queries = sorted({live.filled(asked.expr, "1m") for asked in (*live.panel_queries(), *live.mark_queries())})
     named = zip(map("q_{}".format, range(len(queries))), queries, strict=True)
     groups = {"groups": [{"name": "panels", "rules": [{"record": name, "expr": expr} for name, expr in named]}]}
     (tmp_path / "queries.yml").write_text(yaml.safe_dump(groups))

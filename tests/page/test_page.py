@@ -208,6 +208,26 @@ def check_words_and_bars(page, seen):
     assert drawn == pytest.approx([100 * part / sum(parts) for part in parts], abs=1e-6)
 
 
+def test_requests_events_clients_and_chat(cluster, browser):
+    with looking(browser, cluster.url) as page:
+        page.get_by_label("Message").fill("What is a pipe?")
+        page.keyboard.press("Enter")
+        expect(page.locator("#chat p.assistant")).to_contain_text("pipe", timeout=PATIENCE_MS)
+        expect(page.locator("#chat p.failed")).to_have_count(0)
+        asked = httpx.post(
+            f"{cluster.url}/v1/completions",
+            json={"model": "kvrail-demo", "prompt": TEXT[:800], "max_tokens": 8},
+            headers={"x-request-id": "seen-on-the-page"},
+            timeout=120,
+        )
+        assert asked.status_code == 200
+        row = page.locator("#notable li", has_text="seen-on-the-page")
+        expect(row).to_contain_text("first token", timeout=PATIENCE_MS)
+        assert row.locator("rect").count() > 3
+        expect(page.locator("#changes li", has_text="joined").first).to_be_visible()
+        expect(page.locator("#cluster .card", has_text="memory")).to_have_count(4)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 def test_every_look_is_readable(cluster, browser, scheme, width):

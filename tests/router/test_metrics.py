@@ -6,6 +6,7 @@ import subprocess
 
 import httpx
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrail.telemetry.exposition import Exposition
@@ -163,3 +164,21 @@ async def test_metrics_answer_while_no_worker_is_up(cluster: Cluster):
     cluster.service.pool.lost(cluster.service.pool.decode[cluster.decode[0].target], "gone")
     answer: httpx.Response = await cluster.http.get("/metrics")
     assert answer.status_code == 200
+
+
+async def test_openmetrics_has_exemplars_where_it_is_asked_for(cluster: Cluster):
+    """Of first tokens and of whole requests, each with the id of the request, as the official parser reads them."""
+    await cluster.http.post(
+        "/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-request-id": "the-slow-one"}
+    )
+    answer = await cluster.http.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    families = {each.name: each for each in openmetrics.text_string_to_metric_families(answer.text)}
+    for name in ("kvrail_time_to_first_token_seconds", "kvrail_request_seconds"):
+        found = [sample for sample in families[name].samples if sample.exemplar]
+        assert [sample.exemplar.labels for sample in found] == [{"request_id": "the-slow-one"}]
+        assert found[0].exemplar.value <= float(found[0].labels["le"])
+    plain = await cluster.http.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain") and "the-slow-one" not in plain.text
+    theirs = await cluster.http.get("/metrics/vllm", headers={"accept": "application/openmetrics-text"})
+    assert theirs.headers["content-type"].startswith("text/plain")

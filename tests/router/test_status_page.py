@@ -1,5 +1,6 @@
 """The status page's files and headers, and its JSON beside the metrics; tests/page draws it in a browser."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,8 +11,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrail.rpc.report import report_of
-from kvrail.services.router.page.history import STEPS, History
+from kvrail.rpc.report import Device, report_of
+from kvrail.services.router.answer.recent import RecentRequests
+from kvrail.services.router.page.history import STEPS, History, quantile
 from kvrail.services.router.page.routes import FILES
 from kvrail.services.router.page.status import StatusPage
 from kvrail.telemetry.moments import PARTS
@@ -155,14 +157,68 @@ async def test_rates_are_those_of_the_counters():
     assert len(history.rates(lambda sample: sample.tokens)) == STEPS
 
 
+async def test_percentiles_are_prometheus_quantiles():
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(registry, MODEL)
+    metrics.time_to_first_token.observe(30.0)  # before the first sample: not of late
+    history = History(registry)
+    assert quantile(0.5, history.oldest.first, history.now().first) is None
+    metrics.time_to_first_token.observe(0.15, 98)  # of the bucket from 0.1 to 0.25
+    metrics.time_to_first_token.observe(3000.0, 2)  # beyond the last bound
+    pair = history.oldest.first, history.now().first
+    assert quantile(0.5, *pair) == pytest.approx(0.1 + 0.15 * 50 / 98)
+    assert quantile(0.99, *pair) == 2560.0
+
+
+def test_failed_and_slow_requests_are_kept_with_their_parts():
+    now = 0.0
+    recent = RecentRequests(lambda: now)
+    for number in range(30):
+        recent.add(f"r{number}", "c", "stop", total_s=float(number), first_token_s=0.1, parts_s={"decode": number})
+    for outcome in ("cancelled", "invalid", "unavailable", "deadline"):
+        recent.add(outcome, "c", outcome, total_s=1.0, first_token_s=None, parts_s={})
+    found = recent.notable()
+    assert [each["id"] for each in found[:4]] == ["deadline", "unavailable", "r29", "r28"]
+    assert (len(found), found[2]["parts_s"]) == (20, {"decode": 29})
+    now = 1000.0
+    assert [each["id"] for each in recent.notable()] == ["deadline", "unavailable"]
+
+
+async def test_what_happens_to_workers_is_shown(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer) as cluster:
+        changes, (decode,) = cluster.service.pool.changes, cluster.decode
+        await until(lambda: [each["what"] for each in changes.all()] == ["joined", "joined"])
+        decode.status = status(report=common_pb2.WorkerReport(compiling=["lynx"]))
+        await until(lambda: changes.all()[0]["what"] == "compiling")
+        decode.status = status()
+        await until(lambda: changes.all()[0]["what"] == "compiled")
+        assert changes.all()[0]["detail"] == "lynx"
+        decode.status = status(instance=8)
+        await until(lambda: changes.all()[0]["what"] == "restarted")
+        decode.hung = True
+        await until(lambda: changes.all()[0]["what"] == "lost")
+        assert {"restarted", "lost"} <= {each["what"] for each in (await shown(cluster))["changes"]}
+
+
+async def test_only_operators_and_open_servers_show_who_asks(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, api_keys=["secret"]) as cluster:
+        await cluster.http.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "hi"}, headers={"x-api-key": "secret"}
+        )
+        found = await shown(cluster, authorization="Bearer secret")
+        assert found["clients"] is None and [each["client"] for each in found["notable"]] == [""]
+        operators = json.loads(cluster.server._app.state.status_page.body(everything=True, operators=True))
+        assert operators["clients"] == {} and operators["notable"][0]["client"] and not operators["chat"]
+
+
 async def test_many_viewers_cost_one_computation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     now, computed = 0.0, []
     page = StatusPage(cluster.service, lambda: now)
-    monkeypatch.setattr(page, "_all", lambda: computed.append(now) or {"at": now})
+    monkeypatch.setattr(page, "_all", lambda: computed.append(now) or {"at": now, "notable": []})
     bodies = [page.body(everything=True) for _ in range(50)]
     assert len(computed) == len(set(bodies)) == 1
     now = 1.5
-    assert page.body(everything=True) == b'{"at":1.5}'
+    assert page.body(everything=True) == b'{"at":1.5,"notable":[],"chat":true}'
 
 
 async def test_a_stranger_learns_no_more_than_from_health(tokenizer: Tokenizer):
@@ -207,7 +263,7 @@ async def test_with_an_admin_port_it_is_there_alone_and_shows_all(tokenizer: Tok
 
 def test_a_worker_reports_what_its_metrics_say():
     registry = CollectorRegistry()
-    assert report_of(registry) == common_pb2.WorkerReport()
+    assert report_of(registry, Device()) == common_pb2.WorkerReport()
     engine = EngineMetrics(registry, MODEL)
     transfers = TransferMetrics(registry, MODEL, ("raw", "splitzip"))
     engine.drafts_proposed.inc(10)
@@ -215,7 +271,11 @@ def test_a_worker_reports_what_its_metrics_say():
     transfers.received("splitzip", raw_bytes=4000, payload_bytes=3000)
     transfers.sent("raw", raw_bytes=1, payload_bytes=1)
     transfers.link_measured("p:1", 2.5e9)
-    assert report_of(registry) == REPORT
+    CodecMetrics(registry, MODEL).compiling("lynx", True)
+    device = Device("GPU", 3, 4)
+    found = common_pb2.WorkerReport(compiling=["lynx"], device="GPU", memory_used=3, memory_total=4)
+    found.MergeFrom(REPORT)
+    assert report_of(registry, device) == found
 
 
 def test_every_metric_that_the_page_names_exists():

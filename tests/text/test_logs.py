@@ -42,6 +42,20 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["ts"]) for line in lines)
 
 
+def test_fields_and_trace_of_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("info", "json", "router")
+    logs.trace_ids.set(None)  # of a test before this one
+    logger = logging.getLogger("kvrail.test")
+    with logs.bound_request_id("r-1"):
+        logs.trace_ids.set(("a" * 32, "b" * 16))
+        logger.info("stop", extra={"fields": {"outcome": "stop", "total_s": 0.5}})
+    logger.info("outside")
+    first, second = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert (first["trace_id"], first["span_id"]) == ("a" * 32, "b" * 16)
+    assert (first["outcome"], first["total_s"], first["message"]) == ("stop", 0.5, "stop")
+    assert not {"trace_id", "span_id"} & set(second)
+
+
 def test_text_lines(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup("debug", "text", "decode")
     with logs.bound_request_id("r-2"):

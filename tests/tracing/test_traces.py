@@ -1,6 +1,7 @@
 """One request is one trace over router, decode and prefill worker, as an OTLP collector gets it."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -39,11 +40,12 @@ def cluster(collector, tmp_path_factory):
     before = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.endpoint
     os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"
+    os.environ["KVRAIL_ROUTER_LOG_FORMAT"] = "json"
     flags = ("--kv-memory-gib", "0.001", "--dtype", "float32", "--page-size", "16")
     running = Processes(tmp_path_factory.mktemp("cluster"), tiny_model("llama"), *flags, prefills=1, decodes=1)
     if before is None:
         del os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"]
-    del os.environ["OTEL_BSP_SCHEDULE_DELAY"]
+    del os.environ["OTEL_BSP_SCHEDULE_DELAY"], os.environ["KVRAIL_ROUTER_LOG_FORMAT"]
     yield running
     running.close()
 
@@ -68,6 +70,15 @@ def trace_of(collector, trace_id, services):
 SERVICES = {"kvrail-router", "kvrail-decode", "kvrail-prefill"}
 
 
+def check_log_line(cluster, span):
+    """The router's line about the request has the ids of its span, and its numbers as fields."""
+    lines = [json.loads(line) for path in cluster.folder.glob("router-*") for line in path.read_text().splitlines()]
+    (line,) = [each for each in lines if each.get("trace_id") == TRACE and "outcome" in each]
+    assert (line["span_id"], line["outcome"], line["completion_tokens"]) == (span.span_id, "length", 5)
+    assert 0 < line["first_token_s"] <= line["total_s"]
+    assert sum(line["parts_s"].values()) == pytest.approx(line["total_s"], abs=1e-3)
+
+
 def test_one_trace_over_the_three_services(cluster, collector):
     before = time.time_ns()
     answer = ask(cluster, {"traceparent": f"00-{TRACE}-{CALLER}-01"}, kvrail={"codec": "raw"})
@@ -77,6 +88,7 @@ def test_one_trace_over_the_three_services(cluster, collector):
     (router,) = (span for span in spans if span.parent == CALLER)
     hops = {span.name: span for span in spans if span.parent and span.service != by_id.get(span.parent, span).service}
     assert (router.service, router.name) == ("kvrail-router", "text_completion tiny")
+    check_log_line(cluster, router)
     assert (hops["decode"].service, hops["decode"].parent) == ("kvrail-decode", router.span_id)
     assert (hops["prefill"].service, hops["prefill"].parent) == ("kvrail-prefill", hops["decode"].span_id)
     for span in spans:

@@ -2,8 +2,20 @@
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from deploy.grafana.source.parts import Panel, bars, board, heat, lines, number, states
-from deploy.grafana.source.queries import Query, increase, mean, quantile, quantiles, rate, share, total
+from deploy.grafana.source.parts import FAILURES, SLOW, Panel, bars, board, heat, lines, number, states
+from deploy.grafana.source.queries import (
+    TOKEN_RATE,
+    WORKER_NAME,
+    Query,
+    increase,
+    mean,
+    named,
+    quantile,
+    quantiles,
+    rate,
+    share,
+    total,
+)
 from deploy.grafana.source.workers import STATE
 
 FAILED = 'outcome=~"error|unavailable|deadline|overloaded"'
@@ -24,7 +36,7 @@ def _now() -> list[Panel]:
         number(
             "Tokens/s",
             "Generated tokens that reached the router.",
-            "none",
+            TOKEN_RATE,
             Query(rate("kvrail_generation_tokens_total"), ""),
         ),
         number(
@@ -46,7 +58,7 @@ def _now() -> list[Panel]:
         number(
             "Workers that take requests",
             "Workers that answer, fit the model and are not draining, as the router sees them.",
-            "none",
+            "count:workers",
             Query(total("kvrail_worker_up"), ""),
         ),
     ]
@@ -60,6 +72,7 @@ def _latency() -> list[Panel]:
             "s",
             *quantiles("kvrail_time_to_first_token_seconds"),
             width=8,
+            links=[SLOW],
         ),
         lines(
             "Time between tokens",
@@ -74,6 +87,7 @@ def _latency() -> list[Panel]:
             "s",
             *quantiles("kvrail_request_seconds"),
             width=8,
+            links=[SLOW],
         ),
     ]
 
@@ -87,11 +101,12 @@ def _traffic() -> list[Panel]:
             Query(rate("kvrail_requests_total", by="outcome"), "{{outcome}}"),
             stacked=True,
             width=8,
+            links=[FAILURES],
         ),
         lines(
             "Requests at once",
             "Admitted requests: waiting for their first token, or running.",
-            "none",
+            "count:requests",
             Query(total("kvrail_requests_in_flight", by="state"), "{{state}}"),
             stacked=True,
             width=8,
@@ -99,7 +114,7 @@ def _traffic() -> list[Panel]:
         lines(
             "Tokens/s",
             "Prompt tokens of answered requests, and generated tokens.",
-            "none",
+            TOKEN_RATE,
             Query(rate("kvrail_prompt_tokens_total"), "prompt"),
             Query(rate("kvrail_generation_tokens_total"), "generated"),
             width=8,
@@ -113,12 +128,12 @@ def _workers() -> list[Panel]:
         total("kvrail_engine_pages", by="instance"),
     )
     return [
-        states("Workers", "Each worker's state, as the router sees it.", Query(STATE, "{{role}} {{worker}}"), width=12),
+        states("Workers", "Each worker's state, as the router sees it.", Query(STATE, WORKER_NAME), width=12),
         lines(
             "KV pages in use",
             "Share of a worker's pages that running sequences hold; cached pages can be taken.",
             "percentunit",
-            Query(share(used, pages), "{{instance}}"),
+            Query(named(share(used, pages)), WORKER_NAME),
             top=1,
         ),
     ]
@@ -161,6 +176,7 @@ def _whole() -> list[Panel]:
             "Of each part by itself: these do not add up.",
             "s",
             Query(quantile(0.99, parts, by="stage"), "{{stage}}"),
+            links=[SLOW],
         ),
     ]
 
@@ -201,21 +217,21 @@ def _sizes() -> list[Panel]:
         lines(
             "Prompt tokens of a request",
             "Quantiles over answered requests.",
-            "none",
+            "count:tokens",
             *quantiles("kvrail_request_prompt_tokens"),
             width=8,
         ),
         lines(
             "Generated tokens of a request",
             "Over all its sequences.",
-            "none",
+            "count:tokens",
             *quantiles("kvrail_request_generation_tokens"),
             width=8,
         ),
         lines(
             "Where prompt tokens came from",
             "Computed by the decode worker, found in its prefix cache, or transferred from a prefill worker.",
-            "none",
+            TOKEN_RATE,
             Query(rate("kvrail_prompt_tokens_by_source_total", by="source"), "{{source}}"),
             stacked=True,
             width=8,

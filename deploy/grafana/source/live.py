@@ -69,6 +69,13 @@ def alert_queries() -> Iterator[Asked]:
             yield Asked(("rules", rule["alert"]), rule["expr"])
 
 
+def mark_queries() -> Iterator[Asked]:
+    """Queries of the marks on panels (annotations), which have series only when something happened."""
+    for path in sorted(BOARDS.glob("*.json")):
+        for mark in json.loads(path.read_text(encoding="utf-8"))["annotations"]["list"]:
+            yield Asked((path.stem, mark["name"]), mark["expr"])
+
+
 def filled(expr: str, window: str) -> str:
     """A query with everything in place of the boards' variables, and `window` in place of Grafana's ranges."""
     for name in ("$__rate_interval", "$__range"):
@@ -98,8 +105,8 @@ def faults(url: str, window: str = "1m") -> list[str]:
     for asked in shown:
         named.add(asked.place)
         found += _faults_of(url, asked, filled(asked.expr, window), asked.place in excused)
-    for asked in alert_queries():
-        found += _faults_of(url, asked, asked.expr, True)
+    for asked in (*alert_queries(), *mark_queries()):
+        found += _faults_of(url, asked, filled(asked.expr, window), True)
     return found + [
         f"may_be_empty.yml names {' / '.join(place)}, which is nowhere" for place in sorted(excused - named)
     ]

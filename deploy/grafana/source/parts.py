@@ -1,7 +1,10 @@
 """Panels and boards in the house's looks, over Grafana's own builders."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from grafana_foundation_sdk.builders import (
     bargauge,
@@ -20,7 +23,7 @@ from grafana_foundation_sdk.models import dashboard as shapes
 from grafana_foundation_sdk.models import heatmap as heat_shapes
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-from deploy.grafana.source.queries import Query
+from deploy.grafana.source.queries import MODEL, Query
 
 SOURCE = shapes.DataSourceRef(type_val="prometheus", uid="${datasource}")
 TAG = "kvrail"
@@ -49,7 +52,51 @@ STATES: Mapping[str, str] = {
 }
 """A worker's states, numbered from 1 in this order, with their colours."""
 
+ANNOTATIONS: Mapping[str, tuple[str, str]] = {
+    "worker lost": ("red", f'max by (role, worker) (kvrail_worker_state{{{MODEL}, state="down"}}) == 1'),
+    "restart": (
+        "orange",
+        "max by (instance) (changes(process_start_time_seconds[2m])) > 0 and on (instance) kvrail_build_info",
+    ),
+    "deploy": (
+        "purple",
+        "count by (version) (kvrail_build_info) unless on (version) count by (version) (kvrail_build_info offset 5m)",
+    ),
+}
+"""What is marked on every board's panels: a colour, and a query whose series last as long as the mark."""
+
 Panel = Builder[shapes.Panel]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way from a panel to Grafana's Explore. source: the board's variable of the data source. query: of its kind."""
+
+    title: str
+    source: str
+    query: Mapping[str, str]
+
+    @property
+    def url(self) -> str:
+        """The address, with Grafana's variables for data source and time range left in place."""
+        pane = {
+            "datasource": f"${{{self.source}}}",
+            "queries": [{"refId": "A", **self.query}],
+            "range": {"from": "${__from}", "to": "${__to}"},
+        }
+        return f"/explore?schemaVersion=1&panes={quote(json.dumps({'a': pane}), safe='${}:,')}"
+
+
+FAILURES = Link(
+    "Logs of failed requests",
+    "logs",
+    {"expr": '{service_name=~".+"} | json | service="router" | outcome=~"error|unavailable|deadline|overloaded"'},
+)
+SLOW = Link(
+    "Traces of slow requests",
+    "traces",
+    {"queryType": "traceql", "query": '{ resource.service.name = "kvrail-router" && duration > 1s }'},
+)
 
 
 def _targets(panel: Any, queries: Sequence[Query], **flags: bool) -> Any:
@@ -77,8 +124,9 @@ def lines(
     width: int = 12,
     stacked: bool = False,
     top: float | None = None,
+    links: Sequence[Link] = (),
 ) -> Panel:
-    """Series over time. unit: Grafana's name of it. top: where the axis ends."""
+    """Series over time. unit: Grafana's name of it. top: where the axis ends. links: what its title leads to."""
     panel = _headed(timeseries.Panel(), title, description, unit, width, 8)
     legend = common.VizLegendOptions().display_mode(looks.LegendDisplayMode.LIST).show_legend(True)
     tooltip = common.VizTooltipOptions().mode(looks.TooltipDisplayMode.MULTI).sort(looks.SortOrder.DESCENDING)
@@ -88,6 +136,8 @@ def lines(
         panel = panel.stacking(common.StackingConfig().mode(looks.StackingMode.NORMAL).group("A"))
     if top is not None:
         panel = panel.max(top)
+    if links:
+        panel = panel.links([_link(each.title).url(each.url) for each in links])
     for name, colour in COLOURS.items():
         if any(query.legend in ("{{outcome}}", "{{state}}") for query in queries):
             fixed = shapes.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": colour})
@@ -115,10 +165,11 @@ def number(
 
 
 def bars(title: str, description: str, unit: str, *queries: Query, width: int = 12, height: int = 8) -> Panel:
-    """Values over the board's range, a bar each."""
+    """Values over the board's range, a bar each. Sizes of the text are given: else Grafana cuts long names."""
     panel = _headed(bargauge.Panel(), title, description, unit, width, height)
     panel = panel.orientation(looks.VizOrientation.HORIZONTAL).display_mode(looks.BarGaugeDisplayMode.GRADIENT)
     panel = panel.min(0).reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
+    panel = panel.text(common.VizTextDisplayOptions().title_size(12).value_size(14))
     blue = [shapes.Threshold(value=None, color="blue")]
     panel = panel.thresholds(dashboard.ThresholdsConfig().mode(shapes.ThresholdsMode.ABSOLUTE).steps(blue))
     return _targets(panel, queries, instant=True)
@@ -155,9 +206,9 @@ def rows(title: str, description: str, *queries: Query, width: int = 12) -> Pane
 
 
 def board(
-    uid: str, title: str, description: str, sections: Mapping[str, Sequence[Panel]], *, workers: str = ""
+    uid: str, title: str, description: str, sections: Mapping[str, Sequence[Panel]], *, of_workers: bool = False
 ) -> shapes.Dashboard:
-    """A board. workers: the metric whose `instance` labels can be chosen from, where the board is of workers."""
+    """A board. of_workers: whether workers can be chosen on it."""
     made = (
         dashboard.Dashboard(f"kvrail / {title}")
         .uid(uid)
@@ -176,12 +227,15 @@ def board(
             .keep_time(True)
         )
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(dashboard.DatasourceVariable("logs").label("Logs").type("loki"))
+        .with_variable(dashboard.DatasourceVariable("traces").label("Traces").type("tempo"))
         .with_variable(_choice("model", "Model", "label_values(kvrail_requests_total, model_name)"))
     )
-    if workers:
-        made = made.with_variable(
-            _choice("worker", "Worker", f'label_values({workers}{{model_name=~"$model"}}, instance)')
-        )
+    for name, (colour, expr) in ANNOTATIONS.items():
+        mark = dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(expr)
+        made = made.annotation(mark)
+    if of_workers:
+        made = made.with_variable(_choice("worker", "Worker", f"label_values(kvrail_worker_state{{{MODEL}}}, worker)"))
     for name, panels in sections.items():
         made = made.with_row(dashboard.Row(name))
         for panel in panels:
@@ -190,6 +244,10 @@ def board(
     for number, panel in enumerate(found.panels or [], 1):
         panel.id_val = number
     return found
+
+
+def _link(title: str) -> Any:
+    return dashboard.DashboardLink(title).type(shapes.DashboardLinkType.LINK).target_blank(True)
 
 
 def _choice(name: str, label: str, query: str) -> Builder[shapes.VariableModel]:

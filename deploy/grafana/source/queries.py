@@ -1,13 +1,20 @@
 """PromQL in the few forms that the boards use.
 
 `$model`, `$worker` and `$datasource` are the boards' variables, `$__rate_interval` and `$__range` are Grafana's.
+A worker has one name on every panel, its role and the address that the router has (`named`, WORKER_NAME).
 Quantiles of nothing are NaN, which Grafana leaves out; ratios and means of nothing have no series.
 """
 
 from dataclasses import dataclass
 
 MODEL = 'model_name=~"$model"'
-WORKER = 'instance=~"$worker"'
+WORKER = 'worker=~"$worker"'
+WORKER_NAME = "{{role}} {{worker}}"
+"""The legend of a worker's series."""
+CALLS = 'handler!~"/|/docs|/health|/live|/load|/metrics.*|/openapi.json|/page/.*|/ping|/ready|/status.json|/version"'
+"""HTTP requests of clients: neither probes nor scrapes, nor those of the status page."""
+TOKEN_RATE = "count:tokens/s"
+"""Grafana's unit of tokens a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,26 @@ def quantiles(histogram: str, *labels: str) -> tuple[Query, ...]:
     return tuple(
         Query(quantile(q, histogram, *labels), name) for q, name in ((0.5, "median"), (0.9, "p90"), (0.99, "p99"))
     )
+
+
+def label_replaced(expr: str, label: str, value: str) -> str:
+    """Series with one more label."""
+    return f'label_replace({expr}, "{label}", "{value}", "", "")'
+
+
+def named(expr: str, *, chosen: bool = False) -> str:
+    """Series of workers, by `instance`, with the labels `role` and `worker` as the router's series have them.
+
+    A worker that no router has reported is named by its `instance`. chosen: only workers that the board's variable
+    names.
+    """
+    worker, instance = (f"{{{WORKER}}}", '{instance=~"$worker"}') if chosen else ("", "")
+    known = f'label_replace(kvrail_worker_target{worker}, "instance", "$1", "target", "(.+)")'
+    others = (
+        f'label_replace(max by (instance, role) (kvrail_worker_info{instance}), "worker", "$1", "instance", "(.+)")'
+    )
+    names = f"topk by (instance) (1, {known})\n    or on (instance) {others}"
+    return f"({expr})\n  * on (instance) group_left (role, worker) (\n    {names})"
 
 
 def _by(labels: str) -> str:

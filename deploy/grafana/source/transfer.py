@@ -3,7 +3,20 @@
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.grafana.source.parts import Panel, bars, board, heat, lines, number
-from deploy.grafana.source.queries import Query, increase, mean, quantile, quantiles, rate, series, share, total
+from deploy.grafana.source.queries import (
+    TOKEN_RATE,
+    WORKER_NAME,
+    Query,
+    increase,
+    label_replaced,
+    mean,
+    named,
+    quantile,
+    quantiles,
+    rate,
+    share,
+    total,
+)
 
 RECEIVED = 'direction="received"'
 SENT = 'direction="sent"'
@@ -11,6 +24,15 @@ SENT = 'direction="sent"'
 
 def _wire() -> list[Panel]:
     raw, payload = "kvrail_kv_raw_bytes_total", "kvrail_kv_payload_bytes_total"
+    links = total("kvrail_kv_link_bytes_per_second", by="instance, prefill_worker")
+    transfers = label_replaced(
+        share(
+            rate(payload, RECEIVED, by="instance"),
+            rate("kvrail_kv_transfer_seconds_sum", RECEIVED, by="instance"),
+        ),
+        "prefill_worker",
+        "all transfers",
+    )
     kept_off = f"({increase(raw, RECEIVED)} - {increase(payload, RECEIVED)})"
     return [
         number(
@@ -23,7 +45,7 @@ def _wire() -> list[Panel]:
         number(
             "Compression",
             "KV bytes before encoding, over those on the wire.",
-            "none",
+            "suffix:×",
             Query(share(rate(raw, RECEIVED), rate(payload, RECEIVED)), ""),
             width=6,
         ),
@@ -52,7 +74,7 @@ def _wire() -> list[Panel]:
         lines(
             "Compression by codec",
             "KV bytes before encoding, over those on the wire.",
-            "none",
+            "suffix:×",
             Query(share(rate(raw, RECEIVED, by="codec"), rate(payload, RECEIVED, by="codec")), "{{codec}}"),
         ),
         lines(
@@ -64,9 +86,10 @@ def _wire() -> list[Panel]:
         ),
         lines(
             "Links",
-            "What the link from a prefill worker to a decode worker carries, by its last transfers.",
+            "What the link from a prefill worker to a decode worker carries, by its last large transfers, and the mean"
+            " rate of all transfers to that worker, which short ones lower.",
             "Bps",
-            Query(series("kvrail_kv_link_bytes_per_second"), "{{prefill_worker}} to {{instance}}"),
+            Query(named(f"{links} or {transfers}"), "{{prefill_worker}} to {{worker}}"),
         ),
     ]
 
@@ -156,14 +179,14 @@ def _codecs() -> list[Panel]:
         bars(
             "Choices of a codec",
             "Transfers whose codec was left to the decode worker, in the range, by what it took and why.",
-            "none",
+            "count:transfers",
             Query(increase("kvrail_kv_codec_choices_total", by="codec, reason"), "{{codec}}: {{reason}}"),
             width=8,
         ),
         number(
             "Lossy requests",
             "Requests in the range whose KV came through a codec that does not restore every bit.",
-            "none",
+            "count:requests",
             Query(increase("kvrail_lossy_requests_total"), ""),
             width=8,
         ),
@@ -191,7 +214,7 @@ def drafts() -> Dashboard:
             width=8,
             steps=((None, "red"), (0.3, "orange"), (0.6, "green")),
         ),
-        number("Drafts/s", "Tokens drafted on coarse KV.", "none", Query(proposed, ""), width=8),
+        number("Drafts/s", "Tokens drafted on coarse KV.", TOKEN_RATE, Query(proposed, ""), width=8),
         number(
             "Wait hidden, mean",
             "Of the time from a request's first token to its exact KV, the share during which drafts were made.",
@@ -202,7 +225,7 @@ def drafts() -> Dashboard:
         lines(
             "Drafts",
             "Proposed, and accepted by their verification.",
-            "none",
+            TOKEN_RATE,
             Query(proposed, "proposed"),
             Query(accepted, "accepted"),
         ),
@@ -211,25 +234,27 @@ def drafts() -> Dashboard:
             "Share of the drafts that were right.",
             "percentunit",
             Query(
-                share(
-                    rate("kvrail_engine_drafts_accepted_total", by="instance"),
-                    rate("kvrail_engine_drafts_proposed_total", by="instance"),
+                named(
+                    share(
+                        rate("kvrail_engine_drafts_accepted_total", by="instance"),
+                        rate("kvrail_engine_drafts_proposed_total", by="instance"),
+                    )
                 ),
-                "{{instance}}",
+                WORKER_NAME,
             ),
             top=1,
         ),
         heat(
             "Accepted in one verification",
             "How far drafts stay right: drafts accepted in one verification.",
-            "none",
+            "count:drafts",
             Query(rate("kvrail_engine_accepted_drafts_bucket", by="le"), "{{le}}"),
         ),
         lines(
             "Accepted in one verification, mean",
             "Drafts that a verification accepts.",
-            "none",
-            Query(mean("kvrail_engine_accepted_drafts", by="instance"), "{{instance}}"),
+            "count:drafts",
+            Query(named(mean("kvrail_engine_accepted_drafts", by="instance")), WORKER_NAME),
         ),
         lines(
             "Time to the 8th token",

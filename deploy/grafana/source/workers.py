@@ -1,13 +1,19 @@
 """The boards of processes: workers, and the router."""
 
+from collections.abc import Callable
+
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.grafana.source.parts import STATES, Panel, bars, board, heat, lines, number, rows, states
 from deploy.grafana.source.queries import (
+    CALLS,
     MODEL,
+    TOKEN_RATE,
     WORKER,
+    WORKER_NAME,
     Query,
     mean,
+    named,
     quantile,
     quantiles,
     rate,
@@ -27,52 +33,57 @@ INSTANCE = "instance"
 def _of_processes(name: str, ours: str, *, rises: bool = False) -> str:
     """A series of processes that have the series `ours`: `process_*` carries no model."""
     value = f"rate({name}[$__rate_interval])" if rises else name
-    return f"{value}\n  and on (instance, job) {ours}"
+    return f"sum by (instance) ({value}\n  and on (instance, job) {ours})"
+
+
+def _chosen(expr: str, part: str = "") -> Query:
+    """A line for each worker that the board's variable names. part: of the worker's name."""
+    return Query(named(expr, chosen=True), WORKER_NAME + part)
 
 
 def _load() -> list[Panel]:
     return [
-        states("State", "As the router sees it.", Query(STATE, "{{role}} {{worker}}")),
+        states("State", "As the router sees it.", Query(STATE, WORKER_NAME)),
         lines(
             "Sequences that run",
             "On each worker.",
-            "none",
-            Query(series("kvrail_engine_sequences", WORKER, 'state="running"'), "{{instance}}"),
+            "count:sequences",
+            _chosen(total("kvrail_engine_sequences", 'state="running"', by=INSTANCE)),
             width=8,
         ),
         lines(
             "Sequences that wait",
             "In each worker's own queue; most wait at the router.",
-            "none",
-            Query(series("kvrail_engine_sequences", WORKER, 'state="waiting"'), "{{instance}}"),
+            "count:sequences",
+            _chosen(total("kvrail_engine_sequences", 'state="waiting"', by=INSTANCE)),
             width=8,
         ),
         lines(
             "Prompts given by the router",
             "To each worker.",
             "reqps",
-            Query(rate("kvrail_worker_requests_total", by="role, worker"), "{{role}} {{worker}}"),
+            Query(rate("kvrail_worker_requests_total", WORKER, by="role, worker"), WORKER_NAME),
             width=8,
         ),
         lines(
             "Tokens computed",
             "Prompt tokens.",
-            "none",
-            Query(rate("kvrail_engine_prompt_tokens_total", WORKER, by=INSTANCE), "{{instance}}"),
+            TOKEN_RATE,
+            _chosen(rate("kvrail_engine_prompt_tokens_total", by=INSTANCE)),
             width=8,
         ),
         lines(
             "Tokens sampled",
             "Output tokens.",
-            "none",
-            Query(rate("kvrail_engine_generation_tokens_total", WORKER, by=INSTANCE), "{{instance}}"),
+            TOKEN_RATE,
+            _chosen(rate("kvrail_engine_generation_tokens_total", by=INSTANCE)),
             width=8,
         ),
         lines(
             "Backlog",
             "Tokens of prompts that a worker has still to compute for this router.",
-            "none",
-            Query(total("kvrail_worker_backlog_tokens", by="role, worker"), "{{role}} {{worker}}"),
+            "count:tokens",
+            Query(total("kvrail_worker_backlog_tokens", WORKER, by="role, worker"), WORKER_NAME),
             width=8,
         ),
     ]
@@ -84,38 +95,38 @@ def _steps() -> list[Panel]:
             "Time of a step",
             "Median and 99th percentile by worker.",
             "s",
-            Query(quantile(0.5, "kvrail_engine_step_seconds", WORKER, by=INSTANCE), "{{instance}}, median"),
-            Query(quantile(0.99, "kvrail_engine_step_seconds", WORKER, by=INSTANCE), "{{instance}}, p99"),
+            _chosen(quantile(0.5, "kvrail_engine_step_seconds", by=INSTANCE), ", median"),
+            _chosen(quantile(0.99, "kvrail_engine_step_seconds", by=INSTANCE), ", p99"),
             width=8,
         ),
         lines(
             "Tokens of a step",
             "Mean by worker.",
-            "none",
-            Query(mean("kvrail_engine_step_tokens", WORKER, by=INSTANCE), "{{instance}}"),
+            "count:tokens",
+            _chosen(mean("kvrail_engine_step_tokens", by=INSTANCE)),
             width=8,
         ),
         lines(
             "Preemptions",
             "Sequences that gave up their pages to others.",
             "ops",
-            Query(rate("kvrail_engine_preemptions_total", WORKER, by=INSTANCE), "{{instance}}"),
+            _chosen(rate("kvrail_engine_preemptions_total", by=INSTANCE)),
             width=8,
         ),
     ]
 
 
 def _memory() -> list[Panel]:
-    pages = series("kvrail_engine_pages", WORKER)
+    pages = named(total("kvrail_engine_pages", by="instance, state"), chosen=True)
     hits = share(
-        rate("kvrail_engine_prefix_cache_hit_tokens_total", WORKER, by=INSTANCE),
-        rate("kvrail_engine_prefix_cache_queried_tokens_total", WORKER, by=INSTANCE),
+        rate("kvrail_engine_prefix_cache_hit_tokens_total", by=INSTANCE),
+        rate("kvrail_engine_prefix_cache_queried_tokens_total", by=INSTANCE),
     )
     return [
         lines(
             "KV pages",
             "By state, over the chosen workers.",
-            "none",
+            "count:pages",
             Query(f"sum by (state) ({pages})", "{{state}}"),
             stacked=True,
             width=8,
@@ -124,12 +135,11 @@ def _memory() -> list[Panel]:
             "KV pages in use",
             "Share of a worker's pages that running sequences hold.",
             "percentunit",
-            Query(
+            _chosen(
                 share(
-                    total("kvrail_engine_pages", WORKER, 'state="used"', by=INSTANCE),
-                    total("kvrail_engine_pages", WORKER, by=INSTANCE),
-                ),
-                "{{instance}}",
+                    total("kvrail_engine_pages", 'state="used"', by=INSTANCE),
+                    total("kvrail_engine_pages", by=INSTANCE),
+                )
             ),
             top=1,
             width=8,
@@ -138,64 +148,65 @@ def _memory() -> list[Panel]:
             "Prefix cache",
             "Share of prompt tokens that the cache held.",
             "percentunit",
-            Query(hits, "{{instance}}"),
+            _chosen(hits),
             top=1,
             width=8,
         ),
     ]
 
 
-def _processes(ours: str, cores: str, memory: str, files: str) -> list[Panel]:
-    """What processes take; ours: a series that only these have. The others: what a panel says of itself."""
+def _processes(ours: str, shown: Callable[[str], Query], cores: str, memory: str, files: str) -> list[Panel]:
+    """What processes take.
+
+    ours: a series that only these have. shown: makes a query of an expression by instance. The others: descriptions.
+    """
     return [
         lines(
             "Processor",
             cores,
-            "none",
-            Query(_of_processes("process_cpu_seconds_total", ours, rises=True), "{{instance}}"),
+            "count:cores",
+            shown(_of_processes("process_cpu_seconds_total", ours, rises=True)),
             width=8,
         ),
-        lines(
-            "Memory",
-            memory,
-            "decbytes",
-            Query(_of_processes("process_resident_memory_bytes", ours), "{{instance}}"),
-            width=8,
-        ),
-        lines("Open files", files, "none", Query(_of_processes("process_open_fds", ours), "{{instance}}"), width=8),
+        lines("Memory", memory, "decbytes", shown(_of_processes("process_resident_memory_bytes", ours)), width=8),
+        lines("Open files", files, "count:files", shown(_of_processes("process_open_fds", ours)), width=8),
     ]
 
 
 def _worker_processes() -> list[Panel]:
-    pages = series("kvrail_engine_pages", WORKER)
-    builds = rows(
-        "Builds", "Version and protocol of each process.", Query("kvrail_build_info", "{{instance}}"), width=24
+    pages = series("kvrail_engine_pages")
+    about = rows(
+        "Devices",
+        "Role, device, types and libraries of each worker.",
+        Query(series("kvrail_worker_info"), "{{role}} {{instance}}"),
     )
-    return [*_processes(pages, "Cores in use.", "Resident memory of the host.", "Descriptors."), builds]
+    builds = rows("Builds", "Version and protocol of each process.", Query("kvrail_build_info", "{{instance}}"))
+    taken = _processes(pages, _chosen, "Cores in use.", "Resident memory of the host.", "Open file descriptors.")
+    return [*taken, about, builds]
 
 
 def workers() -> Dashboard:
     """What each worker does and holds."""
     sections = {"Load": _load(), "Steps": _steps(), "KV pages": _memory(), "Processes": _worker_processes()}
     description = "What each worker does and holds."
-    return board("kvrail-workers", "workers", description, sections, workers="kvrail_engine_pages")
+    return board("kvrail-workers", "workers", description, sections, of_workers=True)
 
 
 def _door() -> list[Panel]:
     return [
         lines(
             "HTTP by path",
-            "Answers of each path.",
+            "Answers of each path, without probes, scrapes and the status page.",
             "reqps",
-            Query(rate("kvrail_http_requests_total", by="handler"), "{{handler}}"),
+            Query(rate("kvrail_http_requests_total", CALLS, by="handler"), "{{handler}}"),
             stacked=True,
             width=8,
         ),
         lines(
             "HTTP by status",
-            "Answers by status; 499: the client left first.",
+            "Answers by status, without probes, scrapes and the status page; 499: the client left first.",
             "reqps",
-            Query(rate("kvrail_http_requests_total", by="status"), "{{status}}"),
+            Query(rate("kvrail_http_requests_total", CALLS, by="status"), "{{status}}"),
             stacked=True,
             width=8,
         ),
@@ -203,7 +214,7 @@ def _door() -> list[Panel]:
             "Time of an answer, p99",
             "From request to last byte, streams included.",
             "s",
-            Query(quantile(0.99, "kvrail_http_request_seconds", by="handler"), "{{handler}}"),
+            Query(quantile(0.99, "kvrail_http_request_seconds", CALLS, by="handler"), "{{handler}}"),
             width=8,
         ),
     ]
@@ -214,13 +225,17 @@ def _queue() -> list[Panel]:
         number(
             "Prompts that wait",
             "In the router, for their turn.",
-            "none",
+            "count:prompts",
             Query(total("kvrail_queue_prompts"), ""),
             width=6,
             steps=((None, "green"), (32, "orange"), (256, "red")),
         ),
         number(
-            "Clients that wait", "By API key or address.", "none", Query(total("kvrail_queue_clients"), ""), width=6
+            "Clients that wait",
+            "By API key or address.",
+            "count:clients",
+            Query(total("kvrail_queue_clients"), ""),
+            width=6,
         ),
         number(
             "Failovers",
@@ -231,7 +246,11 @@ def _queue() -> list[Panel]:
             steps=((None, "green"), (0.001, "orange")),
         ),
         number(
-            "Requests at once", "Admitted requests.", "none", Query(total("kvrail_requests_in_flight"), ""), width=6
+            "Requests at once",
+            "Admitted requests.",
+            "count:requests",
+            Query(total("kvrail_requests_in_flight"), ""),
+            width=6,
         ),
         lines(
             "Time in the queue",
@@ -243,7 +262,7 @@ def _queue() -> list[Panel]:
         lines(
             "Queue",
             "Prompts that wait, and clients whose prompts wait.",
-            "none",
+            "count:waiting",
             Query(total("kvrail_queue_prompts"), "prompts"),
             Query(total("kvrail_queue_clients"), "clients"),
             width=8,
@@ -251,7 +270,7 @@ def _queue() -> list[Panel]:
         heat(
             "Place in the queue",
             "Prompts that waited already when one came.",
-            "none",
+            "count:prompts",
             Query(rate("kvrail_queue_place_bucket", by="le"), "{{le}}"),
             width=8,
         ),
@@ -270,15 +289,15 @@ def _placing() -> list[Panel]:
         lines(
             "Prefix tokens",
             "That decode workers were expected to hold, and that they found.",
-            "none",
+            TOKEN_RATE,
             Query(rate("kvrail_prefix_tokens_total", by="kind"), "{{kind}}"),
             width=8,
         ),
         bars(
             "Requests at workers",
             "Of this router, by worker, now.",
-            "none",
-            Query(total("kvrail_worker_requests_in_flight", by="role, worker"), "{{role}} {{worker}}"),
+            "count:requests",
+            Query(total("kvrail_worker_requests_in_flight", by="role, worker"), WORKER_NAME),
             width=8,
         ),
     ]
@@ -287,6 +306,7 @@ def _placing() -> list[Panel]:
 def _router_process() -> list[Panel]:
     return _processes(
         series("kvrail_queue_prompts"),
+        lambda expr: Query(expr, "router {{instance}}"),
         "Cores in use. The router has one loop: near 1 it is what limits.",
         "Resident memory.",
         "Descriptors; each client's connection is one.",

@@ -7,7 +7,8 @@ from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.worker.codecs import AUTO, Codecs
-from kvrail.worker.process import build_worker, certificate, run_worker, serve
+from kvrail.worker.process import build_worker
+from kvrail.worker.serving import certificate, run_worker, serve
 from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
 

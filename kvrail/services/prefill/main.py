@@ -9,7 +9,8 @@ from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
 from kvrail.transfer.streams import SideStream
 from kvrail.worker.codecs import Codecs
-from kvrail.worker.process import build_worker, certificate, run_worker, serve
+from kvrail.worker.process import build_worker
+from kvrail.worker.serving import certificate, run_worker, serve
 from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
 

@@ -189,7 +189,7 @@ class CodecBytes(_message.Message):
     def __init__(self, codec: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s", "prefix_queried_tokens", "prefix_hit_tokens")
+    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s", "prefix_queried_tokens", "prefix_hit_tokens", "compiling", "device", "memory_used", "memory_total")
     class LinkBytesPerSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -203,13 +203,21 @@ class WorkerReport(_message.Message):
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPILING_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_USED_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_FIELD_NUMBER: _ClassVar[int]
     received: _containers.RepeatedCompositeFieldContainer[CodecBytes]
     drafts_proposed: int
     drafts_accepted: int
     link_bytes_per_s: _containers.ScalarMap[str, float]
     prefix_queried_tokens: int
     prefix_hit_tokens: int
-    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
+    compiling: _containers.RepeatedScalarFieldContainer[str]
+    device: str
+    memory_used: int
+    memory_total: int
+    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., compiling: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., memory_used: _Optional[int] = ..., memory_total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "kv_events", "step_cost", "max_batch_tokens", "metrics_port", "report")

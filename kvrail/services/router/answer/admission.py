@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from kvrail.errors import KvrailError, OverloadedError, RequestCancelledError, WorkerUnavailableError
@@ -33,6 +33,11 @@ class Admission:
     def active(self) -> int:
         """Sequences that are here now."""
         return self._active
+
+    @property
+    def by_client(self) -> Mapping[str, int]:
+        """Sequences that are here now, by client."""
+        return self._held
 
     def check_open(self) -> None:
         """Raise WorkerUnavailableError once draining."""

@@ -16,6 +16,7 @@ from kvrail.services.router.answer.admission import Admission
 from kvrail.services.router.answer.calls import ApiCall
 from kvrail.services.router.answer.leaving import disconnected, ended_first
 from kvrail.services.router.answer.observe import RequestRecord
+from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.sse import SseStream
 from kvrail.services.router.errors import error_response, outcome_of
 from kvrail.services.router.fleet.workers import WorkerPool
@@ -65,12 +66,14 @@ class RequestHandler:
         pool: WorkerPool,
         dispatcher: Dispatcher,
         metrics: RouterMetrics,
+        recent: RecentRequests,
     ) -> None:
         self._settings = settings
         self._admission = admission
         self._pool = pool
         self._dispatcher = dispatcher
         self._metrics = metrics
+        self._recent = recent
         self._writing = Turns()  # of clients, at writing long answers
 
     async def respond(
@@ -219,6 +222,14 @@ class RequestHandler:
             self._metrics.outcomes[outcome].inc()
         else:
             scope["state"][SPENT] = record.close(outcome, generation)
+        self._recent.add(
+            call.state.request_id,
+            call.client,
+            outcome,
+            total_s=call.timeline.get(Moment.RESPONDED) or call.timeline.elapsed(),
+            first_token_s=None if record is None else record.first_token_s,
+            parts_s=call.timeline.parts(),
+        )
         if call.trace is not None:
             call.trace.end(outcome, generation, 0 if record is None else record.completion_tokens)
 

@@ -2,13 +2,21 @@
 
 import logging
 import time
+from typing import Any
 
+from kvrail.runtime.logs import request_id, trace_ids
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.values import Delta, Drafted, Updates
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import COUNTED_TOKENS, RouterMetrics
 
 log = logging.getLogger("kvrail.router.observe")
+
+
+def _example() -> dict[str, str]:
+    """What leads from a metric to the current request: its trace's id, or without one its own."""
+    ids = trace_ids.get()
+    return {"request_id": request_id.get()} if ids is None else {"trace_id": ids[0]}
 
 
 class RequestRecord:
@@ -20,11 +28,11 @@ class RequestRecord:
     def __init__(self, metrics: RouterMetrics, timeline: Timeline, *, provisional: bool) -> None:
         self._metrics = metrics
         self._timeline = timeline
+        self.first_token_s: float | None = None
         self._first: dict[int, float] = {}  # of each choice, when its first token came and when its last
         self._last: dict[int, float] = {}
         self._verified: dict[int, int] = {}  # tokens of each choice
         self._shown: dict[int, int] | None = {} if provisional else None  # the same, drafts included
-        self._first_token: float | None = None
         self.completion_tokens = 0
         if provisional:
             metrics.expect_tokens("provisional")
@@ -41,15 +49,15 @@ class RequestRecord:
                 self._reached("provisional", self._shown, update.index, update.position + len(update.token_ids))
         if tokens:
             now = time.perf_counter()
-            if self._first_token is None:
+            if self.first_token_s is None:
                 self._begun()
             for index, count in tokens.items():
                 self._came(index, count, now)
 
     def _begun(self) -> None:
         """Take note of the first token."""
-        self._first_token = self._timeline.elapsed()
-        self._metrics.time_to_first_token.observe(self._first_token)
+        self.first_token_s = self._timeline.elapsed()
+        self._metrics.time_to_first_token.observe(self.first_token_s, example=_example())
         self._metrics.waiting.dec()
         self._metrics.running.inc()
 
@@ -84,17 +92,17 @@ class RequestRecord:
     def close(self, outcome: str, generation: Generation | None) -> tuple[int, int]:
         """Take note of the end: the last byte has left, or the client has. Returns prompt and generated tokens."""
         metrics = self._metrics
-        (metrics.waiting if self._first_token is None else metrics.running).dec()
+        (metrics.waiting if self.first_token_s is None else metrics.running).dec()
         metrics.outcomes[outcome].inc()
         total = self._timeline.mark(Moment.RESPONDED)
         prompt_tokens = 0 if generation is None else generation.plan.prompt_tokens
         if outcome in ("stop", "length") and generation is not None:
-            metrics.request_seconds.observe(total)
+            metrics.request_seconds.observe(total, example=_example())
             for name, seconds in self._timeline.parts().items():
                 metrics.stage_seconds[name].observe(seconds)
             self._observe_phases()
             self._observe_tokens(generation)
-        first = "-" if self._first_token is None else f"{self._first_token:.3f} s"
+        first = "-" if self.first_token_s is None else f"{self.first_token_s:.3f} s"
         log.info(
             "%s: %d prompt and %d generated tokens, first token %s, total %.3f s",
             outcome,
@@ -102,8 +110,21 @@ class RequestRecord:
             self.completion_tokens,
             first,
             total,
+            extra={"fields": self._fields(outcome, prompt_tokens, total)},
         )
         return prompt_tokens, self.completion_tokens
+
+    def _fields(self, outcome: str, prompt_tokens: int, total: float) -> dict[str, Any]:
+        """What a JSON log line has of the request, times in seconds."""
+        first = self.first_token_s
+        return {
+            "outcome": outcome,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "first_token_s": None if first is None else round(first, 6),
+            "total_s": round(total, 6),
+            "parts_s": {name: round(seconds, 6) for name, seconds in self._timeline.parts().items()},
+        }
 
     def _observe_tokens(self, generation: Generation) -> None:
         """Count an answered request's tokens, and what it asked for."""

@@ -15,6 +15,7 @@ from kvrail.security.tls import Tls
 from kvrail.services.router.answer.admission import Admission
 from kvrail.services.router.answer.answer import Answer, RequestHandler
 from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall, ChatCall, CompletionCall, Parts
+from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.trace import RequestTrace
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.fleet.fleet import show_workers
@@ -62,7 +63,8 @@ class RouterService:
         shaper = Shaper(tokenizer, self.checker, settings.tool_parser, settings.reasoning_parser)
         self.planner = Planner(self._encoder, shaper, self.pool.limits, defaults, priorities=settings.priorities)
         self.parts = Parts(settings, tokenizer, self.planner, self.pool)
-        self._handler = RequestHandler(settings, self.admission, self.pool, self.dispatcher, self.metrics)
+        self.recent = RecentRequests()
+        self._handler = RequestHandler(settings, self.admission, self.pool, self.dispatcher, self.metrics, self.recent)
         self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
         self._started = int(time.time())
 
@@ -136,11 +138,11 @@ class RouterService:
             "max_model_len": self.max_model_len(),
         }
 
-    async def render_metrics(self, path: str, *, sums: bool = True) -> tuple[bytes, str]:
-        """Body and content type of a metrics path. sums: with vLLM's names of decode workers' metrics, summed up."""
+    async def render_metrics(self, path: str, *, sums: bool = True, accept: str = "") -> tuple[bytes, str]:
+        """Body and content type of a metrics path; the parameters are those of `Exposition.render`."""
         show_workers(self.pool, self.metrics)
         self._look_at_certificates()
-        return await self._exposition.answer(path, sums=sums)
+        return await self._exposition.answer(path, sums=sums, accept=accept)
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Status and body of /health: 200 only while requests can be served the way that was configured.

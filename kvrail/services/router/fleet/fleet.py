@@ -19,6 +19,7 @@ def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
             states=list(WorkerState),
             requests=worker.requests,
             backlog=worker.backlog,
+            target=_metrics_address(worker),
         )
     answers = [each.answer for each in pool.decode.values() if each.answer and each.state is WorkerState.HEALTHY]
     metrics.cluster_waiting.set(metrics.queue_length.value + sum(answer.waiting for answer in answers))
@@ -56,5 +57,12 @@ def scrape_targets(
 def _addresses(pool: WorkerPool) -> Iterator[tuple[Worker, str]]:
     """The metrics address of each worker that has reported a port."""
     for worker in pool.workers:
-        if worker.answer is not None and worker.answer.metrics_port:
-            yield worker, f"{worker.target.rpartition(':')[0]}:{worker.answer.metrics_port}"
+        if address := _metrics_address(worker):
+            yield worker, address
+
+
+def _metrics_address(worker: Worker) -> str:
+    """Host and port of a worker's metrics; empty where it has reported no port."""
+    if worker.answer is None or not worker.answer.metrics_port:
+        return ""
+    return f"{worker.target.rpartition(':')[0]}:{worker.answer.metrics_port}"

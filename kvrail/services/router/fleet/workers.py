@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from kvrail.config.settings import RouterSettings
 from kvrail.errors import WorkerUnavailableError
 from kvrail.security.tls import Tls
+from kvrail.services.router.fleet.changes import Changes
 from kvrail.services.router.fleet.compatibility import (
     Identity,
     choose_fingerprint,
@@ -63,6 +64,7 @@ class WorkerPool:
         self.fingerprint = ""
         self.on_change: Callable[[], object] = lambda: None
         self.policy = POLICIES[settings.policy]
+        self.changes = Changes()
         self._watches: dict[Worker, asyncio.Task[None]] = {}
         self._settled, self._met = asyncio.Event(), asyncio.Event()
         self._decode_answered = False  # ever
@@ -119,7 +121,10 @@ class WorkerPool:
 
     async def _watch(self, worker: Worker) -> None:
         while not worker.leaving or worker.requests:
+            before = worker.instance if worker.answered else None
+            answered = worker.answer is not None
             await worker.ask()
+            self._note(worker, before, answered)
             self.reconsider()
             if isinstance(worker, DecodeWorker) and worker.silent_s > GIVEN_UP_S:
                 worker.client.give_up(f"decode worker {worker.target} has been silent for {worker.silent_s:.0f} s")
@@ -127,7 +132,26 @@ class WorkerPool:
         log.info("%s worker %s has left", worker.role, worker.target)
         del self.leaving[worker.role, worker.target], self._watches[worker]
         self._metrics.worker_gone(worker.role, worker.target)
+        self.changes.add("left", worker.role, worker.target)
         await worker.close()
+
+    def _note(self, worker: Worker, before: int | None, answered: bool) -> None:
+        """Remember what a status says that is new.
+
+        before: the process that answered last; None: none did. answered: whether the last status came.
+        """
+        role, target, answer = worker.role, worker.target, worker.answer
+        if answer is None:
+            if answered:
+                self.changes.add("lost", role, target, worker.failure)
+            return
+        if before is None:
+            self.changes.add("joined", role, target)
+        elif worker.instance != before:
+            self.changes.add("restarted", role, target)
+        elif not answered:
+            self.changes.add("back", role, target)
+        self.changes.compile(role, target, answer.report.compiling)
 
     def reconsider(self) -> None:
         """Decide again which workers can get requests."""

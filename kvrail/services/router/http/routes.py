@@ -261,12 +261,12 @@ def _add_metrics(router: APIRouter) -> None:
     @router.get("/metrics", responses=EXPOSITION, response_class=Response)
     async def own_metrics(request: Request) -> Response:
         """Prometheus metrics."""
-        return await _exposition(_service(request), "/metrics")
+        return await _exposition(request, "/metrics")
 
     @router.get("/metrics/vllm", responses=ASKED | EXPOSITION, response_class=Response)
     async def vllm_metrics(request: Request, sums: OnOff = "on") -> Response:
         """The same metrics under vLLM's names and, unless `sums` is off, the sums over all decode workers."""
-        return await _exposition(_service(request), "/metrics/vllm", sums)
+        return await _exposition(request, "/metrics/vllm", sums)
 
     @router.get("/load", response_model=Load)
     async def load(request: Request) -> dict[str, int]:
@@ -291,6 +291,7 @@ def _probed(status: int, body: dict[str, Any]) -> Response:
     return JSONResponse(body, status, headers)
 
 
-async def _exposition(service: RouterService, path: str, sums: OnOff = "on") -> Response:
-    body, content_type = await service.render_metrics(path, sums=sums == "on")
+async def _exposition(request: Request, path: str, sums: OnOff = "on") -> Response:
+    accept = request.headers.get("accept", "")
+    body, content_type = await _service(request).render_metrics(path, sums=sums == "on", accept=accept)
     return Response(body, headers={"content-type": content_type})

@@ -26,12 +26,13 @@ class Card {
     this.state = html("span", { class: "word" });
     this.mark = mark("");
     this.detail = html("p", { class: "detail" });
+    this.device = html("p", { class: "detail" });
     this.meters = { running: new Meter("running", role), waiting: new Meter("waiting", "waits"), pages: new Meter("KV pages") };
     this.list = html("dl", {}, ...Object.values(this.meters).map(meter => meter.element));
     this.links = html("ul", { class: "links", "aria-label": `Links to ${address}` });
     this.head = html("h4", {}, html("span", { class: "address" }, address));
     this.element = html("li", { class: `card ${role}`, "data-address": address },
-      html("div", { class: "head" }, this.head, html("p", { class: "health" }, this.mark, this.state)), this.detail, this.list, this.links);
+      html("div", { class: "head" }, this.head, html("p", { class: "health" }, this.mark, this.state)), this.detail, this.device, this.list, this.links);
     this.ports = new Map();
   }
 
@@ -45,6 +46,10 @@ class Card {
     }
     this.detail.textContent = worker.detail ?? "";
     this.detail.hidden = !worker.detail;
+    const about = [worker.device && `${worker.device}, ${bytes(worker.memory_used)} of ${bytes(worker.memory_total)} memory`,
+      worker.compiling?.length && `compiles ${worker.compiling.join(", ")}`].filter(Boolean);
+    this.device.textContent = about.join("; ");
+    this.device.hidden = about.length === 0;
     const known = worker.pages_total !== undefined;
     this.list.hidden = !known;
     if (known) this.load(worker);

@@ -54,6 +54,8 @@ export function span(value) {
   return `${Math.floor(value / size)} ${unit}${rest ? ` ${rest} ${next}` : ""}`;
 }
 
+export const ago = past => past < 1 ? "now" : `${span(past)} ago`;
+
 export const percent = share => `${share === 0 || share === 1 || share >= 0.1 ? Math.round(share * 100) : (share * 100).toFixed(1)} %`;
 
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;

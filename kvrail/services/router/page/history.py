@@ -1,6 +1,7 @@
 """The last minutes of a few of the router's metrics, sampled so that the page can draw their rates."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,14 +15,15 @@ from kvrail.telemetry.readings import Readings
 REQUESTS, TOKENS = "kvrail_requests_total", "kvrail_generation_tokens_total"
 SECONDS, PARTS = "kvrail_request_seconds", "kvrail_request_stage_seconds"
 FIRST_TOKEN = "kvrail_time_to_first_token_seconds"
+GAPS = "kvrail_inter_token_seconds"
 SERIES = (
     REQUESTS,
     TOKENS,
     f"{SECONDS}_count",
     f"{SECONDS}_sum",
     f"{PARTS}_sum",
-    f"{FIRST_TOKEN}_count",
-    f"{FIRST_TOKEN}_sum",
+    f"{FIRST_TOKEN}_bucket",
+    f"{GAPS}_bucket",
 )
 
 STEP_S = 2.0
@@ -32,7 +34,11 @@ STEPS = 120
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Counters at one moment. answered: requests whose time was measured; parts: seconds by name."""
+    """Counters at one moment.
+
+    answered: requests whose time was measured. parts: seconds by name. first, gaps: observations within each bound, by
+    the bound as Prometheus writes it.
+    """
 
     at: float
     requests: float
@@ -40,8 +46,8 @@ class Sample:
     answered: float
     seconds: float
     parts: dict[str, float]
-    begun: float
-    first_token_seconds: float
+    first: dict[str, float]
+    gaps: dict[str, float]
 
     @classmethod
     def of(cls, registry: CollectorRegistry, at: float) -> "Sample":
@@ -54,9 +60,26 @@ class Sample:
             answered=now.total(f"{SECONDS}_count"),
             seconds=now.total(f"{SECONDS}_sum"),
             parts=now.by(f"{PARTS}_sum", "stage"),
-            begun=now.total(f"{FIRST_TOKEN}_count"),
-            first_token_seconds=now.total(f"{FIRST_TOKEN}_sum"),
+            first=now.by(f"{FIRST_TOKEN}_bucket", "le"),
+            gaps=now.by(f"{GAPS}_bucket", "le"),
         )
+
+
+def quantile(q: float, before: dict[str, float], after: dict[str, float]) -> float | None:
+    """A quantile of what a histogram observed between two samples, interpolated as Prometheus does it.
+
+    None where it observed nothing. Beyond the last bound it is that bound.
+    """
+    rank = q * (after["+Inf"] - before["+Inf"]) if after else 0.0
+    if rank <= 0:
+        return None
+    low, below = 0.0, 0.0
+    for bound, count in after.items():
+        within, high = count - before[bound], float(bound)
+        if within >= rank:
+            return low if high == math.inf else low + (high - low) * (rank - below) / (within - below)
+        low, below = high, within
+    return low
 
 
 class History:

@@ -1,8 +1,11 @@
 // Asks the router how the cluster is, every two seconds while somebody looks, and hands the answer to the panels.
 
 import { ClusterView, mark } from "./cluster.js";
+import { ChatBox } from "./chat.js";
 import { html, span } from "./dom.js";
-import { DraftsView, KEY, KvView, QueueView, RequestsView, SplitView, Tiles, TokensView } from "./panels.js";
+import { DraftsView, KvView, QueueView, RequestsView, SplitView, Tiles, TokensView } from "./panels.js";
+import { KEY } from "./parts.js";
+import { ChangesView, ClientsView, NotableView } from "./recent.js";
 
 const EVERY_MS = 2000;
 const SLOWEST_MS = 15000;
@@ -19,6 +22,10 @@ const panels = [
   new DraftsView(find("drafts")),
   new RequestsView(find("requests")),
   new TokensView(find("tokens")),
+  new NotableView(find("notable")),
+  new ChangesView(find("changes")),
+  new ClientsView(find("clients")),
+  new ChatBox(find("chat")),
 ];
 
 let wait = EVERY_MS;

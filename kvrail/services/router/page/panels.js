@@ -2,22 +2,8 @@
 
 import { Bar, Meter, Sparkline } from "./charts.js";
 import { bytes, count, html, percent, plural, rate, seconds, show, span } from "./dom.js";
+import { KEY, PARTS } from "./parts.js";
 
-export const KEY = "kvrail-api-key"; // in the tab's storage
-const PARTS = [
-  ["frontend", "router", "validate and tokenise"],
-  ["turn", "queue", "wait for a turn"],
-  ["queue", "queue", "wait at the decode worker"],
-  ["handshake", "wire", "handshake"],
-  ["prefill_queue", "queue", "wait at the prefill worker"],
-  ["prefill", "prefill", "compute the prompt"],
-  ["first_token_wire", "wire", "first token crosses"],
-  ["kv_wait", "wire", "wait for KV"],
-  ["draft", "drafts", "draft on coarse KV"],
-  ["verify", "drafts", "verify drafts"],
-  ["decode", "decode", "decode"],
-  ["respond", "router", "last bytes to the client"],
-];
 const OUTCOMES = {
   stop: "good", length: "good2", cancelled: "idle", invalid: "idle2",
   overloaded: "warn", deadline: "warn2", unavailable: "bad", error: "bad2",
@@ -55,20 +41,23 @@ export class Tiles {
     this.tokens = new Tile("Tokens/s", "wide decode", rate);
     this.requests = new Tile("Requests/s", "wide prefill", rate);
     this.first = new Tile("First token");
+    this.gap = new Tile("Between tokens");
     this.running = new Tile("Running");
     this.waiting = new Tile("Waiting");
-    place.append(...[this.tokens, this.requests, this.first, this.running, this.waiting].map(tile => tile.element));
+    place.append(...[this.tokens, this.requests, this.first, this.gap, this.running, this.waiting].map(tile => tile.element));
   }
 
   update(status) {
-    const { history, split, requests, queue } = status;
+    const { history, percentiles, requests, queue } = status;
     for (const [tile, values] of [[this.tokens, history.tokens_per_s], [this.requests, history.requests_per_s]]) {
       tile.figure.textContent = rate(values.at(-1) ?? 0);
       const top = tile.spark.update(values, history.steps, history.step_s, tile.name);
       tile.say(top > 0 ? `peak ${rate(top)}` : "nothing of late");
     }
-    this.first.figure.textContent = split.first_token_s === null ? "–" : seconds(split.first_token_s);
-    this.first.say(split.first_token_s === null ? "no request of late" : "mean, last minutes");
+    for (const [tile, { p50, p99 }] of [[this.first, percentiles.first_token_s], [this.gap, percentiles.gap_s]]) {
+      tile.figure.textContent = p50 === null ? "–" : seconds(p50);
+      tile.say(p50 === null ? "no request of late" : `median; p99 ${seconds(p99)}`);
+    }
     show(this.running.figure, count(requests.running), requests.running, 'kvrail_requests_in_flight{state="running"}');
     this.running.say("requests that stream");
     show(this.waiting.figure, count(requests.waiting), requests.waiting, 'kvrail_requests_in_flight{state="waiting"}');

@@ -56,7 +56,7 @@ def page_routes(*, operators: bool = False) -> APIRouter:
     async def status(request: Request) -> Response:
         """Say what the page shows; with API keys and without one, no more than /health."""
         shown: StatusPage = request.app.state.status_page
-        body = shown.body(everything=operators or shown.shows_all(request.state.api_key))
+        body = shown.body(everything=operators or shown.shows_all(request.state.api_key), operators=operators)
         return Response(body, media_type="application/json", headers=HEADERS | {"cache-control": "no-store"})
 
     return router

@@ -11,12 +11,15 @@ from typing import Any
 from kvrail import __version__
 from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.fleet.worker import Worker
-from kvrail.services.router.page.history import STEP_S, STEPS, History, Sample
+from kvrail.services.router.page.history import STEP_S, STEPS, History, Sample, quantile
 from kvrail.telemetry.readings import Readings
 from kvrail.wire.v1 import common_pb2
 
 FRESH_S = 1.0
 """Seconds for which a computed answer serves everybody who asks."""
+
+MOST_CLIENTS = 12
+"""Clients that are shown with what they have here, those with most first."""
 
 SERIES = (
     "kvrail_requests_total",
@@ -37,7 +40,7 @@ class StatusPage:
         self._service = service
         self._clock = clock
         self._started = clock()
-        self._made: dict[bool, tuple[float, bytes]] = {}
+        self._made: dict[tuple[bool, bool], tuple[float, bytes]] = {}
         self._sampling: asyncio.Task[None] | None = None
         self.history = History(service.registry, clock)
 
@@ -58,13 +61,20 @@ class StatusPage:
         closed = settings.api_keys or settings.api_keys_file
         return settings.status_page == "open" or not closed or api_key is not None
 
-    def body(self, *, everything: bool) -> bytes:
-        """JSON. everything: beside what /health shows."""
-        now = self._clock()
-        made = self._made.get(everything)
+    def body(self, *, everything: bool, operators: bool = False) -> bytes:
+        """JSON. everything: beside what /health shows. operators: for the admin port, which has no API to chat with.
+
+        Which clients ask is shown there, and by a router without API keys.
+        """
+        now, settings = self._clock(), self._service.settings
+        made = self._made.get((everything, operators))
         if made is None or now - made[0] >= FRESH_S:
             found = self._all() if everything else self._health()
-            made = self._made[everything] = now, json.dumps(found, separators=(",", ":")).encode()
+            if everything:
+                found["chat"] = not operators
+                if not operators and (settings.api_keys or settings.api_keys_file):
+                    found = _without_clients(found)
+            made = self._made[everything, operators] = now, json.dumps(found, separators=(",", ":")).encode()
         return made[1]
 
     def _health(self) -> dict[str, Any]:
@@ -107,6 +117,10 @@ class StatusPage:
                 "generated": values.total("kvrail_generation_tokens_total"),
             },
             "split": self._split(now),
+            "percentiles": self._percentiles(now),
+            "notable": service.recent.notable(),
+            "changes": service.pool.changes.all(),
+            "clients": dict(sorted(service.admission.by_client.items(), key=lambda each: -each[1])[:MOST_CLIENTS]),
             "kv": _by_codec(reports),
             "drafts": {
                 "proposed": sum(report.drafts_proposed for report in reports),
@@ -129,7 +143,6 @@ class StatusPage:
         then = self.history.oldest
         recent = now.answered > then.answered
         answered = now.answered - (then.answered if recent else 0)
-        begun = now.begun - then.begun
         return {
             "recent_s": round(now.at - then.at) if recent else None,
             "requests": answered,
@@ -137,8 +150,19 @@ class StatusPage:
             "parts": {
                 name: seconds - (then.parts.get(name, 0.0) if recent else 0) for name, seconds in now.parts.items()
             },
-            "first_token_s": (now.first_token_seconds - then.first_token_seconds) / begun if begun else None,
         }
+
+    def _percentiles(self, now: Sample) -> dict[str, dict[str, float | None]]:
+        """Median and 99th percentile of first tokens and of gaps between tokens, of late; None: there were none."""
+        then = self.history.oldest
+        pairs = {"first_token_s": (then.first, now.first), "gap_s": (then.gaps, now.gaps)}
+        return {name: {"p50": quantile(0.5, *pair), "p99": quantile(0.99, *pair)} for name, pair in pairs.items()}
+
+
+def _without_clients(found: dict[str, Any]) -> dict[str, Any]:
+    """What is shown, without keys' names and addresses of clients."""
+    notable = [each | {"client": ""} for each in found["notable"]]
+    return found | {"clients": None, "notable": notable}
 
 
 def _more(worker: Worker) -> dict[str, Any]:
@@ -151,6 +175,10 @@ def _more(worker: Worker) -> dict[str, Any]:
         "max_waiting": answer.max_waiting,
         "ours": worker.requests,
         "links": dict(sorted(answer.report.link_bytes_per_s.items())),
+        "device": answer.report.device,
+        "memory_used": answer.report.memory_used,
+        "memory_total": answer.report.memory_total,
+        "compiling": list(answer.report.compiling),
     }
 
 

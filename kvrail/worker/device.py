@@ -1,0 +1,24 @@
+"""What a worker runs on, as its status and its metrics say."""
+
+import os
+import resource
+from functools import cache
+
+import torch
+
+from kvrail.rpc.report import Device
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """A GPU's product name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def device_now(device: torch.device) -> Device:
+    """The device with its memory as it is now; on a CPU, the process's largest resident memory and the host's."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Device(device_name(device), total - free, total)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(device_name(device), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, total)
