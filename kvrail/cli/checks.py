@@ -8,7 +8,8 @@ import importlib
 import os
 from pathlib import Path
 
-from kvrail.config.settings import DEMO_MODEL, DecodeSettings, WorkerSettings, flag_name
+from kvrail.config.origins import flag_name
+from kvrail.config.settings import DEMO_MODEL, DecodeSettings, WorkerSettings
 from kvrail.errors import ConfigError
 
 AUTO = "auto"

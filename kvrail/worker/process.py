@@ -1,4 +1,4 @@
-"""What a prefill and a decode worker have in common: the model behind an engine, and what they say of themselves."""
+"""What all workers have in common: the model behind an engine, and what they say of themselves."""
 
 import asyncio
 import errno
@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, cast
 
 from kvrail import __version__
 from kvrail.config.settings import WorkerSettings
@@ -34,7 +34,7 @@ from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.runtime import logs, loops
 from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.tuning import in_passing_thread, tune_process
-from kvrail.security.tls import Tls
+from kvrail.security.tls import Role, Tls
 from kvrail.telemetry.exposition import Exposition
 from kvrail.telemetry.making import show_certificates, show_process
 from kvrail.telemetry.series import Registry
@@ -46,7 +46,7 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
-from kvrail.worker.budgets import limits_of
+from kvrail.worker.budgets import limits_of, mixed_tokens
 from kvrail.worker.observing import KVMeters
 
 logger = logging.getLogger("kvrail.worker")
@@ -74,7 +74,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Worker:
-    """An engine and its surroundings; built once, before the first request. Services hand their parts what those need.
+    """An engine and its surroundings; built once, before the first request.
 
     numerics: see `Finding`. codecs: by name, the number of its parameters. instance: of this start of the process.
     """
@@ -148,8 +148,10 @@ class Worker:
                 prefill_full=self.engine.step_cost.full_prefill,
             ),
             max_batch_tokens=settings.max_batch_tokens,
+            mixed_batch_tokens=mixed_tokens(settings),
             metrics_port=self.ports.metrics,
             report=report_of(self.registry),
+            roles=settings.roles,
         )
 
     def _kv_events(self, asked: common_pb2.StatusRequest) -> common_pb2.KVEvents | None:
@@ -199,8 +201,8 @@ def build_engine(
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sampler.warm_up()
-    receives = settings.table == "decode"
-    measured = EngineMetrics(registry, settings.model_name, receives=receives, drafts=max_drafts > 0)
+    decodes = "decode" in settings.roles
+    measured = EngineMetrics(registry, settings.model_name, receives=decodes, drafts=max_drafts > 0)
     measured.show_cache(
         page_size=settings.page_size,
         pages=runner.cache.num_pages,
@@ -228,17 +230,15 @@ def build_worker(
     side: SideStream | None = None,
     listener: LayerListener | None = None,
     max_drafts: int = 0,
-    detokenize: bool,
     weights: WeightForms | None = None,
 ) -> Worker:
     """Build the engine and what surrounds it; called inside the loop that will serve. Raises from kvrail.errors.
 
     codecs: those that can be asked for, with the number of their parameters. side: of its transfers; None: a new one.
     """
-    tracing = Tracing.start(settings.otlp_endpoint, settings.table)
-    registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
-    tokenizer = load_tokenizer(settings.model) if detokenize else None
-    events = EventRouter(asyncio.get_running_loop())
+    tracing, registry, name = Tracing.start(settings.otlp_endpoint, settings.table), Registry(), settings.model_name
+    prefills, decodes = "prefill" in settings.roles, "decode" in settings.roles
+    tokenizer, events = load_tokenizer(settings.model) if decodes else None, EventRouter(asyncio.get_running_loop())
     loaded, runner, engine = build_engine(
         settings, registry, events.deliver, tokenizer, listener=listener, max_drafts=max_drafts, weights=weights
     )
@@ -254,8 +254,8 @@ def build_worker(
         calls=ActiveCalls(),
         registry=registry,
         exposition=Exposition(registry, vllm=decodes),
-        transfers=TransferMetrics(registry, name, (), ("received",) if decodes else ("sent",)),
-        coding=CodecMetrics(registry, name, encodes=not decodes, decodes=decodes),
+        transfers=TransferMetrics(registry, name, (), ("sent",) * prefills + ("received",) * decodes),
+        coding=CodecMetrics(registry, name, encodes=prefills, decodes=decodes),
         codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
         tracing=tracing,
@@ -321,18 +321,18 @@ def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
         logger.warning("output is not batch-invariant: %s", finding.reason)
 
 
-def certificate(settings: WorkerSettings, role: Literal["prefill", "decode"]) -> Tls | None:
+def certificate(settings: WorkerSettings) -> Tls | None:
     """A worker's, if its settings name one. Raises ConfigError where the files are no good."""
-    tls = Tls.of(settings, role)
+    tls = Tls.of(settings, cast(Role, settings.table))
     if settings.metrics_tls and tls is None:
         raise ConfigError("--metrics-tls needs a certificate; give --tls-ca, --tls-cert and --tls-key")
     return tls
 
 
-def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, None]) -> int:
+def run_worker(settings: WorkerSettings, main: Coroutine[Any, Any, None]) -> int:
     """Run a worker's main coroutine to its end; returns the process's exit code."""
     tune_process()
-    logs.setup(settings.log_level, settings.log_format, role)
+    logs.setup(settings.log_level, settings.log_format, settings.table)
     try:
         loops.run(main)
     except _BrokenError as error:
@@ -355,7 +355,7 @@ async def _broken(engine: Engine, step_timeout_s: float) -> _BrokenError:
 async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls: Tls | None = None) -> None:
     """Serve gRPC, metrics and health until SIGTERM or SIGINT, then drain.
 
-    add: puts the worker's service on the server. tls: its certificate. Raises where the engine has given up or hangs.
+    add: puts the worker's services on the server. tls: its certificate. Raises where the engine has given up or hangs.
     """
     settings = worker.settings
     loops.keep_what_is_here()

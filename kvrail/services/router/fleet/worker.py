@@ -147,6 +147,9 @@ class Worker:
             compute_s=costs.prefill_full or (costs.prefill_each if computes else 0.0),
             sequence_s=costs.decode_each,
             step_tokens=answer.max_batch_tokens,
+            fetch_s=costs.fetch_each,
+            step_s=costs.decode_base,
+            chunk_tokens=answer.mixed_batch_tokens,
         )
 
     async def close(self) -> None:
@@ -174,10 +177,10 @@ class Worker:
 class DecodeWorker(Worker):
     """A worker that generates."""
 
-    def __init__(self, target: str, tls: Tls | None = None) -> None:
+    def __init__(self, target: str, tls: Tls | None = None, role: str = "decode") -> None:
         channel = open_channel(target, tls=tls, role="decode")
-        self.client = DecodeClient(channel, peer=f"decode worker {target}")
-        super().__init__("decode", target, channel, self.client)
+        self.client = DecodeClient(channel, peer=f"{'decode ' * (role == 'decode')}worker {target}")
+        super().__init__(role, target, channel, self.client)
 
     async def close(self) -> None:
         """End what still runs, then close the channel."""
@@ -191,3 +194,15 @@ class PrefillWorker(Worker):
     def __init__(self, target: str, tls: Tls | None = None) -> None:
         channel = open_channel(target, tls=tls, role="prefill")
         super().__init__("prefill", target, channel, PrefillStatusClient(channel, peer=f"prefill worker {target}"))
+
+
+class BothWorker(DecodeWorker):
+    """A worker that prefills and decodes: one load for both."""
+
+    def __init__(self, target: str, tls: Tls | None = None) -> None:
+        super().__init__(target, tls, "both")
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its status says that it prefills."""
+        return self.answer is not None and "prefill" in self.answer.roles
