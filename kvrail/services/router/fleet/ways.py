@@ -1,7 +1,9 @@
 """Where a prompt is computed and where it decodes, among workers that do both: pure functions, as in policy.py.
 
 Each choice is weighed in seconds: for the request, and for the sequences that it delays. Choices within the limits come
-before those beyond them. The simulator (benchmarks/simulator) runs these very functions.
+before those beyond them. Prompts on all workers would delay all sequences. So they are drawn to the first workers of
+the list, as many as their rate needs, and output to the others: how many that is follows the load, and no worker's role
+is fixed. The simulator (benchmarks/simulator) runs these very functions.
 """
 
 import math
@@ -32,6 +34,8 @@ FETCH_S = 2e-3
 """Seconds of a fetch beside its tokens: the call and the handshake."""
 USUAL_CHUNK = 512
 """Tokens of a step with decoding sequences on a worker that does not say."""
+UTILISATION = 0.9
+"""Part of their time that the workers that prompts are drawn to compute them."""
 ALTERNATES = 3
 """Further prefill workers that a request names."""
 
@@ -61,7 +65,10 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """A candidate with measured or usual rates. decoding: its sequences that a prompt would delay."""
+    """A candidate with measured or usual rates.
+
+    decoding: its sequences that a prompt would delay. busy: part of its time that prompts are to have.
+    """
 
     each: Candidate
     load: Load
@@ -70,6 +77,7 @@ class _Worker:
     decoding: int
     token_s: float
     sequence_s: float
+    busy: float
 
     @property
     def placed(self) -> Placement:
@@ -91,8 +99,9 @@ class _Worker:
         return _Cost(first_s > slo.ttft_s, gap_s > slo.gap_s, first_s + self.decoding * own_s, tie)
 
     def decodes(self, request: PlacementRequest) -> float:
-        """Seconds that its sequences and the request's cost each other."""
-        return 2 * request.n * request.output_tokens * self.load.sequences * self.sequence_s
+        """Seconds that its sequences and the request cost each other, and that prompts to come cost the request."""
+        chunk_s = (self.load.chunk_tokens or USUAL_CHUNK) * self.token_s * self.busy
+        return request.n * request.output_tokens * (2 * self.load.sequences * self.sequence_s + chunk_s)
 
     def fetches(self, request: PlacementRequest) -> _Cost:
         """The request decodes here, on KV from another worker; prompts that are computed here delay it."""
@@ -125,7 +134,8 @@ def choose_way(
         able_to = [each for each in decode if each.target in both]
         choice = choose(policy, request, able_to, [], urgent=urgent, spare_s=spare_s)
         return choice and WorkerChoice(choice.decode, [], (HERE, "policy"))
-    deciding, computing = _workers(request, decode, both), _workers(request, prefill, both)
+    busy = _busy(prefill, both)
+    deciding, computing = _workers(request, decode, both, busy), _workers(request, prefill, both, busy)
     roomy = [each for each in deciding if each.load.has_room(request.n)]
     here = [each for each in roomy if request.local or each.each.target in both]
     apart = [] if request.local else [each for each in computing if each.load.has_room()]
@@ -195,7 +205,19 @@ def _pairs(
     return min(found, key=lambda it: it[0].rank, default=None)
 
 
-def _workers(request: PlacementRequest, candidates: Sequence[Candidate], both: "set[str]") -> list[_Worker]:
+def _busy(prefill: Sequence[Candidate], both: "set[str]") -> dict[str, float]:
+    """Part of their time that prompts are to have, of workers of both roles: all of the first ones, then none."""
+    ready = able(prefill)
+    token_s = known([each.load.compute_s or each.load.token_s for each in ready], USUAL_TOKEN_S)
+    needed = sum(each.load.tokens_per_s * each_s for each, each_s in zip(ready, token_s, strict=True)) / UTILISATION
+    needed -= sum(each.target not in both for each in ready)
+    places = enumerate(each.target for each in ready if each.target in both)
+    return {target: min(1.0, max(0.0, needed - place)) for place, target in places}
+
+
+def _workers(
+    request: PlacementRequest, candidates: Sequence[Candidate], both: "set[str]", busy: dict[str, float]
+) -> list[_Worker]:
     ready = able(candidates)
     token_s = known([each.load.compute_s or each.load.token_s for each in ready], USUAL_TOKEN_S)
     sequence_s = known([each.load.sequence_s for each in ready], USUAL_SEQUENCE_S)
@@ -209,6 +231,7 @@ def _workers(request: PlacementRequest, candidates: Sequence[Candidate], both: "
             each.load.sequences if each.target in both else 0,
             token_s[place],
             sequence_s[place],
+            busy.get(each.target, 0.0),
         )
         for place, each in enumerate(ready)
     ]

@@ -11,6 +11,7 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.runtime.breaker import Breaker
 from kvrail.security.tls import Tls
+from kvrail.services.router.fleet.demand import TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import PAGES_A_LOOK, WorkerPages
 from kvrail.wire.checks import check_status
@@ -52,6 +53,7 @@ class Worker:
         self._client = client
         self.requests = self.backlog = 0
         self._began = 0.0  # when it began with the backlog
+        self._given = TokenRate()
         self.refused = False
         self.pages = WorkerPages()
         self._sequences = self._places = 0  # of our requests; places: computed at once
@@ -116,6 +118,7 @@ class Worker:
         if not self.backlog:
             self._began = monotonic()
         self.backlog += tokens
+        self._given.add(tokens, monotonic())
 
     def computed(self, tokens: int) -> None:
         """It has computed them, or need not any more; it begins with the next."""
@@ -150,6 +153,7 @@ class Worker:
             fetch_s=costs.fetch_each,
             step_s=costs.decode_base,
             chunk_tokens=answer.mixed_batch_tokens,
+            tokens_per_s=self._given.at(monotonic()),
         )
 
     async def close(self) -> None:
