@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kvrail.errors import KvrailError
 from kvrail.values.sampling import SamplingParams
 from tests.cluster.both import both_workers
 from tests.cluster.cluster import TRANSPORTS
@@ -58,4 +59,32 @@ async def test_no_circle_of_workers_that_wait_for_each_other():
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.tokens == expected(prompt)
         for each in pair:
+            await each.settled()
+
+
+@pytest.mark.parametrize("local", [False, True])
+async def test_an_engine_that_stops_fails_what_decodes_there_and_delays_the_rest(local):
+    """What it was to compute for the other worker is computed there; what it decodes is for the router to move."""
+    prompt, rest = prompt_of(300), prompt_of(200, 5)
+    async with both_workers(FOLDER) as (one, other):
+        lost = asyncio.create_task(other.ask(rest, local=local, max_tokens=200))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(other.decode.engine.stop)
+        async with asyncio.timeout(60):
+            assert (await one.ask(prompt)).tokens == expected(prompt)
+            with pytest.raises(KvrailError):
+                await lost
+        await one.settled()
+
+
+async def test_a_worker_that_drains_ends_both_kinds_of_requests():
+    prompt = prompt_of(300)
+    async with both_workers(FOLDER) as (one, other):
+        ours, theirs = (asyncio.create_task(each.ask(prompt, max_tokens=60)) for each in (one, other))
+        await asyncio.sleep(0.2)
+        one.decode.calls.drain()
+        for answer in await together([ours, theirs]):
+            assert answer.tokens == expected(prompt, 60)
+        assert (await other.ask(prompt)).tokens == expected(prompt)  # computed here, or found cached
+        for each in (one, other):
             await each.settled()
