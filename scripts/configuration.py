@@ -45,7 +45,7 @@ Lists are written with commas. A switch is `--prefix-cache` or `--no-prefix-cach
 settings of one process.
 """
 GROUPS: tuple[tuple[str, str, type[Settings]], ...] = (
-    ("Every service", "Of the router and all workers.", ServiceSettings),
+    ("Every service", "The router and all workers have these.", ServiceSettings),
     ("Router", "`kvrail router`; environment variables begin with `KVRAIL_ROUTER_`.", RouterSettings),
     (
         "Every worker",

@@ -50,7 +50,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Of a choice. late, halting: whether it breaks the limit of the first token, or of gaps. tie: among equals."""
+    """The cost of a choice. late, halting: it breaks the limit of the first token, or of gaps. tie: among equals."""
 
     late: bool
     halting: bool
