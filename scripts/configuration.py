@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from kvrail.config.settings import (
     DEMO_MODEL,
+    BothSettings,
     DecodeSettings,
     PrefillSettings,
     RouterSettings,
@@ -44,15 +45,21 @@ Lists are written with commas. A switch is `--prefix-cache` or `--no-prefix-cach
 settings of one process.
 """
 GROUPS: tuple[tuple[str, str, type[Settings]], ...] = (
-    ("Every service", "Of router, prefill and decode workers.", ServiceSettings),
+    ("Every service", "The router and all workers have these.", ServiceSettings),
     ("Router", "`kvrail router`; environment variables begin with `KVRAIL_ROUTER_`.", RouterSettings),
     (
         "Every worker",
-        "Of prefill workers (`KVRAIL_PREFILL_`) and decode workers (`KVRAIL_DECODE_`).",
+        "Of prefill workers (`KVRAIL_PREFILL_`), decode workers (`KVRAIL_DECODE_`) and those of both roles"
+        " (`KVRAIL_WORKER_`).",
         WorkerSettings,
     ),
     ("Prefill worker", "`kvrail prefill`; environment variables begin with `KVRAIL_PREFILL_`.", PrefillSettings),
     ("Decode worker", "`kvrail decode`; environment variables begin with `KVRAIL_DECODE_`.", DecodeSettings),
+    (
+        "Worker of both roles",
+        "`kvrail worker`, which has the settings of both; environment variables begin with `KVRAIL_WORKER_`.",
+        BothSettings,
+    ),
     (
         "A cluster on one machine",
         "`kvrail up`; environment variables begin with `KVRAIL_UP_`. It also hands the services' flags on.",

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.simulator.trace import Request
-from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimWorker, Speed
+from benchmarks.simulator.workers import Clock, Job, SimBoth, SimDecode, SimPrefill, SimWorker, Speed
 from kvrail.config.settings import RouterSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
-from kvrail.services.router.fleet.policy import POLICIES, PlacementRequest, choose
+from kvrail.services.router.fleet.policy import POLICIES, PlacementRequest
+from kvrail.services.router.fleet.ways import HERE, Slo, choose_way
 from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S as REPORT_S
 
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default
@@ -68,8 +69,15 @@ class Simulation:
         self._size = page_size
         speed = Speed()
         kind = self._clock, speed, pages, page_size, MAX_RUNNING
-        self._prefill = {f"p{n}": SimPrefill(f"p{n}", *kind, STEP_TOKENS) for n in range(workers)}
-        self._decode = {f"d{n}": SimDecode(f"d{n}", *kind, STEP_TOKENS) for n in range(workers)}
+        self._kind = *kind, STEP_TOKENS
+        self._prefill: dict[str, SimPrefill | SimBoth] = {
+            f"p{n}": SimPrefill(f"p{n}", *self._kind) for n in range(workers)
+        }
+        self._decode: dict[str, SimDecode | SimBoth] = {
+            f"d{n}": SimDecode(f"d{n}", *self._kind) for n in range(workers)
+        }
+        self._slo, self._usual = Slo(), HERE
+        self.ways: list[tuple[float, str, str]] = []  # when, which and why, of workers that do both
         self._speed = speed
         self._waiting: dict[Ticket, tuple[Job, PlacementRequest]] = {}
         self._computing: Counter[str] = Counter()
@@ -85,7 +93,7 @@ class Simulation:
             job = Job(number, request.arrival, request.prompt_tokens, request.output_tokens, pages)
             jobs.append(job)
             self._clock.at(request.arrival, lambda job=job, key=request.key: self._arrive(job, key))
-        for worker in (*self._prefill.values(), *self._decode.values()):
+        for worker in {each.name: each for each in (*self._prefill.values(), *self._decode.values())}.values():
             self._report(worker)
         self._clock.run(lambda: self._open > 0)
         prompt = sum(job.tokens for job in jobs)
@@ -126,17 +134,27 @@ class Simulation:
         for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
             job, request = self._waiting[ticket]
             urgent, spare_s = not self._computing[ticket.client], job.arrival + self._prefill_wait_s - self._clock.now
-            choice = choose(self._policy, request, decode, prefill, urgent=urgent, spare_s=spare_s)
+            choice = choose_way(
+                *(self._policy, request, decode, prefill, self._slo),
+                urgent=urgent,
+                spare_s=spare_s,
+                usual=self._usual,
+            )
             if choice is not None:
                 del self._waiting[ticket]
                 self._queue.granted(ticket, passed)
+                if choice.way is not None:
+                    self._usual = choice.way[0]
+                    self.ways.append((self._clock.now, *choice.way))
                 computing = self._prefill[choice.prefill[0].target] if choice.prefill else None
                 self._send(ticket, job, self._decode[choice.decode.target], computing, choice.computed_tokens)
                 return True
             passed.append(ticket)
         return False
 
-    def _send(self, ticket: Ticket, job: Job, decode: SimDecode, prefill: SimPrefill | None, cached: int) -> None:
+    def _send(
+        self, ticket: Ticket, job: Job, decode: SimDecode | SimBoth, prefill: SimPrefill | SimBoth | None, cached: int
+    ) -> None:
         """To a decode worker, which computes the prompt where there is no prefill worker."""
         missing, computing = job.tokens - cached, prefill or decode
         fetch_s = missing * self._speed.fetch_s if prefill else 0.0

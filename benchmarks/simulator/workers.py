@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
+from kvrail.services.router.fleet.demand import TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.wire.v1 import common_pb2
@@ -80,6 +81,7 @@ class SimWorker:
     began: float = 0.0
     busy_s: float = 0.0
     prefilled: int = 0
+    given: TokenRate = field(default_factory=TokenRate)
     pool: PagePool = field(init=False)
     _seen: Candidate | None = None  # as long as nothing has changed
 
@@ -98,6 +100,7 @@ class SimWorker:
             self.began = self.clock.now
         self.requests += requests
         self.backlog += backlog
+        self.given.add(max(0, backlog), self.clock.now)
         self._seen = None
 
     def _load(self, computes: bool) -> Load:
@@ -112,6 +115,10 @@ class SimWorker:
             compute_s=self.speed.prefill_s,
             sequence_s=self.speed.each_s,
             step_tokens=self.step_tokens,
+            fetch_s=self.speed.fetch_s,
+            step_s=self.speed.step_s,
+            chunk_tokens=self.speed.mixed_tokens,
+            tokens_per_s=self.given.at(self.clock.now),
         )
 
     def report(self) -> None:
@@ -247,3 +254,60 @@ class SimDecode(SimWorker):
         *_, end = heapq.heappop(self._running)
         end()
         self._wait()
+
+
+@dataclass(eq=False)
+class SimBoth(SimWorker):
+    """Prefills and decodes: each step has a token of each sequence and a chunk of a prompt, full if nothing decodes."""
+
+    _prompts: deque[tuple[Job, list[int], int, Callable[[], object]]] = field(default_factory=deque)
+    _decoding: list[tuple[int, int, list[int], Callable[[], object]]] = field(default_factory=list)
+    _steps: int = 0
+    _stepping: bool = False
+
+    def candidate(self, *, computes: bool) -> Candidate:
+        """As the router sees it; it computes prompts, whatever else it does."""
+        return super().candidate(computes=True)
+
+    def submit(self, job: Job, done: Callable[[], object]) -> None:
+        """Compute a prompt; `done` is called when its first token is drawn."""
+        table, job.found = self.hold(job)
+        self._prompts.append((job, table, job.tokens - job.found, done))
+        self._step()
+
+    compute = submit
+
+    def begin(self, job: Job, done: Callable[[], object]) -> None:
+        """A request whose first token is there decodes the rest; `done` is called at its end."""
+        table, _ = self.hold(job)
+        self.publish(job, table)
+        heapq.heappush(self._decoding, (self._steps + job.output - 1, job.number, table, done))
+        self._step()
+
+    def _step(self) -> None:
+        if self._stepping or not (self._prompts or self._decoding):
+            return
+        self._stepping, speed, decoding = True, self.speed, len(self._decoding)
+        tokens = min(speed.mixed_tokens if decoding else self.step_tokens, self._prompts[0][2] if self._prompts else 0)
+        step_s = speed.step_s + speed.each_s * decoding if decoding else 0.0
+        self.busy_s += tokens * speed.prefill_s
+        self.prefilled += tokens
+        self.clock.at(self.clock.now + step_s + tokens * speed.prefill_s, lambda: self._end(tokens))
+
+    def _end(self, tokens: int) -> None:
+        self._steps += 1
+        ended = []
+        while self._decoding and self._decoding[0][0] <= self._steps:
+            ended.append(heapq.heappop(self._decoding)[2:])
+        if tokens:
+            job, table, missing, done = self._prompts.popleft()
+            if missing > tokens:
+                self._prompts.appendleft((job, table, missing - tokens, done))
+            else:
+                self.publish(job, table)
+                ended.append((table, done))
+        self._stepping = False
+        for table, done in ended:
+            self.pool.release(table)
+            done()
+        self._step()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError
-from kvrail.security.tls import ROLES, Role, role_host, role_uri
+from kvrail.security.tls import ROLES, Role, parts_of, role_host, role_uri
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -188,7 +188,9 @@ def issue(
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.now(UTC)
     end = min(now + timedelta(days=days), authority.certificate.not_valid_after_utc)
-    own = [x509.UniformResourceIdentifier(role_uri(role)), x509.DNSName(role_host(role))]
+    parts = parts_of(role)
+    uris = [x509.UniformResourceIdentifier(role_uri(part)) for part in parts]
+    own = [*uris, *(x509.DNSName(role_host(part)) for part in parts)]
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     issuer = authority.key.public_key()
     builder = (

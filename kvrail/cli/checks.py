@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvrail.config.settings import DEMO_MODEL, DecodeSettings, WorkerSettings, flag_name
+from kvrail.config.origins import flag_name
+from kvrail.config.settings import DEMO_MODEL, DecodeSettings, WorkerSettings
 from kvrail.errors import ConfigError
 
 AUTO = "auto"

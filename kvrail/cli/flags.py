@@ -12,7 +12,8 @@ from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from kvrail.config.settings import DEMO_MODEL, Settings, flag_name
+from kvrail.config.origins import flag_name
+from kvrail.config.settings import DEMO_MODEL, Settings
 
 GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cluster", ("prefill_workers", "decode_workers", "startup_timeout_s", "restarts")),

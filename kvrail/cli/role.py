@@ -1,4 +1,4 @@
-"""`kvrail router`, `kvrail prefill` and `kvrail decode`: one service in this process."""
+"""`kvrail router`, `kvrail prefill`, `kvrail decode` and `kvrail worker`: one service in this process."""
 
 import argparse
 import gc
@@ -12,7 +12,14 @@ from typing import cast
 from kvrail.cli.checks import check_model, check_worker
 from kvrail.cli.cluster.watch import end_with_parent
 from kvrail.cli.flags import Commands, add_command, add_config, add_settings, environment_help, given_flags
-from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings, ServiceSettings, WorkerSettings
+from kvrail.config.settings import (
+    BothSettings,
+    DecodeSettings,
+    PrefillSettings,
+    RouterSettings,
+    ServiceSettings,
+    WorkerSettings,
+)
 from kvrail.errors import ConfigError
 from kvrail.runtime import background
 from kvrail.telemetry.tracing import check_tracing
@@ -23,16 +30,19 @@ ROLES: dict[str, type[ServiceSettings]] = {
     "router": RouterSettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
+    "worker": BothSettings,
 }
 SUMMARIES = {
     "router": "serve the HTTP API and send each request to the workers",
     "prefill": "compute the KV cache of prompts and hand it to decode workers",
     "decode": "generate tokens on KV that prefill workers computed",
+    "worker": "do both: compute prompts and generate tokens, as the router chooses",
 }
 EXAMPLES = {
     "router": "kvrail router --port 8000 --prefill-workers p1:7001,p2:7001 --decode-workers d1:7002",
     "prefill": "kvrail prefill --host 0.0.0.0 --port 7001 --metrics-port 9101 --device cuda:0 --model Qwen/Qwen3-8B",
     "decode": "kvrail decode --host 0.0.0.0 --port 7002 --metrics-port 9102 --device cuda:0 --model Qwen/Qwen3-8B",
+    "worker": "kvrail worker --host 0.0.0.0 --port 7003 --metrics-port 9103 --device cuda:0 --model Qwen/Qwen3-8B",
 }
 SPIN_COUNT = "3000"
 """How often a thread of OpenMP's team looks for work before it sleeps: some 50 us, in which a step on a CPU mostly has
@@ -67,8 +77,9 @@ def run(role: str, arguments: argparse.Namespace) -> int:
     importlib.import_module("kvrail.runtime.logs").setup(settings.log_level, settings.log_format, role)
     if role != "router":
         logger.info("loading PyTorch and transformers")
+    service = "router" if role == "router" else "worker"
     gc.disable()  # what an import brings stays: to look for garbage in it takes a quarter of the import's time
-    main = importlib.import_module(f"kvrail.services.{role}.main")
+    main = importlib.import_module(f"kvrail.services.{service}.main")
     gc.freeze()
     gc.enable()
     return background.end(cast(int, main.run(settings)))

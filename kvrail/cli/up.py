@@ -15,11 +15,11 @@ from kvrail.cli.cluster.output import Output
 from kvrail.cli.cluster.plan import CHOSEN, Cluster, plan_cluster
 from kvrail.cli.flags import Commands, add_command, add_config, add_settings, given_flags
 from kvrail.cli.role import check_worker_installed
-from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings, UpSettings
+from kvrail.config.settings import BothSettings, DecodeSettings, PrefillSettings, RouterSettings, UpSettings
 
 SUMMARY = "run a whole cluster on this machine"
 EPILOG = """A flag of a service goes to every service that has it. A TOML file sets it for one alone, in its tables
-[router], [prefill] and [decode], and so does an environment variable: --log-level of the router is
+[router], [prefill], [decode] and [worker], and so does an environment variable: --log-level of the router is
 KVRAIL_ROUTER_LOG_LEVEL.
 Ports and devices of the workers are chosen: free ports, and the GPUs in turn.
 
@@ -27,6 +27,7 @@ examples:
   kvrail up                                        the demo model, one prefill and one decode worker
   kvrail up --model Qwen/Qwen3-8B --device cuda    workers spread over the GPUs of this machine
   kvrail up --prefill-workers 2 --decode-workers 2 --port 9000
+  kvrail up --workers 2                            two workers that prefill and decode
   kvrail up --config cluster.toml"""
 SERVE_SUMMARY = "kvrail up with the model as an operand"
 SERVE_EPILOG = """All flags of kvrail up but --model.
@@ -50,7 +51,12 @@ def add_commands(commands: Commands) -> None:
 
 def up_fields() -> dict[str, FieldInfo]:
     """Settings that `kvrail up` takes as flags: its own, the router's address, and what it hands to the services."""
-    services = RouterSettings.model_fields | PrefillSettings.model_fields | DecodeSettings.model_fields
+    services = (
+        RouterSettings.model_fields
+        | BothSettings.model_fields
+        | PrefillSettings.model_fields
+        | DecodeSettings.model_fields
+    )
     handed = {name: field for name, field in services.items() if name not in CHOSEN}
     address = {name: RouterSettings.model_fields[name] for name in ("host", "port")}
     return {**handed, **address, **UpSettings.model_fields}

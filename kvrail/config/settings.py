@@ -4,22 +4,30 @@ A setting comes from a flag, an environment variable (KVRAIL_PREFILL_PORT), a TO
 in this order. An error names the key, the value and the remedy. Nothing is changed after start.
 
 A TOML file describes a whole cluster: keys at the top hold for every process that has them; the tables [router],
-[prefill], [decode] and [up] hold for one and win over the top.
+[prefill], [decode], [worker] and [up] hold for one and win over the top.
 """
 
-import difflib
-import os
-import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from kvrail.config.types import ComputeDtype, Device, KVDtype, Names, Networks, Origins, Port, SamplingDefaults, Workers
+from kvrail.config.origins import environment_of, explain, file_values, flag_name
+from kvrail.config.types import (
+    ComputeDtype,
+    Decode,
+    Device,
+    KVDtype,
+    Names,
+    Networks,
+    Origins,
+    Port,
+    SamplingDefaults,
+    Workers,
+    one_role_default,
+)
 from kvrail.errors import ConfigError
 
 DEMO_MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvrail-demo")
@@ -27,6 +35,9 @@ MAX_FRAME_BYTES = 64 << 20
 """KV of a frame, before encoding; NVLink takes 0.2 ms for it, and larger frames gain nothing."""
 FRAMES_IN_MEMORY = 8
 """Frames that a decode worker's transfer memory holds at least: some are received while others are decoded."""
+
+
+WorkerRole = Literal["prefill", "decode"]
 
 
 class Settings(BaseSettings):
@@ -42,8 +53,9 @@ class Settings(BaseSettings):
 
         Raises ConfigError, which names the key, the value and the remedy.
         """
-        environment = cls._environment()
-        file = _file_values(cls, config) if config else {}
+        environment = environment_of(cls.table, cls.model_config["env_prefix"], cls.model_fields)
+        tables = {process.table: process.model_fields for process in PROCESSES}
+        file = file_values(cls.table, config, tables, WorkerSettings.model_fields) if config else {}
         given = dict(flags or {})
         try:
             return cls(**{k: v for k, v in file.items() if k not in environment}, **given)
@@ -56,24 +68,7 @@ class Settings(BaseSettings):
                 origin = environment[key]
             else:
                 origin = f"{key} in {config}"
-            raise ConfigError(explain(cls, origin, key, first)) from None
-
-    @classmethod
-    def _environment(cls) -> dict[str, str]:
-        """Environment variables of this process that are set, by field; one that no field knows is an error."""
-        prefix = cls.model_config["env_prefix"]
-        known = {f"{prefix}{name.upper()}": name for name in cls.model_fields}
-        found = {}
-        for variable in sorted(os.environ):
-            if not variable.upper().startswith(prefix):
-                continue
-            if variable.upper() not in known:
-                remedy = _nearest(variable, known) or "unset it"
-                if re.search(r"_SERVICE_|_PORT_\d+_", variable):
-                    remedy = "Kubernetes made it of a Service: set enableServiceLinks: false in the pod"
-                raise ConfigError(f"environment variable {variable} names no setting of kvrail {cls.table}; {remedy}")
-            found[known[variable.upper()]] = variable
-        return found
+            raise ConfigError(explain(cls.table, cls.model_fields, origin, key, first)) from None
 
 
 class ServiceSettings(Settings):
@@ -119,14 +114,21 @@ class RouterSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="KVRAIL_ROUTER_")
     table = "router"
 
+    _one_role = model_validator(mode="before")(one_role_default(()))
+
     port: Port = Field(8000, description="HTTP port of the API and of /metrics")
-    decode_workers: Workers = Field(
+    workers: Workers = Field(
+        (),
+        description="workers that prefill and decode, host:port each, or dns+host:port for all addresses of a name; the"
+        " router chooses where each prompt is computed and where it decodes",
+    )
+    decode_workers: Annotated[Workers, Decode] = Field(
         ("127.0.0.1:7002",),
-        min_length=1,
-        description="decode workers, host:port each, or dns+host:port for all addresses of a name",
+        description="decode workers, in the same form; default with --workers: none",
     )
     prefill_workers: Workers = Field(
-        ("127.0.0.1:7001",), description="prefill workers, in the same form; none: decode workers prefill"
+        ("127.0.0.1:7001",),
+        description="prefill workers, in the same form; none: decode workers prefill; default with --workers: none",
     )
     api_keys: Names = Field((), repr=False, description="accepted keys, bearer or X-Api-Key; none: no authentication")
     api_keys_file: str = Field(
@@ -186,6 +188,12 @@ class RouterSettings(ServiceSettings):
     newcomer_share: float = Field(
         0.1, ge=0, le=0.5, description="share of all places that one client must leave to others"
     )
+    slo_ttft_ms: PositiveFloat = Field(
+        500.0, description="time to the first token, in ms, that the router keeps where workers prefill and decode"
+    )
+    slo_gap_ms: PositiveFloat = Field(
+        30.0, description="time between two tokens of a stream, in ms, that it keeps there"
+    )
     priorities: bool = Field(
         False, description="let requests set a priority among their client's requests; lower is earlier"
     )
@@ -212,7 +220,10 @@ class RouterSettings(ServiceSettings):
 
 
 class WorkerSettings(ServiceSettings):
-    """What prefill and decode workers share."""
+    """What all workers share."""
+
+    roles: ClassVar[tuple[WorkerRole, ...]]
+    """What the worker does."""
 
     metrics_port: Port = Field(0, description="HTTP port of /metrics and /health; 0: any free one")
     metrics_tls: bool = Field(
@@ -280,6 +291,7 @@ class PrefillSettings(WorkerSettings):
 
     model_config = SettingsConfigDict(env_prefix="KVRAIL_PREFILL_")
     table = "prefill"
+    roles: ClassVar[tuple[WorkerRole, ...]] = ("prefill",)
 
     port: Port = Field(7001, description="gRPC port")
     data_port: Port = Field(0, description="TCP port on which transport tcp serves KV; 0: any free one")
@@ -288,12 +300,18 @@ class PrefillSettings(WorkerSettings):
         description="memory for later stages that wait until first stages are sent, in MiB, per decode machine",
     )
 
+    @property
+    def max_waiting_bytes(self) -> int:
+        """Most bytes of later stages that wait until first stages are sent, for each decode machine."""
+        return self.transfer_memory_mib << 20
+
 
 class DecodeSettings(WorkerSettings):
     """Settings of `kvrail decode`."""
 
     model_config = SettingsConfigDict(env_prefix="KVRAIL_DECODE_")
     table = "decode"
+    roles: ClassVar[tuple[WorkerRole, ...]] = ("decode",)
 
     port: Port = Field(7002, description="gRPC port")
     codec: str = Field(
@@ -326,15 +344,42 @@ class DecodeSettings(WorkerSettings):
         return min(MAX_FRAME_BYTES, (self.transfer_memory_mib << 20) // FRAMES_IN_MEMORY)
 
 
+class BothSettings(DecodeSettings, PrefillSettings):
+    """Settings of `kvrail worker`, which prefills and decodes."""
+
+    model_config = SettingsConfigDict(env_prefix="KVRAIL_WORKER_")
+    table = "worker"
+    roles = ("prefill", "decode")
+
+    port: Port = Field(7003, description="gRPC port")
+    transfer_memory_mib: PositiveInt = Field(
+        512,
+        description="receive buffer for KV, in MiB, on the host and on a GPU that receives KV; a frame has an eighth;"
+        " later stages that wait to be sent have eight times as much, per decode machine",
+    )
+
+    @property
+    def max_waiting_bytes(self) -> int:
+        """Most bytes of later stages that wait until first stages are sent, for each decode machine."""
+        return self.transfer_memory_mib * FRAMES_IN_MEMORY << 20
+
+
 class UpSettings(Settings):
     """Settings of `kvrail up`, which runs a whole cluster on one machine."""
 
     model_config = SettingsConfigDict(env_prefix="KVRAIL_UP_")
     table = "up"
 
+    _one_role = model_validator(mode="before")(one_role_default(0))
+
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where a GPU is found, else the CPU")
-    prefill_workers: int = Field(1, ge=0, le=64, description="prefill workers; 0: decode workers prefill")
-    decode_workers: int = Field(1, ge=1, le=64, description="decode workers")
+    prefill_workers: int = Field(
+        1, ge=0, le=64, description="prefill workers; 0: decode workers prefill; default with --workers: 0"
+    )
+    workers: int = Field(0, ge=0, le=64, description="workers that prefill and decode")
+    decode_workers: Annotated[int, Decode] = Field(
+        1, ge=0, le=64, description="decode workers; default with --workers: 0"
+    )
     metrics_port: Port = Field(
         9101,
         description="metrics port of the first worker, then counting up; 0, or with --port 0: any free ones",
@@ -347,51 +392,5 @@ class UpSettings(Settings):
     )
 
 
-PROCESSES: tuple[type[Settings], ...] = (RouterSettings, PrefillSettings, DecodeSettings, UpSettings)
+PROCESSES: tuple[type[Settings], ...] = (RouterSettings, PrefillSettings, DecodeSettings, BothSettings, UpSettings)
 """Every process that has settings."""
-
-
-def flag_name(field: str) -> str:
-    """The flag that sets `field`."""
-    return "--" + field.replace("_", "-")
-
-
-def _file_values(cls: type[Settings], path: Path) -> dict[str, Any]:
-    """What the TOML file `path` says for `cls`."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}; name a readable TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not TOML: {error}; correct the file") from None
-    tables = {process.table: process for process in PROCESSES}
-    top = {key: value for key, value in content.items() if key not in tables}
-    common = set(WorkerSettings.model_fields)
-    for key in top:
-        if key not in common:
-            remedy = _nearest(key, common) or f"tables are {', '.join(f'[{table}]' for table in tables)}"
-            owners = [f"[{table}]" for table, process in tables.items() if key in process.model_fields]
-            if owners:
-                remedy = f"it belongs into {' or '.join(owners)}"
-            raise ConfigError(f"{key} in {path} is no setting of all processes; {remedy}")
-    own = content.get(cls.table, {})
-    if not isinstance(own, dict):
-        raise ConfigError(f"{cls.table} = {own!r} in {path} is no table; write [{cls.table}] and the keys below it")
-    return {key: value for key, value in top.items() if key in cls.model_fields} | own
-
-
-def _nearest(name: str, known: Mapping[str, object] | set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else ""
-
-
-def explain(cls: type[Settings], origin: str, key: str, error: ErrorDetails) -> str:
-    """One line: where the value came from, the value, what is accepted."""
-    if error["type"] == "extra_forbidden":
-        remedy = _nearest(key, set(cls.model_fields)) or f"kvrail {cls.table} --help lists all settings"
-        return f"{origin} is no setting of kvrail {cls.table}; {remedy}"
-    field = cls.model_fields.get(key)
-    value = "the value" if field is None or not field.repr else repr(error["input"])
-    message = error["msg"].removeprefix("Value error, ")
-    about = f" ({field.description})" if field is not None else ""
-    return f"{origin}: {value} is not accepted: {message[:1].lower()}{message[1:]}{about}"

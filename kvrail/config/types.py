@@ -3,11 +3,13 @@
 import ipaddress
 import json
 import re
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 from pydantic_settings import NoDecode
 
+T = TypeVar("T")
 DNS = "dns+"
 """Before host:port: workers have whatever addresses that name has at the time."""
 
@@ -59,6 +61,24 @@ def _parse_object(value: object) -> object:
         raise ValueError(f"write an object in JSON ({error})") from None
 
 
+def one_role_default(none: object) -> Callable[[Any], Any]:
+    """A validator of all settings: where `workers` of both roles are given, those of one role are none by default."""
+
+    def complete(given: dict[str, Any]) -> dict[str, Any]:
+        some = given.get("workers") not in (None, "", "0", 0, ())
+        return {"decode_workers": none, "prefill_workers": none} | given if some else given
+
+    return complete
+
+
+def _check_decode(value: T, info: ValidationInfo) -> T:
+    if not (value or info.data.get("workers")):
+        raise ValueError("some worker must decode; give --workers or --decode-workers")
+    return value
+
+
+Decode = AfterValidator(_check_decode)
+"""Of decode workers, after the setting `workers`: there are some of either."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 Workers = Annotated[tuple[Annotated[str, AfterValidator(_check_workers)], ...], NoDecode, BeforeValidator(_split)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]

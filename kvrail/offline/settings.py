@@ -7,7 +7,8 @@ import torch
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from kvrail.config.settings import WorkerSettings, explain
+from kvrail.config.origins import explain
+from kvrail.config.settings import WorkerSettings
 from kvrail.config.types import ComputeDtype, KVDtype
 from kvrail.errors import ConfigError
 
@@ -37,6 +38,7 @@ class LLMSettings(WorkerSettings):
     """Settings of an LLM. They come from its arguments alone, not from the environment."""
 
     table = "llm"
+    roles = ()
 
     @classmethod
     def settings_customise_sources(
@@ -60,5 +62,5 @@ class LLMSettings(WorkerSettings):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = str(first["loc"][0])
-            raise ConfigError(explain(cls, key, key, first)) from None
+            raise ConfigError(explain(cls.table, cls.model_fields, key, key, first)) from None
         return settings.model_copy(update={"max_waiting": WAITING_FACTOR * settings.max_running})

@@ -23,15 +23,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvrail.tls")
 
-Role = Literal["router", "prefill", "decode", "metrics"]
-"""`metrics`: may read metrics and nothing else."""
-ROLES: tuple[Role, ...] = ("router", "prefill", "decode", "metrics")
+Role = Literal["router", "prefill", "decode", "worker", "metrics"]
+"""`worker`: prefills and decodes. `metrics`: may read metrics and nothing else."""
+ROLES: tuple[Role, ...] = ("router", "prefill", "decode", "worker", "metrics")
 Verify = Literal["host", "role"]
 """What the certificate of a called service must name: the host that was called, or its role."""
 
 SOON_DAYS = 7
 """A certificate that ends sooner is warned of."""
 _ANYWHERE = ("", "0.0.0.0", "::")
+
+
+def parts_of(role: str) -> tuple[str, ...]:
+    """The roles that a certificate of this role names: a worker that prefills and decodes has two."""
+    return ("prefill", "decode") if role == "worker" else (role,)
 
 
 def role_uri(role: str) -> str:
@@ -216,11 +221,11 @@ def check(ca: bytes, cert: bytes, key: bytes, paths: dict[str, Path], role: str,
     if not any(_issued(leaf, issuer) for issuer in (*chain[1:], *authorities)):
         raise ConfigError(f"{cert_name} is not signed by {ca_name}; name the CA that signed it")
     names = alternative_names(leaf)
-    if role_uri(role) not in names.get_values_for_type(x509.UniformResourceIdentifier):
-        raise ConfigError(
-            f"{cert_name} is not one of a {role}: its alternative names lack URI:{role_uri(role)}; they are"
-            f" {_listed(names)}"
-        )
+    for uri in map(role_uri, parts_of(role)):
+        if uri not in names.get_values_for_type(x509.UniformResourceIdentifier):
+            raise ConfigError(
+                f"{cert_name} is not one of a {role}: its alternative names lack URI:{uri}; they are {_listed(names)}"
+            )
     if host and not _names_host(names, host):
         raise ConfigError(
             f"{cert_name} does not name {host}, where this process is reached; its alternative names are"

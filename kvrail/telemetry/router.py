@@ -123,6 +123,11 @@ class RouterMetrics:
         self._placements = make.counter_family(
             "kvrail_placements", "Prompts placed on workers, by the reason for the choice.", "role", "reason"
         )
+        self._ways = make.counter_family(
+            "kvrail_prompt_ways",
+            "Prompts computed where they decode (here) or on another worker (apart), where workers do both, and why.",
+            *("way", "reason"),
+        )
         self.prefix_tokens = make.counters(
             "kvrail_prefix_tokens",
             "Tokens of prompts that decode workers were expected to hold, and that they found.",
@@ -208,10 +213,14 @@ class RouterMetrics:
         if seconds is not None:
             self._http_seconds.labels(self._model, handler).observe(seconds)
 
-    def placed(self, role: str, worker: str, reason: str) -> None:
-        """Count a prompt that a worker got."""
-        self._placements.labels(self._model, role, reason).inc()
+    def placed(self, part: str, role: str, worker: str, reason: str) -> None:
+        """Count a prompt that a worker of this role got. part: prefill or decode."""
+        self._placements.labels(self._model, part, reason).inc()
         self._given.labels(self._model, role, worker).inc()
+
+    def went(self, way: str, reason: str) -> None:
+        """Count a prompt that workers of both roles could have computed here or apart."""
+        self._ways.labels(self._model, way, reason).inc()
 
     def worker_up(self, role: str, worker: str, up: bool) -> None:
         """Record whether requests can be sent to `worker`."""

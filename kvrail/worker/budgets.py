@@ -20,7 +20,7 @@ PROMPT_LOGITS_BYTES, LEAST_PROMPT_ROWS = 128 << 20, 32
 delay those who decode no more than any chunk of a prompt does."""
 
 
-def _mixed_tokens(settings: WorkerSettings) -> int:
+def mixed_tokens(settings: WorkerSettings) -> int:
     """Tokens of a step in which chunks of prompts go beside decodes."""
     return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else MIXED_TOKENS)
 
@@ -36,7 +36,7 @@ def limits_of(settings: WorkerSettings, vocab_size: int) -> StepBudget:
         settings.max_batch_tokens,
         settings.max_running,
         settings.max_waiting,
-        _mixed_tokens(settings),
+        mixed_tokens(settings),
         max(LEAST_PROMPT_ROWS, PROMPT_LOGITS_BYTES // (4 * vocab_size)),
         helping_tokens(settings),
     )

@@ -10,7 +10,8 @@ from kvrail.codec.base import BlockSpec, Codec
 from kvrail.codec.compiling import CompilerProcess, Order, sample_pages, use_once
 from kvrail.codec.cost import CodecCost, measure
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, CodebookError
-from kvrail.config.settings import WorkerSettings, flag_name
+from kvrail.config.origins import flag_name
+from kvrail.config.settings import WorkerSettings
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.errors import ConfigError
 from kvrail.runtime import background

@@ -1,4 +1,4 @@
-"""What a prefill and a decode worker have in common: the model behind an engine, and what they say of themselves."""
+"""What all workers have in common: the model behind an engine, and what they say of themselves."""
 
 import asyncio
 import logging
@@ -40,7 +40,7 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
-from kvrail.worker.budgets import limits_of
+from kvrail.worker.budgets import limits_of, mixed_tokens
 from kvrail.worker.device import device_name, device_now
 from kvrail.worker.observing import KVMeters
 
@@ -62,7 +62,7 @@ class Ports:
 
 @dataclass(frozen=True)
 class Worker:
-    """An engine and its surroundings; built once, before the first request. Services hand their parts what those need.
+    """An engine and its surroundings; built once, before the first request.
 
     numerics: see `Finding`. codecs: by name, the number of its parameters. instance: of this start of the process.
     """
@@ -136,8 +136,10 @@ class Worker:
                 prefill_full=self.engine.step_cost.full_prefill,
             ),
             max_batch_tokens=settings.max_batch_tokens,
+            mixed_batch_tokens=mixed_tokens(settings),
             metrics_port=self.ports.metrics,
             report=report_of(self.registry, device_now(loaded.device)),
+            roles=settings.roles,
         )
 
     def _kv_events(self, asked: common_pb2.StatusRequest) -> common_pb2.KVEvents | None:
@@ -187,8 +189,8 @@ def build_engine(
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sampler.warm_up()
-    receives = settings.table == "decode"
-    measured = EngineMetrics(registry, settings.model_name, receives=receives, drafts=max_drafts > 0)
+    decodes = "decode" in settings.roles
+    measured = EngineMetrics(registry, settings.model_name, receives=decodes, drafts=max_drafts > 0)
     measured.show_cache(
         page_size=settings.page_size,
         pages=runner.cache.num_pages,
@@ -216,17 +218,15 @@ def build_worker(
     side: SideStream | None = None,
     listener: LayerListener | None = None,
     max_drafts: int = 0,
-    detokenize: bool,
     weights: WeightForms | None = None,
 ) -> Worker:
     """Build the engine and what surrounds it; called inside the loop that will serve. Raises from kvrail.errors.
 
     codecs: those that can be asked for, with the number of their parameters. side: of its transfers; None: a new one.
     """
-    tracing = Tracing.start(settings.otlp_endpoint, settings.table)
-    registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
-    tokenizer = load_tokenizer(settings.model) if detokenize else None
-    events = EventRouter(asyncio.get_running_loop())
+    tracing, registry, name = Tracing.start(settings.otlp_endpoint, settings.table), Registry(), settings.model_name
+    prefills, decodes = "prefill" in settings.roles, "decode" in settings.roles
+    tokenizer, events = load_tokenizer(settings.model) if decodes else None, EventRouter(asyncio.get_running_loop())
     loaded, runner, engine = build_engine(
         settings, registry, events.deliver, tokenizer, listener=listener, max_drafts=max_drafts, weights=weights
     )
@@ -243,8 +243,8 @@ def build_worker(
         calls=ActiveCalls(),
         registry=registry,
         exposition=Exposition(registry, vllm=decodes),
-        transfers=TransferMetrics(registry, name, (), ("received",) if decodes else ("sent",)),
-        coding=CodecMetrics(registry, name, encodes=not decodes, decodes=decodes),
+        transfers=TransferMetrics(registry, name, (), ("sent",) * prefills + ("received",) * decodes),
+        coding=CodecMetrics(registry, name, encodes=prefills, decodes=decodes),
         codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
         tracing=tracing,

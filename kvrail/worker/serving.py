@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal
+from typing import Any, cast
 
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.engine import Engine
@@ -15,7 +15,7 @@ from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.server import RpcServer, build_server, serve_until_signal
 from kvrail.runtime import logs, loops
 from kvrail.runtime.tuning import tune_process
-from kvrail.security.tls import Tls
+from kvrail.security.tls import Role, Tls
 from kvrail.telemetry.making import show_certificates
 from kvrail.worker.process import Worker
 
@@ -29,18 +29,18 @@ class _BrokenError(KvrailError):
     """The engine has given up or hangs: the process must end, so that its supervisor starts another."""
 
 
-def certificate(settings: WorkerSettings, role: Literal["prefill", "decode"]) -> Tls | None:
+def certificate(settings: WorkerSettings) -> Tls | None:
     """A worker's, if its settings name one. Raises ConfigError where the files are no good."""
-    tls = Tls.of(settings, role)
+    tls = Tls.of(settings, cast(Role, settings.table))
     if settings.metrics_tls and tls is None:
         raise ConfigError("--metrics-tls needs a certificate; give --tls-ca, --tls-cert and --tls-key")
     return tls
 
 
-def run_worker(settings: WorkerSettings, role: str, main: Coroutine[Any, Any, None]) -> int:
+def run_worker(settings: WorkerSettings, main: Coroutine[Any, Any, None]) -> int:
     """Run a worker's main coroutine to its end; returns the process's exit code."""
     tune_process()
-    logs.setup(settings.log_level, settings.log_format, role)
+    logs.setup(settings.log_level, settings.log_format, settings.table)
     try:
         loops.run(main)
     except _BrokenError as error:
@@ -63,7 +63,7 @@ async def _broken(engine: Engine, step_timeout_s: float) -> _BrokenError:
 async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls: Tls | None = None) -> None:
     """Serve gRPC, metrics and health until SIGTERM or SIGINT, then drain.
 
-    add: puts the worker's service on the server. tls: its certificate. Raises where the engine has given up or hangs.
+    add: puts the worker's services on the server. tls: its certificate. Raises where the engine has given up or hangs.
     """
     settings = worker.settings
     loops.keep_what_is_here()

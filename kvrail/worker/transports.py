@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvrail.config.settings import DecodeSettings, PrefillSettings, WorkerSettings, flag_name
+from kvrail.config.origins import flag_name
+from kvrail.config.settings import DecodeSettings, PrefillSettings, WorkerSettings
 from kvrail.errors import ConfigError, IncompatibleError
 from kvrail.transport import registry
 from kvrail.transport.base import Transport
@@ -30,18 +31,13 @@ class Transports:
         self._by_name = {transport.name: transport for transport in self.all}
 
     @classmethod
-    async def to_send(cls, settings: PrefillSettings, device: torch.device) -> "Transports":
-        """Start a prefill worker's. Raises ConfigError if one that the settings name cannot be started."""
-        return await cls._start(settings, _options(settings, device, host=settings.host, port=settings.data_port))
+    async def start(cls, settings: WorkerSettings, device: torch.device) -> "Transports":
+        """Start a worker's: what prefills sends, and what decodes receives, into one pool of host memory.
 
-    @classmethod
-    async def to_receive(cls, settings: DecodeSettings, device: torch.device) -> "Transports":
-        """Start a decode worker's, which share one pool of host memory. Raises as `to_send`."""
-        pool = host_pool(settings.transfer_memory_mib << 20, pinned=device.type == "cuda")
-        return await cls._start(settings, _options(settings, device, pool=pool))
+        Raises ConfigError if one that the settings name cannot be started.
+        """
+        options = _options(settings, device)
 
-    @classmethod
-    async def _start(cls, settings: WorkerSettings, options: TransportOptions) -> "Transports":
         def refusal(info: TransportInfo) -> str:
             return _refusal(info, settings)
 
@@ -78,8 +74,12 @@ class Transports:
         await asyncio.gather(*(transport.aclose() for transport in self.all))
 
 
-def _options(settings: WorkerSettings, device: torch.device, **ends: Any) -> TransportOptions:
-    on_cuda = device.type == "cuda"
+def _options(settings: WorkerSettings, device: torch.device) -> TransportOptions:
+    on_cuda, ends = device.type == "cuda", dict[str, Any]()
+    if isinstance(settings, PrefillSettings):
+        ends |= {"host": settings.host, "port": settings.data_port}
+    if isinstance(settings, DecodeSettings):
+        ends["pool"] = host_pool(settings.transfer_memory_mib << 20, pinned=on_cuda)
     polls = on_cuda and _cores() >= POLLING_CORES
     return TransportOptions(
         device, encrypt=bool(settings.tls_cert), silence_s=settings.transfer_timeout_s, poll=polls, **ends

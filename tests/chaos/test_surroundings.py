@@ -113,7 +113,7 @@ from kvrail.worker.serving import run_worker
 async def main():
     with open("/dev/full", "w") as full:
         full.write("a kernel")
-raise SystemExit(run_worker(DecodeSettings(), "decode", main()))
+raise SystemExit(run_worker(DecodeSettings(), main()))
 """
 
 

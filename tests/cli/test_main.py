@@ -14,7 +14,8 @@ from kvrail.cli.flags import flag_arguments, given_flags
 from kvrail.cli.main import build_parser, main
 from kvrail.cli.role import ROLES, SPIN_COUNT
 from kvrail.cli.up import up_fields
-from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings, flag_name
+from kvrail.config.origins import flag_name
+from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,7 +178,7 @@ print([name for name in ("torch", "numpy", "numba") if name in sys.modules])
 
 
 def test_workers_run_without_triton():
-    code = "import sys; sys.modules['triton'] = None; import kvrail.services.prefill.main, kvrail.services.decode.main"
+    code = "import sys; sys.modules['triton'] = None; import kvrail.services.worker.main"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

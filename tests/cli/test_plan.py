@@ -12,10 +12,10 @@ from kvrail.cli.cluster.plan import LOOPBACK, plan_cluster, threads_each
 from kvrail.cli.flags import given_flags
 from kvrail.cli.main import build_parser
 from kvrail.cli.up import program, up_fields, welcome
-from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings
+from kvrail.config.settings import BothSettings, DecodeSettings, PrefillSettings, RouterSettings
 from kvrail.errors import ConfigError
 
-SETTINGS = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
+SETTINGS = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings, "worker": BothSettings}
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +106,18 @@ def test_a_codec_that_is_unknown_is_found_before_anything_starts(tmp_path, model
 def test_without_prefill_workers_the_router_has_none(model):
     cluster = plan("--prefill-workers", "0", model=model)
     assert settings_of(cluster.processes[0]).prefill_workers == ()
+
+
+def test_workers_of_both_roles_stand_alone_or_beside_others(model):
+    cluster = plan("--workers", "2", "--max-running", "7", "--codec", "raw", model=model)
+    assert [process.name for process in cluster.processes] == ["router", "worker-0", "worker-1"]
+    router, *workers = map(settings_of, cluster.processes)
+    assert router.workers == tuple(f"{LOOPBACK}:{worker.port}" for worker in workers)
+    assert router.prefill_workers == router.decode_workers == ()
+    assert all((worker.max_running, worker.codec) == (7, "raw") for worker in workers)
+    mixed = plan("--workers", "1", "--prefill-workers", "1", model=model)
+    assert [process.name for process in mixed.processes] == ["router", "prefill-0", "worker-0"]
+    assert settings_of(mixed.processes[0]).decode_workers == ()
 
 
 def test_flags_reach_every_service_that_has_them(model):

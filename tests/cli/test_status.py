@@ -26,6 +26,7 @@ HEALTH = {
             "numerics": "n",
         }
     },
+    "workers": {},
     "prefill_workers": {"p:7001": {"state": "down", "detail": "connection refused"}},
     "dns": {"p:7001": {"addresses": [], "detail": "does not resolve"}},
 }

@@ -144,8 +144,7 @@ async def transports_for(transport, options, device):
     """Of one worker, or in process of all."""
     if isinstance(transport, InprocTransport):
         return Transports([transport])
-    start = Transports.to_send if isinstance(options, PrefillSettings) else Transports.to_receive
-    return await start(options.model_copy(update={"transport": transport}), device)
+    return await Transports.start(options.model_copy(update={"transport": transport}), device)
 
 
 def _certificates(authority, shared):
@@ -175,7 +174,6 @@ async def cluster(
             codecs=codecs.parameters,
             side=side,
             listener=observer,
-            detokenize=False,
             weights=forms_of(options),
         )
         codecs.check_codebook(worker.loaded)
@@ -197,7 +195,6 @@ async def cluster(
         options,
         codecs=codecs.parameters,
         max_drafts=options.max_drafts,
-        detokenize=True,
         weights=forms_of(options),
     )
     codecs.check_codebook(worker.loaded)

@@ -42,12 +42,14 @@ async def test_ucx_has_to_be_asked_for_beside_tls(authority):
     import torch
 
     paths = authority.settings("decode")
-    for cls, start in ((PrefillSettings, Transports.to_send), (DecodeSettings, Transports.to_receive)):
+    for cls in (PrefillSettings, DecodeSettings):
         with pytest.raises(ConfigError, match="--ucx-in-clear"):
-            await start(settings(cls, FOLDER, transport="ucx", **paths), torch.device("cpu"))
-        auto = await start(settings(cls, FOLDER, transport="auto", **paths), torch.device("cpu"))
+            await Transports.start(settings(cls, FOLDER, transport="ucx", **paths), torch.device("cpu"))
+        auto = await Transports.start(settings(cls, FOLDER, transport="auto", **paths), torch.device("cpu"))
         assert auto.names == ["tcp"]
         await auto.aclose()
-        asked = await start(settings(cls, FOLDER, transport="auto", ucx_in_clear=True, **paths), torch.device("cpu"))
+        asked = await Transports.start(
+            settings(cls, FOLDER, transport="auto", ucx_in_clear=True, **paths), torch.device("cpu")
+        )
         assert asked.names == ["ucx", "tcp"]
         await asked.aclose()

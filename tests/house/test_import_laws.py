@@ -56,8 +56,9 @@ BREACHES = [
     (
         "services and tools never import each other",
         "kvrail/services/prefill/breach.py",
-        "import kvrail.services.decode.main",
+        "import kvrail.services.decode.servicer",
     ),
+    ("services point down", "kvrail/services/decode/breach.py", "import kvrail.services.worker.main"),
     ("services and tools never import each other", "kvrail/tools/pack/breach.py", "import kvrail.tools.calibrate.main"),
     (
         "what to compute is decided without torch",

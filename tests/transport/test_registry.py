@@ -60,8 +60,8 @@ def test_a_name_that_leads_nowhere_is_refused_with_the_remedy(plugged):
 
 
 async def test_a_plugged_transport_carries_payloads_of_workers_that_name_it(plugged):
-    sending = await Transports.to_send(settings(PrefillSettings, transport="near", host="127.0.0.1"), CPU)
-    receiving = await Transports.to_receive(settings(DecodeSettings, transport="near", max_frame_bytes=1 << 20), CPU)
+    sending = await Transports.start(settings(PrefillSettings, transport="near", host="127.0.0.1"), CPU)
+    receiving = await Transports.start(settings(DecodeSettings, transport="near", transfer_memory_mib=8), CPU)
     assert sending.names == receiving.names == ["near"]
     ours, theirs = sending.get("near"), receiving.get("near")
     sender = await ours.sender(Peer(b""), 7)
@@ -79,14 +79,14 @@ async def test_auto_goes_on_without_a_transport_that_does_not_start(monkeypatch)
 
     tcp = registry.get("tcp")
     monkeypatch.setattr(registry, "candidates", lambda name: (TransportInfo("ucx", broken), tcp))
-    found = await Transports.to_receive(settings(DecodeSettings), CPU)
+    found = await Transports.start(settings(DecodeSettings), CPU)
     assert found.names == ["tcp"]
     await found.aclose()
     monkeypatch.setattr(registry, "candidates", lambda name: (tcp, TransportInfo("last", broken)))
     with pytest.raises(OSError, match="no such device"):
-        await Transports.to_receive(settings(DecodeSettings), CPU)
+        await Transports.start(settings(DecodeSettings), CPU)
 
 
 async def test_a_transport_that_cannot_encrypt_is_no_choice_beside_tls(plugged):
     with pytest.raises(ConfigError, match="--transport near sends KV unencrypted"):
-        await Transports.to_receive(settings(DecodeSettings, transport="near", tls_cert="cert.pem"), CPU)
+        await Transports.start(settings(DecodeSettings, transport="near", tls_cert="cert.pem"), CPU)

@@ -12,14 +12,21 @@ from pathlib import Path
 from kvrail.cli.checks import check_model, check_worker
 from kvrail.cli.cluster.gpus import shared_kv_memory_gib
 from kvrail.cli.flags import flag_arguments
-from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings, UpSettings, WorkerSettings
+from kvrail.config.settings import (
+    BothSettings,
+    DecodeSettings,
+    PrefillSettings,
+    RouterSettings,
+    UpSettings,
+    WorkerSettings,
+)
 from kvrail.errors import ConfigError
 from kvrail.telemetry.tracing import check_tracing
 
 LOOPBACK = "127.0.0.1"
 WORKER_PORTS = range(20_000, 32_768)
 """Below the ports that Linux gives to outgoing connections: none of these takes one before its worker has started."""
-CHOSEN = frozenset({"host", "port", "metrics_port", "device", "prefill_workers", "decode_workers"})
+CHOSEN = frozenset({"host", "port", "metrics_port", "device", "prefill_workers", "decode_workers", "workers"})
 """Settings of a service that the plan fills in; as flags, these names concern `kvrail up` itself or the router."""
 
 
@@ -73,6 +80,7 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
     for role, cls, count in (
         ("prefill", PrefillSettings, up.prefill_workers),
         ("decode", DecodeSettings, up.decode_workers),
+        ("worker", BothSettings, up.workers),
     ):
         settings = cls.load(_of(cls, handed), config)
         check_model(settings.model)
@@ -159,8 +167,9 @@ def _router_process(
     router: RouterSettings, flags: Mapping[str, object], port: int, workers: list[_Worker], config: Path | None
 ) -> Process:
     addresses = {
-        f"{role}_workers": tuple(f"{LOOPBACK}:{worker.port}" for worker in workers if worker.role == role)
-        for role in ("prefill", "decode")
+        field: tuple(f"{LOOPBACK}:{worker.port}" for worker in workers if worker.role == role)
+        for role, field in (("prefill", "prefill_workers"), ("decode", "decode_workers"), ("worker", "workers"))
+        if role != "worker" or any(worker.role == role for worker in workers)
     }
     shown = {name: value for name, value in flags.items() if name != "api_keys"}  # any user may list processes
     keys = {"KVRAIL_ROUTER_API_KEYS": ",".join(router.api_keys)} if "api_keys" in flags else {}

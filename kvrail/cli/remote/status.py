@@ -20,6 +20,8 @@ examples:
   kvrail status --url http://gpu-host:8000 --watch 5
   kvrail status --json | jq .decode_workers"""
 COLUMNS = ("role", "worker", "state", "running", "waiting", "pages used", "cached", "free", "batch-invariant", "detail")
+GROUPS = {"decode": "decode_workers", "prefill": "prefill_workers", "both": "workers"}
+"""Where /health has the workers of each role."""
 ALWAYS = frozenset(COLUMNS[:3])
 NUMBERS = frozenset(COLUMNS[3:8])
 SERVED = ("ok", "degraded")
@@ -86,7 +88,7 @@ def table(health: Json) -> str:
         return f"{health['status']}; for the workers, name the router's admin port with --url or give an --api-key\n"
     requests = health["active_requests"]
     head = f"{health['status']}: {health['model']}, {requests} request{'' if requests == 1 else 's'} active"
-    rows = [COLUMNS, *_workers("decode", health), *_workers("prefill", health)]
+    rows = [COLUMNS, *(row for role in GROUPS for row in _workers(role, health))]
     used = [column for column, name in enumerate(COLUMNS) if any(row[column] for row in rows[1:]) or name in ALWAYS]
     widths = {column: max(len(row[column]) for row in rows) for column in used}
     lines = ["  ".join(_cell(row[column], column, widths[column]) for column in used).rstrip() for row in rows]
@@ -100,7 +102,7 @@ def _cell(text: str, column: int, width: int) -> str:
 
 def _workers(role: str, health: Json) -> Iterator[tuple[str, ...]]:
     """A row of text for each worker of a role; empty cells where the worker has not answered yet."""
-    for target, entry in health[f"{role}_workers"].items():
+    for target, entry in health[GROUPS[role]].items():
         pages = [""] * 3
         if total := entry.get("pages_total"):
             free, cached = entry["pages_free"], entry["pages_cached"]

@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import math
 from dataclasses import dataclass
 
 from kvrail.engine.aio import EngineEvents
 from kvrail.engine.kv.leases import PageLease
 from kvrail.engine.request.events import Admitted, Prefilled, PrefillStarted
 from kvrail.engine.request.requests import EngineRequest
-from kvrail.errors import KvrailError, TransferAbortedError
+from kvrail.errors import KvrailError, OverloadedError, TransferAbortedError
 from kvrail.grammar import Grammar, Grammars
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.waiting import settled
@@ -23,18 +24,24 @@ from kvrail.wire.v1 import prefill_pb2
 from kvrail.worker.access import EngineAccess
 
 HEARTBEAT_S = 5.0
+NO_PAGES = "this worker had no pages for the prompt in time; compute it elsewhere"
 HUNG_S = 30.0
 """A step that takes longer may never end; then the receiver had better ask elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandlerParts:
-    """What all calls of a prefill worker use."""
+    """What all calls of a prefill worker use.
+
+    patience_s: longest wait for pages. A worker that also decodes needs it: its pages can be held by requests that
+    wait for KV from the very worker whose request waits here.
+    """
 
     access: EngineAccess
     grammars: Grammars
     metrics: TransferMetrics
     observer: PageObserver
+    patience_s: float = math.inf
 
 
 class PrefillHandler:
@@ -56,18 +63,22 @@ class PrefillHandler:
     ) -> None:
         self._parts = parts
         self._request = request
-        self._engine_id = f"{request.request_id}/{number}"
+        self._engine_id = f"{request.request_id}/p{number}"  # the engine may also decode it
         self._sender = sender
         self._replies = replies
         self._timeline = timeline
         self._spans = spans
         self._lease: PageLease | None = None
+        self._impatience: asyncio.TimerHandle | None = None
 
     async def run(self, accepted: prefill_pb2.Accepted) -> None:
         """Compute and send side by side; commit when all has left. However it ends, no page is read any more."""
         parts, params = self._parts, sampling_from_proto(self._request.sampling)
         events = self._open(params, await parts.grammars.get(params.grammar, self._request.client))
         self._replies.accept(accepted)
+        if parts.patience_s < math.inf:
+            loop = asyncio.get_running_loop()
+            self._impatience = loop.call_later(parts.patience_s, events.fail, OverloadedError(NO_PAGES))
         sending = asyncio.create_task(self._sender.run())
         beating = asyncio.create_task(self._beat())
         outcome = "aborted"
@@ -89,6 +100,7 @@ class PrefillHandler:
             parts.metrics.transfers["sent", outcome].inc()
             parts.metrics.seconds["sent"].observe(self._timeline.elapsed())
             parts.observer.forget(self._engine_id)
+            self._admitted()
             events.close()
             beating.cancel()
             sending.cancel()
@@ -128,12 +140,17 @@ class PrefillHandler:
         async for event in events:
             match event:
                 case Admitted():
+                    self._admitted()
                     self._begin(event)
                 case PrefillStarted():
                     self._timeline.mark(Moment.PREFILL_STARTED)
                 case Prefilled():
                     self._timeline.mark(Moment.PREFILL_FINISHED)
                     self._replies.first_token(self._first_token(event))
+
+    def _admitted(self) -> None:
+        if self._impatience is not None:
+            self._impatience.cancel()
 
     def _begin(self, admitted: Admitted) -> None:
         """The request has pages: those of a cached prefix can leave at once."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvrail.codec.base import Codec
-from kvrail.config.settings import flag_name
+from kvrail.config.origins import flag_name
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
 from kvrail.transfer.route import Route, first_common

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -28,6 +29,8 @@ from kvrail.worker.process import Worker
 from kvrail.worker.transports import Transports
 
 ENCODER_THREADS = 4
+PATIENCE_S = 2.0
+"""Seconds that a prompt from another worker waits for pages on a worker that also decodes."""
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -39,9 +42,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._worker = worker
         self._codecs = codecs
         self._transports = transports
-        self._parts = HandlerParts(worker.access, worker.grammars, worker.transfers, observer)
+        self._parts = HandlerParts(
+            worker.access,
+            worker.grammars,
+            worker.transfers,
+            observer,
+            PATIENCE_S if "decode" in settings.roles else math.inf,
+        )
         self._queues: dict[tuple[str, bool], SendQueue] = {}
-        self._max_held_bytes = settings.transfer_memory_mib << 20
+        self._max_waiting_bytes = settings.max_waiting_bytes
         self._calls = itertools.count(1)
         self._encoders = ThreadPoolExecutor(
             ENCODER_THREADS, thread_name_prefix="encode", initializer=compute_with, initargs=(1,)
@@ -106,5 +115,5 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         """What transfers to one machine share. Between GPUs they have a way of their own."""
         way = (receiver, on_device)
         if way not in self._queues:
-            self._queues[way] = SendQueue(self._max_held_bytes, slots=DIRECT_SLOTS if on_device else SLOTS)
+            self._queues[way] = SendQueue(self._max_waiting_bytes, slots=DIRECT_SLOTS if on_device else SLOTS)
         return self._queues[way]

@@ -19,6 +19,7 @@ from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.trace import RequestTrace
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.fleet.fleet import show_workers
+from kvrail.services.router.fleet.ways import Slo
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher
 from kvrail.services.router.plan.defaults import Defaults
@@ -55,7 +56,8 @@ class RouterService:
         self._look_at_certificates = show_certificates(self.registry, certificate_ends)
         self._exposition = Exposition(self.registry)
         self.pool = WorkerPool(settings, self.metrics, tls)
-        self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s)
+        slo = Slo(settings.slo_ttft_ms / 1e3, settings.slo_gap_ms / 1e3)
+        self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s, slo)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.rate)
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, trust_templates=settings.trust_request_chat_template)
@@ -165,5 +167,6 @@ class RouterService:
             "active_requests": self.admission.active,
             "decode_workers": self.pool.describe("decode"),
             "prefill_workers": self.pool.describe("prefill"),
+            "workers": self.pool.describe("both"),
             "dns": self.pool.names(),
         }

@@ -58,7 +58,10 @@ class Load:
     to be computed; computing_s: seconds since it began with the first of them. max_running: most sequences that it
     computes at once. refused: it has just refused a request as full. pages_free: unused pages. token_s: seconds per
     token until a prompt's KV is there; compute_s: seconds per token to compute it; sequence_s: seconds that a sequence
-    adds to each step; 0: not measured. step_tokens: most tokens of one step; 0: not known.
+    adds to each step; 0: not measured. step_tokens: most tokens of one step; 0: not known. fetch_s: seconds per token
+    until the KV of a prompt has come from another worker; step_s: seconds of a step that only decodes, beside
+    sequence_s for each sequence; 0: not measured. chunk_tokens: tokens of a step in which sequences decode beside
+    prompts; 0: not known. tokens_per_s: of prompts that it was given to compute lately.
     """
 
     requests: int = 0
@@ -72,6 +75,10 @@ class Load:
     compute_s: float = 0.0
     sequence_s: float = 0.0
     step_tokens: int = 0
+    fetch_s: float = 0.0
+    step_s: float = 0.0
+    chunk_tokens: int = 0
+    tokens_per_s: float = 0.0
 
     def places(self, n: int) -> int:
         """How many of a prompt's n sequences it computes at once; an eighth of its room is left to other prompts."""
@@ -122,10 +129,14 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerChoice:
-    """The workers of a request. decode: its decode worker. prefill: prefill workers; the first one computes it."""
+    """The workers of a request. decode: its decode worker. prefill: prefill workers; the first one computes it.
+
+    way: where workers of both roles are: `here` if the decode worker computes the prompt, else `apart`; and why.
+    """
 
     decode: Placement
     prefill: Sequence[Placement]
+    way: tuple[str, str] | None = None
 
     @property
     def computed_tokens(self) -> int:
@@ -248,8 +259,8 @@ class PrefixAware:
         ready = able(candidates)
         if not ready:
             return []
-        token_s = _known([each.load.token_s for each in ready], USUAL_TOKEN_S)
-        sequence_s = _known([each.load.sequence_s for each in ready], USUAL_SEQUENCE_S)
+        token_s = known([each.load.token_s for each in ready], USUAL_TOKEN_S)
+        sequence_s = known([each.load.sequence_s for each in ready], USUAL_SEQUENCE_S)
         held = [cached_tokens(request, each) for each in ready]
         costs = [
             (request.prompt_tokens - held[place] + each.load.backlog) * token_s[place]
@@ -258,7 +269,7 @@ class PrefixAware:
         ]
 
         full = [not each.load.has_room(request.n) for each in ready]
-        ties = [(each.load.sequences, _lot(request, each.target)) for each in ready]
+        ties = [(each.load.sequences, lot(request, each.target)) for each in ready]
         order = sorted(range(len(ready)), key=lambda p: (full[p], costs[p], ties[p]))
         unaware = min(range(len(ready)), key=lambda p: (full[p], costs[p] + held[p] * token_s[p], ties[p]))
         return [Placement(ready[p].target, "prefix" if held[p] and p != unaware else "load", held[p]) for p in order]
@@ -278,14 +289,14 @@ def _busy(request: PlacementRequest, candidate: Candidate) -> tuple[bool, int, i
     return not load.has_room(request.n), load.sequences, load.requests, -load.pages_free
 
 
-def _known(measured: Sequence[float], usual: float) -> list[float]:
+def known(measured: Sequence[float], usual: float) -> list[float]:
     """The values, with the mean of the measured ones for workers without a measurement."""
     some = [each for each in measured if each > 0]
     mean = sum(some) / len(some) if some else usual
     return [each if each > 0 else mean for each in measured]
 
 
-def _lot(request: PlacementRequest, target: str) -> int:
+def lot(request: PlacementRequest, target: str) -> int:
     """Breaks ties between workers in the same way for all prompts that begin alike (rendezvous hashing)."""
     seed = request.pages[0] if request.pages else request.draw
     mixed = (zlib.crc32(target.encode()) ^ seed) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF

@@ -11,6 +11,7 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.runtime.breaker import Breaker
 from kvrail.security.tls import Tls
+from kvrail.services.router.fleet.demand import TokenRate
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import PAGES_A_LOOK, WorkerPages
 from kvrail.wire.checks import check_status
@@ -52,6 +53,7 @@ class Worker:
         self._client = client
         self.requests = self.backlog = 0
         self._began = 0.0  # when it began with the backlog
+        self._given = TokenRate()
         self.refused = False
         self.pages = WorkerPages()
         self._sequences = self._places = 0  # of our requests; places: computed at once
@@ -116,6 +118,7 @@ class Worker:
         if not self.backlog:
             self._began = monotonic()
         self.backlog += tokens
+        self._given.add(tokens, monotonic())
 
     def computed(self, tokens: int) -> None:
         """It has computed them, or need not any more; it begins with the next."""
@@ -147,6 +150,10 @@ class Worker:
             compute_s=costs.prefill_full or (costs.prefill_each if computes else 0.0),
             sequence_s=costs.decode_each,
             step_tokens=answer.max_batch_tokens,
+            fetch_s=costs.fetch_each,
+            step_s=costs.decode_base,
+            chunk_tokens=answer.mixed_batch_tokens,
+            tokens_per_s=self._given.at(monotonic()),
         )
 
     async def close(self) -> None:
@@ -174,10 +181,10 @@ class Worker:
 class DecodeWorker(Worker):
     """A worker that generates."""
 
-    def __init__(self, target: str, tls: Tls | None = None) -> None:
+    def __init__(self, target: str, tls: Tls | None = None, role: str = "decode") -> None:
         channel = open_channel(target, tls=tls, role="decode")
-        self.client = DecodeClient(channel, peer=f"decode worker {target}")
-        super().__init__("decode", target, channel, self.client)
+        self.client = DecodeClient(channel, peer=f"{'decode ' * (role == 'decode')}worker {target}")
+        super().__init__(role, target, channel, self.client)
 
     async def close(self) -> None:
         """End what still runs, then close the channel."""
@@ -191,3 +198,15 @@ class PrefillWorker(Worker):
     def __init__(self, target: str, tls: Tls | None = None) -> None:
         channel = open_channel(target, tls=tls, role="prefill")
         super().__init__("prefill", target, channel, PrefillStatusClient(channel, peer=f"prefill worker {target}"))
+
+
+class BothWorker(DecodeWorker):
+    """A worker that prefills and decodes: one load for both."""
+
+    def __init__(self, target: str, tls: Tls | None = None) -> None:
+        super().__init__(target, tls, "both")
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its status says that it prefills."""
+        return self.answer is not None and "prefill" in self.answer.roles

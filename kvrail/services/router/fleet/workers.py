@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from kvrail.config.settings import RouterSettings
@@ -19,7 +19,7 @@ from kvrail.services.router.fleet.compatibility import (
 )
 from kvrail.services.router.fleet.discovery import Discovery
 from kvrail.services.router.fleet.policy import POLICIES, Candidate, PlacementRequest, WorkerState, able
-from kvrail.services.router.fleet.worker import NOT_ASKED, DecodeWorker, PrefillWorker, Worker
+from kvrail.services.router.fleet.worker import NOT_ASKED, BothWorker, DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.plan.translate import Limits
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.wire import PROTOCOL_VERSION
@@ -48,7 +48,8 @@ W = TypeVar("W", bound=Worker)
 class WorkerPool:
     """All workers that the settings name, by address or by a DNS name. Start and close it inside the event loop.
 
-    decode, prefill: the present ones, by host:port. leaving: those that finish their requests, by role and host:port.
+    decode, prefill: the present ones, by host:port; one of both roles is in both.
+    leaving: those that finish their requests, by role and host:port.
     """
 
     def __init__(self, settings: RouterSettings, metrics: RouterMetrics, tls: Tls | None = None) -> None:
@@ -57,10 +58,12 @@ class WorkerPool:
         self._metrics = metrics
         self._tls = tls
         self.decode: dict[str, DecodeWorker] = {}
-        self.prefill: dict[str, PrefillWorker] = {}
+        self.prefill: dict[str, Worker] = {}
         self.leaving: dict[tuple[str, str], Worker] = {}
         self._decode_names = Discovery("decode", settings.decode_workers, DNS_INTERVAL_S, self._gather)
         self._prefill_names = Discovery("prefill", settings.prefill_workers, DNS_INTERVAL_S, self._gather)
+        self._both_names = Discovery("both", settings.workers, DNS_INTERVAL_S, self._gather)
+        self._names = (self._decode_names, self._prefill_names, self._both_names)
         self.fingerprint = ""
         self.on_change: Callable[[], object] = lambda: None
         self.policy = POLICIES[settings.policy]
@@ -72,22 +75,22 @@ class WorkerPool:
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Decode workers, then prefill workers; none that is leaving."""
-        return [*self.decode.values(), *self.prefill.values()]
+        """Workers that decode, then those that only prefill; none that is leaving."""
+        return list(dict.fromkeys([*self.decode.values(), *self.prefill.values()]))
 
     def start(self) -> None:
         """Begin to watch; returns at once, whether or not any worker is up."""
         self._grace = asyncio.get_running_loop().call_later(STARTUP_GRACE_S, self._settled.set)
         self._gather()
-        self._decode_names.start()
-        self._prefill_names.start()
+        for names in self._names:
+            names.start()
 
     async def close(self) -> None:
         """Stop watching and close the channels, which ends what still runs on them."""
         if self._grace is not None:
             self._grace.cancel()
-        await self._decode_names.close()
-        await self._prefill_names.close()
+        for names in self._names:
+            await names.close()
         for task in self._watches.values():
             task.cancel()
         await asyncio.gather(*self._watches.values(), return_exceptions=True)
@@ -96,17 +99,21 @@ class WorkerPool:
 
     def _gather(self) -> None:
         """Add workers with new addresses; workers whose address is gone begin to leave."""
-        before = set(self.workers)
-        self.decode = self._present(self._decode_names, self.decode, DecodeWorker)
-        self.prefill = self._present(self._prefill_names, self.prefill, PrefillWorker)
-        for worker in before.difference(self.workers):
+        before = self.workers
+        both = self._present(self._both_names, before, BothWorker)
+        self.decode = self._present(self._decode_names, before, DecodeWorker) | both
+        self.prefill = {**self._present(self._prefill_names, before, PrefillWorker), **both}
+        for worker in set(before).difference(self.workers):
             log.info("%s worker %s leaves, with %d requests to finish", worker.role, worker.target, worker.requests)
             worker.leaving = True
             self.leaving[worker.role, worker.target] = worker
         self.reconsider()
 
-    def _present(self, names: Discovery, known: Mapping[str, W], make: Callable[[str, Tls | None], W]) -> dict[str, W]:
+    def _present(
+        self, names: Discovery, before: Iterable[Worker], make: Callable[[str, Tls | None], W]
+    ) -> dict[str, W]:
         """The workers of one role now; known ones are kept."""
+        known = {worker.target: cast(W, worker) for worker in before if worker.role == names.role}
         names.forget([target for target, worker in known.items() if worker.silent_s > KEPT_S])
         return {target: known.get(target) or self._join(names.role, target, make) for target in names.targets}
 
@@ -163,7 +170,7 @@ class WorkerPool:
             if state is not worker.state or detail != worker.detail:
                 self._announce(worker, state, detail)
         self._decode_answered = self._decode_answered or any(worker.answered for worker in self.decode.values())
-        if self._decode_names.found and self._prefill_names.found and all(worker.answered for worker in self.workers):
+        if all(names.found for names in self._names) and all(worker.answered for worker in self.workers):
             self._settled.set()
         if self.healthy or not self.meeting:
             self._met.set()
@@ -211,7 +218,8 @@ class WorkerPool:
         for each in self.workers:
             if each is worker:
                 return None
-            if each.role == worker.role and each.answer is not None and each.instance == worker.instance != 0:
+            alike = each.role == worker.role or "both" in (each.role, worker.role)
+            if alike and each.answer is not None and each.instance == worker.instance != 0:
                 return each
         return None
 
@@ -241,7 +249,7 @@ class WorkerPool:
     @property
     def unresolved(self) -> dict[str, str]:
         """DNS names of workers that do not resolve now, as they are written in the settings: why."""
-        return self._decode_names.failures | self._prefill_names.failures
+        return {name: failure for names in self._names for name, failure in names.failures.items()}
 
     def describe(self, role: str) -> dict[str, Any]:
         """The workers' entries in /health, leaving ones included."""
@@ -251,7 +259,7 @@ class WorkerPool:
 
     def names(self) -> dict[str, Any]:
         """The DNS names' entries in /health."""
-        return self._decode_names.describe() | self._prefill_names.describe()
+        return {name: entry for names in self._names for name, entry in names.describe().items()}
 
     @property
     def starting(self) -> bool:
@@ -279,12 +287,17 @@ class WorkerPool:
     def unavailable(self) -> WorkerUnavailableError:
         """Why no decode worker takes requests."""
         states = [f"{worker.target} is {worker.state}" for worker in self.decode.values()]
-        states += [f"{name} {failure}" for name, failure in self._decode_names.failures.items()]
+        states += [
+            f"{name} {failure}"
+            for names in (self._decode_names, self._both_names)
+            for name, failure in names.failures.items()
+        ]
         return WorkerUnavailableError(f"no decode worker takes requests now ({', '.join(states)}); retry, or start one")
 
     def candidates(self) -> tuple[list[Candidate], list[Candidate]]:
         """Decode and prefill workers as the policy sees them."""
-        prefill = [worker.candidate() for worker in self.prefill.values()]
+        able_to = [each for each in self.prefill.values() if not isinstance(each, BothWorker) or each.prefills]
+        prefill = [worker.candidate() for worker in able_to]
         alone = not able(prefill)
         return [worker.candidate(computes=alone) for worker in self.decode.values()], prefill
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from kvrail.errors import DeadlineError, KvrailError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
-from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able, choose
-from kvrail.services.router.fleet.worker import DecodeWorker, PrefillWorker, Worker
+from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able
+from kvrail.services.router.fleet.ways import HERE, Slo, choose_way
+from kvrail.services.router.fleet.worker import DecodeWorker, Worker
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.rates import CompletionRate
 from kvrail.telemetry.router import RouterMetrics
@@ -50,7 +51,7 @@ class Reservation:
     dispatcher: "Dispatcher"
     turn: Turn
     worker: DecodeWorker
-    prefill: Sequence[PrefillWorker]
+    prefill: Sequence[Worker]
     places: int
     began: float
     _computing: Worker | None
@@ -93,7 +94,7 @@ class Dispatcher:
     """Reserves workers for prompts, in turns. Belongs to one event loop.
 
     share: part of all room that one client leaves to newcomers. prefill_wait_s: longest wait for a prefill worker
-    before a decode worker may compute the prompt; 0: no limit.
+    before a decode worker may compute the prompt; 0: no limit. slo: limits that workers of both roles are to keep.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Dispatcher:
         metrics: RouterMetrics,
         share: float,
         prefill_wait_s: float = 0.0,
+        slo: Slo | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = FairQueue(share)
@@ -109,6 +111,7 @@ class Dispatcher:
         self._pool = pool
         self._metrics = metrics
         self._prefill_wait_s = prefill_wait_s or math.inf
+        self._slo, self._usual = slo or Slo(), HERE
         self._clock = clock
         self._turns: dict[Ticket, Turn] = {}
         self._computing: Counter[str] = Counter()  # tokens of prompts on their way to their first tokens, by client
@@ -207,7 +210,12 @@ class Dispatcher:
                 self._drop(ticket)
                 return True
             urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
-            choice = choose(self._pool.policy, turn.request, decode, prefill, urgent=urgent, spare_s=spare_s)
+            choice = choose_way(
+                *(self._pool.policy, turn.request, decode, prefill, self._slo),
+                urgent=urgent,
+                spare_s=spare_s,
+                usual=self._usual,
+            )
             if choice is not None:
                 del self._turns[ticket]
                 self.queue.granted(ticket, passed)
@@ -227,10 +235,13 @@ class Dispatcher:
         if computing is not worker:
             computing.take(1, 1, request.pages)
         self._computing[turn.ticket.client] += tokens
-        self._metrics.placed("decode", worker.target, choice.decode.reason)
+        self._metrics.placed("decode", worker.role, worker.target, choice.decode.reason)
         self._metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
+        if choice.way is not None:
+            self._usual, reason = choice.way
+            self._metrics.went(self._usual, reason)
         if prefill:
-            self._metrics.placed("prefill", computing.target, choice.prefill[0].reason)
+            self._metrics.placed("prefill", computing.role, computing.target, choice.prefill[0].reason)
         return Reservation(self, turn, worker, prefill, places, began, computing, tokens)
 
     def first_token(self, client: str, tokens: int) -> None:

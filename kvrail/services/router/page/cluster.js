@@ -98,11 +98,12 @@ export class ClusterView {
     this.cards = new Map();
     this.lists = {};
     this.heads = {};
+    this.columns = {};
     this.drawing = svg("svg", { class: "wires", "aria-hidden": "true" });
-    const columns = ["prefill", "decode"].map(role => {
+    const columns = ["prefill", "decode", "both"].map(role => {
       this.lists[role] = html("ul", { class: "cards" });
       this.heads[role] = html("h3", { class: role }, role);
-      return html("div", { class: `column ${role}` }, this.heads[role], this.lists[role]);
+      return (this.columns[role] = html("div", { class: `column ${role}` }, this.heads[role], this.lists[role]));
     });
     this.element = html("div", { class: "graph" }, this.drawing, ...columns);
     place.append(this.element);
@@ -132,6 +133,7 @@ export class ClusterView {
     for (const [role, head] of Object.entries(this.heads)) {
       const all = workers.filter(worker => worker.role === role);
       const healthy = all.filter(worker => worker.state === "healthy").length;
+      this.columns[role].hidden = !all.length && (role === "both" || workers.some(worker => worker.role === "both"));
       head.textContent = all.length ? `${plural(all.length, `${role} worker`)}, ${healthy} healthy` : `no ${role} worker: decode workers prefill`;
     }
     this.draw();

@@ -87,8 +87,8 @@ class StatusPage:
             "active": health["active_requests"],
             "workers": [
                 {"role": role, "address": address, **about}
-                for role in ("prefill", "decode")
-                for address, about in health[f"{role}_workers"].items()
+                for role, group in (("prefill", "prefill_workers"), ("decode", "decode_workers"), ("both", "workers"))
+                for address, about in health[group].items()
             ],
         }
 
@@ -136,7 +136,7 @@ class StatusPage:
 
     def _worker(self, about: dict[str, Any]) -> Worker:
         pool = self._service.pool
-        return pool.decode[about["address"]] if about["role"] == "decode" else pool.prefill[about["address"]]
+        return pool.prefill[about["address"]] if about["role"] == "prefill" else pool.decode[about["address"]]
 
     def _split(self, now: Sample) -> dict[str, Any]:
         """Where the time of requests went that were answered of late, or, where none was, since the start."""

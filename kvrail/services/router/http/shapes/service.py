@@ -53,6 +53,7 @@ class Health(Status):
     active_requests: int
     decode_workers: dict[str, dict[str, Any]]
     prefill_workers: dict[str, dict[str, Any]]
+    workers: dict[str, dict[str, Any]]
     dns: dict[str, dict[str, Any]]
 
 

@@ -1,0 +1,106 @@
+"""Workers of both roles beside fixed splits, under a load that steps from prefill-heavy to decode-heavy and back.
+
+    python -m benchmarks.simulator.roles                 100 workers, phases of 60 s
+    python -m benchmarks.simulator.roles --workers 16
+
+Goodput is the share of requests that keep both limits: the time to the first token, and the mean time between tokens.
+It is counted for arrivals after the first --settle-s seconds of a phase.
+"""
+
+import argparse
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.simulator.cluster import Simulation
+from benchmarks.simulator.trace import Request
+from benchmarks.simulator.workers import Job, SimBoth
+from kvrail.services.router.fleet.ways import APART, Slo
+
+PAGES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A load: requests a second for each worker, tokens of prompts and of output."""
+
+    name: str
+    rate: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+PREFILL_HEAVY = Phase("prefill-heavy", 7.0, 4000, 60)
+DECODE_HEAVY = Phase("decode-heavy", 11.0, 300, 500)
+
+
+def phases(parts: Iterable[Phase], workers: int, seconds: float, seed: int = 0) -> list[Request]:
+    """Poisson arrivals, one phase after the other; lengths vary by a half to either side."""
+    draws, requests, now = random.Random(seed), list[Request](), 0.0
+    for number, part in enumerate(parts):
+        end = (number + 1) * seconds
+        while (now := now + draws.expovariate(part.rate * workers)) < end:
+            lengths = [round(mean * draws.uniform(0.5, 1.5)) for mean in (part.prompt_tokens, part.output_tokens)]
+            requests.append(Request(now, *lengths, key=str(draws.randrange(64))))
+        now = end
+    return requests
+
+
+class RolesSimulation(Simulation):
+    """Workers that can do both. prefill: how many only prefill, the others only decode; None: all do both."""
+
+    def __init__(self, workers: int, prefill: int | None = None) -> None:
+        super().__init__("prefix-aware", 0, pages=PAGES)
+        made = [SimBoth(f"w{number}", *self._kind) for number in range(workers)]
+        self._prefill = {each.name: each for each in (made if prefill is None else made[:prefill])}
+        self._decode = {each.name: each for each in (made if prefill is None else made[prefill:])}
+
+
+def keeps(job: Job, slo: Slo) -> bool:
+    """Whether a request kept both limits."""
+    gap_s = (job.end - job.first_token) / max(1, job.output - 1)
+    return job.first_token - job.arrival <= slo.ttft_s and gap_s <= slo.gap_s
+
+
+def goodput(jobs: Sequence[Job], begin: float, end: float, slo: Slo | None = None) -> float:
+    """The share of requests that kept the limits, of those that came from `begin` to `end`."""
+    limits = slo or Slo()
+    came = [keeps(job, limits) for job in jobs if begin <= job.arrival < end]
+    return sum(came) / len(came)
+
+
+def turns(ways: Sequence[tuple[float, str, str]], begin: float, end: float, window_s: float = 1.0) -> list[float]:
+    """The share of prompts that were computed apart, by window."""
+    counts: dict[int, list[bool]] = {}
+    for when, way, _ in ways:
+        if begin <= when < end:
+            counts.setdefault(int(when / window_s), []).append(way == APART)
+    return [sum(each) / len(each) for _, each in sorted(counts.items())]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=100)
+    parser.add_argument("--phase-s", type=float, default=60.0)
+    parser.add_argument("--settle-s", type=float, default=30.0)
+    parser.add_argument("--splits", default="0.2,0.3,0.4,0.5,0.6,0.7,0.8", help="shares of workers that prefill")
+    arguments = parser.parse_args()
+    count, seconds = arguments.workers, arguments.phase_s
+    steps = (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)
+    both = RolesSimulation(count)
+    jobs = both.run(phases(steps, count, seconds)).jobs
+    print("| phase | requests/s | both roles | computed apart | best fixed split |\n|---|---|---|---|---|")
+    for number, step in enumerate(steps):
+        begin, end = number * seconds + arguments.settle_s, (number + 1) * seconds
+        shares = turns(both.ways, begin, end)
+        fixed = {}
+        for share in map(float, arguments.splits.split(",")):
+            alone = RolesSimulation(count, round(share * count)).run(phases([step], count, seconds)).jobs
+            fixed[share] = goodput(alone, arguments.settle_s, seconds)
+        best = max(fixed, key=fixed.__getitem__)
+        print(f"| {step.name} | {step.rate * count:.0f} | {goodput(jobs, begin, end):.1%}", end=" | ")
+        print(f"{sum(shares) / len(shares):.0%} | {fixed[best]:.1%} ({best:.0%} prefill) |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The process of a worker: it prefills, decodes, or does both."""

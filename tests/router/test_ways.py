@@ -1,0 +1,128 @@
+"""Where prompts are computed and decoded among workers of both roles."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvrail.services.router.fleet.demand import SECONDS, TokenRate
+from kvrail.services.router.fleet.policy import POLICIES, Candidate, Load, PlacementRequest, WorkerState, choose
+from kvrail.services.router.fleet.ways import APART, HERE, MARGIN, Slo, _Cost, _way, choose_way
+
+AWARE = POLICIES["prefix-aware"]
+LOAD = Load(
+    max_running=64,
+    pages_free=1000,
+    token_s=25e-6,
+    compute_s=25e-6,
+    sequence_s=18e-6,
+    step_tokens=2048,
+    fetch_s=3e-6,
+    step_s=5e-3,
+    chunk_tokens=512,
+)
+PROMPT = PlacementRequest(2000, output_tokens=128)
+
+
+def worker(name, state=WorkerState.HEALTHY, holds=(), **load):
+    return Candidate(name, state, replace(LOAD, **load), frozenset(holds))
+
+
+def way(*both, request=PROMPT, prefill=(), decode=(), policy=AWARE, urgent=False, usual=HERE, slo=None):
+    both = list(both)
+    choice = choose_way(policy, request, [*decode, *both], [*prefill, *both], slo or Slo(), urgent=urgent, usual=usual)
+    if choice is None:
+        return None
+    return choice.decode.target, [each.target for each in choice.prefill], choice.way
+
+
+def test_an_idle_worker_does_both():
+    assert way(worker("a"), worker("b"))[1:] == ([], (HERE, "cost"))
+
+
+def test_a_prompt_does_not_delay_sequences_where_another_worker_has_none():
+    target, prefill, (found, _) = way(worker("a"), worker("b", sequences=40), worker("c", sequences=40))
+    assert "a" in (target, *prefill[:1]) and (found == HERE or prefill[0] == "a")
+    busy = worker("a", tokens_per_s=36_000)  # prompts come there all the time: output is for another
+    assert way(busy, worker("b", sequences=20)) == ("b", ["a"], (APART, "cost"))
+
+
+def test_a_backlog_is_passed_by():
+    assert way(worker("a", backlog=1900), worker("b"))[:2] == ("b", [])
+
+
+def test_limits_come_before_cost():
+    late = worker("a", backlog=1000, compute_s=1e-3, token_s=1e-3)
+    others = worker("b", sequences=30, compute_s=1e-3, token_s=1e-4)
+    assert way(late, worker("b", sequences=60), urgent=True)[0] == "b"
+    assert way(late, others, urgent=True) is not None
+    halting = worker("b", sequences=1, chunk_tokens=2048)
+    assert way(halting, worker("a", backlog=2000), slo=Slo(0.5, 0.03), usual=HERE)[2][1] in ("gap", "cost")
+
+
+def test_no_room_and_no_time():
+    full = worker("a", sequences=64)
+    assert way(full, full) is None
+    deep = [worker(name, backlog=4000) for name in "ab"]
+    assert way(*deep) is None
+    assert way(*deep, urgent=True) is not None
+    assert way(full, worker("b"))[:2] == ("b", [])
+
+
+def test_cached_pages_attract():
+    request = replace(PROMPT, pages=tuple(range(31)))
+    assert way(worker("a"), worker("b", holds=range(31)), request=request)[:2] == ("b", [])
+
+
+def test_log_probabilities_of_the_prompt_are_computed_where_it_decodes():
+    request = replace(PROMPT, local=True)
+    busy = worker("a", tokens_per_s=36_000)
+    assert way(busy, worker("b", sequences=20), request=request)[1:] == ([], (HERE, "only"))
+
+
+def test_workers_of_one_role_beside_those_of_both():
+    only = worker("p"), worker("d")
+    target, prefill, _ = way(worker("a", sequences=64), prefill=only[:1], decode=only[1:])
+    assert (target, prefill[0]) == ("d", "p")
+    assert way(worker("a"), prefill=only[:1])[0] == "a"  # p never decodes
+    target, prefill, _ = way(worker("a"), decode=only[1:])
+    assert target == "a" or prefill == ["a"]  # d never computes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_workers_of_both_roles_it_is_the_policy(policy):
+    decode, prefill = [worker("d", sequences=3), worker("e")], [worker("p", backlog=100), worker("q")]
+    for urgent in (False, True):
+        for backlog in (0, 5000):
+            loaded = [replace(each, load=replace(each.load, backlog=backlog)) for each in prefill]
+            plain = choose(POLICIES[policy], PROMPT, decode, loaded, urgent=urgent, spare_s=0.01)
+            found = choose_way(POLICIES[policy], PROMPT, decode, loaded, Slo(), urgent=urgent, spare_s=0.01)
+            assert found == plain
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "prefix-aware"])
+def test_other_policies_compute_prompts_where_they_decode(policy):
+    assert way(worker("a"), worker("b"), policy=POLICIES[policy])[1:] == ([], (HERE, "policy"))
+
+
+def test_a_failing_worker_is_used_only_alone():
+    failing = worker("a", state=WorkerState.FAILING)
+    assert way(failing, worker("b", sequences=10))[:2] == ("b", [])
+    assert way(failing)[:2] == ("a", [])
+
+
+def test_equal_costs_keep_the_way():
+    for usual in (HERE, APART):
+        for other in (1.0, 1 + MARGIN / 2, 1 / (1 + MARGIN / 2)):
+            assert _way(_Cost(False, False, 1.0), _Cost(False, False, other), usual)[0] == usual
+    assert _way(_Cost(False, False, 1.5), _Cost(False, False, 1.0), HERE) == (APART, "cost")
+    assert _way(_Cost(False, False, 1.0), _Cost(False, False, 1.5), APART) == (HERE, "cost")
+    assert _way(_Cost(True, False, 1.0), _Cost(False, False, 9.0), HERE) == (APART, "ttft")
+    assert _way(_Cost(False, True, 1.0), _Cost(False, False, 9.0), HERE) == (APART, "gap")
+
+
+def test_a_rate_follows_the_load():
+    rate = TokenRate()
+    for tenth in range(400):
+        rate.add(100, tenth / 10)
+    assert rate.at(40.0) == pytest.approx(1000, rel=0.03)
+    assert rate.at(40.0 + 5 * SECONDS) < 10

@@ -1,0 +1,46 @@
+"""Workers of both roles under a load that changes: as good as the best fixed split of each phase, and steady."""
+
+from statistics import pstdev
+
+import pytest
+
+from benchmarks.simulator.roles import DECODE_HEAVY, PREFILL_HEAVY, RolesSimulation, goodput, keeps, phases, turns
+from benchmarks.simulator.workers import Job
+from kvrail.services.router.fleet.ways import Slo
+
+WORKERS, SECONDS, SETTLED = 6, 24.0, 12.0
+STEPS = (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    simulation = RolesSimulation(WORKERS)
+    return simulation, simulation.run(phases(STEPS, WORKERS, SECONDS)).jobs
+
+
+def best_split(step):
+    trace = phases([step], WORKERS, SECONDS)
+    return max(
+        goodput(RolesSimulation(WORKERS, prefill).run(trace).jobs, SETTLED, SECONDS) for prefill in range(1, WORKERS)
+    )
+
+
+def test_each_phase_is_served_as_by_its_best_split(stepped):
+    _, jobs = stepped
+    best = {step.name: best_split(step) for step in STEPS[:2]}
+    for number, step in enumerate(STEPS):
+        found = goodput(jobs, number * SECONDS + SETTLED, (number + 1) * SECONDS)
+        assert found >= 0.95 * best[step.name], (step, found, best)
+
+
+def test_the_ways_do_not_alternate(stepped):
+    simulation, _ = stepped
+    for number in range(len(STEPS)):
+        shares = turns(simulation.ways, number * SECONDS + SETTLED, (number + 1) * SECONDS)
+        assert len(shares) >= 10 and pstdev(shares) < 0.1
+
+
+def test_what_keeps_the_limits():
+    job = Job(0, 1.0, 100, 11, [], first_token=1.4, end=1.6)
+    assert keeps(job, Slo()) and not keeps(job, Slo(0.3)) and not keeps(job, Slo(0.5, 0.01))
+    assert (goodput([job], 0.0, 2.0), goodput([job], 0.0, 2.0, Slo(0.3))) == (1.0, 0.0)
