@@ -19,6 +19,8 @@ from kvrail.engine.attention.cpu_kernel_vectors import BFLOAT16, E4M3, E5M2, FLO
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.lossless.form import Tile
+from kvrail.engine.kv.lossless.pages import ClosedLayer, orders
 
 Units = npt.NDArray[np.int64]
 
@@ -39,6 +41,10 @@ _PRODUCTS_PER_THREAD = 1 << 22
 """Products of two elements for which another thread is worth its start, some 50 us."""
 
 
+_NO_BYTES, _NO_ORDER = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+_NONE_CLOSED = (_NO_BYTES, _NO_BYTES, 0, 0, 0, _NO_ORDER, _NO_ORDER, _NO_ORDER, _NO_ORDER)
+
+
 class _Tile(NamedTuple):
     """Tokens of one sequence: where they begin in the step, how many, and how many of the sequence are before."""
 
@@ -55,11 +61,13 @@ def paged_attention(
     layer: LayerPages,
     meta: StepMeta,
     options: ScoreOptions,
+    closed: ClosedLayer | None = None,
 ) -> torch.Tensor:
     """Store the new tokens, then attend each sequence to its own pages.
 
     query, key, value: [tokens, heads, dim], sequences one after the other; tokens behind the step's own are padding,
-    which gets zeros. Computes in float32; returns [tokens, heads, value_dim] in the query's type.
+    which gets zeros. closed: where `meta.closed_tokens` lie. Computes in float32; returns [tokens, heads, value_dim] in
+    the query's type.
     """
     tokens = len(meta.slots)
     reference.write_pages(layer, key[:tokens], value[:tokens], meta.slots.long())
@@ -84,6 +92,8 @@ def paged_attention(
         window=options.window,
         softcap=np.float32(options.softcap),
         sinks=_floats(options.sinks),
+        closed_tokens=np.zeros(len(meta.page_tables), np.int64) if closed is None else meta.closed_tokens.numpy(),
+        closed=_NONE_CLOSED if closed is None else _closed(closed),
     )
     _run(attend, shares)
     return out.to(query.dtype)
@@ -132,6 +142,17 @@ def _run(attend: Callable[[Units], None], shares: list[Units]) -> None:
 @functools.cache
 def _helpers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="attention")
+
+
+def _closed(layer: ClosedLayer) -> tuple[object, ...]:
+    """Closed pages as kernels take them."""
+    sizes = (layer.spare.shape[1], Tile(layer.key_dim).bytes, Tile(layer.value_dim).bytes)
+    return (
+        *(_bytes(layer.pages), _bytes(layer.spare)),
+        *sizes,
+        *orders(layer.key_dim, keys=True),
+        *orders(layer.value_dim, keys=False),
+    )
 
 
 def _bytes(pool: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -23,6 +23,9 @@ class StepMeta:
     slots: int32 [tokens], where each new token's KV goes: page * page_size + offset. On CUDA -1 where nothing is to be
     stored by way of it: padding, and sequences with one new token, whose attention stores it.
     page_tables: int32 [sequences, width]; sequences with one new token first.
+    closed_tokens: [sequences], tokens in closed pages (engine.kv.lossless), whole pages from the sequence's beginning;
+    their entries of page_tables number closed pages, the others plain ones. int64 on a CPU, int32 on CUDA; None: all
+    pages are plain.
     plan, on a CPU: (new tokens, tokens in all) a sequence. shared, likewise: what the first layer of each window has
     worked out for the others.
     The rest serves CUDA, where every length is read from device memory, so that a captured step serves any lengths.
@@ -39,6 +42,7 @@ class StepMeta:
     kv_lens: Any = None
     counters: Any = None
     blocks: Any = None
+    closed_tokens: Any = None
     shared: dict[int, Any] = field(default_factory=dict, init=False)
 
 

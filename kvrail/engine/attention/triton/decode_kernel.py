@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.triton.closed_kernel import add_closed_block
 from kvrail.engine.attention.triton.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
 from kvrail.engine.attention.triton.order_kernel import (
     LOWEST,
@@ -33,6 +34,8 @@ from kvrail.engine.attention.triton.order_kernel import (
 )
 from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
 from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.lossless.form import Tile
+from kvrail.engine.kv.lossless.pages import ClosedLayer
 
 _FEW_ROWS = 4
 _MAX_SPLITS = 64
@@ -117,6 +120,9 @@ def _decode_kernel(
     value_scales,
     page_tables,
     kv_lens,
+    closed_pages,
+    closed_tokens,
+    spare,
     counters,
     sinks,
     out,
@@ -131,6 +137,7 @@ def _decode_kernel(
     value_stride_head,
     table_stride,
     part_stride,
+    unit_bytes,
     shortest,
     scale,
     softcap,
@@ -150,8 +157,10 @@ def _decode_kernel(
     SINKS: tl.constexpr,
     LIMIT: tl.constexpr,
     SEVERED: tl.constexpr,
+    CLOSED: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):
-    """Grid: (KV_HEADS, splits, sequences).
+    """Grid: (KV_HEADS, splits, sequences). CLOSED: bytes of a tile of keys of closed pages, of both tiles, or nothing.
 
     What programs that share a sequence leave, float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
     part_top, part_total [sequences, heads, part_stride].
@@ -188,7 +197,26 @@ def _decode_kernel(
     all_top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
     all_total = tl.zeros([GROUP_PADDED], tl.float32)
     acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
-    for block in range(begin, end, BLOCK):
+    opened = begin
+    if CLOSED:
+        opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + row), end))
+        for block in range(begin, opened, BLOCK):
+            page = tl.load(table + block // PAGE_SIZE).to(tl.int64)
+            pair = (page * KV_HEADS + kv_head) * (PAGE_SIZE // BLOCK) + block % PAGE_SIZE // BLOCK
+            acc, top, total = add_closed_block(
+                q, closed_pages + tl.multiple_of(pair * CLOSED[1], 64), spare, unit_bytes, acc, top, total, block,
+                position, kv_len, scale, softcap, KEY_DIM, VALUE_DIM, CLOSED[0], WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+            )  # fmt: skip
+            if begins_part(block + BLOCK) & (block + BLOCK < end):
+                if alone:
+                    all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+                else:
+                    leave(
+                        part_out, part_top, part_total, place + part_of(block) - first_part, acc, top, total, live,
+                        VALUE_DIM, VALUE_DIM_PADDED,
+                    )  # fmt: skip
+                acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
+    for block in range(opened, end, BLOCK):
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
             q, keys, key_scales, base, rows, block, position, kv_len, scale, softcap,
@@ -243,6 +271,8 @@ def decode_attention(
     options: ScoreOptions,
     processors: int,
     tuning: DecodeTuning | None = None,
+    closed: ClosedLayer | None = None,
+    closed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Store each sequence's one new token and attend it to the sequence's pages.
 
@@ -250,6 +280,8 @@ def decode_attention(
     kv_lens: int32 [sequences], the new token included; 0: nothing is stored, and the output is zeros. counters: int32
     [sequences * kv_heads], zeros, and zeros again afterwards. out: [sequences, heads, value_dim], contiguous.
     processors: multiprocessors of the device. tuning: launch parameters, by default those of `tuning_for`.
+    closed_tokens: int32 [sequences], tokens of each that lie in pages of `closed`, fewer than kv_lens, whole pages from
+    the sequence's beginning.
     """
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     rows, heads, key_dim = query.shape
@@ -268,6 +300,7 @@ def decode_attention(
         *(layer.keys, layer.values, layer.key_scales, layer.value_scales),
         page_tables,
         kv_lens,
+        *(None if closed is None else closed.pages, closed_tokens, None if closed is None else closed.spare),
         counters,
         options.sinks,
         out,
@@ -279,6 +312,7 @@ def decode_attention(
         *value.stride()[:2],
         page_tables.stride(0),
         parts,
+        0 if closed is None else closed.spare.shape[1],
         shortest,
         options.scale,
         options.softcap,
@@ -290,6 +324,8 @@ def decode_attention(
         SINKS=options.sinks is not None,
         LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
         SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
+        CLOSED=() if closed is None else (Tile(closed.key_dim).bytes, closed.pages.shape[-1]),
+        ASSEMBLED=isinstance(_decode_kernel, triton.JITFunction),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         maxnreg=tuning.registers,

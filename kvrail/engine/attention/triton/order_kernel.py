@@ -123,6 +123,22 @@ def scores_of(
     scores = tl.dot(q, _apart(k.to(q.dtype), SEVERED), input_precision="ieee")
     if SCALED:
         scores *= tl.load(key_scales + base + rows, mask=token < end, other=0.0)[None, :]
+    return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
+
+
+@triton.jit
+def seen_scores(
+    scores,
+    token,
+    position,
+    end,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Products of queries and keys with softcap, and minus infinity where a query does not see a token."""
     if SOFTCAP:
         scores = tanh(scores * scale / softcap)
     if MASKED:
@@ -162,14 +178,7 @@ def add_block(
     mask = (value_dim < VALUE_DIM)[None, :]
     if MASKED:
         mask &= (token < end)[:, None]
-    factor = (softcap if SOFTCAP else scale) * _LOG2E
-    higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
-    weights = tl.exp2(
-        tl.fma(scores, tl.broadcast_to(factor, scores.shape), tl.broadcast_to(-higher[:, None], scores.shape))
-    )
-    shrink = tl.exp2(top - higher)
-    ones = tl.full([BLOCK, SUMS], 1.0, dtype)
-    total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
+    weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
     if SCALED:
         weights *= tl.load(value_scales + base + rows, mask=token < end, other=0.0)[None, :]
     value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
@@ -179,6 +188,20 @@ def add_block(
         v = tl.load(value)
     acc = tl.dot(weights.to(dtype), _apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total
+
+
+@triton.jit
+def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """A block's weights: (weights, what the sums before shrink by, the highest score, sums of weights)."""
+    factor = scale * _LOG2E
+    higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
+    weights = tl.exp2(
+        tl.fma(scores, tl.broadcast_to(factor, scores.shape), tl.broadcast_to(-higher[:, None], scores.shape))
+    )
+    shrink = tl.exp2(top - higher)
+    ones = tl.full([BLOCK, SUMS], 1.0, dtype)
+    total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
+    return weights, shrink, higher, total
 
 
 @triton.jit

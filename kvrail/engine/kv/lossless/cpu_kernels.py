@@ -172,9 +172,9 @@ def open_high(closed, at, dim, order, channels, spare, unit_bytes, bases, high):
 
 
 @njit(nogil=True)
-def tile_at(page, head, block, kv_heads, blocks, key_bytes, value_bytes, values):
-    """The byte where a tile of a layer's closed pages begins."""
-    return ((page * kv_heads + head) * blocks + block) * (key_bytes + value_bytes) + (key_bytes if values else 0)
+def pair_at(page, head, block, kv_heads, blocks, pair_bytes):
+    """The byte of a layer's closed pages where a head's two tiles of a block begin."""
+    return ((page * kv_heads + head) * blocks + block) * pair_bytes
 
 
 _data, _bits, _ids, _orders = (
@@ -188,13 +188,13 @@ _data, _bits, _ids, _orders = (
     )
 )  # fmt: skip
 def close_tiles(
-    source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, page_bytes, order, channels, spare,
+    source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels, spare,
     unit_bytes, free,
 ):  # fmt: skip
     """Close the keys, or the values, of plain pages `sources` into closed pages `targets`; returns how many tiles failed.
 
     source: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. tile_begin: where the
-    first tile begins in a page; page_bytes: of both tiles of a head and block. free: how many spare units are free, and
+    first tile begins in a page; pair_bytes: of both tiles of a head and block. free: how many spare units are free, and
     their numbers.
     """
     failed, blocks = 0, page_size // TOKENS
@@ -203,7 +203,7 @@ def close_tiles(
         for head in range(kv_heads):
             for block in range(blocks):
                 at = ((sources[i] * page_size + block * TOKENS) * kv_heads + head) * dim
-                to = ((targets[i] * kv_heads + head) * blocks + block) * page_bytes + tile_begin
+                to = pair_at(targets[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
                 if not _close_tile(
                     source, at, kv_heads * dim, dim, order, channels, closed, to, bases, spare, unit_bytes, free
                 ):
@@ -215,7 +215,7 @@ def close_tiles(
     void(_data, _ids, _bits, _ids, int64, int64, int64, int64, int64, _orders, _orders, _data, int64)
 )  # fmt: skip
 def open_tiles(
-    closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, page_bytes, order, channels, spare,
+    closed, sources, target, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels, spare,
     unit_bytes,
 ):  # fmt: skip
     """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
@@ -224,7 +224,7 @@ def open_tiles(
     for i in range(len(sources)):
         for head in range(kv_heads):
             for block in range(blocks):
-                at = ((sources[i] * kv_heads + head) * blocks + block) * page_bytes + tile_begin
+                at = pair_at(sources[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
                 to = ((targets[i] * page_size + block * TOKENS) * kv_heads + head) * dim
                 open_high(closed, at, dim, order, channels, spare, unit_bytes, bases, high)
                 for place in range(TOKENS * dim):
@@ -234,14 +234,14 @@ def open_tiles(
 
 
 @compiled(void(_data, _ids, int64, int64, int64, int64, int64, _orders))
-def give_back_units(closed, pages, tiles, page_bytes, key_dim, value_dim, key_bytes, free):
+def give_back_units(closed, pages, tiles, pair_bytes, key_dim, value_dim, key_bytes, free):
     """Put the spare units of raw tiles back among the free ones; the tiles are unused from then on.
 
-    tiles: pairs of tiles of a page; page_bytes: of such a pair.
+    tiles: pairs of tiles of a page; pair_bytes: of such a pair.
     """
     for page in pages:
         for pair in range(tiles):
-            begin = (page * tiles + pair) * page_bytes
+            begin = (page * tiles + pair) * pair_bytes
             for at in (
                 begin + TOKENS * key_dim // 2 * 3 + key_dim,
                 begin + key_bytes + TOKENS * value_dim // 2 * 3 + value_dim,

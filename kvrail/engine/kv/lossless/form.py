@@ -29,10 +29,11 @@ each eight columns 8 (4 r + w) .. + 8 and each sixteen rows 16 s .. + 16, four v
 
     low bytes   [dim / 32 chunks, 4 warps, 32 lanes, 16 values]
     nibbles     [dim / 64 pairs of chunks, 4 warps, 32 lanes, 4 words]
-    bases       keys: [4 values of t, dim / 16 of s, 4 rows], so that a lane's lie together; values: [dim]
+    bases       keys: [4 values of t, dim / 16 of s, 4 rows]; values: [4 warps, 8 columns, dim / 32 of r]
     groups      group 4 h + w: warp w's values in half h of its chunks
 
-So each load of 16 bytes a lane is one of a warp's consecutive 512 bytes, and what a lane loads is what it multiplies.
+So each load of 16 bytes a lane is one of a warp's consecutive 512 bytes, a lane's bases lie together, and what a lane
+loads is what it multiplies.
 A word of nibbles holds eight values of a chunk, the first half in its bytes as they are in a high byte, with bits 4 to
 6 left out; the second half lies four bits further to the right, its first value in the last byte: so both are found by
 one rotation and one AND with 0x87878787.
@@ -108,6 +109,7 @@ def places(dim: int, keys: bool) -> npt.NDArray[np.int64]:
 def base_places(dim: int, keys: bool) -> npt.NDArray[np.int64]:
     """The channel of each byte of a tile's bases."""
     if not keys:
-        return np.arange(dim)
+        warp, column, repeat = np.ix_(np.arange(WARPS), np.arange(8), np.arange(dim // 32))
+        return np.asarray((8 * (WARPS * repeat + warp) + column).reshape(-1), np.int64)
     t, step, inner = np.ix_(np.arange(4), np.arange(dim // 16), np.arange(4))
     return np.asarray((16 * step + 2 * t + inner % 2 + inner // 2 * 8).reshape(-1), np.int64)

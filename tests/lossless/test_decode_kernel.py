@@ -1,0 +1,55 @@
+"""Decode attention over closed pages, in Triton's interpreter on a CPU; tests/gpu runs the same cases compiled."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels on this machine", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
+
+from kvrail.engine.attention.triton.decode_kernel import decode_attention
+from tests.engine.attention_cases import Case, make_case
+from tests.lossless.cases import close_case, distributions, pages_of
+
+SHAPES = {
+    "64 wide": {},
+    "128 wide": {"key_dim": 128, "value_dim": 128},
+    "values narrower": {"key_dim": 128, "value_dim": 64, "heads": 4, "kv_heads": 4},
+    "all options": {"window": 170, "softcap": 5.0, "sinks": True},
+    "large pages": {"page_size": 128},
+}
+
+
+def decode(case: Case, processors: int, *closed: object) -> torch.Tensor:
+    counters = torch.zeros(case.query.shape[0] * case.key.shape[1], dtype=torch.int32, device=case.query.device)
+    out = case.query.new_full((*case.query.shape[:2], case.value.shape[2]), float("nan"))
+    layer, tokens = closed or (None, None)
+    decode_attention(
+        case.query,
+        case.key,
+        case.value,
+        case.pages,
+        case.page_tables,
+        case.kv_lens,
+        counters,
+        out,
+        case.options,
+        processors,
+        closed=layer,
+        closed_tokens=None if tokens is None else tokens.int(),
+    )
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_same_bits(shape: dict) -> None:
+    plan = [(1, n) for n in (1, 64, 65, 129, 600)]
+    case = make_case(plan, **{"page_size": 64, "kv_dtype": "bfloat16", "dtype": torch.bfloat16, **shape})
+    for processors in (1, 100):
+        wanted = decode(copy.deepcopy(case), processors)
+        for pages in (None, 1000):
+            found = decode(*(lambda c: (c[0], processors, *c[1:]))(close_case(copy.deepcopy(case), pages)))
+            assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))

@@ -1,0 +1,185 @@
+"""A closed page holds every bit, takes 12.2 bits a value, and lies as the golden file says."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvrail.engine.kv.lossless.form import NO_UNIT, RAW, TOKENS, Tile, base_places, places, supports
+from kvrail.engine.kv.lossless.pages import ClosedPages, orders, page_bytes, unsupported
+from kvrail.engine.kv.lossless.reference import close_tile, open_tile
+from kvrail.errors import ConfigError
+from kvrail.values.layout import KVLayout
+from tests.lossless.cases import Bits, distributions, pages_of
+
+DIMS = (64, 128, 192, 256)
+NAMES = tuple(distributions((TOKENS, 64)))
+GOLDEN = Path(__file__).parent / "golden.json"
+
+
+def reopened(bits: Bits, keys: bool) -> Bits:
+    tile, spare = close_tile(bits, keys, 1)
+    units = np.full((2, bits.size), 0xFF, np.uint8)
+    if spare is not None:
+        units[1] = spare
+    return open_tile(tile, bits.shape[1], keys, units)
+
+
+@pytest.mark.parametrize("keys", [True, False], ids=["keys", "values"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_reference_is_exact(dim: int, keys: bool) -> None:
+    for name, bits in distributions((TOKENS, dim)).items():
+        assert np.array_equal(reopened(bits, keys), bits), name
+
+
+@pytest.mark.parametrize("usual", [0x3F80, 0x0000, 0xBF80])
+def test_every_pattern(usual: int) -> None:
+    """Each of the 65,536, eight to a tile: in its window, or an escape, or what makes all others of the channel escape."""
+    layout = KVLayout(1, 4, 64, 64, TOKENS, "bfloat16")
+    keys = np.full((1, 2048, TOKENS, 4, 64), usual, np.uint16)
+    at = 8 * np.arange(8)
+    patterns = np.arange(65536, dtype=np.uint16).reshape(2048, 4, 8)
+    keys[0, :, at, :, at] = patterns.transpose(2, 0, 1)
+    plain, pages = pages_of(keys), torch.arange(2048)
+    closed = ClosedPages(layout, 2048, 1 << 14, "cpu")
+    assert closed.close(plain, plain.flip(1), pages, pages).item() == 0
+    assert closed.free[0] > 0  # some tiles are not raw
+    opened = [torch.full_like(plain, 2.0) for _ in range(2)]
+    closed.open(*opened, pages, pages)
+    for ours, theirs in zip(opened, (plain, plain.flip(1)), strict=True):
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_places_are_a_permutation(dim: int) -> None:
+    for keys in (True, False):
+        assert np.array_equal(np.sort(places(dim, keys)), np.arange(TOKENS * dim))
+        assert np.array_equal(np.sort(base_places(dim, keys)), np.arange(dim))
+
+
+def test_sizes() -> None:
+    assert Tile(128).bytes * 8 / (TOKENS * 128) == 12.1875
+    assert Tile(64).bytes * 8 / (TOKENS * 64) == 12.25
+    layout = KVLayout(36, 8, 128, 128, 64, "bfloat16")
+    assert page_bytes(layout) / layout.page_bytes == pytest.approx(12.1875 / 16)
+    for dim in DIMS:
+        assert Tile(dim).bytes % 64 == 0  # every part of every tile can be loaded 16 bytes at a time
+
+
+def test_two_escapes_of_a_group_have_room_and_a_third_makes_the_tile_raw() -> None:
+    bits = np.full((TOKENS, 128), 0x3F80, np.uint16)
+    order = places(128, keys=True).reshape(2, 2, 4, 512)
+    for number, place in enumerate((0, 511, 7)):
+        bits.reshape(-1)[order[1, number % 2, 2, place]] = 0x8001
+        tile, spare = close_tile(bits, True, 5)
+        words = tile[Tile(128).escapes :].view(np.uint32)
+        if number < 2:
+            assert spare is None and np.count_nonzero(words) == number + 1 == np.count_nonzero(words[12:14])
+        else:
+            assert spare is not None and words.tolist() == [RAW, 5] * 8
+
+
+def golden() -> dict[str, str]:
+    """The digest of each distribution's closed tile."""
+    found = {}
+    for dim in (64, 128):
+        for name, bits in distributions((TOKENS, dim), seed=7).items():
+            for kind in ("keys", "values"):
+                tile, spare = close_tile(bits, kind == "keys", 3)
+                data = tile.tobytes() + (b"" if spare is None else spare.tobytes())
+                found[f"{name}, {kind}, {dim}"] = hashlib.sha256(data).hexdigest()
+    return found
+
+
+def test_golden_file() -> None:
+    """`python -m tests.lossless.test_form` writes it."""
+    assert golden() == json.loads(GOLDEN.read_text())
+
+
+def pools(shape: tuple[int, ...], dims: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain pages [layers, pages, page_size, heads, dim] of keys and values, a page of each distribution."""
+    layers, page_size, heads = shape
+    found = []
+    for seed, dim in enumerate(dims):
+        pages = distributions((page_size, heads, dim), seed).values()
+        found.append(pages_of(np.stack([np.stack(list(pages))] * layers)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("dims", "page_size"), [((64, 64), 64), ((128, 128), 128), ((192, 128), 64)])
+def test_kernels_do_what_the_reference_does(dims: tuple[int, int], page_size: int) -> None:
+    keys, values = pools((2, page_size, 3), dims)
+    layout = KVLayout(2, 3, *dims, page_size, "bfloat16")
+    number = keys.shape[1]
+    closed = ClosedPages(layout, number + 2, 1000, "cpu")
+    closed.pages.fill_(0xFF)
+    sources, targets = torch.arange(number), torch.randperm(number + 2, generator=torch.Generator().manual_seed(0))
+    targets = targets[:number]
+    closed.pages[:, targets] = 0
+    assert closed.close(keys, values, sources, targets).item() == 0
+    assert len(set(units_of(closed, targets))) == 1000 - closed.free[0] > 0
+    for layer, page, head in np.ndindex(2, number, 3):
+        for block in range(page_size // TOKENS):
+            pair = closed.pages[layer, targets[page], head, block].numpy()
+            tokens = slice(block * TOKENS, (block + 1) * TOKENS)
+            parts = np.split(pair, [Tile(dims[0]).bytes])
+            for kind, (pool, tile) in enumerate(zip((keys, values), parts, strict=True)):
+                bits = pool[layer, page, tokens, head].contiguous().view(torch.int16).numpy().view(np.uint16)
+                unit = int(tile[-4:].view(np.uint32)[0])
+                wanted, spare = close_tile(bits, kind == 0, unit)
+                assert np.array_equal(tile, wanted)
+                if spare is not None:
+                    assert np.array_equal(closed.spare[unit, : len(spare)].numpy(), spare)
+    opened = [torch.full_like(pool, float("nan")) for pool in (keys, values)]
+    closed.open(*opened, targets, sources)
+    for ours, theirs in zip(opened, (keys, values), strict=True):
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+def units_of(closed: ClosedPages, pages: torch.Tensor) -> list[int]:
+    """Spare units that tiles of these pages hold."""
+    form = [Tile(dim) for dim in (closed.layout.key_dim, closed.layout.value_dim)]
+    found = []
+    for pair in closed.pages[:, pages].flatten(0, 3).numpy():
+        for tile, at in zip(form, (form[0].escapes, form[0].bytes + form[1].escapes), strict=True):
+            first, unit = pair[at : at + 8].view(np.uint32).tolist()
+            assert tile.bytes
+            if first & RAW and unit != NO_UNIT:
+                found.append(unit)
+    return found
+
+
+def test_spare_units_come_back() -> None:
+    layout = KVLayout(2, 2, 64, 64, 64, "bfloat16")
+    raw = pages_of(distributions((2, 3, 64, 2, 64))["random"])
+    closed = ClosedPages(layout, 4, 20, "cpu")
+    free = sorted(closed.free[1:].tolist())
+    assert closed.close(raw, raw, torch.tensor([0, 1]), torch.tensor([2, 0])).item() == 0
+    assert closed.free[0] == 4
+    assert closed.close(raw, raw, torch.tensor([2]), torch.tensor([2])).item() == 0  # what page 2 held returns first
+    assert closed.free[0] == 4
+    assert (
+        closed.close(raw, raw, torch.tensor([2]), torch.tensor([1])).item() == 4
+    )  # four tiles found a unit, four none
+    assert closed.free[0] == 0
+    closed.give_back(torch.tensor([0, 1, 2, 3]))
+    assert closed.free[0] == 20 and sorted(closed.free[1:].tolist()) == free
+
+
+def test_what_has_no_form_is_refused() -> None:
+    for layout in (
+        KVLayout(1, 1, 96, 96, 64, "bfloat16"),
+        KVLayout(1, 1, 128, 128, 64, "float16"),
+        KVLayout(1, 1, 128, 128, 16, "bfloat16"),
+    ):
+        assert unsupported(layout)
+        with pytest.raises(ConfigError, match="lossless"):
+            ClosedPages(layout, 1, 1, "cpu")
+    assert supports(128, "bfloat16") and orders(64, True)[0].dtype == np.int32
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(golden(), indent=0) + "\n")
