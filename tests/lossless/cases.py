@@ -3,13 +3,15 @@
 import copy
 import random
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.engine.kv.lossless.form import SPECIAL
+from kvrail.engine.kv.lossless.form import SPECIAL, TOKENS, Tile
 from kvrail.engine.kv.lossless.pages import ClosedLayer, ClosedPages
+from kvrail.engine.kv.lossless.reference import close_tile
 from kvrail.values.layout import KVLayout
 from tests.engine.attention_cases import Case, poison
 
@@ -85,3 +87,49 @@ def close_case(case: Case, pages: int | None = None, seed: int = 0) -> tuple[Cas
         plain.keys[page], plain.values[page] = before.keys[page], before.values[page]
     tokens = torch.tensor([number * page_size for number in taken], device=device)
     return replace(case, page_tables=tables), closed.layer(0), tokens
+
+
+SHAPES = [((64, 64), 64), ((128, 128), 128), ((192, 128), 64)]
+"""Widths of keys and of values, and tokens of a page."""
+
+
+def pools(page_size: int, dims: tuple[int, int], layers: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain pages [layers, pages, page_size, heads, dim] of keys and values, a page of each distribution."""
+    found = []
+    for seed, dim in enumerate(dims):
+        pages = np.stack(list(distributions((page_size, heads, dim), seed).values()))
+        found.append(pages_of(np.stack([pages] * layers)))
+    return found[0], found[1]
+
+
+def check_kernels(dims: tuple[int, int], page_size: int, device: str, kernels: ModuleType) -> None:
+    """Close pages of all distributions with `kernels`, compare each tile with the reference's, and open them."""
+    layers, heads = 2, 3
+    keys, values = (pool.to(device) for pool in pools(page_size, dims, layers, heads))
+    number = keys.shape[1]
+    closed = ClosedPages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, 1000, device)
+    closed.pages.fill_(0xFF)
+    sources = torch.arange(number, device=device)
+    targets = torch.randperm(number + 2, generator=torch.Generator().manual_seed(0))[:number].to(device)
+    closed.pages[:, targets] = 0
+    kernels.give_back(closed, targets)
+    assert kernels.close(closed, keys, values, sources, targets).item() == 0
+    units = set()
+    for layer, page, head, block in np.ndindex(layers, number, heads, page_size // TOKENS):
+        pair = closed.pages[layer, targets[page], head, block].cpu().numpy()
+        tokens = slice(block * TOKENS, (block + 1) * TOKENS)
+        for pool, tile in zip((keys, values), np.split(pair, [Tile(dims[0]).bytes]), strict=True):
+            bits = pool[layer, page, tokens, head].contiguous().cpu().view(torch.int16).numpy().view(np.uint16)
+            unit = int(tile[-4:].view(np.uint32)[0])
+            wanted, spare = close_tile(bits, pool is keys, unit)
+            assert np.array_equal(tile, wanted)
+            if spare is not None:
+                units.add(unit)
+                assert np.array_equal(closed.spare[unit, : len(spare)].cpu().numpy(), spare)
+    assert len(units) == 1000 - closed.free[0] > 0
+    opened = [torch.full_like(pool, float("nan")) for pool in (keys, values)]
+    kernels.open(closed, *opened, targets, sources)
+    for ours, theirs in zip(opened, (keys, values), strict=True):
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+    kernels.give_back(closed, targets)
+    assert closed.free[0] == 1000 and sorted(closed.free[1:].tolist()) == list(range(1000))

@@ -1,4 +1,4 @@
-"""Decode attention over closed pages, in Triton's interpreter on a CPU; tests/gpu runs the same cases compiled."""
+"""Closing, opening and decode attention of closed pages, in Triton's interpreter on a CPU; tests/gpu runs the same cases compiled."""
 
 import copy
 import os
@@ -11,8 +11,9 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
+from kvrail.engine.kv.lossless import gpu
 from tests.engine.attention_cases import Case, make_case
-from tests.lossless.cases import close_case, distributions, pages_of
+from tests.lossless.cases import check_kernels, close_case, distributions, pages_of
 
 SHAPES = {
     "64 wide": {},
@@ -44,6 +45,11 @@ def decode(case: Case, processors: int, *closed: object) -> torch.Tensor:
     return out
 
 
+@pytest.mark.parametrize(("dims", "page_size"), [((64, 128), 64), ((128, 64), 128)])
+def test_closing_and_opening(dims: tuple[int, int], page_size: int) -> None:
+    check_kernels(dims, page_size, "cpu", gpu)
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_the_same_bits(shape: dict) -> None:
     plan = [(1, n) for n in (1, 64, 65, 129, 600)]
@@ -51,5 +57,19 @@ def test_the_same_bits(shape: dict) -> None:
     for processors in (1, 100):
         wanted = decode(copy.deepcopy(case), processors)
         for pages in (None, 1000):
-            found = decode(*(lambda c: (c[0], processors, *c[1:]))(close_case(copy.deepcopy(case), pages)))
+            closed, *where = close_case(copy.deepcopy(case), pages)
+            found = decode(closed, processors, *where)
             assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+
+
+@pytest.mark.parametrize("name", ["outlier channels", "escapes", "far escapes", "rising"])
+def test_odd_values(name: str) -> None:
+    """Raw tiles, and tiles with escapes."""
+    case = make_case([(1, 300), (1, 130)], page_size=64, kv_dtype="bfloat16", dtype=torch.bfloat16)
+    for pool, seed in ((case.pages.keys, 1), (case.pages.values, 2)):
+        odd = pages_of(distributions(tuple(pool.shape), seed)[name])
+        pool.copy_(torch.where(odd.isfinite() & (odd.abs() < 1e15), odd, 1.0))
+    wanted = decode(copy.deepcopy(case), 1)
+    closed, *where = close_case(case, 1000)
+    found = decode(closed, 1, *where)
+    assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvrail.engine.kv.lossless.form import NO_UNIT, RAW, TOKENS, Tile, base_places, places, supports
+from kvrail.engine.kv.lossless import cpu
+from kvrail.engine.kv.lossless.form import RAW, TOKENS, Tile, base_places, places, supports
 from kvrail.engine.kv.lossless.pages import ClosedPages, orders, page_bytes, unsupported
 from kvrail.engine.kv.lossless.reference import close_tile, open_tile
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
-from tests.lossless.cases import Bits, distributions, pages_of
+from tests.lossless.cases import SHAPES, Bits, check_kernels, distributions, pages_of
 
 DIMS = (64, 128, 192, 256)
 NAMES = tuple(distributions((TOKENS, 64)))
@@ -99,57 +100,9 @@ def test_golden_file() -> None:
     assert golden() == json.loads(GOLDEN.read_text())
 
 
-def pools(shape: tuple[int, ...], dims: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain pages [layers, pages, page_size, heads, dim] of keys and values, a page of each distribution."""
-    layers, page_size, heads = shape
-    found = []
-    for seed, dim in enumerate(dims):
-        pages = distributions((page_size, heads, dim), seed).values()
-        found.append(pages_of(np.stack([np.stack(list(pages))] * layers)))
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize(("dims", "page_size"), [((64, 64), 64), ((128, 128), 128), ((192, 128), 64)])
+@pytest.mark.parametrize(("dims", "page_size"), SHAPES)
 def test_kernels_do_what_the_reference_does(dims: tuple[int, int], page_size: int) -> None:
-    keys, values = pools((2, page_size, 3), dims)
-    layout = KVLayout(2, 3, *dims, page_size, "bfloat16")
-    number = keys.shape[1]
-    closed = ClosedPages(layout, number + 2, 1000, "cpu")
-    closed.pages.fill_(0xFF)
-    sources, targets = torch.arange(number), torch.randperm(number + 2, generator=torch.Generator().manual_seed(0))
-    targets = targets[:number]
-    closed.pages[:, targets] = 0
-    assert closed.close(keys, values, sources, targets).item() == 0
-    assert len(set(units_of(closed, targets))) == 1000 - closed.free[0] > 0
-    for layer, page, head in np.ndindex(2, number, 3):
-        for block in range(page_size // TOKENS):
-            pair = closed.pages[layer, targets[page], head, block].numpy()
-            tokens = slice(block * TOKENS, (block + 1) * TOKENS)
-            parts = np.split(pair, [Tile(dims[0]).bytes])
-            for kind, (pool, tile) in enumerate(zip((keys, values), parts, strict=True)):
-                bits = pool[layer, page, tokens, head].contiguous().view(torch.int16).numpy().view(np.uint16)
-                unit = int(tile[-4:].view(np.uint32)[0])
-                wanted, spare = close_tile(bits, kind == 0, unit)
-                assert np.array_equal(tile, wanted)
-                if spare is not None:
-                    assert np.array_equal(closed.spare[unit, : len(spare)].numpy(), spare)
-    opened = [torch.full_like(pool, float("nan")) for pool in (keys, values)]
-    closed.open(*opened, targets, sources)
-    for ours, theirs in zip(opened, (keys, values), strict=True):
-        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
-
-
-def units_of(closed: ClosedPages, pages: torch.Tensor) -> list[int]:
-    """Spare units that tiles of these pages hold."""
-    form = [Tile(dim) for dim in (closed.layout.key_dim, closed.layout.value_dim)]
-    found = []
-    for pair in closed.pages[:, pages].flatten(0, 3).numpy():
-        for tile, at in zip(form, (form[0].escapes, form[0].bytes + form[1].escapes), strict=True):
-            first, unit = pair[at : at + 8].view(np.uint32).tolist()
-            assert tile.bytes
-            if first & RAW and unit != NO_UNIT:
-                found.append(unit)
-    return found
+    check_kernels(dims, page_size, "cpu", cpu)
 
 
 def test_spare_units_come_back() -> None:

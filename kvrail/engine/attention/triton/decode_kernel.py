@@ -157,10 +157,11 @@ def _decode_kernel(
     SINKS: tl.constexpr,
     LIMIT: tl.constexpr,
     SEVERED: tl.constexpr,
-    CLOSED: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """Grid: (KV_HEADS, splits, sequences). CLOSED: bytes of a tile of keys of closed pages, of both tiles, or nothing.
+    """Grid: (KV_HEADS, splits, sequences). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
 
     What programs that share a sequence leave, float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
     part_top, part_total [sequences, heads, part_stride].
@@ -198,14 +199,14 @@ def _decode_kernel(
     all_total = tl.zeros([GROUP_PADDED], tl.float32)
     acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
     opened = begin
-    if CLOSED:
+    if BOTH_TILES:
         opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + row), end))
         for block in range(begin, opened, BLOCK):
             page = tl.load(table + block // PAGE_SIZE).to(tl.int64)
             pair = (page * KV_HEADS + kv_head) * (PAGE_SIZE // BLOCK) + block % PAGE_SIZE // BLOCK
             acc, top, total = add_closed_block(
-                q, closed_pages + tl.multiple_of(pair * CLOSED[1], 64), spare, unit_bytes, acc, top, total, block,
-                position, kv_len, scale, softcap, KEY_DIM, VALUE_DIM, CLOSED[0], WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+                q, closed_pages + tl.multiple_of(pair * BOTH_TILES, 64), spare, unit_bytes, acc, top, total, block,
+                position, kv_len, scale, softcap, KEY_DIM, VALUE_DIM, KEY_TILE, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
             )  # fmt: skip
             if begins_part(block + BLOCK) & (block + BLOCK < end):
                 if alone:
@@ -324,7 +325,8 @@ def decode_attention(
         SINKS=options.sinks is not None,
         LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
         SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
-        CLOSED=() if closed is None else (Tile(closed.key_dim).bytes, closed.pages.shape[-1]),
+        KEY_TILE=0 if closed is None else Tile(closed.key_dim).bytes,
+        BOTH_TILES=0 if closed is None else closed.pages.shape[-1],
         ASSEMBLED=isinstance(_decode_kernel, triton.JITFunction),
         num_warps=tuning.warps,
         num_stages=tuning.stages,

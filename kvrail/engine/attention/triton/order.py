@@ -69,7 +69,7 @@ def parts_of(tokens: int) -> int:
 
 
 def severed(shape: HeadShape) -> bool:
-    """Whether keys and values, where registers hold them, are kept apart from how they were loaded: see `_apart`."""
+    """Whether keys and values, where registers hold them, are kept apart from how they were loaded: see `apart`."""
     return shape.compute_bytes == 2 > shape.page_bytes
 
 

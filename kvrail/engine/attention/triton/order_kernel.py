@@ -48,7 +48,7 @@ def tanh(x):
 
 
 @triton.jit
-def _apart(x, SEVERED: tl.constexpr):
+def apart(x, SEVERED: tl.constexpr):
     """`x`, through an operation that the compiler does not look behind, if SEVERED.
 
     Of operands that were loaded in narrower elements it deals out the sum's terms to a tensor core's instructions in
@@ -120,7 +120,7 @@ def scores_of(
         k = tl.load(key, mask=mask, other=0.0)
     else:
         k = tl.load(key)
-    scores = tl.dot(q, _apart(k.to(q.dtype), SEVERED), input_precision="ieee")
+    scores = tl.dot(q, apart(k.to(q.dtype), SEVERED), input_precision="ieee")
     if SCALED:
         scores *= tl.load(key_scales + base + rows, mask=token < end, other=0.0)[None, :]
     return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
@@ -186,7 +186,7 @@ def add_block(
         v = tl.load(value, mask=mask, other=0.0)
     else:
         v = tl.load(value)
-    acc = tl.dot(weights.to(dtype), _apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(dtype), apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total
 
 
