@@ -40,9 +40,7 @@ def add_closed_block(
     scores = tl.dot(q, apart(k.to(q.dtype), ASSEMBLED), input_precision="ieee")
     token = block + tl.arange(0, CLOSED_BLOCK)
     scores = seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
-    weights, shrink, top, total = weights_of(
-        scores, top, total, softcap if SOFTCAP else scale, q.dtype, CLOSED_BLOCK
-    )
+    weights, shrink, top, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, q.dtype, CLOSED_BLOCK)
     v = open_values(tile + KEY_BYTES, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
     acc = tl.dot(weights.to(q.dtype), apart(v.to(q.dtype), ASSEMBLED), acc * shrink[:, None], input_precision="ieee")
     return acc, top, total

@@ -54,6 +54,10 @@ class DecodeTuning:
     registers: int | None = None
 
 
+_CLOSED_TUNING = DecodeTuning(stages=3)
+"""For closed pages."""
+
+
 def tuning_for(shape: HeadShape, rows: int) -> DecodeTuning:
     """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128.
 
@@ -289,7 +293,7 @@ def decode_attention(
     page_size, kv_heads = layer.keys.shape[1:3]
     value_dim = out.shape[2]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
-    tuning = tuning or tuning_for(shape, rows)
+    tuning = tuning or (tuning_for(shape, rows) if closed is None else _CLOSED_TUNING)
     splits, shortest = splits_for(rows, kv_heads, tuning.programs * processors, block_of(shape))
     parts = parts_of(page_tables.shape[1] * page_size)
     part_out = torch.empty(rows, heads, parts, value_dim, device=query.device)
