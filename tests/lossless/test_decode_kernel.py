@@ -1,4 +1,4 @@
-"""Closing, opening and decode attention of closed pages, in Triton's interpreter on a CPU; tests/gpu runs the same cases compiled."""
+"""Closing, opening and decode attention in Triton's interpreter on a CPU; tests/gpu runs the same cases compiled."""
 
 import copy
 import os

@@ -38,7 +38,7 @@ def test_reference_is_exact(dim: int, keys: bool) -> None:
 
 @pytest.mark.parametrize("usual", [0x3F80, 0x0000, 0xBF80])
 def test_every_pattern(usual: int) -> None:
-    """Each of the 65,536, eight to a tile: in its window, or an escape, or what makes all others of the channel escape."""
+    """Each of the 65,536, eight to a tile: in its window, or an escape, or making all others of its channel escape."""
     layout = KVLayout(1, 4, 64, 64, TOKENS, "bfloat16")
     keys = np.full((1, 2048, TOKENS, 4, 64), usual, np.uint16)
     at = 8 * np.arange(8)

@@ -227,6 +227,17 @@ def _weigh_rows(weights, skipped, group, before, block, window, softcap, largest
 
 
 @njit(nogil=True)
+def _scaled_queries(query, begin, head, group, scale, sinks, queries, totals, largest):
+    """The queries of a unit's rows, and what their sums begin with."""
+    key_dim = query.shape[2]
+    for row in range(len(totals)):
+        for d in range(key_dim):
+            queries[row * key_dim + d] = scale * query[begin + row // group, head * group + row % group, d]
+        if len(sinks):
+            totals[row], largest[row] = _ONE, sinks[head * group + row % group]
+
+
+@njit(nogil=True)
 def _attend_unit(
     query, out, begin, end, before, head, table, keys, values, key_scales, value_scales, kind, item_bytes,
     page_size, kv_heads, scale, window, softcap, sinks, closed_tokens, closed,
@@ -237,11 +248,7 @@ def _attend_unit(
     count, tokens = (end - begin) * group, before + end - begin
     queries, sums = np.empty(count * key_dim, np.float32), np.zeros(count * value_width, np.float32)
     totals, largest = np.zeros(count, np.float32), np.full(count, _NEVER, np.float32)
-    for row in range(count):
-        for d in range(key_dim):
-            queries[row * key_dim + d] = scale * query[begin + row // group, head * group + row % group, d]
-        if len(sinks):
-            totals[row], largest[row] = _ONE, sinks[head * group + row % group]
+    _scaled_queries(query, begin, head, group, scale, sinks, queries, totals, largest)
     block_keys, block_values = np.zeros(KEYS * key_width, np.float32), np.zeros(KEYS * value_width, np.float32)
     columns, weights = np.empty(key_width * KEYS, np.float32), np.empty(count * KEYS, np.float32)
     bits, narrow = np.empty(KEYS, np.int32), np.zeros(4 * LANES, np.uint8)

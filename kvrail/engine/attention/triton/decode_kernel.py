@@ -110,9 +110,44 @@ def _store_token(
     tl.debug_barrier()  # what follows reads it again
 
 
+@triton.jit
+def _end_block(
+    part_out,
+    part_top,
+    part_total,
+    place,
+    block,
+    end,
+    alone,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where a part ends behind `block`, but not the program's share, fold it into `all_`, or leave it for `join`.
+
+    place: of part 0 of each row.
+    """
+    if begins_part(block + BLOCK) & (block + BLOCK < end):
+        if alone:
+            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+        else:
+            part = place + part_of(block)
+            leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
+    return all_acc, all_top, all_total, acc, top, total
+
+
 @triton.jit(
-    do_not_specialize=["table_stride", "part_stride", "shortest"],
-    do_not_specialize_on_alignment=["page_tables", "kv_lens", "counters"],
+    do_not_specialize=["table_stride", "part_stride", "shortest", "unit_bytes"],
+    do_not_specialize_on_alignment=["page_tables", "kv_lens", "counters", "closed_tokens"],
 )
 def _decode_kernel(
     query,
@@ -212,15 +247,10 @@ def _decode_kernel(
                 q, closed_pages + tl.multiple_of(pair * BOTH_TILES, 64), spare, unit_bytes, acc, top, total, block,
                 position, kv_len, scale, softcap, KEY_DIM, VALUE_DIM, KEY_TILE, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
             )  # fmt: skip
-            if begins_part(block + BLOCK) & (block + BLOCK < end):
-                if alone:
-                    all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-                else:
-                    leave(
-                        part_out, part_top, part_total, place + part_of(block) - first_part, acc, top, total, live,
-                        VALUE_DIM, VALUE_DIM_PADDED,
-                    )  # fmt: skip
-                acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
+            all_acc, all_top, all_total, acc, top, total = _end_block(
+                part_out, part_top, part_total, place - first_part, block, end, alone, live,
+                all_acc, all_top, all_total, acc, top, total, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
+            )  # fmt: skip
     for block in range(opened, end, BLOCK):
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
@@ -231,15 +261,10 @@ def _decode_kernel(
             scores, values, value_scales, base, rows, acc, top, total, block, kv_len, scale, softcap, q.dtype,
             VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, LIMIT > 0, SEVERED, True,
         )  # fmt: skip
-        if begins_part(block + BLOCK) & (block + BLOCK < end):
-            if alone:
-                all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-            else:
-                leave(
-                    part_out, part_top, part_total, place + part_of(block) - first_part, acc, top, total, live,
-                    VALUE_DIM, VALUE_DIM_PADDED,
-                )  # fmt: skip
-            acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
+        all_acc, all_top, all_total, acc, top, total = _end_block(
+            part_out, part_top, part_total, place - first_part, block, end, alone, live,
+            all_acc, all_top, all_total, acc, top, total, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
+        )  # fmt: skip
 
     if alone:
         all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))

@@ -1,1 +1,1 @@
-"""Pages that are losslessly compressed where they lie: twelve bits a value and a little, read by attention as they are."""
+"""Pages that stay losslessly compressed, in some twelve bits a value, while attention reads them."""

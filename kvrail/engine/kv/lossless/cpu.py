@@ -24,7 +24,7 @@ def close(
     return torch.tensor([failed], dtype=torch.int32)
 
 
-def open(  # noqa: A001 as ClosedPages names it
+def open(
     closed: ClosedPages, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
 ) -> None:
     """See `ClosedPages.open`."""

@@ -83,6 +83,16 @@ def word_at(data, at):
 
 
 @njit(nogil=True)
+def _put_nibble(out, byte, value, code, sign):
+    """Add a nibble to the word at `byte`. value: which of the sixteen of its chunk."""
+    if value % 8 < 4:
+        out[byte + value % 4] |= code | sign << 7
+    else:
+        out[byte + value % 4] |= sign << 3
+        out[byte + (value + 3) % 4] |= code << 4
+
+
+@njit(nogil=True)
 def _close_tile(source, at, row, dim, order, channels, out, to, bases, spare, unit_bytes, free):
     """Close the tile of `source` that begins at `at` into `out` from byte `to` on; False where no spare unit is left.
 
@@ -117,18 +127,18 @@ def _close_tile(source, at, row, dim, order, channels, out, to, bases, spare, un
         lane, value = inside // CHUNK, inside % CHUNK
         word_number = ((chunk // 2 * WARPS + warp) * LANES + lane) * 4 + chunk % 2 * 2 + value // 8
         byte = to + values + 4 * word_number
-        if value % 8 < 4:
-            out[byte + value % 4] |= code | sign << 7
-        else:
-            out[byte + value % 4] |= sign << 3
-            out[byte + (value + 3) % 4] |= code << 4
-    if not raw:
-        return True
+        _put_nibble(out, byte, value, code, sign)
+    return not raw or _keep_raw(source, at, row, dim, order, out, escapes, spare, unit_bytes, free)
+
+
+@njit(nogil=True)
+def _keep_raw(source, at, row, dim, order, out, escapes, spare, unit_bytes, free):
+    """Store a tile's high bytes in a spare unit; False where none is left. escapes: where its words begin in `out`."""
     unit = NO_UNIT
     if free[0] > 0:
         unit = int64(free[free[0]])
         free[0] -= 1
-        for place in range(values):
+        for place in range(TOKENS * dim):
             token, channel = order[place] // dim, order[place] % dim
             spare[unit * unit_bytes + place] = source[at + token * row + channel] >> 8
     for group in range(GROUPS):
@@ -156,7 +166,7 @@ def open_high(closed, at, dim, order, channels, spare, unit_bytes, bases, high):
         word = word_at(closed, at + values + 4 * number)
         chunk = number // (4 * WARPS * LANES) * 2 + number % 4 // 2
         place = chunk * _STEP + number // 4 % (WARPS * LANES) * CHUNK + number % 2 * 8
-        for half in range(2):
+        for _half in range(2):
             parts = word & _MASK
             for byte in range(4):
                 code = (parts >> np.uint32(8 * byte)) & np.uint32(0xFF)
@@ -191,7 +201,7 @@ def close_tiles(
     source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels, spare,
     unit_bytes, free,
 ):  # fmt: skip
-    """Close the keys, or the values, of plain pages `sources` into closed pages `targets`; returns how many tiles failed.
+    """Close the keys, or the values, of plain pages `sources` into closed pages `targets`; returns how many tiles fail.
 
     source: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. tile_begin: where the
     first tile begins in a page; pair_bytes: of both tiles of a head and block. free: how many spare units are free, and

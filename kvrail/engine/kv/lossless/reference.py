@@ -23,10 +23,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def close_tile(values: npt.NDArray[np.uint16], keys: bool, unit: int) -> tuple[Bytes, Bytes | None]:
-    """The closed tile of `values`, bits of bfloat16 [64, dim], and what the spare unit `unit` gets if the tile is raw."""
+    """The closed tile of `values`, bits of bfloat16 [64, dim]; and, if it is raw, what the spare unit `unit` holds."""
     dim = values.shape[1]
     high, low = (values >> 8).astype(np.uint8), (values & 0xFF).astype(np.uint8)
-    bases = _bases(high & 0x7F)
+    bases = _bases(np.asarray(high & 0x7F, np.uint8))
     codes = (high & 0x7F).astype(np.int64) - bases
     escaped = (codes < 0) | (codes >= CODES)
     nibbles = np.where(escaped, 0, codes | high >> 7 << 3)
@@ -57,7 +57,7 @@ def open_tile(tile: Bytes, dim: int, keys: bool, spare: npt.NDArray[np.uint8]) -
         bases = np.empty(dim, np.uint8)
         bases[base_places(dim, keys)] = tile[form.bases : form.escapes]
         nibbles = _unpacked(tile[form.nibbles : form.bases])
-        high = (nibbles & 7) + bases[order % dim] | nibbles >> 3 << 7
+        high = np.asarray((nibbles & 7) + bases[order % dim] | nibbles >> 3 << 7, np.uint8)
         in_groups = _by_group(high)
         for group in range(GROUPS):
             for word in words[SLOTS * group : SLOTS * (group + 1)]:
@@ -122,4 +122,4 @@ def _unpacked(packed: Bytes) -> Bytes:
     words = packed.view(np.uint32)
     both = np.stack([words, words << np.uint32(4) | words >> np.uint32(28)], 1) & np.uint32(0x87878787)
     spread = both.view(np.uint8).reshape(-1, WARPS, LANES, 2, 2, 2, 4).transpose(0, 3, 1, 2, 4, 5, 6).reshape(-1)
-    return spread & 7 | spread >> 7 << 3
+    return np.asarray(spread & 7 | spread >> 7 << 3, np.uint8)
