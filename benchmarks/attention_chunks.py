@@ -19,7 +19,7 @@ from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
 from kvrail.engine.attention.triton.order import HeadShape
 from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 
 KV_HEADS, DIM, PAGE = 8, 128, 16
 TOKENS = (2, 16, 32, 64, 128, 512)
@@ -33,7 +33,7 @@ class Sequence:
     def __init__(self, heads: int, context: int) -> None:
         torch.manual_seed(0)
         self.heads, self.context, self.options = heads, context, ScoreOptions(DIM**-0.5)
-        self.pools = [LayerPages(*self._pages(), None, None) for _ in range(_POOLS)]
+        self.pools = [LayerPages(*self._pages()) for _ in range(_POOLS)]
         self.table = torch.arange(-(-context // PAGE), dtype=torch.int32, device="cuda")[None]
         self.processors = torch.cuda.get_device_properties(0).multi_processor_count
 

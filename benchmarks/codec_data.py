@@ -149,8 +149,7 @@ def prefill(loaded: LoadedModel, tokens: Sequence[int]) -> Block:
         part = tokens[start : start + SEQUENCE]
         pages = range(start // PAGE_SIZE, (start + len(part)) // PAGE_SIZE)
         runner.execute([SequenceSlice(part, 0, pages, num_logits=0)])
-    cache = runner.cache
-    return Block(cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    return Block(*runner.cache.as_block())
 
 
 @functools.cache

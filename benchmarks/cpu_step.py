@@ -28,7 +28,7 @@ from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.batch import inputs
 from kvrail.engine.batch.batch import SequenceSlice
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.step.runner import ModelRunner
 from kvrail.runtime.tuning import tune_process
@@ -60,7 +60,7 @@ def torch_attention(
     reference.write_pages(layer, key[: len(meta.slots)], value[: len(meta.slots)], meta.slots.long())
     out, begin = torch.zeros(*query.shape[:2], value.shape[-1]), 0
     for row, (new, total) in enumerate(meta.plan):
-        pages = meta.page_tables[row, : -(-total // layer.keys.shape[1])].long()
+        pages = meta.page_tables[row, : -(-total // layer.page_size)].long()
         k, v = (each[:total].transpose(0, 1)[None] for each in reference.read_pages(layer, pages, query.dtype))
         q = query[begin : begin + new].transpose(0, 1)[None]
         seen = None if new == 1 else reference.causal_mask(new, total, options.window)

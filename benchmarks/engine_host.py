@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     kinds = steps_of_each_kind(loaded, pages)
     for runner in (captured, enqueued):
         generator = torch.Generator(loaded.device).manual_seed(0)
-        for pool in (runner.cache.keys, runner.cache.values):
+        for pool in runner.cache.as_block()[:2]:
             for layer in pool:
                 layer.copy_(torch.randn(layer.shape, device=loaded.device, generator=generator))
     sampler = Sampler(loaded.vocab_size, loaded.device)

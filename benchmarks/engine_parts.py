@@ -122,7 +122,7 @@ class Bench:
     def fill_pages(self) -> None:
         """Random keys and values everywhere: timings on zeros flatter."""
         cache = self.runner.cache
-        for pool in (cache.keys, cache.values):
+        for pool in cache.as_block()[:2]:
             for layer in pool:
                 layer.copy_(torch.randn(layer.shape, device=layer.device))
 

@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.form import GROUPS, RAW, SLOTS, TOKENS, Tile
 from kvrail.engine.kv.lossless.pages import ClosedPages, page_bytes
 from kvrail.values.layout import KVLayout
@@ -95,7 +95,7 @@ class Load:
             self.query,
             self.key,
             self.value,
-            LayerPages(self.keys[layer], self.values[layer], None, None),
+            LayerPages(self.keys[layer], self.values[layer], closed=self.closed.layer(layer) if lossless else None),
             self.table,
             self.lengths,
             self.counters,
@@ -103,7 +103,7 @@ class Load:
             self.options,
             self.processors,
             tuning,
-            *((self.closed.layer(layer), self.closed_tokens) if lossless else ()),
+            self.closed_tokens if lossless else None,
         )
         return out
 

@@ -1,4 +1,4 @@
-"""Weights in fewer bytes in a GPU's memory, packed and TCA-TBE, beside cuBLAS and the memory's limit.
+"""Weights in fewer bytes in a GPU's memory, compact and TCA-TBE, beside cuBLAS and the memory's limit.
 
     python -m benchmarks.weights_gpu [--shape qwen3-8b] [--skip-steps] [--out FOLDER]
 
@@ -29,9 +29,9 @@ from torch.nn.functional import linear, pad
 
 from benchmarks.engine_parts import SPARE_TOKENS, Bench, Case
 from benchmarks.shapes import SHAPES, card_of, write_shape
-from kvrail.codec.packed import gpu as packed_gpu
-from kvrail.codec.packed.format import PackedWeight
-from kvrail.codec.packed.torch_ops import pack
+from kvrail.codec.compact import gpu as compact_gpu
+from kvrail.codec.compact.format import CompactWeight
+from kvrail.codec.compact.torch_ops import compress as compact
 from kvrail.codec.tbe import cpu as tbe_cpu
 from kvrail.codec.tbe import gpu as tbe_gpu
 from kvrail.codec.tbe.format import TbeWeight
@@ -40,7 +40,7 @@ from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.sampling.sampler import Sampler
 from kvrail.engine.step.invariance import choose_products
 from kvrail.values.sampling import SamplingParams
-from kvrail.worker.weights import hold
+from kvrail.worker.weights import METHODS, hold
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = {
@@ -61,9 +61,9 @@ CONTEXT, NEW_TOKENS = 128, 48
 PREFILLS = (512, 2048)
 COPIES_BYTES = 400 << 20
 
-Held = PackedWeight | TbeWeight
+Held = CompactWeight | TbeWeight
 FORMS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "packed": (pack, packed_gpu.multiply, packed_gpu.unpack),
+    "compact": (compact, compact_gpu.multiply, compact_gpu.unpack),
     "tbe": (lambda weight: tbe_cpu.compress(weight).to(weight.device), tbe_gpu.multiply, tbe_gpu.unpack),
 }
 """A weight to the form, a product with it, and the weight back."""
@@ -199,7 +199,7 @@ def steps_of(form: str, shape: str, rounds: int) -> dict[str, object]:
         free = torch.cuda.mem_get_info()[0]
         loaded = load_model(folder, device="cuda", dtype="auto", kv_dtype="bfloat16", page_size=64, load_format="dummy")
     if form != "plain":
-        loaded = hold(loaded, form, join=True)
+        loaded = hold(loaded, METHODS[form], join=True)
     torch.cuda.empty_cache()
     taken = free - torch.cuda.mem_get_info()[0]
     bench = bench_of(loaded)

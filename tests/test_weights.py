@@ -11,10 +11,13 @@ import torch
 from kvrail.codec.fused import launch
 from kvrail.codec.tbe import gpu
 from kvrail.config.settings import DecodeSettings, PrefillSettings
-from kvrail.engine.model.fusion import JointLinear, merge_equal_products
+from kvrail.engine.model.fusion import merge_equal_products
+from kvrail.engine.model.linear import JointLinear
 from kvrail.errors import ConfigError
-from kvrail.worker.weights import FORMS, forms_of, hold
+from kvrail.worker.weights import METHODS, TBE, forms_of, hold
 from tests.codec.emulated import Emulated
+
+COMPRESSED = [name for name in METHODS if name != "plain"]
 
 
 @pytest.mark.parametrize("settings", [DecodeSettings, PrefillSettings])
@@ -22,7 +25,7 @@ def test_weights_stay_plain_unless_asked_for(settings):
     assert forms_of(settings(device="cpu")).hold is None
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("form", COMPRESSED)
 def test_such_weights_on_a_cpu_are_refused_by_name(form):
     with pytest.raises(
         ConfigError, match=f"weights is '{form}', but {form} weights need an NVIDIA GPU, not device cpu"
@@ -30,14 +33,14 @@ def test_such_weights_on_a_cpu_are_refused_by_name(form):
         forms_of(DecodeSettings(device="cpu", weights=form))
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("form", COMPRESSED)
 def test_such_weights_in_float32_are_refused_by_name(form):
     with pytest.raises(ConfigError, match=f"weights is '{form}', but dtype is 'float32'; only bfloat16 can be held so"):
         forms_of(DecodeSettings(device="cuda", dtype="float32", weights=form))
 
 
 def test_the_settings_name_every_form():
-    assert DecodeSettings.model_fields["weights"].annotation == Literal["plain", *FORMS]
+    assert DecodeSettings.model_fields["weights"].annotation == Literal[*METHODS]
 
 
 class Model(torch.nn.Module):
@@ -77,9 +80,9 @@ def test_layers_are_held_where_they_can_and_compute_what_they_did(tmp_path, monk
     monkeypatch.setattr(launch, "prepare", lambda *_: None)
     model, x = Model(), torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
     wanted = model(x)
-    loaded = SimpleNamespace(model=model, layers=[], projections=[])
+    loaded = SimpleNamespace(model=model, layers=[], projections=[], config=None)
     with caplog.at_level("INFO", logger="kvrail.worker.weights"):
-        assert hold(loaded, "tbe", join=False) is loaded
+        assert hold(loaded, TBE, join=False) is loaded
     assert [type(module).__name__ for module in model.children()] == [
         *["TbeLinear"] * 3, *["Linear"] * 2, "Embedding", "Linear"
     ]  # fmt: skip
@@ -90,22 +93,22 @@ def test_layers_are_held_where_they_can_and_compute_what_they_did(tmp_path, monk
         assert reason in told
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("form", COMPRESSED)
 def test_a_weight_is_let_go_before_another_form_takes_its_place_on_the_device(form, monkeypatch):
     monkeypatch.setattr(launch, "prepare", lambda *_: None)
     model, alive = Model(), []
     plain = [weakref.ref(model.query.weight), weakref.ref(model.output.weight)]
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append([each() is not None for each in plain]))
-    hold(SimpleNamespace(model=model, layers=[], projections=[]), form, join=False)
+    hold(SimpleNamespace(model=model, layers=[], projections=[], config=None), METHODS[form], join=False)
     assert alive[:2] == [[False, True], [False, False]]
 
 
-@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("form", COMPRESSED)
 def test_compiled_layers_share_a_product_and_know_its_shapes(form, monkeypatch):
     monkeypatch.setattr(launch, "multiply", lambda form, x, parts, rows, bias: x.new_zeros(len(x), rows))
     monkeypatch.setattr(launch, "prepare", lambda *_: None)
     model = Model()
-    hold(SimpleNamespace(model=model, layers=[], projections=[]), form, join=False)
+    hold(SimpleNamespace(model=model, layers=[], projections=[], config=None), METHODS[form], join=False)
     found = []
 
     def backend(graph, inputs):

@@ -223,8 +223,8 @@ class WorkerSettings(ServiceSettings):
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights from a fixed seed, for benchmarks"
     )
-    weights: Literal["plain", "packed", "tbe"] = Field(
-        "plain", description="packed, tbe: hold the weights in 71 % of bfloat16's memory, losslessly; Hopper GPUs"
+    weights: Literal["plain", "compact", "tbe"] = Field(
+        "plain", description="compact, tbe: hold the weights in 71 % of bfloat16's memory, losslessly; Hopper GPUs"
     )
     page_size: PositiveInt = Field(64, description="tokens a page; equal on every worker")
     kv_memory_gib: float = Field(

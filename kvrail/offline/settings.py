@@ -22,7 +22,7 @@ class Options(TypedDict, total=False):
     dtype: ComputeDtype
     kv_dtype: KVDtype
     load_format: Literal["safetensors", "dummy"]
-    weights: Literal["plain", "packed", "tbe"]
+    weights: Literal["plain", "compact", "tbe"]
     page_size: int
     kv_memory_gib: float
     num_pages: int

@@ -70,4 +70,4 @@ class LeasedPages:
 
 
 def _pools(cache: PagedCache) -> Block:
-    return Block(cache.keys, cache.values, cache.key_scales, cache.value_scales)
+    return Block(*cache.as_block())

@@ -165,7 +165,7 @@ def note_pages(monkeypatch, worker):
     compute_here = worker.engine.compute_here
 
     def noting(request_id):
-        seen.append(worker.cache.keys.clone())
+        seen.append(worker.cache.tensors["keys"].clone())
         compute_here(request_id)
 
     monkeypatch.setattr(worker.engine, "compute_here", noting)
@@ -180,7 +180,7 @@ async def test_a_corrupt_frame_touches_no_page_and_the_answer_comes_all_the_same
         return with_payload(stage, memoryview(wrong))
 
     async with cluster(llama, transport) as c:
-        before = c.decode.cache.keys.clone()
+        before = c.decode.cache.tensors["keys"].clone()
         pages = note_pages(monkeypatch, c.decode)
         on_send(monkeypatch, flipping)
         answer = await c.ask(prompt_of(300))

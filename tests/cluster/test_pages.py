@@ -13,7 +13,7 @@ from kvrail.worker.pages import LeasedPages, paged_block
 def test_a_codec_reads_and_writes_the_pool_itself(dtype):
     cache = PagedCache(KVLayout(4, 2, 8, 6, 16, dtype), 9, "cpu")
     block = paged_block(cache, range(1, 3), [7, 0])
-    tensors = (cache.keys, cache.values, *((cache.key_scales, cache.value_scales) if cache.layout.scaled else ()))
+    tensors = tuple(cache.tensors.values())
     assert [pool.data_ptr() for pool in block.layer_pools()] == [pool[1].data_ptr() for pool in tensors]
     assert (block.spec.dtype, block.spec.num_layers, block.spec.num_pages) == (dtype, 2, 2)
     assert block.spec.raw_bytes == cache.layout.page_bytes  # half of the layers of two pages
@@ -29,7 +29,7 @@ def test_a_codec_reads_and_writes_the_pool_itself(dtype):
 @pytest.mark.parametrize("used", [1, 5, 7])
 def test_a_tail_repeats_the_last_token_and_changes_nothing_else(dtype, used):
     cache = PagedCache(KVLayout(4, 2, 8, 6, 8, dtype), 5, "cpu")
-    pools = [pool for pool in (cache.keys, cache.values, cache.key_scales, cache.value_scales) if pool is not None]
+    pools = list(cache.tensors.values())
     for pool in pools:
         pool.view(torch.uint8).random_(0, 256)
     before = [pool.view(torch.uint8).clone() for pool in pools]
@@ -44,10 +44,10 @@ def test_a_tail_repeats_the_last_token_and_changes_nothing_else(dtype, used):
 
 def test_a_prompt_of_whole_pages_has_no_tail():
     cache = PagedCache(KVLayout(4, 2, 8, 6, 8, "bfloat16"), 5, "cpu")
-    cache.keys.view(torch.uint8).random_(0, 256)
-    before = cache.keys.view(torch.uint8).clone()
+    cache.tensors["keys"].view(torch.uint8).random_(0, 256)
+    before = cache.tensors["keys"].view(torch.uint8).clone()
     LeasedPages(cache, SideStream(torch.device("cpu")), [2, 4], 16).fill_tail(range(4))
-    assert torch.equal(cache.keys.view(torch.uint8), before)
+    assert torch.equal(cache.tensors["keys"].view(torch.uint8), before)
 
 
 def test_pages_have_the_requests_numbers():

@@ -9,26 +9,26 @@ import shutil
 import pytest
 import torch
 
+from kvrail.codec.compact import gpu as compact_gpu
+from kvrail.codec.compact.torch_ops import compress as compact
 from kvrail.codec.fused import launch
 from kvrail.codec.fused.builds import Build
-from kvrail.codec.packed import gpu as packed_gpu
-from kvrail.codec.packed.torch_ops import pack
 from kvrail.codec.tbe import gpu as tbe_gpu
 from kvrail.codec.tbe.cpu import compress
 from tests.codec.emulated import Emulated
-from tests.codec.test_packed import bits, normal, of_bits
+from tests.codec.test_compact import bits, normal, of_bits
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 BUILDS = [
-    ("packed", Build(1, 4, 2, 2)),
-    ("packed", Build(8, 4, 2, 2)),
+    ("compact", Build(1, 4, 2, 2)),
+    ("compact", Build(8, 4, 2, 2)),
     ("tbe", Build(2, 9, 3, 2)),
     ("tbe", Build(8, 6, 3, 3)),
 ]
 
 
-def packed_parts(weight):
-    held = pack(weight)
+def compact_parts(weight):
+    held = compact(weight)
     return [held.blocks, held.index, held.counts, held.scales]
 
 
@@ -36,7 +36,7 @@ def tbe_parts(weight):
     return list(compress(weight).parts.values())
 
 
-FORMS = {"packed": (packed_gpu.FORM, packed_parts), "tbe": (tbe_gpu.FORM, tbe_parts)}
+FORMS = {"compact": (compact_gpu.FORM, compact_parts), "tbe": (tbe_gpu.FORM, tbe_parts)}
 
 
 @pytest.fixture(scope="module")

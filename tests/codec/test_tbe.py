@@ -10,7 +10,7 @@ from kvrail.codec.tbe import reference
 from kvrail.codec.tbe.cpu import check, compress, decompress
 from kvrail.codec.tbe.format import TbeWeight, refusal
 from kvrail.config.settings import DEMO_MODEL
-from tests.codec.test_packed import bits, normal, of_bits
+from tests.codec.test_compact import bits, normal, of_bits
 
 
 def comes_back(weight):

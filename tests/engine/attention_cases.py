@@ -6,7 +6,8 @@ import torch
 
 from kvrail.engine.attention import reference
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.kv.cache import LayerPages, PagedCache
+from kvrail.engine.kv.cache import PagedCache
+from kvrail.engine.kv.formats import LayerPages
 from kvrail.values.layout import KVLayout
 
 
@@ -107,18 +108,15 @@ def make_case(
 
 def poison(layer: LayerPages) -> None:
     """Fill pages with NaN (in types that have one), so that a read of a slot nobody wrote shows."""
-    for pool in (layer.keys, layer.values):
+    for pool, scales in layer.pairs:
         pool.view(torch.uint8).fill_(0xFF)
-    for scales in (layer.key_scales, layer.value_scales):
         if scales is not None:
             scales.fill_(float("nan"))
 
 
 def expected(case: Case) -> torch.Tensor:
     """What the reference computes, in float64, from the elements as the pages keep them."""
-    layer = LayerPages(*(None if t is None else t.clone() for t in (case.pages.keys, case.pages.values)), None, None)
-    if case.pages.key_scales is not None:
-        layer = LayerPages(layer.keys, layer.values, case.pages.key_scales.clone(), case.pages.value_scales.clone())
+    layer = LayerPages(*(tensor.clone() for tensor in case.pages.tensors()))
     reference.write_pages(layer, case.key, case.value, case.slots)
     out = torch.empty(*case.query.shape[:2], case.value.shape[2], dtype=torch.float64, device=case.query.device)
     page_size, begin = layer.keys.shape[1], 0

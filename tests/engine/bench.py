@@ -19,12 +19,20 @@ from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expec
 
 class Bench:
     def __init__(
-        self, num_pages=32, page_size=4, prefix_cache=True, on_layer=None, max_drafts=64, ahead=False, **limits
+        self,
+        num_pages=32,
+        page_size=4,
+        prefix_cache=True,
+        on_layer=None,
+        max_drafts=64,
+        ahead=False,
+        tier=None,
+        **limits,
     ):
         settings = {"max_batch_tokens": 16, "max_running": 8, "max_waiting": 64, **limits}
         self.registry = CollectorRegistry()
         self.machine = PageMachine(num_pages, page_size, ahead=ahead)
-        self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache)
+        self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache, tier=tier and tier(self.machine.cells))
         self.events: dict[str, list] = {}
         self.scheduler = Scheduler(self.pool, Limits(**settings))
         self.engine = Engine(

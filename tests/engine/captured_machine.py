@@ -55,7 +55,7 @@ class TokenModel:
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """float32 [rows, VOCAB]; rows that are padding hold NaN."""
         step, size = inputs.step, self.layout.page_size
-        cells = step.keys[0].view(-1)
+        cells = step.pages[0][0].view(-1)
         ids, positions = inputs.token_ids.tolist(), inputs.positions.tolist()
         reads = self._cpu_reads(step.meta) if step.meta else self._cuda_reads(decode(step.data, step.plan))
         for token, (table, position) in reads.items():
@@ -63,7 +63,7 @@ class TokenModel:
             cells[table[position // size] * size + position % size] = ids[token]
         found = torch.full((len(ids), VOCAB), torch.nan)
         for token, (table, position) in reads.items():
-            before = step.keys[0].view(-1, size)[table].view(-1)[: position + 1]
+            before = step.pages[0][0].view(-1, size)[table].view(-1)[: position + 1]
             found[token] = logits_behind(tuple(int(each) for each in before.tolist()))
         for layer in range(len(self.layers)):
             if step.on_layer is not None:

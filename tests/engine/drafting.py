@@ -119,7 +119,9 @@ class DecodeSite:
     def cached_pages(self, token_ids: list[int]) -> Pages:
         """What the prefix cache would serve to a prompt that begins so."""
         found = self.pool.match(page_hashes(token_ids, PAGE_SIZE))
-        return self.runner.cache.keys[:, found].clone(), self.runner.cache.values[:, found].clone()
+        return self.runner.cache.tensors["keys"][:, found].clone(), self.runner.cache.tensors["values"][
+            :, found
+        ].clone()
 
     def _deliver(self, events) -> None:
         for request_id, event in events:
@@ -144,8 +146,8 @@ class Transfer:
 
     def write(self, form: Coarse) -> None:
         cache = self.site.runner.cache
-        cache.keys[:, self.missing] = form(self.pages[0])
-        cache.values[:, self.missing] = form(self.pages[1])
+        cache.tensors["keys"][:, self.missing] = form(self.pages[0])
+        cache.tensors["values"][:, self.missing] = form(self.pages[1])
 
     def send_coarse(self, form: Coarse) -> None:
         self.write(form)
@@ -181,4 +183,4 @@ def prefill(model: LoadedModel, token_ids: list[int]) -> tuple[Pages, torch.Tens
     count = -(-len(token_ids) // PAGE_SIZE)
     runner = ModelRunner(model, count, max_running=1, max_batch_tokens=len(token_ids))
     logits = runner.execute([SequenceSlice(token_ids, 0, range(count), 1)])
-    return (runner.cache.keys, runner.cache.values), logits
+    return (runner.cache.tensors["keys"], runner.cache.tensors["values"]), logits

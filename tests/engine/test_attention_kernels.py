@@ -19,7 +19,6 @@ from kvrail.engine.attention.triton.order import HeadShape, parts_of
 from kvrail.engine.attention.triton.order_kernel import begins_part, part_begin, part_of
 from kvrail.engine.attention.triton.page_kernels import write_pages
 from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention, tuning_for
-from kvrail.engine.kv.cache import LayerPages
 from tests.engine.attention_cases import Case, expected, make_case, relative_error
 
 SHAPES = {
@@ -48,7 +47,7 @@ PREFILLS = {name: (shape, None) for name, shape in SHAPES.items()} | {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_decode(shape: dict, processors: int) -> None:
     case = make_case([(1, n) for n in (1, 16, 63, 64, 65, 129, 300, 2)], **shape)
-    exact = case.pages.key_scales is None
+    exact = not case.pages.scaled
     if not exact:
         for new in (case.key, case.value):
             make_exact(new, case.pages.keys.dtype)
@@ -57,7 +56,7 @@ def test_decode(shape: dict, processors: int) -> None:
     assert relative_error(out, wanted) < 1e-5
     written = copy.deepcopy(case.pages)
     reference.write_pages(case.pages, case.key, case.value, case.slots)
-    for ours, theirs in zip(tensors(written), tensors(case.pages), strict=True):
+    for ours, theirs in zip(written.tensors(), case.pages.tensors(), strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -157,7 +156,7 @@ def test_write(kv_dtype: str) -> None:
     shape = {"heads": 6, "kv_heads": 3, "key_dim": 24, "value_dim": 40, "kv_dtype": kv_dtype}
     case, other = make_case([(5, 5), (3, 20)], **shape), make_case([(5, 5), (3, 20)], **shape)
     for new in (case.key, case.value):
-        if case.pages.key_scales is not None:
+        if case.pages.scaled:
             make_exact(new, getattr(torch, kv_dtype))
     case.key[2] = 0.0
     slots = case.slots.int()
@@ -165,7 +164,7 @@ def test_write(kv_dtype: str) -> None:
     write_pages(case.pages, case.key, case.value, slots)
     there = slots >= 0
     reference.write_pages(other.pages, case.key[there], case.value[there], case.slots[there])
-    for ours, theirs in zip(tensors(case.pages), tensors(other.pages), strict=True):
+    for ours, theirs in zip(case.pages.tensors(), other.pages.tensors(), strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -174,10 +173,6 @@ def make_exact(new: torch.Tensor, dtype: torch.dtype) -> None:
     new.copy_(new.to(dtype))
     new[..., 0] = torch.finfo(dtype).max
     new *= 4
-
-
-def tensors(pages: LayerPages) -> list[torch.Tensor]:
-    return [t for t in (pages.keys, pages.values, pages.key_scales, pages.value_scales) if t is not None]
 
 
 def test_write_takes_strided_heads_first_input() -> None:

@@ -66,7 +66,11 @@ def test_verifying_many_tokens_leaves_the_kv_of_one_at_a_time(kv_dtype: str, beg
             rows.append(runner.execute([SequenceSlice(ids[at : at + size], at, range(pages), size)]).clone())
             at += size
         logits.append(torch.cat(rows))
-        pools.append(torch.cat([runner.cache.keys[:, :pages].flatten(), runner.cache.values[:, :pages].flatten()]))
+        pools.append(
+            torch.cat(
+                [runner.cache.tensors["keys"][:, :pages].flatten(), runner.cache.tensors["values"][:, :pages].flatten()]
+            )
+        )
     for pool, rows in zip(pools[1:], logits[1:], strict=True):
         assert_same_bits(rows, logits[0])
         assert torch.equal(pool.view(torch.uint8), pools[0].view(torch.uint8))
@@ -81,7 +85,7 @@ def test_a_prompt_at_once_and_in_chunks_leaves_the_same_kv(length: int) -> None:
         runner = poisoned_runner(loaded, max_batch_tokens=1000)
         for at in range(0, length, chunk):
             runner.execute([SequenceSlice(ids[at : at + chunk], at, range(pages), 0)])
-        flat = [pool[:, :pages].flatten(1, 2)[:, :length] for pool in (runner.cache.keys, runner.cache.values)]
+        flat = [pool[:, :pages].flatten(1, 2)[:, :length] for pool in runner.cache.tensors.values()]
         pools.append(torch.cat(flat))
     for pool in pools[1:]:
         assert torch.equal(pool.view(torch.int16), pools[0].view(torch.int16))

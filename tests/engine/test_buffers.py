@@ -42,10 +42,7 @@ class FixedSize:
         packed, size, there = pack(slices, self.runner.loaded.layout.page_size), self.buffer.size, self.buffer.there
         self.buffer.fill(packed)
         self.buffer.send()
-        cache = self.runner.cache
-        step = PagedStep(
-            cache.keys, cache.values, cache.key_scales, cache.value_scales, there.data, size.extents.plan()
-        )
+        step = PagedStep.over(self.runner.cache, there.data, size.extents.plan())
         rows = there.logit_rows if size.logit_rows else 0
         inputs = StepInputs(there.token_ids, there.positions, rows, size.logit_rows or size.extents.tokens, step)
         return self.runner.loaded.logits(inputs)[: len(packed.logit_rows)]
@@ -63,7 +60,7 @@ def test_a_step_of_fixed_size_computes_what_one_of_its_own_size_does(name: str, 
         found = sized.run(slices)
         assert found.shape == logits.shape
         assert (found - logits).norm() <= TOLERANCE * logits.norm()
-    for ours, theirs in ((fixed.cache.keys, own.cache.keys), (fixed.cache.values, own.cache.values)):
+    for ours, theirs in zip(fixed.cache.as_block(), own.cache.as_block(), strict=True):
         assert torch.equal(ours.isnan(), theirs.isnan())  # padding stored nothing
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
@@ -85,4 +82,4 @@ def test_padding_rows_of_decodes_store_nothing(request: pytest.FixtureRequest) -
     sized = FixedSize(fixed, decode_size(8, WIDTH, loaded.layout.num_kv_heads))
     for slices, logits in zip(steps, wanted, strict=True):
         assert (sized.run(slices) - logits).norm() <= TOLERANCE * logits.norm()
-    assert torch.equal(fixed.cache.keys.isnan(), own.cache.keys.isnan())
+    assert torch.equal(fixed.cache.tensors["keys"].isnan(), own.cache.tensors["keys"].isnan())

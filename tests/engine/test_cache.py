@@ -18,7 +18,7 @@ def filled(dtype: str, num_pages: int = 9) -> PagedCache:
 
 
 def pools(cache: PagedCache) -> list[torch.Tensor]:
-    return [t for t in (cache.keys, cache.values, cache.key_scales, cache.value_scales) if t is not None]
+    return list(cache.tensors.values())
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

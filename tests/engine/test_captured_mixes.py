@@ -207,7 +207,7 @@ class Company:
         engine.release_lease(lease)
 
     def _write(self, pages: tuple[int, ...], name: str, held: int, shift: int = 0) -> None:
-        cells = self.decode.runner.cache.keys[0].view(-1)
+        cells = self.decode.runner.cache.tensors["keys"][0].view(-1)
         for place, token in enumerate(self.asked[name].prompt_ids[held:], start=held):
             cells[pages[place // PAGE] * PAGE + place % PAGE] = (token + shift) % VOCAB
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from kvrail.engine.batch.batch import SequenceSlice
 from kvrail.engine.model import fusion
-from kvrail.engine.model.fusion import JointLinear, compile_layers, join_projections, merge_equal_products
+from kvrail.engine.model.fusion import compile_layers, join_projections, merge_equal_products
+from kvrail.engine.model.linear import JointLinear
 from kvrail.engine.step.runner import ModelRunner
 from tests.engine import tiny_models
 

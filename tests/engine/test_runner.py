@@ -101,8 +101,12 @@ def test_reports_each_layer_once_in_order() -> None:
 def test_a_layers_pages_are_complete_when_it_is_reported() -> None:
     runner = poisoned_runner(tiny_models.load("llama"))
     caught = []
-    runner.execute([SequenceSlice(tokens(9, 8), 0, [3], 1)], lambda i: caught.append(runner.cache.keys[i, 3].clone()))
-    assert all(torch.equal(then[:9], now[:9]) for then, now in zip(caught, runner.cache.keys[:, 3], strict=True))
+    runner.execute(
+        [SequenceSlice(tokens(9, 8), 0, [3], 1)], lambda i: caught.append(runner.cache.tensors["keys"][i, 3].clone())
+    )
+    assert all(
+        torch.equal(then[:9], now[:9]) for then, now in zip(caught, runner.cache.tensors["keys"][:, 3], strict=True)
+    )
     assert all(then[:9].isfinite().all() for then in caught)
 
 
@@ -112,9 +116,9 @@ def test_a_page_can_be_copied_before_the_step(kv_dtype: str) -> None:
     runner, size = poisoned_runner(loaded), loaded.layout.page_size
     ids = tokens(2 * size, 9)
     runner.execute([SequenceSlice(ids[:-1], 0, [3, 5], 0)])
-    before = runner.cache.keys[:, 5].clone()
+    before = runner.cache.tensors["keys"][:, 5].clone()
     apart = runner.execute([SequenceSlice(ids[-1:], len(ids) - 1, [3, 8], 1, copied_page=5)]).clone()
-    assert torch.equal(runner.cache.keys[:, 5].view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(runner.cache.tensors["keys"][:, 5].view(torch.uint8), before.view(torch.uint8))
     assert torch.equal(apart, runner.execute([SequenceSlice(ids[-1:], len(ids) - 1, [3, 5], 1)]))
 
 
@@ -123,7 +127,10 @@ def test_two_runners_share_a_model() -> None:
     first, second = poisoned_runner(loaded), poisoned_runner(loaded)
     ids = tokens(40, 9)
     first.execute([SequenceSlice(ids[:39], 0, [1, 2, 3], 0)])
-    for own, other in ((first.cache.keys, second.cache.keys), (first.cache.values, second.cache.values)):
+    for own, other in (
+        (first.cache.tensors["keys"], second.cache.tensors["keys"]),
+        (first.cache.tensors["values"], second.cache.tensors["values"]),
+    ):
         assert own[:, 1:3].isfinite().all() and other.isnan().all()
         other[:, 7:10] = own[:, 1:4]
     moved = second.execute([SequenceSlice(ids[39:], 39, [7, 8, 9], 1)])

@@ -49,9 +49,8 @@ def test_decode(shape: dict, dtype: torch.dtype) -> None:
     reference.write_pages(pristine, case.key, case.value, case.slots)
     for processors in (1, 132, 4000):
         assert relative_error(decode(case, processors), wanted) < TOLERANCE[dtype]
-    for name in ("keys", "values", "key_scales", "value_scales"):
-        ours, theirs = getattr(case.pages, name), getattr(pristine, name)
-        assert ours is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    for ours, theirs in zip(case.pages.tensors(), pristine.tensors(), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def decode(case: Case, processors: int) -> torch.Tensor:
@@ -83,7 +82,7 @@ def test_prefill(shape: dict, dtype: torch.dtype) -> None:
     reference.write_pages(case.pages, case.key, case.value, case.slots)
     out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
     prefill_attention(case.query, case.pages, case.page_tables, blocks_of(case), out, case.options, 132)
-    rounding = 2 if case.pages.key_scales is not None else 1  # eight-bit pages are rounded again on the way
+    rounding = 2 if case.pages.scaled else 1  # eight-bit pages are rounded again on the way
     assert relative_error(out, wanted) < rounding * TOLERANCE[dtype]
 
 
@@ -111,7 +110,7 @@ def test_whole_step(plan: list, shape: dict) -> None:
     blocks = blocks_of(case) if case.decodes < len(case.plan) else torch.zeros(0, 4, dtype=torch.int32, device="cuda")
     meta = StepMeta(case.stored_apart, case.page_tables, kv_lens=case.kv_lens, counters=counters, blocks=blocks)
     out = cuda.paged_attention(case.query, case.key, case.value, case.pages, meta, case.options)
-    rounding = 2 if case.pages.key_scales is not None else 1  # eight-bit pages are rounded again on the way
+    rounding = 2 if case.pages.scaled else 1  # eight-bit pages are rounded again on the way
     assert relative_error(out, wanted) < rounding * TOLERANCE[torch.bfloat16]
 
 
@@ -159,10 +158,8 @@ def test_write_bit_for_bit(kv_dtype: str, dim: int) -> None:
     heads_first = case.key.transpose(0, 1).contiguous().transpose(0, 1)
     write_pages(case.pages, heads_first, case.value, case.slots.int())
     reference.write_pages(other.pages, case.key, case.value, case.slots)
-    for name in ("keys", "values", "key_scales", "value_scales"):
-        ours, theirs = getattr(case.pages, name), getattr(other.pages, name)
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    for ours, theirs in zip(case.pages.tensors(), other.pages.tensors(), strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_decode_of_padding_is_zero() -> None:
@@ -185,7 +182,7 @@ def test_pages_beyond_two_to_the_31_elements() -> None:
     for pool, old in zip(far, (case.pages.keys, case.pages.values), strict=True):
         pool[-used:] = old
     shift = num_pages - used
-    layer = type(case.pages)(far[0], far[1], None, None)
+    layer = type(case.pages)(*far)
     write_pages(layer, case.key[1:], case.value[1:], (case.slots[1:] + shift * page_size).int())
     tables = case.page_tables + shift
     counters = torch.zeros(heads, dtype=torch.int32, device="cuda")

@@ -15,10 +15,10 @@ if not torch.cuda.is_available():
 from torch.nn.functional import linear, pad  # noqa: E402
 
 from kvrail.codec.base import CodecError  # noqa: E402
+from kvrail.codec.compact import gpu as compact_gpu  # noqa: E402
+from kvrail.codec.compact import reference as compact_reference  # noqa: E402
+from kvrail.codec.compact.torch_ops import compress as compact  # noqa: E402
 from kvrail.codec.fused.builds import unsupported  # noqa: E402
-from kvrail.codec.packed import gpu as packed_gpu  # noqa: E402
-from kvrail.codec.packed import reference as packed_reference  # noqa: E402
-from kvrail.codec.packed.torch_ops import pack  # noqa: E402
 from kvrail.codec.tbe import gpu as tbe_gpu  # noqa: E402
 from kvrail.codec.tbe import reference as tbe_reference  # noqa: E402
 from kvrail.codec.tbe.cpu import compress  # noqa: E402
@@ -28,10 +28,10 @@ from kvrail.engine.batch.batch import SequenceSlice  # noqa: E402
 from kvrail.engine.model.loader import load_model  # noqa: E402
 from kvrail.engine.step.invariance import choose_products  # noqa: E402
 from kvrail.engine.step.runner import ModelRunner  # noqa: E402
-from kvrail.worker.weights import PackedLinear, TbeLinear, hold  # noqa: E402
+from kvrail.worker.weights import METHODS, CompactLinear, TbeLinear, hold  # noqa: E402
 from tests.cluster.cluster import cluster  # noqa: E402
 from tests.cluster.test_equality import prompt_of  # noqa: E402
-from tests.codec.test_packed import bits, normal, of_bits  # noqa: E402
+from tests.codec.test_compact import bits, normal, of_bits  # noqa: E402
 from tests.engine import tiny_models  # noqa: E402
 from tests.gpu.wide_model import wide_model  # noqa: E402
 
@@ -51,7 +51,7 @@ class Form:
 
 
 FORMS = (
-    Form("packed", packed_gpu, PackedLinear, lambda weight: pack(weight.cuda()), packed_reference.unpack),
+    Form("compact", compact_gpu, CompactLinear, lambda weight: compact(weight.cuda()), compact_reference.unpack),
     Form(
         "tbe",
         tbe_gpu,
@@ -91,7 +91,7 @@ def test_every_pattern_of_sixteen_bits_comes_back(form):
 
 def test_both_devices_pack_alike():
     weight = normal(64, 320)
-    on_cpu, on_gpu = pack(weight), pack(weight.cuda())
+    on_cpu, on_gpu = compact(weight), compact(weight.cuda())
     for name in ("blocks", "index", "counts", "shifts", "scales"):
         assert torch.equal(getattr(on_cpu, name), getattr(on_gpu, name).cpu())
 
@@ -169,7 +169,7 @@ def logits_of(loaded, compile, graphs):
 )
 def test_a_model_held_so_has_the_plain_ones_numerics(form, name, compile, graphs, tmp_path):
     plain_finding, plain = logits_of(load(name, tmp_path), compile, graphs)
-    model = hold(load(name, tmp_path), form.name, join=compile)
+    model = hold(load(name, tmp_path), METHODS[form.name], join=compile)
     assert any(isinstance(module, form.linear) for module in model.model.modules())
     finding, found = logits_of(model, compile, graphs)
     assert plain_finding.holds

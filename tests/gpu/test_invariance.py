@@ -74,12 +74,9 @@ class Sequence:
 
     def bits(self) -> list[torch.Tensor]:
         """KV of all tokens, every layer's, as bytes."""
-        cache = self.runner.cache
-        pools = [cache.keys, cache.values, cache.key_scales, cache.value_scales]
         return [
             pool[:, self.table].flatten(1, 2)[:, : self.at].contiguous().view(torch.uint8).clone()
-            for pool in pools
-            if pool is not None
+            for pool in self.runner.cache.as_block()
         ]
 
 
@@ -137,7 +134,7 @@ def differing(runner: ModelRunner, length: int = LENGTH, begin: int = 240) -> It
     singly(wanted, begin)
     kv = wanted.bits()
     for way in WAYS:
-        runner.cache.keys.zero_(), runner.cache.values.zero_()
+        runner.cache.tensors["keys"].zero_(), runner.cache.tensors["values"].zero_()
         found = Sequence(runner, wanted.ids)
         way(found, begin)
         same = all(torch.equal(one, other) for one, other in zip(kv, found.bits(), strict=True))

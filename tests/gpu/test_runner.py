@@ -95,8 +95,8 @@ def decode_steps(runner: ModelRunner, batch: int, prefill: ModelRunner | None = 
     for seq, table in zip(ids, tables, strict=True):
         (prefill or runner).execute([SequenceSlice(seq[:-4], 0, table, 0)])
     if prefill is not None:
-        runner.cache.keys.copy_(prefill.cache.keys)
-        runner.cache.values.copy_(prefill.cache.values)
+        runner.cache.tensors["keys"].copy_(prefill.cache.tensors["keys"])
+        runner.cache.tensors["values"].copy_(prefill.cache.tensors["values"])
     found = []
     for step in range(4, 0, -1):
         slices = [
@@ -120,13 +120,11 @@ def test_captured_steps_equal_eager_ones(name: str) -> None:
 
 
 def note(seen: list[tuple[int, torch.Tensor]], runner: ModelRunner, layer: int) -> None:
-    seen.append((layer, runner.cache.keys[layer].clone()))
+    seen.append((layer, runner.cache.tensors["keys"][layer].clone()))
 
 
 def bits(runner: ModelRunner) -> list[torch.Tensor]:
-    cache = runner.cache
-    pools = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
-    return [pool.view(torch.uint8).clone() for pool in pools if pool is not None]
+    return [pool.view(torch.uint8).clone() for pool in runner.cache.as_block()]
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
@@ -147,7 +145,7 @@ def test_captured_chunks_equal_the_same_step_enqueued(name: str, kv_dtype: str, 
         logits, pages = logits.clone(), bits(runner)
         assert [layer for layer, _ in seen] == [0, 1, 2]
         for layer, then in seen:  # what a layer stores is there when the layer is told of
-            assert torch.equal(then.view(torch.uint8), runner.cache.keys[layer].view(torch.uint8))
+            assert torch.equal(then.view(torch.uint8), runner.cache.tensors["keys"][layer].view(torch.uint8))
         step = graphs._size_for(packed, grouped=True)
         assert step is not None
         again = runner.loaded.logits(graphs._inputs(step.buffer, None))[: len(packed.logit_rows)]

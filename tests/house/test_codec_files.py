@@ -10,7 +10,7 @@ import pytest
 CODEC = Path(__file__).parents[2] / "kvrail" / "codec"
 OTHERS = {"core", "fused"}
 """What codecs share."""
-WEIGHTS = {"packed", "tbe"}
+WEIGHTS = {"compact", "tbe"}
 """Forms in a GPU's memory; others are turned into bytes by a codec."""
 OWNERS = {"numba": "cpu", "triton": "gpu"}
 FAMILY, SHARED = "splitzip", "tiles"

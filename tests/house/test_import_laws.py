@@ -20,6 +20,7 @@ BREACHES = [
     ("the engine's rooms point down", "kvrail/engine/schedule/breach.py", "import kvrail.engine.sampling.sampler"),
     ("the engine's rooms point down", "kvrail/engine/model/breach.py", "import kvrail.engine.sampling.masks"),
     ("the engine's rooms point down", "kvrail/engine/breach.py", ""),
+    ("forms of pages stand below the pool", "kvrail/engine/kv/breach.py", ""),
     ("the router's rooms point down", "kvrail/services/router/plan/breach.py", "import kvrail.services.router.fleet"),
     ("the router's rooms point down", "kvrail/services/router/answer/breach.py", "import kvrail.services.router.http"),
     ("the router's rooms point down", "kvrail/services/router/breach.py", ""),

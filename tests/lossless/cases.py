@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvrail.engine.kv.lossless.form import SPECIAL, TOKENS, Tile
-from kvrail.engine.kv.lossless.pages import ClosedLayer, ClosedPages
+from kvrail.engine.kv.lossless.pages import ClosedPages
 from kvrail.engine.kv.lossless.reference import close_tile
 from kvrail.values.layout import KVLayout
 from tests.engine.attention_cases import Case, poison
@@ -54,8 +54,8 @@ def pages_of(bits: Bits) -> torch.Tensor:
     return torch.from_numpy(bits.copy().view(np.int16)).view(torch.bfloat16)
 
 
-def close_case(case: Case, pages: int | None = None, seed: int = 0) -> tuple[Case, ClosedLayer, torch.Tensor]:
-    """The same problem with full pages before the new tokens closed: (case, closed pages, closed tokens a sequence).
+def close_case(case: Case, pages: int | None = None, seed: int = 0) -> tuple[Case, torch.Tensor]:
+    """The same problem with full pages before the new tokens closed: (case, closed tokens a sequence).
 
     pages: how many of each sequence at most; None: a random number. Closed pages' plain copies hold NaN, and so does
     what is closed and belongs to no sequence.
@@ -86,7 +86,7 @@ def close_case(case: Case, pages: int | None = None, seed: int = 0) -> tuple[Cas
     for page in used:
         plain.keys[page], plain.values[page] = before.keys[page], before.values[page]
     tokens = torch.tensor([number * page_size for number in taken], device=device)
-    return replace(case, page_tables=tables), closed.layer(0), tokens
+    return replace(case, page_tables=tables, pages=replace(plain, closed=closed.layer(0))), tokens
 
 
 SHAPES = [((64, 64), 64), ((128, 128), 128), ((192, 128), 64)]

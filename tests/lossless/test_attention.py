@@ -24,10 +24,9 @@ SHAPES = {
 }
 
 
-def attend(case: Case, *closed: object) -> torch.Tensor:
-    layer, tokens = closed or (None, None)
-    meta = StepMeta(case.slots.int(), case.page_tables, case.plan, closed_tokens=tokens)
-    return cpu.paged_attention(case.query, case.key, case.value, case.pages, meta, case.options, layer)
+def attend(case: Case, closed_tokens: torch.Tensor | None = None) -> torch.Tensor:
+    meta = StepMeta(case.slots.int(), case.page_tables, case.plan, closed_tokens=closed_tokens)
+    return cpu.paged_attention(case.query, case.key, case.value, case.pages, meta, case.options)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

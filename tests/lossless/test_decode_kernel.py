@@ -24,10 +24,9 @@ SHAPES = {
 }
 
 
-def decode(case: Case, processors: int, *closed: object) -> torch.Tensor:
+def decode(case: Case, processors: int, closed_tokens: torch.Tensor | None = None) -> torch.Tensor:
     counters = torch.zeros(case.query.shape[0] * case.key.shape[1], dtype=torch.int32, device=case.query.device)
     out = case.query.new_full((*case.query.shape[:2], case.value.shape[2]), float("nan"))
-    layer, tokens = closed or (None, None)
     decode_attention(
         case.query,
         case.key,
@@ -39,8 +38,7 @@ def decode(case: Case, processors: int, *closed: object) -> torch.Tensor:
         out,
         case.options,
         processors,
-        closed=layer,
-        closed_tokens=None if tokens is None else tokens.int(),
+        closed_tokens=None if closed_tokens is None else closed_tokens.int(),
     )
     return out
 
@@ -57,8 +55,8 @@ def test_the_same_bits(shape: dict) -> None:
     for processors in (1, 100):
         wanted = decode(copy.deepcopy(case), processors)
         for pages in (None, 1000):
-            closed, *where = close_case(copy.deepcopy(case), pages)
-            found = decode(closed, processors, *where)
+            closed, tokens = close_case(copy.deepcopy(case), pages)
+            found = decode(closed, processors, tokens)
             assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
 
 
@@ -70,6 +68,6 @@ def test_odd_values(name: str) -> None:
         odd = pages_of(distributions(tuple(pool.shape), seed)[name])
         pool.copy_(torch.where(odd.isfinite() & (odd.abs() < 1e15), odd, 1.0))
     wanted = decode(copy.deepcopy(case), 1)
-    closed, *where = close_case(case, 1000)
-    found = decode(closed, 1, *where)
+    closed, tokens = close_case(case, 1000)
+    found = decode(closed, 1, tokens)
     assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))

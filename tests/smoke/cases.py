@@ -52,7 +52,7 @@ CASES = (
     *(_by(codec, transport) for codec in STAGED for transport in ("grpc", "ucx")),
     Case("FP8 pages", "qwen3", ("--kv-dtype", "float8_e4m3fn")),
     Case("FP8 pages by sockets", "llama", ("--kv-dtype", "float8_e5m2", "--transport", "grpc")),
-    Case("packed weights", "llama", ("--weights", "packed")),
+    Case("compact weights", "llama", ("--weights", "compact")),
     Case("TCA-TBE weights", "llama", ("--weights", "tbe")),
     Case("a pool too small", "llama", ("--num-pages", "64")),
     Case("small steps", "mistral", ("--max-running", "6", "--max-batch-tokens", "256")),

@@ -18,7 +18,7 @@ _MOST_SHARED = 227 << 10
 _SHAPES = ((24, 4, 2), (18, 3, 3), (16, 2, 3), (15, 5, 3))
 _SHAPES_FOR_MANY = ((12, 4, 4), (12, 3, 3), (12, 2, 2), (15, 5, 3))
 """Producers, strips and stages to choose from, for up to four tiles of tokens and for more; the first of equals, as
-measured on an H200 and an H100 with packed weights. With many tokens more warps would have too few registers.
+measured on an H200 and an H100 with compact weights. With many tokens more warps would have too few registers.
 
 Those whose stages do not fit, with many tokens or a form's scratch, have one less, two at least.
 """

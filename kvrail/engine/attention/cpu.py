@@ -18,7 +18,7 @@ from kvrail.engine.attention.cpu_kernel import attend_units
 from kvrail.engine.attention.cpu_kernel_vectors import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.form import Tile
 from kvrail.engine.kv.lossless.pages import ClosedLayer, orders
 
@@ -61,13 +61,11 @@ def paged_attention(
     layer: LayerPages,
     meta: StepMeta,
     options: ScoreOptions,
-    closed: ClosedLayer | None = None,
 ) -> torch.Tensor:
     """Store the new tokens, then attend each sequence to its own pages.
 
     query, key, value: [tokens, heads, dim], sequences one after the other; tokens behind the step's own are padding,
-    which gets zeros. closed: where `meta.closed_tokens` lie. Computes in float32; returns [tokens, heads, value_dim] in
-    the query's type.
+    which gets zeros. Computes in float32; returns [tokens, heads, value_dim] in the query's type.
     """
     tokens = len(meta.slots)
     reference.write_pages(layer, key[:tokens], value[:tokens], meta.slots.long())
@@ -86,14 +84,14 @@ def paged_attention(
         value_scales=_floats(layer.value_scales),
         kind=_KINDS[layer.keys.dtype],
         item_bytes=layer.keys.element_size(),
-        page_size=layer.keys.shape[1],
-        kv_heads=layer.keys.shape[2],
+        page_size=layer.page_size,
+        kv_heads=layer.kv_heads,
         scale=np.float32(options.scale),
         window=options.window,
         softcap=np.float32(options.softcap),
         sinks=_floats(options.sinks),
-        closed_tokens=np.zeros(len(meta.page_tables), np.int64) if closed is None else meta.closed_tokens.numpy(),
-        closed=_NONE_CLOSED if closed is None else _closed(closed),
+        closed_tokens=np.zeros(len(meta.page_tables), np.int64) if layer.closed is None else meta.closed_tokens.numpy(),
+        closed=_NONE_CLOSED if layer.closed is None else _closed(layer.closed),
     )
     _run(attend, shares)
     return out.to(query.dtype)
@@ -101,7 +99,7 @@ def paged_attention(
 
 def _shares(query: torch.Tensor, layer: LayerPages, meta: StepMeta, window: int) -> list[Units]:
     """The units of a layer with such a window, a list a thread; there is more than one where it is worth it."""
-    kv_heads, dims = layer.keys.shape[2], layer.keys.shape[3] + layer.values.shape[3]
+    kv_heads, dims = layer.kv_heads, layer.keys.shape[3] + layer.values.shape[3]
     group = query.shape[1] // kv_heads
     tiles = list(_tiles(meta.plan, max(1, _UNIT_ROWS // group)))
     costs = [_tokens_read(tile, window) * (tile.tokens * group + _WIDENING) for tile in tiles]

@@ -10,7 +10,7 @@ from kvrail.engine.attention.triton.decode_kernel import decode_attention
 from kvrail.engine.attention.triton.order import head_shape
 from kvrail.engine.attention.triton.page_kernels import write_pages
 from kvrail.engine.attention.triton.prefill_kernel import prefill_attention, queries_for
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 from kvrail.values.layout import KVLayout
 
 

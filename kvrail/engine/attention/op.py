@@ -1,21 +1,25 @@
 """What attention layers call; on CUDA a custom operator: torch.compile sees one opaque node that writes the pages."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from kvrail.engine.attention.meta import StepMeta, decode
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import FORMATS
+
+PageAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, StepMeta, ScoreOptions], torch.Tensor]
+"""Stores a step's new tokens in one layer's pages, then attends each sequence to its own: `cpu.paged_attention`."""
 
 
-@torch.library.custom_op("kvrail::paged_attention", mutates_args=("keys", "values", "key_scales", "value_scales"))
+@torch.library.custom_op("kvrail::paged_attention", mutates_args=("pages",))
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
+    pages: list[torch.Tensor],
+    page_format: str,
     layer: torch.Tensor,
     data: torch.Tensor,
     plan: torch.Tensor,
@@ -26,14 +30,12 @@ def attend(
 ) -> torch.Tensor:
     """Store the new tokens' keys and values in the pages of `layer`, then attend each sequence to its pages.
 
-    query: [1, heads, tokens, key_dim]; key, value: [1, kv_heads, tokens, dim]; keys, values and scales: the pools of
-    PagedCache; data, plan: see attention.meta; sinks: [heads]; window 0 and softcap 0 are off.
-    Returns [1, tokens, heads, value_dim].
+    query: [1, heads, tokens, key_dim]; key, value: [1, kv_heads, tokens, dim]; pages: the tensors of PagedCache, in
+    order; page_format: their form's name; data, plan: see attention.meta; sinks: [heads]; window 0 and softcap 0 are
+    off. Returns [1, tokens, heads, value_dim].
     """
     options = ScoreOptions(scale, window, softcap, sinks)
-    return attend_pages(
-        query, key, value, layer_pages(keys, values, key_scales, value_scales, layer), decode(data, plan), options
-    )
+    return attend_pages(query, key, value, pages, page_format, layer, decode(data, plan), options)
 
 
 @attend.register_fake
@@ -41,10 +43,8 @@ def _(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
+    pages: list[torch.Tensor],
+    page_format: str,
     layer: torch.Tensor,
     data: torch.Tensor,
     plan: torch.Tensor,
@@ -60,33 +60,28 @@ def attend_pages(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    pages: LayerPages,
+    pages: list[torch.Tensor],
+    page_format: str,
+    layer: torch.Tensor,
     meta: StepMeta,
     options: ScoreOptions,
 ) -> torch.Tensor:
-    """The same of one layer's pages, without what the operator itself costs: on a CPU, where nothing is compiled."""
+    """The same without what the operator itself costs: on a CPU, where nothing is compiled."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    if query.is_cuda:
+    layer_pages = FORMATS[page_format].layer(pages, int(layer[0]))
+    return _ATTENTION[page_format](query.device)(q, k, v, layer_pages, meta, options)[None]
+
+
+def _over_elements(device: torch.device) -> PageAttention:
+    """Attention over kvrail.engine.kv.formats.LayerPages."""
+    if device.type == "cuda":
         from kvrail.engine.attention import cuda  # needs triton, which a CPU worker does not
 
-        return cuda.paged_attention(q, k, v, pages, meta, options)[None]
+        return cuda.paged_attention
     from kvrail.engine.attention import cpu  # compiles kernels, which a CUDA worker does not need
 
-    return cpu.paged_attention(q, k, v, pages, meta, options)[None]
+    return cpu.paged_attention
 
 
-def layer_pages(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
-    layer: torch.Tensor,
-) -> LayerPages:
-    """Views of one layer's part of the pools."""
-    index = int(layer[0])
-    return LayerPages(
-        keys[index],
-        values[index],
-        None if key_scales is None else key_scales[index],
-        None if value_scales is None else value_scales[index],
-    )
+_ATTENTION: dict[str, Callable[[torch.device], PageAttention]] = {"plain": _over_elements, "scaled": _over_elements}
+"""The attention of each form of pages on a device."""

@@ -3,7 +3,7 @@
 import torch
 
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,7 +20,7 @@ def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 def write_pages(layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
     """Store new tokens. key, value: [tokens, kv_heads, dim]; slots: int64 [tokens], page * page_size + offset."""
-    for new, pool, scales in ((key, layer.keys, layer.key_scales), (value, layer.values, layer.value_scales)):
+    for new, (pool, scales) in zip((key, value), layer.pairs, strict=True):
         rows = pool.flatten(0, 1)
         if scales is None:
             rows.index_copy_(0, slots, new.to(pool.dtype))
@@ -36,7 +36,7 @@ def read_pages(layer: LayerPages, pages: torch.Tensor, dtype: torch.dtype) -> tu
     pages: int64 [..., n]; returns two of [..., n * page_size, kv_heads, dim].
     """
     found = []
-    for pool, scales in ((layer.keys, layer.key_scales), (layer.values, layer.value_scales)):
+    for pool, scales in layer.pairs:
         flat = pages.flatten()
         if scales is None:
             rows = pool.index_select(0, flat).to(dtype)
@@ -100,7 +100,7 @@ def paged_attention(
     """
     write_pages(layer, key, value, slots)
     out = query.new_empty(*query.shape[:2], value.shape[-1])
-    page_size, begin = layer.keys.shape[1], 0
+    page_size, begin = layer.page_size, 0
     for row, (num_new, num_tokens) in enumerate(plan):
         pages = page_tables[row, : -(-num_tokens // page_size)].long()
         k, v = read_pages(layer, pages, query.dtype)

@@ -7,8 +7,9 @@ from typing import Protocol
 import torch
 
 from kvrail.engine.attention.meta import StepMeta
-from kvrail.engine.attention.op import attend, attend_pages, layer_pages
+from kvrail.engine.attention.op import attend, attend_pages
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.kv.cache import PagedCache
 
 
 class AttentionStep(Protocol):
@@ -38,18 +39,28 @@ class AttentionStep(Protocol):
 class PagedStep:
     """One packed step over the page pool.
 
-    keys, values, key_scales, value_scales: the whole pools of PagedCache. data, plan: on CUDA, see attention.meta.
+    pages: all tensors of PagedCache, in order; page_format: their form's name. data, plan: on CUDA, see attention.meta.
     meta: on a CPU, what takes their place.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scales: torch.Tensor | None
-    value_scales: torch.Tensor | None
+    pages: list[torch.Tensor]
+    page_format: str
     data: torch.Tensor
     plan: torch.Tensor
     on_layer: Callable[[int], None] | None = None
     meta: StepMeta | None = None
+
+    @classmethod
+    def over(
+        cls,
+        cache: PagedCache,
+        data: torch.Tensor,
+        plan: torch.Tensor,
+        on_layer: Callable[[int], None] | None = None,
+        meta: StepMeta | None = None,
+    ) -> "PagedStep":
+        """A step over the pages of `cache`."""
+        return cls(list(cache.tensors.values()), cache.format.name, data, plan, on_layer, meta)
 
     def attend(
         self,
@@ -63,18 +74,16 @@ class PagedStep:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Write the new KV into the pages of the module's layer and attend to them."""
+        pages, layer = (self.pages, self.page_format), layer_index(module)
         if self.meta is not None:
-            pages = layer_pages(self.keys, self.values, self.key_scales, self.value_scales, layer_index(module))
-            return attend_pages(query, key, value, pages, self.meta, ScoreOptions(scale, window, softcap, sinks))
+            options = ScoreOptions(scale, window, softcap, sinks)
+            return attend_pages(query, key, value, *pages, layer, self.meta, options)
         out: torch.Tensor = attend(
             query,
             key,
             value,
-            self.keys,
-            self.values,
-            self.key_scales,
-            self.value_scales,
-            layer_index(module),
+            *pages,
+            layer,
             self.data,
             self.plan,
             sinks,

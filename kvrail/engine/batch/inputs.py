@@ -61,7 +61,7 @@ def step_inputs(
         plan=[(new, total) for new, total in packed.plan.tolist()],
     )
     none = torch.zeros(0, dtype=torch.int64)
-    step = PagedStep(cache.keys, cache.values, cache.key_scales, cache.value_scales, none, none, on_layer, meta)
+    step = PagedStep.over(cache, none, none, on_layer, meta)
     return StepInputs(ids, positions, rows, len(packed.logit_rows), step)
 
 
@@ -99,9 +99,7 @@ def _cuda_inputs(
     ids, positions, rows, fed_rows, on_device = upload([*arrays, fed, data], cache.device)
     if feed is not None:
         take_fed(ids, feed.tokens, fed_rows)
-    step = PagedStep(
-        cache.keys, cache.values, cache.key_scales, cache.value_scales, on_device, extents.plan(), on_layer
-    )
+    step = PagedStep.over(cache, on_device, extents.plan(), on_layer)
     return StepInputs(ids, positions, rows, len(packed.logit_rows), step)
 
 

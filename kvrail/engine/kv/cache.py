@@ -1,9 +1,11 @@
 """The page pool: KV of every layer, in pages of a fixed number of tokens."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from kvrail.engine.kv.format import PageTensor
+from kvrail.engine.kv.formats import format_of
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 
@@ -14,26 +16,10 @@ _LEFT_OF_CUDA = 0.1
 61 GiB on a GPU of 79 that was 6.1 GiB before the first request."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPages:
-    """One layer's part of the pool; views, not copies.
-
-    keys: [pages, page_size, kv_heads, key_dim]; values: [pages, page_size, kv_heads, value_dim]; scales, where the
-    element type has eight bits: float32 [pages, page_size, kv_heads], else None.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scales: torch.Tensor | None
-    value_scales: torch.Tensor | None
-
-
 class PagedCache:
-    """Pools of KV pages on one device.
+    """The pool of KV pages on one device.
 
-    keys: [layers, num_pages, page_size, kv_heads, key_dim]; values likewise with value_dim; for eight-bit element types
-    key_scales and value_scales: float32 [layers, num_pages, page_size, kv_heads], one a token and head (element =
-    stored * scale).
+    tensors: those of the layout's form, by name (`kvrail.engine.kv.formats`): each [layers, num_pages, *shape].
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device | str) -> None:
@@ -42,34 +28,33 @@ class PagedCache:
                 f"num_pages is {num_pages}: the engine needs at least 1; raise num_pages or kv_memory_gib"
             )
         self.layout = layout
+        self.format = format_of(layout)
         self.num_pages = num_pages
         self.device = torch.device(device)
-        dtype = getattr(torch, layout.dtype)
-        rows = (layout.num_layers, num_pages, layout.page_size, layout.num_kv_heads)
-        # Zeros, not empty: a stray NaN in a slot nobody wrote would poison masked products (0 * NaN).
-        self.keys = torch.zeros(*rows, layout.key_dim, dtype=dtype, device=self.device)
-        self.values = torch.zeros(*rows, layout.value_dim, dtype=dtype, device=self.device)
-        self.key_scales = torch.ones(rows, device=self.device) if layout.scaled else None
-        self.value_scales = torch.ones(rows, device=self.device) if layout.scaled else None
+        self.tensors = {name: self._made(each) for name, each in self.format.tensors(layout).items()}
 
     @property
     def bytes(self) -> int:
-        """Bytes of all pools, scales included."""
-        return sum(t.numel() * t.element_size() for t in self._pools())
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def layer(self, index: int) -> LayerPages:
-        """Views of layer `index`."""
-        key_scales = None if self.key_scales is None else self.key_scales[index]
-        value_scales = None if self.value_scales is None else self.value_scales[index]
-        return LayerPages(self.keys[index], self.values[index], key_scales, value_scales)
+    def layer(self, index: int) -> Any:
+        """What the form's attention takes of layer `index`."""
+        return self.format.layer(list(self.tensors.values()), index)
 
     def copy_page(self, src: int, dst: int) -> None:
         """Copy page `src` of all layers to page `dst`, on the current stream."""
-        for pool in self._pools():
-            pool[:, dst].copy_(pool[:, src])
+        self.format.copy(self.tensors, src, dst)
 
-    def _pools(self) -> list[torch.Tensor]:
-        return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
+    def as_block(self) -> list[torch.Tensor]:
+        """All pages as codecs read and write them (`KVFormat.as_block`)."""
+        return self.format.as_block(self.tensors)
+
+    def _made(self, tensor: PageTensor) -> torch.Tensor:
+        """One of the pool's tensors, filled: a stray NaN in a slot nobody wrote would poison products (0 * NaN)."""
+        shape = (self.layout.num_layers, self.num_pages, *tensor.shape)
+        made = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
+        return made.fill_(tensor.fill) if tensor.fill else made
 
 
 def pages_that_fit(layout: KVLayout, device: torch.device | str, kv_memory_gib: float = 0.0) -> int:
@@ -87,10 +72,10 @@ def pages_that_fit(layout: KVLayout, device: torch.device | str, kv_memory_gib: 
         budget = int(min(free * _DEFAULT_CUDA_FRACTION, free - total * _LEFT_OF_CUDA))
     else:
         budget = _DEFAULT_CPU_BYTES
-    pages = budget // layout.page_bytes
+    page_bytes = format_of(layout).page_bytes(layout)
+    pages = budget // page_bytes
     if pages < 1:
         raise ConfigError(
-            f"{budget / (1 << 30):.2f} GiB hold no page of {layout.page_bytes} bytes; "
-            "raise kv_memory_gib or lower page_size"
+            f"{budget / (1 << 30):.2f} GiB hold no page of {page_bytes} bytes; raise kv_memory_gib or lower page_size"
         )
     return pages

@@ -12,13 +12,16 @@ Each page is in exactly one of three states, and free + used + cached = total, a
       │  release  │ │ acquire (prefix hit)              │
       ├───────────┘ └───────────────────────────────────┤
       └──── evict, least recently used first; forget ───┘
+
+A tier, where there is one, is given the content of pages that are evicted, and `restore` brings it back.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrail.engine.kv.ledger import PageLedger
+from kvrail.engine.kv.tier import KVTier
 from kvrail.values.pagehash import PageHash
 
 
@@ -34,10 +37,13 @@ class PageCounts:
 class PagePool:
     """Reference counts, prefix cache and least-recently-used eviction over `num_pages` pages."""
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, prefix_cache: bool = True, tier: KVTier | None = None
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self._keep = prefix_cache
+        self._tier = tier if prefix_cache else None
         self._free: deque[int] = deque(range(num_pages))
         self._holders = [0] * num_pages
         self._generation = [0] * num_pages
@@ -114,12 +120,27 @@ class PagePool:
             self._hash_of[page] = page_hash
             self.ledger.add(page_hash)
 
+    def restore(self, hashes: Sequence[PageHash], pages: Sequence[int]) -> int:
+        """Fill pages that were just allocated with what the tier has of `hashes`, in order; returns how many.
+
+        Their content is known from then on.
+        """
+        if self._tier is None:
+            return 0
+        count = min(self._tier.lookup(hashes), len(pages))
+        self._tier.load(hashes[:count], pages[:count])
+        for page, page_hash in zip(pages[:count], hashes, strict=False):
+            self.publish(page, page_hash)
+        return count
+
     def forget(self, pages: Iterable[int]) -> None:
         """Make the content of pages unknown, for it is wrong. Cached ones become free; holders keep theirs."""
         for page in pages:
             if page not in self._hash_of:
                 continue
-            self._forget_hash(page)
+            page_hash = self._forget_hash(page)
+            if self._tier is not None:
+                self._tier.drop(page_hash)
             if page in self._cached:
                 del self._cached[page]
                 self._free.append(page)
@@ -137,10 +158,13 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        self._forget_hash(page)
+        page_hash = self._forget_hash(page)
+        if self._tier is not None:
+            self._tier.store(page_hash, page)
         return page
 
-    def _forget_hash(self, page: int) -> None:
+    def _forget_hash(self, page: int) -> PageHash:
         page_hash = self._hash_of.pop(page)
         del self._page_of[page_hash]
         self.ledger.remove(page_hash)
+        return page_hash

@@ -14,27 +14,14 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from kvrail.engine.model.linear import method_of
+
 logger = logging.getLogger(__name__)
 
 _COMPILER = {"deterministic": True}
 """Of Inductor's settings: its kernels for sums, norms' among them, have block sizes that follow from the code alone.
 By default it times candidates in each process, and the fastest decides in which order a sum is added: two workers of
 one model would compute other bits."""
-
-
-class JointLinear(torch.nn.Module):
-    """Rows `begin` to `end` of a linear map that several modules share."""
-
-    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, begin: int, end: int) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.begin = begin
-        self.end = end
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., in]; returns [..., end - begin]."""
-        return linear(x, self.weight, self.bias)[..., self.begin : self.end]
 
 
 @contextmanager
@@ -51,7 +38,7 @@ def observe_projections(layers: Iterable[torch.nn.Module]) -> Iterator[list[list
         module.register_forward_pre_hook(_noting(seen, name))
         for layer, seen in zip(layers, calls, strict=True)
         for name, module in layer.named_modules()
-        if type(module) is torch.nn.Linear
+        if method_of(module) is not None
     ]
     try:
         yield groups
@@ -81,22 +68,11 @@ def join_projections(layer: torch.nn.Module, groups: Sequence[Sequence[str]]) ->
     """Join the weights of each group's modules in `layer`; they keep their values and take no more memory."""
     for names in groups:
         modules = [layer.get_submodule(name) for name in names]
-        if any(type(module) is not torch.nn.Linear for module in modules):
-            continue  # they are joined
-        if len({module.bias is None for module in modules}) > 1:
-            continue
-        weight = _joined([module.weight for module in modules])
-        bias = None if modules[0].bias is None else _joined([module.bias for module in modules])
-        begin = 0
-        for name, module in zip(names, modules, strict=True):
-            end = begin + int(module.weight.shape[0])  # type: ignore[index]
+        method, *others = {method_of(module) for module in modules}
+        joined = [] if method is None or others else method.join(modules)
+        for name, module in zip(names, joined, strict=False):
             parent, _, leaf = name.rpartition(".")
-            setattr(layer.get_submodule(parent), leaf, JointLinear(weight, bias, begin, end))
-            begin = end
-
-
-def _joined(parts: Sequence[Any]) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.cat([part.data for part in parts]), requires_grad=False)
+            setattr(layer.get_submodule(parent), leaf, module)
 
 
 def compile_layers(layers: Iterable[torch.nn.Module], groups: Sequence[Sequence[str]]) -> None:

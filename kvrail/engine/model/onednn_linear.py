@@ -7,9 +7,13 @@ also gives a row the same bits in any company of rows, which decision 0008 build
 
 import torch
 
+from kvrail.engine.model.linear import PLAIN, linear_layers
+
 
 class OneDnnLinear(torch.nn.Module):
     """A linear layer in float32 that keeps its weight in oneDNN's layout and no other."""
+
+    method = PLAIN
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         """Take over the parameters of `layer`; those that nothing else holds are freed with it."""
@@ -39,13 +43,12 @@ def can_use_onednn(model: torch.nn.Module) -> bool:
 
 def use_onednn(model: torch.nn.Module) -> None:
     """Replace all linear layers of `model`; subclasses stay, they may compute something else."""
-    for parent in list(model.modules()):
-        for name, layer in list(parent.named_children()):
-            if type(layer) is torch.nn.Linear:
-                setattr(parent, name, OneDnnLinear(layer))
+    for parent, name, layer in linear_layers(model):
+        if isinstance(layer, torch.nn.Linear):
+            setattr(parent, name, OneDnnLinear(layer))
 
 
 def mean_weights(model: torch.nn.Module) -> float:
     """Weights of a linear layer of `model`, on average; 0 where it has none."""
-    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear | OneDnnLinear)]
-    return sum(layer.in_features * layer.out_features for layer in linears) / max(1, len(linears))
+    sizes = [int(layer.in_features) * int(layer.out_features) for _, _, layer in linear_layers(model)]  # type: ignore[arg-type]
+    return sum(sizes) / max(1, len(sizes))

@@ -117,3 +117,8 @@ class Sequence:
         if len(self.known_hashes) < len(self.token_ids) // page_size:
             self.known_hashes = page_hashes(self.token_ids, page_size, self.known_hashes, self.cache_space)
         return self.known_hashes
+
+    def shareable(self, page_size: int) -> list[PageHash]:
+        """Hashes of the leading full pages whose KV may be another sequence's."""
+        hashes = [] if self.solitary else self.hashes(page_size)
+        return hashes[: self.scored // page_size] if self.scoring else hashes

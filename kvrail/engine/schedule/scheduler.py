@@ -240,9 +240,7 @@ class Scheduler:
         into which the cached one is copied. Cached tokens have no logits: where these are wanted, they are computed.
         """
         whole = (len(sequence.token_ids) - 1) // self.pool.page_size
-        found = [] if sequence.solitary else self.pool.match(sequence.hashes(self.pool.page_size))
-        if sequence.scoring:
-            found = found[: sequence.scored // self.pool.page_size]
+        found = self.pool.match(sequence.shareable(self.pool.page_size))
         return found[:whole], found[whole] if len(found) > whole and not self._awaits_kv(sequence, 1) else None
 
     def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
@@ -279,9 +277,12 @@ class Scheduler:
             sequence.copied_page, computed = page, len(sequence.prompt_ids)
         self.pool.acquire([*hits, *sequence.copied_pages])
         fresh = self.pool.allocate(self._pages_for(len(sequence.token_ids)) - len(hits))
+        whole = len(hits) if sequence.copied_pages else (len(sequence.token_ids) - 1) // self.pool.page_size
+        restored = self.pool.restore(sequence.shareable(self.pool.page_size)[len(hits) : whole], fresh)
+        computed += restored * self.pool.page_size
         sequence.page_table = [*hits, *fresh]
         sequence.computed = min(computed, len(sequence.token_ids) - 1)
-        sequence.published, sequence.borrowed = len(hits), computed > 0
+        sequence.published, sequence.borrowed = len(hits) + restored, computed > 0
         if not sequence.output_ids:
             sequence.cached_tokens = sequence.computed
 

@@ -195,9 +195,7 @@ class StepGraphs:
 
     def _inputs(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> StepInputs:
         cache, there, size = self._cache, buffer.there, buffer.size
-        step = PagedStep(
-            cache.keys, cache.values, cache.key_scales, cache.value_scales, there.data, size.extents.plan(), on_layer
-        )
+        step = PagedStep.over(cache, there.data, size.extents.plan(), on_layer)
         rows = there.logit_rows if size.logit_rows else 0
         return StepInputs(there.token_ids, there.positions, rows, size.logit_rows or size.extents.tokens, step)
 

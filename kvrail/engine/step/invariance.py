@@ -18,9 +18,8 @@ import torch
 
 from kvrail.engine.batch.batch import SequenceSlice
 from kvrail.engine.kv.cache import PagedCache
-from kvrail.engine.model.fusion import JointLinear
+from kvrail.engine.model.linear import linear_layers
 from kvrail.engine.model.loader import LoadedModel
-from kvrail.engine.model.onednn_linear import OneDnnLinear
 
 logger = logging.getLogger(__name__)
 
@@ -198,11 +197,9 @@ class _Trial:
             tokens -= size
 
     def _kv(self, pages: range, tokens: int) -> Iterator[torch.Tensor]:
-        cache = self._runner.cache
-        for pool in (cache.keys, cache.values, cache.key_scales, cache.value_scales):
-            if pool is not None:
-                own = pool[:, pages.start : pages.stop].flatten(1, 2)[:, :tokens].flatten(2)
-                yield own.contiguous().view(torch.uint8).clone()
+        for pool in self._runner.cache.as_block():
+            own = pool[:, pages.start : pages.stop].flatten(1, 2)[:, :tokens].flatten(2)
+            yield own.contiguous().view(torch.uint8).clone()
 
 
 def _cause(loaded: LoadedModel, max_tokens: int) -> str:
@@ -219,10 +216,8 @@ def _differing_products(loaded: LoadedModel, max_tokens: int) -> Iterator[str]:
     """Shapes of linear layers whose first row is not the same among others as among the fewest."""
     tried = set()
     few = 32
-    for module in loaded.model.modules():
-        if not isinstance(module, torch.nn.Linear | JointLinear | OneDnnLinear):
-            continue
-        columns, rows = module.weight.shape
+    for _, _, module in linear_layers(loaded.model):
+        rows, columns = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
         if (rows, columns) in tried:
             continue
         tried.add((rows, columns))

@@ -43,8 +43,8 @@ def measure(loaded: LoadedModel, texts: Sequence[Sequence[int]]) -> Measurement:
     for sequence in _sequences(texts, length):
         runner.execute([SequenceSlice(sequence, 0, pages, num_logits=0)])
         for layer in range(layout.num_layers):
-            keys[layer] += _count(runner.cache.keys[layer], len(sequence))
-            values[layer] += _count(runner.cache.values[layer], len(sequence))
+            keys[layer] += _count(runner.cache.tensors["keys"][layer], len(sequence))
+            values[layer] += _count(runner.cache.tensors["values"][layer], len(sequence))
         done += len(sequence)
         if monotonic() - told > TELL_S:
             told = monotonic()

@@ -33,9 +33,8 @@ from kvrail.engine.attention.triton.order_kernel import (
     sums_of,
 )
 from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.form import Tile
-from kvrail.engine.kv.lossless.pages import ClosedLayer
 
 _FEW_ROWS = 4
 _MAX_SPLITS = 64
@@ -301,7 +300,6 @@ def decode_attention(
     options: ScoreOptions,
     processors: int,
     tuning: DecodeTuning | None = None,
-    closed: ClosedLayer | None = None,
     closed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Store each sequence's one new token and attend it to the sequence's pages.
@@ -310,12 +308,12 @@ def decode_attention(
     kv_lens: int32 [sequences], the new token included; 0: nothing is stored, and the output is zeros. counters: int32
     [sequences * kv_heads], zeros, and zeros again afterwards. out: [sequences, heads, value_dim], contiguous.
     processors: multiprocessors of the device. tuning: launch parameters, by default those of `tuning_for`.
-    closed_tokens: int32 [sequences], tokens of each that lie in pages of `closed`, fewer than kv_lens, whole pages from
-    the sequence's beginning.
+    closed_tokens: int32 [sequences], see StepMeta; None where all pages are plain.
     """
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     rows, heads, key_dim = query.shape
-    page_size, kv_heads = layer.keys.shape[1:3]
+    closed = layer.closed
+    page_size, kv_heads = layer.page_size, layer.kv_heads
     value_dim = out.shape[2]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
     tuning = tuning or (tuning_for(shape, rows) if closed is None else _CLOSED_TUNING)
@@ -327,7 +325,7 @@ def decode_attention(
         query,
         key,
         value,
-        *(layer.keys, layer.values, layer.key_scales, layer.value_scales),
+        *layer.arguments,
         page_tables,
         kv_lens,
         *(None if closed is None else closed.pages, closed_tokens, None if closed is None else closed.spare),
@@ -352,7 +350,7 @@ def decode_attention(
         WINDOW=options.window,
         SOFTCAP=options.softcap != 0,
         SINKS=options.sinks is not None,
-        LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
+        LIMIT=layer.limit,
         SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
         KEY_TILE=0 if closed is None else Tile(closed.key_dim).bytes,
         BOTH_TILES=0 if closed is None else closed.pages.shape[-1],

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 
 
 @triton.jit
@@ -92,10 +92,7 @@ def write_pages(layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots
     _write_kernel[(tokens, 2)](
         key,
         value,
-        layer.keys,
-        layer.values,
-        layer.key_scales,
-        layer.value_scales,
+        *layer.arguments,
         slots,
         key.stride(1),
         key.stride(0),
@@ -107,7 +104,7 @@ def write_pages(layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots
         KEY_DIM_PADDED=triton.next_power_of_2(key_dim),
         VALUE_DIM=value_dim,
         VALUE_DIM_PADDED=triton.next_power_of_2(value_dim),
-        LIMIT=0.0 if layer.key_scales is None else torch.finfo(layer.keys.dtype).max,
+        LIMIT=layer.limit,
     )
 
 

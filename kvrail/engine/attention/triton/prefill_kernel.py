@@ -35,7 +35,7 @@ from kvrail.engine.attention.triton.order_kernel import (
     sums_of,
 )
 from kvrail.engine.attention.triton.page_kernels import unit_stride
-from kvrail.engine.kv.cache import LayerPages
+from kvrail.engine.kv.formats import LayerPages
 
 _FIELDS = tl.constexpr(BLOCK_FIELDS)
 
@@ -332,7 +332,7 @@ def prefill_attention(
     }
     _prefill_kernel[(len(blocks), heads // tuning.heads, tuning.splits)](
         query,
-        *(layer.keys, layer.values, layer.key_scales, layer.value_scales),
+        *layer.arguments,
         page_tables,
         blocks,
         options.sinks,
@@ -352,7 +352,7 @@ def prefill_attention(
         SPLITS=tuning.splits,
         SHORTEST=_SHORTEST,
         SOFTCAP=options.softcap != 0,
-        SCALED=layer.key_scales is not None,
+        SCALED=layer.scaled,
         SEVERED=severed(shape)
         and tuning.queries * tuning.heads < 64  # of 64 rows tensor cores take them from shared memory
         and isinstance(_prefill_kernel, triton.JITFunction),

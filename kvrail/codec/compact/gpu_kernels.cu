@@ -1,4 +1,4 @@
-// Packed weights: their tiles for products (../fused/product.cuh), and `unpack`, which gives them back as bfloat16. The bits:
+// Compact weights: their tiles for products (../fused/product.cuh), and `unpack`, which gives them back as bfloat16. The bits:
 // README.md beside this.
 
 #define FIXED 1408  // bytes of a tile before its records
@@ -6,7 +6,7 @@
 #define FIELDS 0x83838383u  // sign and code of four weights, as the high bytes of bfloat16 have them
 #define WINDOW 0x3c3c3c3cu  // what the high bytes of exponents 120 to 127 share
 
-// A lane's 32 weights of a tile, packed.
+// A lane's 32 weights of a tile, as they are stored.
 struct Piece { uint4 low0, low1; u32 q0, q1, q2; };
 
 __device__ __forceinline__ u32 rotated(u32 v, int by) { return __funnelshift_r(v, v, by); }
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(256) unpack(const u8* blocks, const
       u16* const place = (u16*)(held + place_of(record, i >= first));
       const u32 value = *place;
       const int shift = shifts[strip * 16 + ((record & 511) >> 5)];
-      int exponent = (record >> 9) * 2 + (((value >> 7) ^ shift) & 1);  // as it was packed
+      int exponent = (record >> 9) * 2 + (((value >> 7) ^ shift) & 1);  // as it is stored
       if (exponent != 0 && exponent != 255) exponent += shift;
       *place = (u16)((value & 0x807f) | (exponent << 7));
     }

@@ -1,4 +1,4 @@
-"""The form of packed weights; see README.md beside this."""
+"""The form of compact weights; see README.md beside this."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,12 @@ FIXED_BYTES = LOW_BYTES + CODE_BYTES
 UNIT = 16
 """Blocks begin at multiples of it, in bytes."""
 FIRST_EXPONENT, WINDOW = 120, 8
-"""Packed exponents that have a code: FIRST_EXPONENT and the seven after it."""
+"""Exponents in the form that have a code: FIRST_EXPONENT and the seven after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
-    """A weight, bfloat16 [rows, columns], packed.
+class CompactWeight:
+    """A weight, bfloat16 [rows, columns], in the compact form.
 
     blocks: uint8. index, counts: int32 [tiles]. shifts: int32 [rows]. scales: float32 [rows], 2^shift. All on one
     device.
@@ -42,13 +42,13 @@ class PackedWeight:
         """Memory that it takes, in bytes."""
         return sum(part.nbytes for part in self.parts.values())
 
-    def to(self, device: torch.device | str) -> "PackedWeight":
+    def to(self, device: torch.device | str) -> "CompactWeight":
         """The same weight on another device."""
-        return PackedWeight(self.rows, self.columns, *(part.to(device) for part in self.parts.values()))
+        return CompactWeight(self.rows, self.columns, *(part.to(device) for part in self.parts.values()))
 
 
 def refusal(weight: torch.Tensor) -> str:
-    """Why a weight cannot be packed; empty where it can."""
+    """Why a weight cannot take this form; empty where it can."""
     if weight.dtype != torch.bfloat16 or weight.dim() != 2:
         return f"it is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, not bfloat16 [rows, columns]"
     rows, columns = weight.shape

@@ -1,8 +1,8 @@
-"""Packs weights and restores them, in torch operations, on whatever device they lie."""
+"""Compresses weights in torch operations, on the device where they lie."""
 
 import torch
 
-from kvrail.codec.packed.format import (
+from kvrail.codec.compact.format import (
     CODE_BYTES,
     FIRST_EXPONENT,
     FIXED_BYTES,
@@ -11,24 +11,24 @@ from kvrail.codec.packed.format import (
     TILE_COLUMNS,
     UNIT,
     WINDOW,
-    PackedWeight,
+    CompactWeight,
     refusal,
 )
 
 _ROWS_AT_ONCE = 4096
-"""What is packed at once, of which the operations hold some forty bytes a weight."""
+"""Rows compressed at once: the operations hold some forty bytes for each weight."""
 _MOST_UNITS = 1 << 31
 """Of an index: blocks of one weight take less than 32 GiB."""
 
 
-def pack(weight: torch.Tensor) -> PackedWeight:
-    """Pack a weight, bfloat16 [rows, columns], rows a multiple of 16 and columns one of 64.
+def compress(weight: torch.Tensor) -> CompactWeight:
+    """Compress a weight, bfloat16 [rows, columns], rows a multiple of 16 and columns one of 64.
 
     Raises ValueError for any other weight.
     """
     why = refusal(weight)
     if why:
-        raise ValueError(f"the weight cannot be packed: {why}")
+        raise ValueError(f"the weight cannot be compressed: {why}")
     rows, columns = weight.shape
     parts = [_fields(weight[at : at + _ROWS_AT_ONCE]) for at in range(0, rows, _ROWS_AT_ONCE)]
     fixed, escaped, records, shifts = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -38,7 +38,7 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     end = int(units.sum())
     if end >= _MOST_UNITS:
         raise ValueError(
-            f"the weight cannot be packed: its blocks take {end * UNIT} bytes; at most 32 GiB can be named"
+            f"the weight cannot be compressed: its blocks take {end * UNIT} bytes; at most 32 GiB can be named"
         )
     blocks = torch.zeros(end * UNIT, dtype=torch.uint8, device=weight.device)
     at = begins[:, None] + torch.arange(FIXED_BYTES // UNIT, device=weight.device)
@@ -47,7 +47,9 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     rank = torch.arange(len(records), device=weight.device) - (totals.cumsum(0) - totals)[tile]
     blocks.view(torch.int16)[begins[tile] * (UNIT // 2) + FIXED_BYTES // 2 + rank] = records
     counts = totals | (escaped[:, 0] << 16)
-    return PackedWeight(rows, columns, blocks, begins.int(), counts.int(), shifts, torch.exp2(shifts.to(torch.float32)))
+    return CompactWeight(
+        rows, columns, blocks, begins.int(), counts.int(), shifts, torch.exp2(shifts.to(torch.float32))
+    )
 
 
 def _fields(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,16 +58,16 @@ def _fields(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     exponents, mantissas = (bits >> 7) & 0xFF, bits & 0x7F
     shifts = _shifts(exponents, mantissas)
     special = (exponents == 0) | (exponents == 255)
-    packed = torch.where(special, exponents, exponents - shifts[:, None])
-    inside = (packed >= FIRST_EXPONENT) & (packed < FIRST_EXPONENT + WINDOW)
-    low = _by_lane(((packed & 1) << 7) | mantissas)
-    codes = _by_lane(torch.where(inside, (packed - FIRST_EXPONENT) >> 1, 0)).view(-1, 32, 8, 4)
+    stored = torch.where(special, exponents, exponents - shifts[:, None])
+    inside = (stored >= FIRST_EXPONENT) & (stored < FIRST_EXPONENT + WINDOW)
+    low = _by_lane(((stored & 1) << 7) | mantissas)
+    codes = _by_lane(torch.where(inside, (stored - FIRST_EXPONENT) >> 1, 0)).view(-1, 32, 8, 4)
     signs = _by_lane(bits >> 15).view(-1, 32, 8, 4)
     lows = low.view(-1, 32, 2, 16).transpose(1, 2).reshape(-1, LOW_BYTES).to(torch.uint8)
     words = _words(codes, signs).transpose(1, 2).reshape(-1, CODE_BYTES).to(torch.uint8)
     escapes = ~_by_lane(inside).view(-1, 2, 512)
     place = escapes.view(-1).nonzero()[:, 0]
-    records = (place & 511) | ((_by_lane(packed).view(-1)[place] >> 1) << 9)
+    records = (place & 511) | ((_by_lane(stored).view(-1)[place] >> 1) << 9)
     records = torch.where(records >= 1 << 15, records - (1 << 16), records).to(torch.int16)
     return torch.cat([lows, words], 1), escapes.sum(2), records, shifts
 

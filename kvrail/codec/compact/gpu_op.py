@@ -2,11 +2,11 @@
 
 import torch
 
-from kvrail.codec.packed.format import PackedWeight
+from kvrail.codec.compact.format import CompactWeight
 
 
-@torch.library.custom_op("kvrail::packed_product", mutates_args=())
-def packed_product(
+@torch.library.custom_op("kvrail::compact_product", mutates_args=())
+def compact_product(
     x: torch.Tensor,
     bias: torch.Tensor | None,
     blocks: torch.Tensor,
@@ -17,14 +17,14 @@ def packed_product(
     rows: int,
     columns: int,
 ) -> torch.Tensor:
-    """x, bfloat16 [..., columns], times the transpose of the packed weight, plus the bias: [..., rows]."""
-    from kvrail.codec.packed.gpu import multiply
+    """x, bfloat16 [..., columns], times the transpose of the compact weight, plus the bias: [..., rows]."""
+    from kvrail.codec.compact.gpu import multiply
 
-    weight = PackedWeight(rows, columns, blocks, index, counts, shifts, scales)
+    weight = CompactWeight(rows, columns, blocks, index, counts, shifts, scales)
     return multiply(x.reshape(-1, columns).contiguous(), weight, bias).view(*x.shape[:-1], rows)
 
 
-@packed_product.register_fake
+@compact_product.register_fake
 def _(
     x: torch.Tensor,
     bias: torch.Tensor | None,

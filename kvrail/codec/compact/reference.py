@@ -1,18 +1,18 @@
-"""Restores packed weights value by value, from README.md beside this; slow, for tests."""
+"""Restores compact weights value by value, from README.md beside this; slow, for tests."""
 
 import numpy as np
 import torch
 
-from kvrail.codec.packed.format import PackedWeight
+from kvrail.codec.compact.format import CompactWeight
 
 
-def unpack(packed: PackedWeight) -> torch.Tensor:
+def unpack(weight: CompactWeight) -> torch.Tensor:
     """The weight, bfloat16 [rows, columns], on the CPU."""
-    blocks = packed.blocks.cpu().numpy()
-    index, counts, shifts = (part.cpu().numpy() for part in (packed.index, packed.counts, packed.shifts))
-    bits = np.zeros((packed.rows, packed.columns), dtype=np.uint16)
-    across = packed.columns // 64
-    for tile in range(packed.rows // 16 * across):
+    blocks = weight.blocks.cpu().numpy()
+    index, counts, shifts = (part.cpu().numpy() for part in (weight.index, weight.counts, weight.shifts))
+    bits = np.zeros((weight.rows, weight.columns), dtype=np.uint16)
+    across = weight.columns // 64
+    for tile in range(weight.rows // 16 * across):
         block = blocks[16 * int(index[tile]) :]
         exponents = _escaped(block, int(counts[tile]))
         for lane in range(32):

@@ -1,13 +1,13 @@
-"""Packed weights, value by value: what is packed comes back with all its bits."""
+"""Compact weights, value by value: every weight comes back with all its bits."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrail.codec.packed.format import PackedWeight
-from kvrail.codec.packed.reference import unpack
-from kvrail.codec.packed.torch_ops import pack
+from kvrail.codec.compact.format import CompactWeight
+from kvrail.codec.compact.reference import unpack
+from kvrail.codec.compact.torch_ops import compress
 
 
 def bits(weight):
@@ -23,9 +23,9 @@ def of_bits(values, columns):
 
 
 def comes_back(weight):
-    packed = pack(weight)
-    assert torch.equal(bits(unpack(packed)), bits(weight))
-    return packed
+    compact = compress(weight)
+    assert torch.equal(bits(unpack(compact)), bits(weight))
+    return compact
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 64), (48, 64), (16, 192), (64, 320)])
@@ -59,16 +59,16 @@ def test_whatever_lies_in_a_row_comes_back(data):
 
 def test_normally_distributed_weights_take_less_than_72_percent():
     weight = normal(512, 1024)
-    packed = pack(weight)
-    assert packed.nbytes < 0.72 * weight.nbytes
-    records = int((packed.counts & 0xFFFF).sum()) / weight.numel()
+    compact = compress(weight)
+    assert compact.nbytes < 0.72 * weight.nbytes
+    records = int((compact.counts & 0xFFFF).sum()) / weight.numel()
     assert 0.008 < records < 0.017  # by the normal distribution: 1.2 % of the best window's exponents, 1.7 % at worst
 
 
 def test_scales_shift_by_the_rows_exponents():
-    packed = pack(torch.full((16, 64), 2.0**-40, dtype=torch.bfloat16))
-    assert set(packed.scales.tolist()) == {2.0 ** int(packed.shifts[0])}
-    assert 120 <= 127 - 40 - int(packed.shifts[0]) <= 127
+    compact = compress(torch.full((16, 64), 2.0**-40, dtype=torch.bfloat16))
+    assert set(compact.scales.tolist()) == {2.0 ** int(compact.shifts[0])}
+    assert 120 <= 127 - 40 - int(compact.shifts[0]) <= 127
 
 
 @pytest.mark.parametrize(
@@ -83,13 +83,13 @@ def test_scales_shift_by_the_rows_exponents():
 )
 def test_other_weights_are_refused(weight, why):
     with pytest.raises(ValueError, match=why):
-        pack(weight)
+        compress(weight)
 
 
 def test_a_damaged_record_is_seen_by_these_tests():
     weight = normal(16, 64)
-    packed = pack(weight)
-    blocks = packed.blocks.clone()
+    compact = compress(weight)
+    blocks = compact.blocks.clone()
     blocks[1408] ^= 1
-    changed = PackedWeight(16, 64, blocks, packed.index, packed.counts, packed.shifts, packed.scales)
+    changed = CompactWeight(16, 64, blocks, compact.index, compact.counts, compact.shifts, compact.scales)
     assert not torch.equal(bits(unpack(changed)), bits(weight))

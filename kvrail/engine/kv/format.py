@@ -1,0 +1,69 @@
+"""What a page of the KV cache is made of: the contract that a form of pages meets.
+
+A form keeps a page as named tensors. The pool allocates them, attention takes one layer of them, transfers take them as
+a codec's block. `kvrail.engine.kv.formats` has the forms that there are, and `kvrail.engine.attention.op` which
+attention computes over which of them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from kvrail.values.layout import KVLayout
+
+PageTensors = Mapping[str, torch.Tensor]
+"""The pool's tensors by name, in the order of `KVFormat.tensors`: each [layers, pages, *PageTensor.shape]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageTensor:
+    """One named tensor of a page of one layer. fill: what its elements are before anybody writes them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor in one page of one layer."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class KVFormat(Protocol):
+    """A form of pages at rest. It changes no answer, and what crosses a wire is the same for all forms.
+
+    A form may keep full pages closed, in fewer bytes, and those that still change open: a sequence's last page, drafts,
+    coarse stages. Such a form has tensors for both. `attend` closes a page in the step that fills it, `copy` knows both
+    kinds, and `as_block` opens pages for a codec and closes what has landed.
+    """
+
+    @property
+    def name(self) -> str:
+        """What KVLayout.page_format calls it."""
+        ...
+
+    def tensors(self, layout: KVLayout) -> dict[str, PageTensor]:
+        """The tensors of a page of one layer, by name."""
+        ...
+
+    def page_bytes(self, layout: KVLayout) -> int:
+        """Bytes of memory that one page takes over all layers."""
+        ...
+
+    def layer(self, tensors: Sequence[torch.Tensor], index: int) -> Any:
+        """What this form's attention takes of layer `index`, views. tensors: the pool's, in order."""
+        ...
+
+    def copy(self, pages: PageTensors, src: int, dst: int) -> None:
+        """Copy page `src` of all layers to page `dst`, on the current stream."""
+        ...
+
+    def as_block(self, pages: PageTensors) -> list[torch.Tensor]:
+        """All pages as codecs read and write them: keys, values and, where elements have eight bits, scales of both.
+
+        [layers, pages, page_size, kv_heads, dim] and, of scales, [layers, pages, page_size, kv_heads].
+        """
+        ...
