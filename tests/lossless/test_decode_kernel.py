@@ -11,7 +11,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
-from kvrail.engine.kv.lossless import gpu
+from kvrail.engine.kv.lossless import cuda
 from tests.engine.attention_cases import Case, make_case
 from tests.lossless.cases import check_kernels, close_case, distributions, pages_of
 
@@ -45,7 +45,7 @@ def decode(case: Case, processors: int, closed_tokens: torch.Tensor | None = Non
 
 @pytest.mark.parametrize(("dims", "page_size"), [((64, 128), 64), ((128, 64), 128)])
 def test_closing_and_opening(dims: tuple[int, int], page_size: int) -> None:
-    check_kernels(dims, page_size, "cpu", gpu)
+    check_kernels(dims, page_size, "cpu", cuda)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

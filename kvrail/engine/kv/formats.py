@@ -79,7 +79,9 @@ class PlainFormat:
 
     def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
         """Views of layer `index`."""
-        return LayerPages(*(tensor[index] for tensor in tensors))
+        keys, values, *scales = (tensor[index] for tensor in tensors)
+        key_scales, value_scales = scales or (None, None)
+        return LayerPages(keys, values, key_scales, value_scales)
 
     def copy(self, pages: PageTensors, src: int, dst: int) -> None:
         """Copy page `src` of all layers to page `dst`, on the current stream."""

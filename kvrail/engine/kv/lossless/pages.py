@@ -60,9 +60,9 @@ class ClosedPages:
         """
         self.give_back(targets)
         if self.pages.is_cuda:
-            from kvrail.engine.kv.lossless import gpu  # needs triton, which a CPU worker does not
+            from kvrail.engine.kv.lossless import cuda  # needs triton, which a CPU worker does not
 
-            return gpu.close(self, keys, values, sources, targets)
+            return cuda.close(self, keys, values, sources, targets)
         from kvrail.engine.kv.lossless import cpu  # compiles kernels, which a CUDA worker does not need
 
         return cpu.close(self, keys, values, sources, targets)
@@ -70,9 +70,9 @@ class ClosedPages:
     def open(self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Open closed pages `sources` of all layers into plain pages `targets` of `keys` and `values`: see `close`."""
         if self.pages.is_cuda:
-            from kvrail.engine.kv.lossless import gpu
+            from kvrail.engine.kv.lossless import cuda
 
-            gpu.open(self, keys, values, sources, targets)
+            cuda.open(self, keys, values, sources, targets)
             return
         from kvrail.engine.kv.lossless import cpu
 
@@ -81,9 +81,9 @@ class ClosedPages:
     def give_back(self, pages: torch.Tensor) -> None:
         """Have the spare units of these pages be free again. pages: int64 [n]; none of them is opened any more."""
         if self.pages.is_cuda:
-            from kvrail.engine.kv.lossless import gpu
+            from kvrail.engine.kv.lossless import cuda
 
-            gpu.give_back(self, pages)
+            cuda.give_back(self, pages)
             return
         from kvrail.engine.kv.lossless import cpu
 
