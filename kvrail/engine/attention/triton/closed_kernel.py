@@ -4,43 +4,71 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.triton.order_kernel import apart, seen_scores, weights_of
-from kvrail.engine.kv.lossless.form import TOKENS
 from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
-
-CLOSED_BLOCK = tl.constexpr(TOKENS)
 
 
 @triton.jit
-def add_closed_block(
+def pair_of(
+    closed_pages,
+    table,
+    block,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+):
+    """Where the tiles of a block of a closed page begin."""
+    page = tl.load(table + block // PAGE_SIZE).to(tl.int64)
+    pair = (page * KV_HEADS + kv_head) * (PAGE_SIZE // BLOCK) + block % PAGE_SIZE // BLOCK
+    return closed_pages + tl.multiple_of(pair * BOTH_TILES, 64)
+
+
+@triton.jit
+def closed_scores_of(
     q,
-    tile,
+    pair,
     spare,
     unit_bytes,
-    acc,
-    top,
-    total,
     block,
     position,
     end,
     scale,
     softcap,
     KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """Add a block of a closed page to its part: what scores_of and add_block do of a plain page's.
-
-    q: [rows, KEY_DIM]; tile: uint8, where the block's keys begin, KEY_BYTES before its values.
-    """
-    k = open_keys(tile, spare, unit_bytes, KEY_DIM, ASSEMBLED)
+    """What scores_of computes, of a block of a closed page. pair: see pair_of; spare: spare units, of unit_bytes."""
+    k = open_keys(pair, spare, unit_bytes, KEY_DIM, ASSEMBLED)
     scores = tl.dot(q, apart(k.to(q.dtype), ASSEMBLED), input_precision="ieee")
-    token = block + tl.arange(0, CLOSED_BLOCK)
-    scores = seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
-    weights, shrink, top, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, q.dtype, CLOSED_BLOCK)
-    v = open_values(tile + KEY_BYTES, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
-    acc = tl.dot(weights.to(q.dtype), apart(v.to(q.dtype), ASSEMBLED), acc * shrink[:, None], input_precision="ieee")
-    return acc, top, total
+    return seen_scores(scores, block + tl.arange(0, BLOCK), position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
+
+
+@triton.jit
+def add_closed_block(
+    scores,
+    pair,
+    spare,
+    unit_bytes,
+    acc,
+    top,
+    total,
+    scale,
+    softcap,
+    dtype: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):
+    """What add_block does, of a block of a closed page. KEY_TILE: bytes of the keys before its values."""
+    weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
+    v = open_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
+    weighted = acc * shrink[:, None]
+    acc = tl.dot(weights.to(dtype), apart(v.to(dtype), ASSEMBLED), weighted, input_precision="ieee")
+    return acc, higher, total

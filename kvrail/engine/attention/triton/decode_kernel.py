@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.triton.closed_kernel import add_closed_block
+from kvrail.engine.attention.triton.closed_kernel import add_closed_block, closed_scores_of, pair_of
 from kvrail.engine.attention.triton.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
 from kvrail.engine.attention.triton.order_kernel import (
     LOWEST,
@@ -240,11 +240,14 @@ def _decode_kernel(
     if BOTH_TILES:
         opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + row), end))
         for block in range(begin, opened, BLOCK):
-            page = tl.load(table + block // PAGE_SIZE).to(tl.int64)
-            pair = (page * KV_HEADS + kv_head) * (PAGE_SIZE // BLOCK) + block % PAGE_SIZE // BLOCK
+            pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
+            scores = closed_scores_of(
+                q, pair, spare, unit_bytes, block, position, kv_len, scale, softcap,
+                KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+            )  # fmt: skip
             acc, top, total = add_closed_block(
-                q, closed_pages + tl.multiple_of(pair * BOTH_TILES, 64), spare, unit_bytes, acc, top, total, block,
-                position, kv_len, scale, softcap, KEY_DIM, VALUE_DIM, KEY_TILE, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+                scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+                VALUE_DIM, BLOCK, KEY_TILE, SOFTCAP, ASSEMBLED,
             )  # fmt: skip
             all_acc, all_top, all_total, acc, top, total = _end_block(
                 part_out, part_top, part_total, place - first_part, block, end, alone, live,

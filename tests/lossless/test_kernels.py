@@ -10,7 +10,9 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels on this machine", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the imports below
 
+from kvrail.engine.attention import reference
 from kvrail.engine.attention.triton.decode_kernel import decode_attention
+from kvrail.engine.attention.triton.prefill_kernel import PrefillTuning, prefill_attention
 from kvrail.engine.kv.lossless import cuda
 from tests.engine.attention_cases import Case, make_case
 from tests.lossless.cases import check_kernels, close_case, distributions, pages_of
@@ -71,3 +73,30 @@ def test_odd_values(name: str) -> None:
     closed, tokens = close_case(case, 1000)
     found = decode(closed, 1, tokens)
     assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+
+
+PREFILLS = {
+    "one program": (SHAPES["64 wide"], PrefillTuning(16, 4, 2)),
+    "heads together, programs share": (SHAPES["128 wide"], PrefillTuning(16, 4, 2, 4, 4)),
+    "all options": (SHAPES["all options"], PrefillTuning(32, 4, 2)),
+}
+
+
+def prefill(case: Case, tuning: PrefillTuning, closed_tokens: torch.Tensor | None = None) -> torch.Tensor:
+    out = case.query.new_full((*case.query.shape[:2], case.value.shape[2]), float("nan"))
+    reference.write_pages(case.pages, case.key, case.value, case.slots)
+    tokens = None if closed_tokens is None else closed_tokens.int()
+    blocks = case.blocks(tuning.queries)
+    prefill_attention(case.query, case.pages, case.page_tables, blocks, out, case.options, 1, tuning, tokens)
+    return out
+
+
+@pytest.mark.parametrize(("shape", "tuning"), PREFILLS.values(), ids=PREFILLS)
+def test_prefill_gives_the_same_bits(shape: dict, tuning: PrefillTuning) -> None:
+    plan = [(7, 7), (30, 95), (5, 330), (33, 161)]
+    case = make_case(plan, **{"page_size": 64, "kv_dtype": "bfloat16", "dtype": torch.bfloat16, **shape})
+    wanted = prefill(copy.deepcopy(case), tuning)
+    for pages in (None, 1000):
+        closed, tokens = close_case(copy.deepcopy(case), pages)
+        found = prefill(closed, tuning, tokens)
+        assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
