@@ -76,7 +76,6 @@ def close_case(case: Case, pages: int | None = None, seed: int = 0) -> tuple[Cas
     for row, number in enumerate(taken):
         sources += case.page_tables[row, :number].tolist()
         tables[row, :number] = torch.tensor(targets[len(sources) - number : len(sources)])
-    closed.pages[:, targets] = 0
     moved = (torch.tensor(ids, dtype=torch.int64, device=device) for ids in (sources, targets[: len(sources)]))
     before = copy.deepcopy(plain)
     failed = closed.close(plain.keys[None], plain.values[None], *moved)
@@ -111,7 +110,6 @@ def check_kernels(dims: tuple[int, int], page_size: int, device: str, kernels: M
     closed.pages.fill_(0xFF)
     sources = torch.arange(number, device=device)
     targets = torch.randperm(number + 2, generator=torch.Generator().manual_seed(0))[:number].to(device)
-    closed.pages[:, targets] = 0
     kernels.give_back(closed, targets)
     assert kernels.close(closed, keys, values, sources, targets).item() == 0
     units = set()
