@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrail.engine.kv.ledger import Cursor
 from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.kv.prefix_events import Cursor
 from kvrail.services.router.fleet.policy import Candidate, Load, WorkerState
 from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.wire.v1 import common_pb2
@@ -117,16 +117,15 @@ class SimWorker:
     def report(self) -> None:
         """Answer the router's question for pages."""
         asked = self.pages.question()
-        news = self.pool.ledger.news(Cursor(asked.added_to, asked.removed_to), asked.max_pages)
-        heard = news.heard
+        events = self.pool.events.since(Cursor(asked.stored_to, asked.removed_to), asked.max_pages)
         self.pages.take(
-            common_pb2.HeldPages(
-                anew=news.anew,
-                added_to=heard.added,
-                removed_to=heard.removed,
-                added=news.added,
-                removed=news.removed,
-                complete=news.complete,
+            common_pb2.KVEvents(
+                snapshot=events.snapshot,
+                stored_to=events.cursor.stored,
+                removed_to=events.cursor.removed,
+                stored=events.stored,
+                removed=events.removed,
+                complete=events.complete,
             ),
             self.pool.num_pages,
         )

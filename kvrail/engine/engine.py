@@ -14,8 +14,8 @@ from time import perf_counter
 
 from kvrail.engine.batch.batch import Drawing, Feed, SampledToken
 from kvrail.engine.kv.leases import PageLease
-from kvrail.engine.kv.ledger import Cursor, HeldPages
 from kvrail.engine.kv.pages import PageCounts
+from kvrail.engine.kv.prefix_events import Cursor, KVEvents
 from kvrail.engine.request.events import Delivery, Failed
 from kvrail.engine.request.requests import EngineRequest, ModelLimits, WrittenPages, check_request
 from kvrail.engine.sampling.masks import MaskFinder
@@ -169,10 +169,10 @@ class Engine:
             queue, pages = self._scheduler, self._scheduler.pool.counts()
             return EngineStatus(queue.num_running, queue.num_receiving, queue.num_waiting, pages, self.alive)
 
-    def held_pages(self, heard: Cursor, limit: int) -> HeldPages:
-        """At most `limit` digests of pages that came or went since a listener heard so much."""
+    def kv_events(self, cursor: Cursor, limit: int) -> KVEvents:
+        """At most `limit` events of the prefix cache behind a cursor."""
         with self._changed:
-            return self._scheduler.pool.ledger.news(heard, limit)
+            return self._scheduler.pool.events.since(cursor, limit)
 
     @property
     def alive(self) -> bool:

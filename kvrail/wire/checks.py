@@ -102,7 +102,7 @@ def check_status(status: common_pb2.WorkerStatus, max_pages: int) -> None:
 
     A worker of another protocol may leave anything out; what it says all the same is checked.
     """
-    model, pages = status.model, status.held_pages
+    model, events = status.model, status.kv_events
     for what, name in (("the model", model.name), ("its fingerprint", model.fingerprint), ("numerics", model.numerics)):
         check_name(what, name)
     check_name("the pages' type", status.layout.dtype)
@@ -115,7 +115,7 @@ def check_status(status: common_pb2.WorkerStatus, max_pages: int) -> None:
     check_number("metrics_port", status.metrics_port, 65535)
     for field, seconds in status.pace.ListFields():
         check_number(field.name, seconds, MAX_SECONDS)
-    check_number("the number of digests of pages", len(pages.added) + len(pages.removed), max_pages)
+    check_number("the number of digests of pages", len(events.stored) + len(events.removed), max_pages)
     report = status.report
     check_names("codecs in the report", [each.codec for each in report.received])
     check_names("links in the report", report.link_bytes_per_s)

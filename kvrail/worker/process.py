@@ -14,8 +14,8 @@ from kvrail.config.settings import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.engine import Engine, LayerObserver
 from kvrail.engine.kv.cache import PagedCache, pages_that_fit
-from kvrail.engine.kv.ledger import Cursor
 from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.kv.prefix_events import Cursor
 from kvrail.engine.kv.streams import SideStream
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
@@ -128,7 +128,7 @@ class Worker:
             draining=self.calls.draining or not load.healthy,
             instance=self.instance,
             codec_parameters=self.codecs,
-            held_pages=self._held_pages(asked),
+            kv_events=self._kv_events(asked),
             pace=common_pb2.Pace(
                 prefill_base=prefill.base,
                 prefill_each=prefill.each,
@@ -141,18 +141,18 @@ class Worker:
             report=report_of(self.registry),
         )
 
-    def _held_pages(self, asked: common_pb2.StatusRequest) -> common_pb2.HeldPages | None:
+    def _kv_events(self, asked: common_pb2.StatusRequest) -> common_pb2.KVEvents | None:
         if not asked.max_pages:
             return None
-        heard = Cursor(asked.added_to, asked.removed_to)
-        news = self.engine.held_pages(heard, min(asked.max_pages, MAX_DIGESTS))
-        return common_pb2.HeldPages(
-            anew=news.anew,
-            added_to=news.heard.added,
-            removed_to=news.heard.removed,
-            added=news.added,
-            removed=news.removed,
-            complete=news.complete,
+        cursor = Cursor(asked.stored_to, asked.removed_to)
+        events = self.engine.kv_events(cursor, min(asked.max_pages, MAX_DIGESTS))
+        return common_pb2.KVEvents(
+            snapshot=events.snapshot,
+            stored_to=events.cursor.stored,
+            removed_to=events.cursor.removed,
+            stored=events.stored,
+            removed=events.removed,
+            complete=events.complete,
         )
 
     def render_metrics(self, path: str) -> tuple[bytes, str]:

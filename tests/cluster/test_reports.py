@@ -16,10 +16,10 @@ async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
 
         async def hear() -> None:
             answer = await c.client.get_status(decode.question(), timeout_s=10)
-            decode.take(answer.held_pages, answer.pages_total)
+            decode.take(answer.kv_events, answer.pages_total)
             said = worker.status(prefill.question(), [])
-            prefill.take(said.held_pages, said.pages_total)
-            assert said.held_pages.complete and answer.held_pages.complete
+            prefill.take(said.kv_events, said.pages_total)
+            assert said.kv_events.complete and answer.kv_events.complete
             assert said.max_batch_tokens == answer.max_batch_tokens == 512
 
         await hear()
@@ -39,5 +39,5 @@ async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
             held = {page_digest(each) for each in pool.engine._scheduler.pool._page_of}
             assert {digest for digest in held if digest in pages} == held and len(pages) == len(held)
             assert not all(digest in pages for digest in DIGESTS)
-        assert not (await c.client.get_status(timeout_s=10)).HasField("held_pages")
+        assert not (await c.client.get_status(timeout_s=10)).HasField("kv_events")
         await c.settled()

@@ -77,7 +77,7 @@ def test_what_was_computed_here_fails_and_leaves_the_cache(ahead):
     bench.run()
     (failed,) = bench.of("asked", Failed)
     assert "finite logits" in str(failed.error) and not bench.of("asked", Recomputed)
-    assert bench.pool.counts().free == 64 and not len(bench.pool.ledger)
+    assert bench.pool.counts().free == 64 and not len(bench.pool.events)
     served_as_before(bench)
 
 

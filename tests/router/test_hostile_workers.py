@@ -74,7 +74,7 @@ async def test_a_status_that_cannot_be_takes_its_worker_out(cluster: Cluster):
 
 def test_a_worker_cannot_hold_more_pages_than_it_has():
     pages = WorkerPages()
-    pages.take(common_pb2.HeldPages(added=[1, 2], added_to=2), 3)
+    pages.take(common_pb2.KVEvents(stored=[1, 2], stored_to=2), 3)
     with pytest.raises(IncompatibleError, match="holds 4 pages, and that it has 3"):
-        pages.take(common_pb2.HeldPages(added=[3, 4], added_to=4), 3)
-    assert not len(pages) and pages.question().added_to == 0
+        pages.take(common_pb2.KVEvents(stored=[3, 4], stored_to=4), 3)
+    assert not len(pages) and pages.question().stored_to == 0

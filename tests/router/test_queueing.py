@@ -190,20 +190,20 @@ def test_retry_after_is_what_the_queue_does():
 def test_pages_that_a_worker_will_have_are_expected_until_it_says_otherwise():
     pages = WorkerPages()
     pages.question()
-    pages.take(common_pb2.HeldPages(anew=True, added_to=2, removed_to=2, added=[1, 2], complete=True), 100)
+    pages.take(common_pb2.KVEvents(snapshot=True, stored_to=2, removed_to=2, stored=[1, 2], complete=True), 100)
     pages.expect([2, 3, 4])
     pages.expect([3])
     assert all(digest in pages for digest in (1, 2, 3, 4)) and 5 not in pages
     pages.settle([2, 3, 4])
-    assert pages.question() == common_pb2.StatusRequest(added_to=2, removed_to=2, max_pages=8192)
+    assert pages.question() == common_pb2.StatusRequest(stored_to=2, removed_to=2, max_pages=8192)
     pages.settle([3])  # after the question: the answer does not know
-    pages.take(common_pb2.HeldPages(added_to=3, removed_to=3, removed=[1], added=[4], complete=False), 100)
+    pages.take(common_pb2.KVEvents(stored_to=3, removed_to=3, removed=[1], stored=[4], complete=False), 100)
     assert 1 not in pages and 3 in pages and 4 in pages
     pages.question()
-    pages.take(common_pb2.HeldPages(added_to=4, removed_to=4, complete=True), 100)
+    pages.take(common_pb2.KVEvents(stored_to=4, removed_to=4, complete=True), 100)
     assert 3 not in pages and 4 in pages and len(pages) == 2
     pages.forget()
-    assert 4 not in pages and pages.question().added_to == 0
+    assert 4 not in pages and pages.question().stored_to == 0
 
 
 def test_clients_are_told_apart_without_their_keys():

@@ -29,7 +29,7 @@ def status(**changes):
         ({"metrics_port": 65536}, "metrics_port is 65536"),
         ({"pace": common_pb2.Pace(prefill_each=math.nan)}, "prefill_each is nan"),
         ({"pace": common_pb2.Pace(decode_base=-1.0)}, "decode_base is -1"),
-        ({"held_pages": common_pb2.HeldPages(added=[1, 2], removed=[3])}, "digests of pages is 3"),
+        ({"kv_events": common_pb2.KVEvents(stored=[1, 2], removed=[3])}, "digests of pages is 3"),
         ({"report": common_pb2.WorkerReport(link_bytes_per_s={"p:1": math.inf})}, "rate of a link is inf"),
         ({"report": common_pb2.WorkerReport(link_bytes_per_s={"\x1b[2J": 1.0})}, "links in the report"),
     ],

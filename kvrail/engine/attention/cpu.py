@@ -19,7 +19,6 @@ from kvrail.engine.attention.cpu_kernel_vectors import BFLOAT16, E4M3, E5M2, FLO
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.kv.formats import LayerPages
-from kvrail.engine.kv.lossless.form import Tile
 from kvrail.engine.kv.lossless.pages import ClosedLayer, orders
 
 Units = npt.NDArray[np.int64]
@@ -144,10 +143,11 @@ def _helpers(count: int) -> ThreadPoolExecutor:
 
 def _closed(layer: ClosedLayer) -> tuple[object, ...]:
     """Closed pages as kernels take them."""
-    sizes = (layer.spare.shape[1], Tile(layer.key_dim).bytes, Tile(layer.value_dim).bytes)
+    pages, spare, unit_bytes = layer.arguments
+    key_bytes, both = layer.tiles
+    sizes = (unit_bytes, key_bytes, both - key_bytes)
     return (
-        *(_bytes(layer.pages), _bytes(layer.spare)),
-        *sizes,
+        *(_bytes(pages), _bytes(spare), *sizes),
         *orders(layer.key_dim, keys=True),
         *orders(layer.value_dim, keys=False),
     )

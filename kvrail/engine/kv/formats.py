@@ -51,6 +51,17 @@ class LayerPages:
         return self.keys, self.values, self.key_scales, self.value_scales
 
     @property
+    def closed_arguments(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        """What kernels take of closed pages: pages, spare units, bytes of a unit."""
+        return (None, None, 0) if self.closed is None else self.closed.arguments
+
+    @property
+    def closed_tiles(self) -> dict[str, int]:
+        """Kernels' constants: bytes of a closed page's tile of keys, and of both tiles; 0 where no page is closed."""
+        sizes = (0, 0) if self.closed is None else self.closed.tiles
+        return dict(zip(("KEY_TILE", "BOTH_TILES"), sizes, strict=True))
+
+    @property
     def pairs(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:
         """Keys with their scales, then values with theirs."""
         return (self.keys, self.key_scales), (self.values, self.value_scales)

@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrail.engine.kv.ledger import PageLedger
+from kvrail.engine.kv.prefix_events import PrefixEvents
 from kvrail.engine.kv.tier import KVTier
 from kvrail.values.pagehash import PageHash
 
@@ -50,7 +50,7 @@ class PagePool:
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.ledger = PageLedger()
+        self.events = PrefixEvents()
 
     def counts(self) -> PageCounts:
         """Pages by state."""
@@ -118,7 +118,7 @@ class PagePool:
         if self._keep and page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
-            self.ledger.add(page_hash)
+            self.events.store(page_hash)
 
     def restore(self, hashes: Sequence[PageHash], pages: Sequence[int]) -> int:
         """Fill pages that were just allocated with what the tier has of `hashes`, in order; returns how many.
@@ -153,7 +153,7 @@ class PagePool:
         assert not (free & cached or free & used or cached & used), "a page is in two states"
         assert len(free) + len(used) + len(cached) == self.num_pages, "free + used + cached != total"
         assert {h: p for p, h in self._hash_of.items()} == self._page_of, "hashes and pages disagree"
-        assert len(self.ledger) == len(self._page_of), "the ledger and the pages disagree"
+        assert len(self.events) == len(self._page_of), "events and pages disagree"
         assert cached <= self._hash_of.keys() and not (free & self._hash_of.keys()), "cached pages need a hash"
 
     def _evict(self) -> int:
@@ -166,5 +166,5 @@ class PagePool:
     def _forget_hash(self, page: int) -> PageHash:
         page_hash = self._hash_of.pop(page)
         del self._page_of[page_hash]
-        self.ledger.remove(page_hash)
+        self.events.remove(page_hash)
         return page_hash

@@ -135,30 +135,30 @@ class Span(_message.Message):
     def __init__(self, process: _Optional[str] = ..., track: _Optional[str] = ..., name: _Optional[str] = ..., begin: _Optional[float] = ..., seconds: _Optional[float] = ..., sizes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
-    __slots__ = ("added_to", "removed_to", "max_pages")
-    ADDED_TO_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("stored_to", "removed_to", "max_pages")
+    STORED_TO_FIELD_NUMBER: _ClassVar[int]
     REMOVED_TO_FIELD_NUMBER: _ClassVar[int]
     MAX_PAGES_FIELD_NUMBER: _ClassVar[int]
-    added_to: int
+    stored_to: int
     removed_to: int
     max_pages: int
-    def __init__(self, added_to: _Optional[int] = ..., removed_to: _Optional[int] = ..., max_pages: _Optional[int] = ...) -> None: ...
+    def __init__(self, stored_to: _Optional[int] = ..., removed_to: _Optional[int] = ..., max_pages: _Optional[int] = ...) -> None: ...
 
-class HeldPages(_message.Message):
-    __slots__ = ("anew", "added_to", "removed_to", "added", "removed", "complete")
-    ANEW_FIELD_NUMBER: _ClassVar[int]
-    ADDED_TO_FIELD_NUMBER: _ClassVar[int]
+class KVEvents(_message.Message):
+    __slots__ = ("snapshot", "stored_to", "removed_to", "stored", "removed", "complete")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STORED_TO_FIELD_NUMBER: _ClassVar[int]
     REMOVED_TO_FIELD_NUMBER: _ClassVar[int]
-    ADDED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
-    anew: bool
-    added_to: int
+    snapshot: bool
+    stored_to: int
     removed_to: int
-    added: _containers.RepeatedScalarFieldContainer[int]
+    stored: _containers.RepeatedScalarFieldContainer[int]
     removed: _containers.RepeatedScalarFieldContainer[int]
     complete: bool
-    def __init__(self, anew: _Optional[bool] = ..., added_to: _Optional[int] = ..., removed_to: _Optional[int] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., complete: _Optional[bool] = ...) -> None: ...
+    def __init__(self, snapshot: _Optional[bool] = ..., stored_to: _Optional[int] = ..., removed_to: _Optional[int] = ..., stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("prefill_base", "prefill_each", "decode_base", "decode_each", "fetch_each", "prefill_full")
@@ -206,7 +206,7 @@ class WorkerReport(_message.Message):
     def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "held_pages", "pace", "max_batch_tokens", "metrics_port", "report")
+    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "kv_events", "pace", "max_batch_tokens", "metrics_port", "report")
     class CodecParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -230,7 +230,7 @@ class WorkerStatus(_message.Message):
     WITHHELD_CODECS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     CODEC_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
-    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
@@ -251,9 +251,9 @@ class WorkerStatus(_message.Message):
     withheld_codecs: _containers.RepeatedScalarFieldContainer[str]
     instance: int
     codec_parameters: _containers.ScalarMap[str, int]
-    held_pages: HeldPages
+    kv_events: KVEvents
     pace: Pace
     max_batch_tokens: int
     metrics_port: int
     report: WorkerReport
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., held_pages: _Optional[_Union[HeldPages, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., metrics_port: _Optional[int] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., metrics_port: _Optional[int] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...

@@ -34,7 +34,6 @@ from kvrail.engine.attention.triton.order_kernel import (
 )
 from kvrail.engine.attention.triton.page_kernels import store_rows, unit_stride
 from kvrail.engine.kv.formats import LayerPages
-from kvrail.engine.kv.lossless.form import Tile
 
 _FEW_ROWS = 4
 _MAX_SPLITS = 64
@@ -53,18 +52,16 @@ class DecodeTuning:
     registers: int | None = None
 
 
-_CLOSED_TUNING = DecodeTuning(stages=3)
-"""For closed pages."""
-
-
-def tuning_for(shape: HeadShape, rows: int) -> DecodeTuning:
-    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128.
+def tuning_for(shape: HeadShape, rows: int, closed: bool = False) -> DecodeTuning:
+    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128. closed: of full pages.
 
     Few sequences want more loads under way a program, many want more programs at once: 1 x 2,048 tokens take 10.1 and
     11.2 us with the former and the latter, 32 x 1,152 tokens 67.8 and 64.9.
     """
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
+    if closed:
+        return DecodeTuning(stages=3)
     return DecodeTuning(stages=5) if rows <= _FEW_ROWS else DecodeTuning(stages=3, registers=128)
 
 
@@ -159,8 +156,9 @@ def _decode_kernel(
     page_tables,
     kv_lens,
     closed_pages,
-    closed_tokens,
     spare,
+    unit_bytes,
+    closed_tokens,
     counters,
     sinks,
     out,
@@ -175,7 +173,6 @@ def _decode_kernel(
     value_stride_head,
     table_stride,
     part_stride,
-    unit_bytes,
     shortest,
     scale,
     softcap,
@@ -315,11 +312,9 @@ def decode_attention(
     """
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     rows, heads, key_dim = query.shape
-    closed = layer.closed
-    page_size, kv_heads = layer.page_size, layer.kv_heads
-    value_dim = out.shape[2]
+    page_size, kv_heads, value_dim = layer.page_size, layer.kv_heads, out.shape[2]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
-    tuning = tuning or (tuning_for(shape, rows) if closed is None else _CLOSED_TUNING)
+    tuning = tuning or tuning_for(shape, rows, layer.closed is not None)
     splits, shortest = splits_for(rows, kv_heads, tuning.programs * processors, block_of(shape))
     parts = parts_of(page_tables.shape[1] * page_size)
     part_out = torch.empty(rows, heads, parts, value_dim, device=query.device)
@@ -331,7 +326,8 @@ def decode_attention(
         *layer.arguments,
         page_tables,
         kv_lens,
-        *(None if closed is None else closed.pages, closed_tokens, None if closed is None else closed.spare),
+        *layer.closed_arguments,
+        closed_tokens,
         counters,
         options.sinks,
         out,
@@ -343,7 +339,6 @@ def decode_attention(
         *value.stride()[:2],
         page_tables.stride(0),
         parts,
-        0 if closed is None else closed.spare.shape[1],
         shortest,
         options.scale,
         options.softcap,
@@ -355,8 +350,7 @@ def decode_attention(
         SINKS=options.sinks is not None,
         LIMIT=layer.limit,
         SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
-        KEY_TILE=0 if closed is None else Tile(closed.key_dim).bytes,
-        BOTH_TILES=0 if closed is None else closed.pages.shape[-1],
+        **layer.closed_tiles,
         ASSEMBLED=isinstance(_decode_kernel, triton.JITFunction),
         num_warps=tuning.warps,
         num_stages=tuning.stages,

@@ -33,7 +33,6 @@ from kvrail.engine.attention.triton.order_kernel import (
 from kvrail.engine.attention.triton.page_kernels import unit_stride
 from kvrail.engine.attention.triton.prefill_block_kernel import one_block, one_closed_block
 from kvrail.engine.kv.formats import LayerPages
-from kvrail.engine.kv.lossless.form import Tile
 
 _FIELDS = tl.constexpr(BLOCK_FIELDS)
 
@@ -104,6 +103,7 @@ def _prefill_kernel(
     value_scales,
     closed_pages,
     spare,
+    unit_bytes,
     page_tables,
     closed_tokens,
     blocks,
@@ -116,7 +116,6 @@ def _prefill_kernel(
     query_stride_head,
     table_stride,
     part_stride,
-    unit_bytes,
     scale,
     softcap,
     HEADS: tl.constexpr,
@@ -271,7 +270,7 @@ def prefill_attention(
     block are left alone. processors: multiprocessors of the device. tuning: launch parameters, by default those of
     `tuning_for`. closed_tokens: int32 [sequences], see StepMeta; None where all pages are plain.
     """
-    query, closed = unit_stride(query), layer.closed
+    query = unit_stride(query)
     tokens, heads, key_dim = query.shape
     page_size, kv_heads, value_dim = layer.values.shape[1:]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
@@ -289,7 +288,7 @@ def prefill_attention(
     _prefill_kernel[(len(blocks), heads // tuning.heads, tuning.splits)](
         query,
         *layer.arguments,
-        *((None, None) if closed is None else (closed.pages, closed.spare)),
+        *layer.closed_arguments,
         page_tables,
         closed_tokens,
         blocks,
@@ -299,7 +298,6 @@ def prefill_attention(
         *query.stride()[:2],
         page_tables.stride(0),
         parts,
-        0 if closed is None else closed.spare.shape[1],
         options.scale,
         options.softcap,
         HEADS=heads,
@@ -315,8 +313,7 @@ def prefill_attention(
         SEVERED=severed(shape)
         and tuning.queries * tuning.heads < 64  # of 64 rows tensor cores take them from shared memory
         and isinstance(_prefill_kernel, triton.JITFunction),
-        KEY_TILE=0 if closed is None else Tile(closed.key_dim).bytes,
-        BOTH_TILES=0 if closed is None else closed.pages.shape[-1],
+        **layer.closed_tiles,
         ASSEMBLED=isinstance(_prefill_kernel, triton.JITFunction),
         **shared,
         num_warps=tuning.warps,

@@ -25,6 +25,16 @@ class ClosedLayer:
     key_dim: int
     value_dim: int
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """What kernels take: pages, spare units, bytes of a unit."""
+        return self.pages, self.spare, self.spare.shape[1]
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Bytes of a tile of keys, and of both tiles."""
+        return Tile(self.key_dim).bytes, self.pages.shape[3]
+
 
 class ClosedPages:
     """Closed pages of all layers, and the spare units that their raw tiles take.

@@ -18,7 +18,7 @@ class WorkerPages:
         self._expected: Counter[int] = Counter()  # by requests that run
         self._ended: set[int] = set()  # of requests that have ended since the last whole report was asked for
         self._ended_before: set[int] = set()
-        self._added_to = self._removed_to = 0
+        self._stored_to = self._removed_to = 0
 
     def __contains__(self, digest: object) -> bool:
         return digest in self._held or digest in self._expected or digest in self._ended or digest in self._ended_before
@@ -30,22 +30,22 @@ class WorkerPages:
         """What to ask the worker for next."""
         self._ended_before |= self._ended
         self._ended = set()
-        return common_pb2.StatusRequest(added_to=self._added_to, removed_to=self._removed_to, max_pages=PAGES_A_LOOK)
+        return common_pb2.StatusRequest(stored_to=self._stored_to, removed_to=self._removed_to, max_pages=PAGES_A_LOOK)
 
-    def take(self, news: common_pb2.HeldPages, most: int) -> None:
+    def take(self, events: common_pb2.KVEvents, most: int) -> None:
         """Take in the answer to the last question.
 
         Raises IncompatibleError, and forgets all, where the worker says that it holds more than `most` pages.
         """
-        if news.anew:
+        if events.snapshot:
             self._held.clear()
-        self._held.difference_update(news.removed)
-        self._held.update(news.added)
+        self._held.difference_update(events.removed)
+        self._held.update(events.stored)
         if (count := len(self._held)) > most:
             self.forget()
             raise IncompatibleError(f"the worker says that it holds {count} pages, and that it has {most}")
-        self._added_to, self._removed_to = news.added_to, news.removed_to
-        if news.complete:  # what had ended when the question was asked is told by now, or was not kept
+        self._stored_to, self._removed_to = events.stored_to, events.removed_to
+        if events.complete:  # what had ended when the question was asked is told by now, or was not kept
             self._ended_before = set()
 
     def forget(self) -> None:
@@ -53,7 +53,7 @@ class WorkerPages:
         self._held.clear()
         self._ended.clear()
         self._ended_before.clear()
-        self._added_to = self._removed_to = 0
+        self._stored_to = self._removed_to = 0
 
     def expect(self, digests: Sequence[int]) -> None:
         """A request with these pages has been sent to the worker."""

@@ -69,7 +69,7 @@ class Worker:
             self.lost(str(error))
             return
         self._others = max(0, answer.running + answer.waiting - self._most)
-        answer.ClearField("held_pages")
+        answer.ClearField("kv_events")
         self.answer, self.failure, self.refused = answer, "", False
         self.vocab_size = answer.model.vocab_size
         self.heard, self._last_heard = True, monotonic()
@@ -79,8 +79,8 @@ class Worker:
         known = answer.instance == self._instance
         if not known:
             self._instance, self.breaker = answer.instance, Breaker()
-        if known and answer.HasField("held_pages"):
-            self.pages.take(answer.held_pages, answer.pages_total)
+        if known and answer.HasField("kv_events"):
+            self.pages.take(answer.kv_events, answer.pages_total)
         else:
             self.pages.forget()
 
