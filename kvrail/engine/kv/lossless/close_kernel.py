@@ -1,4 +1,4 @@
-"""Closing of pages in Triton: bit for bit what `reference` does, but for which spare unit a raw tile gets."""
+"""Closing of pages in Triton: bit for bit what `reference` does. No program waits for another one, nor branches."""
 
 import triton
 import triton.language as tl
@@ -63,30 +63,40 @@ def _by_group(x, DIM: tl.constexpr):
 
 
 @triton.jit
-def _unit(free, failed):
-    """Take a spare unit; _NO_UNIT where none is left."""
-    left = tl.atomic_add(free, -1)
-    if left > 0:
-        unit = tl.load(free + left).to(tl.uint32)
-    else:
-        tl.atomic_add(free, 1)
-        tl.atomic_add(failed, 1)
-        unit = tl.full([], _NO_UNIT, tl.uint32)
-    return unit
+def _bits_of(pool, sources, pool_layer, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr):
+    """The program's plain tile: bits of bfloat16, int32 [64, DIM]; see close_pages."""
+    number, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, block = number // BLOCKS, number % BLOCKS
+    source = tl.load(sources + tl.program_id(0)).to(tl.int64)
+    token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
+    row = ((source * BLOCKS + block) * 64 + token) * KV_HEADS + head
+    return tl.load(pool + layer * pool_layer + row * DIM + channel).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _tile_of(
+    closed,
+    targets,
+    layer_bytes,
+    KV_HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BEGIN: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+):
+    """Where the program's closed tile begins."""
+    target, layer = tl.load(targets + tl.program_id(0)).to(tl.int64), tl.program_id(2).to(tl.int64)
+    pair = target * KV_HEADS * BLOCKS + tl.program_id(1)
+    return tl.multiple_of(closed + layer * layer_bytes + pair * BOTH_TILES + BEGIN, 64)
 
 
 @triton.jit
 def close_pages(
     pool,
     closed,
-    spare,
-    free,
-    failed,
     sources,
     targets,
     pool_layer,
     layer_bytes,
-    unit_bytes,
     KV_HEADS: tl.constexpr,
     BLOCKS: tl.constexpr,
     DIM: tl.constexpr,
@@ -97,17 +107,11 @@ def close_pages(
     """Grid: (pages, KV_HEADS * BLOCKS, layers). Plain pages of `pool`: uint16 [BLOCKS * 64, KV_HEADS, DIM].
 
     pool_layer: elements of a layer in `pool`; layer_bytes: of closed pages of a layer; BEGIN: where a tile begins in a
-    pair; free: see ClosedPages; failed: int32, how many tiles got no spare unit.
+    pair. A raw tile has no spare unit yet.
     """
-    number, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    head, block = number // BLOCKS, number % BLOCKS
-    source = tl.load(sources + tl.program_id(0)).to(tl.int64)
-    target = tl.load(targets + tl.program_id(0)).to(tl.int64)
-    token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
-    row = ((source * BLOCKS + block) * 64 + token) * KV_HEADS + head
-    bits = tl.load(pool + layer * pool_layer + row * DIM + channel).to(tl.int32) & 0xFFFF
-    tile = closed + layer * layer_bytes + (target * KV_HEADS * BLOCKS + number) * BOTH_TILES + BEGIN
-    words = tl.multiple_of(tile, 64).to(tl.pointer_type(tl.uint32))
+    bits = _bits_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM)
+    tile = _tile_of(closed, targets, layer_bytes, KV_HEADS, BLOCKS, BEGIN, BOTH_TILES)
+    words = tile.to(tl.pointer_type(tl.uint32))
 
     high, low = bits >> 8, bits & 0xFF
     upper = high & 0x7F
@@ -130,19 +134,9 @@ def close_pages(
     first = tl.min(tl.where(changes != 0, place, _NO_PLACE), axis=1)
     second = tl.min(tl.where((changes != 0) & (place > first[:, None]), place, _NO_PLACE), axis=1)
     raw = tl.max(tl.sum((changes != 0).to(tl.int32), axis=1), axis=0) > 2
-    first_word = _word_of(changes, place, first)
-    second_word = _word_of(changes, place, second)
-    if raw:
-        unit = _unit(free, failed)
-        first_word = tl.full([8], _RAW, tl.uint32)
-        second_word = tl.zeros([8], tl.uint32) + unit
-        if unit != _NO_UNIT:
-            held = (spare + unit.to(tl.int64) * unit_bytes).to(tl.pointer_type(tl.uint32))
-            tl.store(held + tl.arange(0, 16 * DIM), _words(_in_order(high, DIM, KEYS), 16 * DIM))
-    group = tl.arange(0, 8)
-    escapes = words + 24 * DIM + DIM // 4 + 2 * group
-    tl.store(escapes, first_word)
-    tl.store(escapes + 1, second_word)
+    escapes = words + 24 * DIM + DIM // 4 + 2 * tl.arange(0, 8)
+    tl.store(escapes, tl.where(raw, _RAW, _word_of(changes, place, first)))
+    tl.store(escapes + 1, tl.where(raw, _NO_UNIT, _word_of(changes, place, second)))
 
 
 @triton.jit
@@ -153,23 +147,34 @@ def _word_of(changes, place, at):
 
 
 @triton.jit
-def give_back_units(
+def keep_raw(
+    pool,
     closed,
-    pages,
-    free,
+    spare,
+    units,
+    sources,
+    targets,
+    pool_layer,
     layer_bytes,
-    TILES: tl.constexpr,
-    KEY_ESCAPES: tl.constexpr,
-    VALUE_ESCAPES: tl.constexpr,
+    unit_bytes,
+    KV_HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DIM: tl.constexpr,
+    BEGIN: tl.constexpr,
     BOTH_TILES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
-    """Grid: (pages, TILES, layers): a pair of tiles, whose words of escapes begin at KEY_ESCAPES and VALUE_ESCAPES."""
-    page, layer = tl.load(pages + tl.program_id(0)).to(tl.int64), tl.program_id(2).to(tl.int64)
-    pair = closed + layer * layer_bytes + (page * TILES + tl.program_id(1)) * BOTH_TILES
-    for kind in tl.static_range(2):
-        words = (pair + (VALUE_ESCAPES if kind else KEY_ESCAPES)).to(tl.pointer_type(tl.uint32))
-        first, unit = tl.load(words), tl.load(words + 1)
-        tl.debug_barrier()
-        if ((first & _RAW) != 0) & (unit != _NO_UNIT):
-            tl.store(free + tl.atomic_add(free, 1) + 1, unit.to(tl.int32))
-        tl.store(words + tl.arange(0, 16), tl.zeros([16], tl.uint32))
+    """Grid: as of close_pages. Store raw tiles' high bytes in their spare units.
+
+    units: int32 [layers, pages, KV_HEADS * BLOCKS], -1 of tiles that are not raw or got none.
+    """
+    program = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
+    unit = tl.load(units + program)
+    if unit < 0:
+        return
+    high = _bits_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM) >> 8
+    held = (spare + unit.to(tl.int64) * unit_bytes).to(tl.pointer_type(tl.uint32))
+    tl.store(held + tl.arange(0, 16 * DIM), _words(_in_order(high, DIM, KEYS), 16 * DIM))
+    tile = _tile_of(closed, targets, layer_bytes, KV_HEADS, BLOCKS, BEGIN, BOTH_TILES)
+    escapes = tile.to(tl.pointer_type(tl.int32)) + 24 * DIM + DIM // 4
+    tl.store(escapes + 2 * tl.arange(0, 8) + 1, tl.zeros([8], tl.int32) + unit)

@@ -5,23 +5,35 @@ from typing import Any
 
 import torch
 
-from kvrail.engine.kv.lossless.cpu_kernels import close_tiles, give_back_units, open_tiles
+from kvrail.engine.kv.lossless.cpu_kernels import close_tiles, keep_raw_tiles, open_tiles
 from kvrail.engine.kv.lossless.form import Tile
 from kvrail.engine.kv.lossless.pages import ClosedPages, orders, pair_bytes
 
 
 def close(
     closed: ClosedPages, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    """See `ClosedPages.close`."""
-    failed = 0
+) -> None:
+    """Fill tiles; raw ones have no spare unit yet. See `ClosedPages.close`."""
     for layer in range(len(keys)):
         for pool, place in _kinds(closed, keys, values):
-            failed += close_tiles(
+            close_tiles(_bits(pool[layer]), sources.numpy(), _flat(closed.pages[layer]), targets.numpy(), *place[:-2])
+
+
+def keep_raw(
+    closed: ClosedPages,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    units: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Store raw tiles' high bytes. units: those of tiles of keys and of values, see `ClosedPages._take_units`."""
+    for layer in range(len(keys)):
+        for (pool, place), taken in zip(_kinds(closed, keys, values), units, strict=True):
+            keep_raw_tiles(
                 _bits(pool[layer]), sources.numpy(), _flat(closed.pages[layer]), targets.numpy(), *place,
-                closed.free.numpy(),
+                _flat(taken[layer]),
             )  # fmt: skip
-    return torch.tensor([failed], dtype=torch.int32)
 
 
 def open(
@@ -31,16 +43,6 @@ def open(
     for layer in range(len(keys)):
         for pool, place in _kinds(closed, keys, values):
             open_tiles(_flat(closed.pages[layer]), sources.numpy(), _bits(pool[layer]), targets.numpy(), *place)
-
-
-def give_back(closed: ClosedPages, pages: torch.Tensor) -> None:
-    """See `ClosedPages.give_back`."""
-    layout = closed.layout
-    for layer in closed.pages:
-        give_back_units(
-            _flat(layer), pages.numpy(), layer.shape[1] * layer.shape[2], layer.shape[3], layout.key_dim,
-            layout.value_dim, Tile(layout.key_dim).bytes, closed.free.numpy(),
-        )  # fmt: skip
 
 
 def _kinds(

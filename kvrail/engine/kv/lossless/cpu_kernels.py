@@ -93,10 +93,10 @@ def _put_nibble(out, byte, value, code, sign):
 
 
 @njit(nogil=True)
-def _close_tile(source, at, row, dim, order, channels, out, to, bases, spare, unit_bytes, free):
-    """Close the tile of `source` that begins at `at` into `out` from byte `to` on; False where no spare unit is left.
+def _close_tile(source, at, row, dim, order, channels, out, to, bases):
+    """Close the tile of `source` that begins at `at` into `out` from byte `to` on. bases: room for uint8 [dim].
 
-    bases: room for uint8 [dim].
+    A raw tile has no spare unit yet.
     """
     values, escapes = TOKENS * dim, to + TOKENS * dim // 2 * 3 + dim
     for channel in range(dim):
@@ -128,23 +128,10 @@ def _close_tile(source, at, row, dim, order, channels, out, to, bases, spare, un
         word_number = ((chunk // 2 * WARPS + warp) * LANES + lane) * 4 + chunk % 2 * 2 + value // 8
         byte = to + values + 4 * word_number
         _put_nibble(out, byte, value, code, sign)
-    return not raw or _keep_raw(source, at, row, dim, order, out, escapes, spare, unit_bytes, free)
-
-
-@njit(nogil=True)
-def _keep_raw(source, at, row, dim, order, out, escapes, spare, unit_bytes, free):
-    """Store a tile's high bytes in a spare unit; False where none is left. escapes: where its words begin in `out`."""
-    unit = NO_UNIT
-    if free[0] > 0:
-        unit = int64(free[free[0]])
-        free[0] -= 1
-        for place in range(TOKENS * dim):
-            token, channel = order[place] // dim, order[place] % dim
-            spare[unit * unit_bytes + place] = source[at + token * row + channel] >> 8
-    for group in range(GROUPS):
-        _put_word(out, escapes + 8 * group, RAW)
-        _put_word(out, escapes + 8 * group + 4, unit)
-    return unit != NO_UNIT
+    if raw:
+        for group in range(GROUPS):
+            _put_word(out, escapes + 8 * group, RAW)
+            _put_word(out, escapes + 8 * group + 4, NO_UNIT)
 
 
 @njit(nogil=True)
@@ -192,33 +179,48 @@ _data, _bits, _ids, _orders = (
 )  # as every argument below
 
 
-@compiled(
-    int64(
-        _bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _orders, _orders, _data, int64, _orders,
-    )
-)  # fmt: skip
+@compiled(void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _orders, _orders))
 def close_tiles(
-    source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels, spare,
-    unit_bytes, free,
+    source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels,
 ):  # fmt: skip
-    """Close the keys, or the values, of plain pages `sources` into closed pages `targets`; returns how many tiles fail.
+    """Close the keys, or the values, of plain pages `sources` into closed pages `targets`.
 
     source: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. tile_begin: where the
-    first tile begins in a page; pair_bytes: of both tiles of a head and block. free: how many spare units are free, and
-    their numbers.
+    first tile begins in a page; pair_bytes: of both tiles of a head and block.
     """
-    failed, blocks = 0, page_size // TOKENS
-    bases = np.empty(dim, np.uint8)
+    blocks, bases = page_size // TOKENS, np.empty(dim, np.uint8)
     for i in range(len(sources)):
         for head in range(kv_heads):
             for block in range(blocks):
                 at = ((sources[i] * page_size + block * TOKENS) * kv_heads + head) * dim
                 to = pair_at(targets[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
-                if not _close_tile(
-                    source, at, kv_heads * dim, dim, order, channels, closed, to, bases, spare, unit_bytes, free
-                ):
-                    failed += 1
-    return failed
+                _close_tile(source, at, kv_heads * dim, dim, order, channels, closed, to, bases)
+
+
+@compiled(
+    void(_bits, _ids, _data, _ids, int64, int64, int64, int64, int64, _orders, _orders, _data, int64, _orders)
+)  # fmt: skip
+def keep_raw_tiles(
+    source, sources, closed, targets, page_size, kv_heads, dim, tile_begin, pair_bytes, order, channels, spare,
+    unit_bytes, units,
+):  # fmt: skip
+    """Store raw tiles' high bytes in their spare units: see `close_tiles`.
+
+    units: those of the tiles of each page, or -1: the tile is not raw, or got none.
+    """
+    blocks = page_size // TOKENS
+    for number in range(len(units)):
+        page, head, block = number // (kv_heads * blocks), number // blocks % kv_heads, number % blocks
+        if units[number] < 0:
+            continue
+        at = ((sources[page] * page_size + block * TOKENS) * kv_heads + head) * dim
+        to = pair_at(targets[page], head, block, kv_heads, blocks, pair_bytes) + tile_begin
+        for place in range(TOKENS * dim):
+            token, channel = order[place] // dim, order[place] % dim
+            high = source[at + token * kv_heads * dim + channel] >> 8
+            spare[units[number] * unit_bytes + place] = high
+        for group in range(GROUPS):
+            _put_word(closed, to + TOKENS * dim // 2 * 3 + dim + 8 * group + 4, int64(units[number]))
 
 
 @compiled(
@@ -241,24 +243,3 @@ def open_tiles(
                     token, channel = order[place] // dim, order[place] % dim
                     bits = np.uint16(high[place]) << np.uint16(8) | np.uint16(closed[at + place])
                     target[to + token * kv_heads * dim + channel] = bits
-
-
-@compiled(void(_data, _ids, int64, int64, int64, int64, int64, _orders))
-def give_back_units(closed, pages, tiles, pair_bytes, key_dim, value_dim, key_bytes, free):
-    """Put the spare units of raw tiles back among the free ones; the tiles are unused from then on.
-
-    tiles: pairs of tiles of a page; pair_bytes: of such a pair.
-    """
-    for page in pages:
-        for pair in range(tiles):
-            begin = (page * tiles + pair) * pair_bytes
-            for at in (
-                begin + TOKENS * key_dim // 2 * 3 + key_dim,
-                begin + key_bytes + TOKENS * value_dim // 2 * 3 + value_dim,
-            ):
-                unit = word_at(closed, at + 4)
-                if word_at(closed, at) & np.uint32(RAW) and unit != np.uint32(NO_UNIT):
-                    free[0] += 1
-                    free[free[0]] = unit
-                for byte in range(4 * GROUPS * SLOTS):
-                    closed[at + byte] = 0

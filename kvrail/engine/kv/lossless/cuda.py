@@ -5,7 +5,8 @@ from typing import Any
 import torch
 import triton
 
-from kvrail.engine.kv.lossless.close_kernel import close_pages, give_back_units
+from kvrail.engine.kv.lossless.close_kernel import close_pages
+from kvrail.engine.kv.lossless.close_kernel import keep_raw as keep_raw_tiles
 from kvrail.engine.kv.lossless.form import Tile
 from kvrail.engine.kv.lossless.open_kernel import open_pages
 from kvrail.engine.kv.lossless.pages import ClosedPages
@@ -13,16 +14,35 @@ from kvrail.engine.kv.lossless.pages import ClosedPages
 
 def close(
     closed: ClosedPages, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    """See `ClosedPages.close`."""
-    failed = torch.zeros(1, dtype=torch.int32, device=closed.pages.device)
+) -> None:
+    """Fill tiles; raw ones have no spare unit yet. See `ClosedPages.close`."""
     for pool, kind in _kinds(keys, values, sources):
         close_pages[_grid(closed, sources)](
             pool.view(torch.int16),
             closed.pages,
+            sources,
+            targets,
+            pool[0].numel(),
+            closed.pages[0].numel(),
+            **_constants(closed, kind),
+        )
+
+
+def keep_raw(
+    closed: ClosedPages,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    units: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Store raw tiles' high bytes. units: those of tiles of keys and of values, see `ClosedPages._take_units`."""
+    for (pool, kind), taken in zip(_kinds(keys, values, sources), units, strict=False):
+        keep_raw_tiles[_grid(closed, sources)](
+            pool.view(torch.int16),
+            closed.pages,
             closed.spare,
-            closed.free,
-            failed,
+            taken,
             sources,
             targets,
             pool[0].numel(),
@@ -30,7 +50,6 @@ def close(
             closed.spare.shape[1],
             **_constants(closed, kind),
         )
-    return failed
 
 
 def open(
@@ -49,24 +68,6 @@ def open(
             closed.spare.shape[1],
             **_constants(closed, kind),
             ASSEMBLED=isinstance(open_pages, triton.JITFunction),
-        )
-
-
-def give_back(closed: ClosedPages, pages: torch.Tensor) -> None:
-    """See `ClosedPages.give_back`."""
-    key, value = Tile(closed.layout.key_dim), Tile(closed.layout.value_dim)
-    layers, _, heads, blocks, both = closed.pages.shape
-    if len(pages):
-        give_back_units[(len(pages), heads * blocks, layers)](
-            closed.pages,
-            pages,
-            closed.free,
-            closed.pages[0].numel(),
-            TILES=heads * blocks,
-            KEY_ESCAPES=key.escapes,
-            VALUE_ESCAPES=key.bytes + value.escapes,
-            BOTH_TILES=both,
-            num_warps=1,
         )
 
 

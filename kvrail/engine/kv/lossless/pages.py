@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvrail.engine.kv.lossless.form import TOKENS, Tile, base_places, places, supports
+from kvrail.engine.kv.lossless.form import GROUPS, RAW, SLOTS, TOKENS, Tile, base_places, places, supports
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 
@@ -40,7 +41,7 @@ class ClosedPages:
     """Closed pages of all layers, and the spare units that their raw tiles take.
 
     pages: uint8 [layers, num_pages, kv_heads, blocks, bytes of both tiles]; spare: uint8 [units, 64 * the wider dim];
-    free: int32 [1 + units], how many units are free, then their numbers.
+    free: int32 [units + 2], how many units are free, then their numbers, then room for what is dropped.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, num_units: int, device: torch.device | str) -> None:
@@ -53,7 +54,7 @@ class ClosedPages:
         self.pages = torch.zeros(shape, dtype=torch.uint8, device=device)
         unit = TOKENS * max(layout.key_dim, layout.value_dim)
         self.spare = torch.zeros(max(num_units, 1), unit, dtype=torch.uint8, device=device)
-        self.free = torch.arange(-1, num_units, dtype=torch.int32, device=device)
+        self.free = torch.arange(-1, num_units + 1, dtype=torch.int32, device=device)
         self.free[0] = num_units
 
     def layer(self, index: int) -> ClosedLayer:
@@ -65,39 +66,60 @@ class ClosedPages:
     ) -> torch.Tensor:
         """Close full plain pages `sources` of all layers into pages `targets`, whose spare units return first.
 
-        keys, values: bfloat16 [layers, plain pages, page_size, kv_heads, dim]; sources, targets: int64 [n]. Returns
-        int32 [1] on the device: how many tiles found no spare unit. Pages that hold one of those cannot be opened.
+        keys, values: bfloat16 [layers, plain pages, page_size, kv_heads, dim]; sources, targets: int64 [n], on the
+        device. Returns how many tiles found no spare unit, int64 [] on the device. Pages that hold one of those cannot
+        be opened.
         """
         self.give_back(targets)
-        if self.pages.is_cuda:
-            from kvrail.engine.kv.lossless import cuda  # needs triton, which a CPU worker does not
-
-            return cuda.close(self, keys, values, sources, targets)
-        from kvrail.engine.kv.lossless import cpu  # compiles kernels, which a CUDA worker does not need
-
-        return cpu.close(self, keys, values, sources, targets)
+        kernels = self._kernels()
+        kernels.close(self, keys, values, sources, targets)
+        *units, failed = self._take_units(targets)
+        kernels.keep_raw(self, keys, values, sources, targets, units)
+        return failed
 
     def open(self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Open closed pages `sources` of all layers into plain pages `targets` of `keys` and `values`: see `close`."""
-        if self.pages.is_cuda:
-            from kvrail.engine.kv.lossless import cuda
-
-            cuda.open(self, keys, values, sources, targets)
-            return
-        from kvrail.engine.kv.lossless import cpu
-
-        cpu.open(self, keys, values, sources, targets)
+        self._kernels().open(self, keys, values, sources, targets)
 
     def give_back(self, pages: torch.Tensor) -> None:
         """Have the spare units of these pages be free again. pages: int64 [n]; none of them is opened any more."""
+        words = [each.index_select(1, pages) for each in self._words(2)]
+        units = torch.stack([each[..., 1] for each in words])
+        held = torch.stack([each[..., 0] & RAW for each in words]).ne(0) & units.ne(-1)
+        place = self.free[0] + held.flatten().cumsum(0)
+        last = len(self.free) - 1
+        self.free.index_copy_(0, torch.where(held.flatten(), place, last), units.flatten())
+        self.free[:1] += held.sum().int()
+        for each in self._words(GROUPS * SLOTS):
+            each.index_fill_(1, pages, 0)
+
+    def _take_units(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Spare units for raw tiles of keys and of values, -1: not raw, or none was left; how many got none.
+
+        Units: int32 [layers, pages, kv_heads, blocks].
+        """
+        raw = torch.stack([each[..., 0].index_select(1, pages) & RAW for each in self._words(2)]).ne(0)
+        place = self.free[0] - raw.flatten().cumsum(0).view_as(raw) + 1
+        got = raw & (place > 0)
+        units = torch.where(got, self.free[place.clamp(min=0)], -1)
+        self.free[:1] -= got.sum().int()
+        return units[0].contiguous(), units[1].contiguous(), (raw & ~got).sum()
+
+    def _words(self, count: int) -> list[torch.Tensor]:
+        """The first words of escapes of tiles of keys, then of values: int32 [layers, pages, heads, blocks, count]."""
+        key, value = Tile(self.layout.key_dim), Tile(self.layout.value_dim)
+        words = self.pages.view(torch.int32)
+        return [words[..., at // 4 : at // 4 + count] for at in (key.escapes, key.bytes + value.escapes)]
+
+    def _kernels(self) -> Any:
+        """The module of the device's kernels."""
         if self.pages.is_cuda:
-            from kvrail.engine.kv.lossless import cuda
+            from kvrail.engine.kv.lossless import cuda  # needs triton, which a CPU worker does not
 
-            cuda.give_back(self, pages)
-            return
-        from kvrail.engine.kv.lossless import cpu
+            return cuda
+        from kvrail.engine.kv.lossless import cpu  # compiles kernels, which a CUDA worker does not need
 
-        cpu.give_back(self, pages)
+        return cpu
 
 
 def unsupported(layout: KVLayout) -> str:
