@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvrail.engine.attention.triton.order_kernel import apart, seen_scores, weights_of
+from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_scores, weights_of
 from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
 
 
@@ -72,3 +72,60 @@ def add_closed_block(
     weighted = acc * shrink[:, None]
     acc = tl.dot(weights.to(dtype), apart(v.to(dtype), ASSEMBLED), weighted, input_precision="ieee")
     return acc, higher, total
+
+
+@triton.jit
+def add_closed_blocks(
+    q,
+    closed_pages,
+    spare,
+    unit_bytes,
+    table,
+    kv_head,
+    begin,
+    opened,
+    end,
+    position,
+    kv_len,
+    scale,
+    softcap,
+    part_out,
+    part_top,
+    part_total,
+    place,
+    alone,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):
+    """The decode kernel's loop over a share's closed blocks, `begin` to `opened`."""
+    for block in range(begin, opened, BLOCK):
+        pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
+        scores = closed_scores_of(
+            q, pair, spare, unit_bytes, block, position, kv_len, scale, softcap,
+            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+        )  # fmt: skip
+        acc, top, total = add_closed_block(
+            scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+            VALUE_DIM, BLOCK, KEY_TILE, SOFTCAP, ASSEMBLED,
+        )  # fmt: skip
+        all_acc, all_top, all_total, acc, top, total = end_block(
+            part_out, part_top, part_total, place, block, end, alone, live,
+            all_acc, all_top, all_total, acc, top, total, ROWS, VALUE_DIM, VALUE_DIM, BLOCK,
+        )  # fmt: skip
+    return all_acc, all_top, all_total, acc, top, total

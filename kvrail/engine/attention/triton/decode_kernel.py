@@ -15,12 +15,20 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.triton.closed_kernel import add_closed_block, closed_scores_of, pair_of
-from kvrail.engine.attention.triton.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
+from kvrail.engine.attention.triton.closed_kernel import add_closed_blocks
+from kvrail.engine.attention.triton.order import (
+    HeadShape,
+    block_of,
+    joined_at_once,
+    padded,
+    parts_of,
+    score_constants,
+    severed,
+)
 from kvrail.engine.attention.triton.order_kernel import (
     LOWEST,
     add_block,
-    begins_part,
+    end_block,
     fold,
     join,
     leave,
@@ -107,38 +115,34 @@ def _store_token(
 
 
 @triton.jit
-def _end_block(
+def _join_if_last(
+    counter,
+    left,
+    out,
     part_out,
     part_top,
     part_total,
-    place,
-    block,
-    end,
-    alone,
-    live,
-    all_acc,
-    all_top,
-    all_total,
-    acc,
-    top,
-    total,
-    ROWS: tl.constexpr,
+    sinks,
+    row,
+    kv_head,
+    parts,
+    part_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_JOINED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Where a part ends behind `block`, but not the program's share, fold it into `all_`, or leave it for `join`.
-
-    place: of part 0 of each row.
-    """
-    if begins_part(block + BLOCK) & (block + BLOCK < end):
-        if alone:
-            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-        else:
-            part = place + part_of(block)
-            leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
-        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
-    return all_acc, all_top, all_total, acc, top, total
+    """Count the parts that this program left; join all where these were the last ones."""
+    tl.debug_barrier()  # all threads' stores come before the count that announces them
+    if tl.atomic_add(counter, left, sem="acq_rel") + left == parts:
+        tl.store(counter, 0)  # for the next layer
+        join(
+            out, part_out, part_top, part_total, sinks, row, kv_head, parts, part_stride,
+            KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -203,8 +207,7 @@ def _decode_kernel(
     """
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + row)
-    first = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
-    first = first // BLOCK * BLOCK
+    first = tl.maximum(kv_len - WINDOW, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
     begin, end = share_of(first, kv_len, split, tl.num_programs(1), shortest)
     if (begin >= end) & (split > 0):
         return
@@ -227,8 +230,7 @@ def _decode_kernel(
         other=0.0,
     )
     position = tl.full([1], kv_len - 1, tl.int32)
-    place = (row * KV_HEADS * GROUP + head) * part_stride
-    first_part = part_of(first)
+    place = (row * KV_HEADS * GROUP + head) * part_stride - part_of(first)
     all_acc = tl.zeros([GROUP_PADDED, VALUE_DIM_PADDED], tl.float32)
     all_top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
     all_total = tl.zeros([GROUP_PADDED], tl.float32)
@@ -236,20 +238,11 @@ def _decode_kernel(
     opened = begin
     if BOTH_TILES:
         opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + row), end))
-        for block in range(begin, opened, BLOCK):
-            pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
-            scores = closed_scores_of(
-                q, pair, spare, unit_bytes, block, position, kv_len, scale, softcap,
-                KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
-            )  # fmt: skip
-            acc, top, total = add_closed_block(
-                scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
-                VALUE_DIM, BLOCK, KEY_TILE, SOFTCAP, ASSEMBLED,
-            )  # fmt: skip
-            all_acc, all_top, all_total, acc, top, total = _end_block(
-                part_out, part_top, part_total, place - first_part, block, end, alone, live,
-                all_acc, all_top, all_total, acc, top, total, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
-            )  # fmt: skip
+        all_acc, all_top, all_total, acc, top, total = add_closed_blocks(
+            q, closed_pages, spare, unit_bytes, table, kv_head, begin, opened, end, position, kv_len, scale, softcap,
+            part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
+            GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES, ASSEMBLED,
+        )  # fmt: skip
     for block in range(opened, end, BLOCK):
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
@@ -260,9 +253,9 @@ def _decode_kernel(
             scores, values, value_scales, base, rows, acc, top, total, block, kv_len, scale, softcap, q.dtype,
             VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, LIMIT > 0, SEVERED, True,
         )  # fmt: skip
-        all_acc, all_top, all_total, acc, top, total = _end_block(
-            part_out, part_top, part_total, place - first_part, block, end, alone, live,
-            all_acc, all_top, all_total, acc, top, total, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
+        all_acc, all_top, all_total, acc, top, total = end_block(
+            part_out, part_top, part_total, place, block, end, alone, live, all_acc, all_top, all_total,
+            acc, top, total, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
         )  # fmt: skip
 
     if alone:
@@ -273,19 +266,14 @@ def _decode_kernel(
         tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
     else:
         leave(
-            part_out, part_top, part_total, place + part_of(end - 1) - first_part, acc, top, total, live,
+            part_out, part_top, part_total, place + part_of(end - 1), acc, top, total, live,
             VALUE_DIM, VALUE_DIM_PADDED,
         )  # fmt: skip
-        left = part_of(end - 1) - part_of(begin) + 1
-        parts = part_of(kv_len - 1) - first_part + 1
-        tl.debug_barrier()  # all threads' stores come before the count that announces them
-        counter = counters + row * KV_HEADS + kv_head
-        if tl.atomic_add(counter, left, sem="acq_rel") + left == parts:
-            tl.store(counter, 0)  # for the next layer
-            join(
-                out, part_out, part_top, part_total, sinks, row, kv_head, parts, part_stride,
-                KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
-            )  # fmt: skip
+        _join_if_last(
+            counters + row * KV_HEADS + kv_head, part_of(end - 1) - part_of(begin) + 1, out, part_out, part_top,
+            part_total, sinks, row, kv_head, part_of(kv_len - 1) - part_of(first) + 1, part_stride,
+            KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
+        )  # fmt: skip
 
 
 def decode_attention(
@@ -345,9 +333,7 @@ def decode_attention(
         **_dims(kv_heads, heads // kv_heads, key_dim, value_dim),
         PAGE_SIZE=page_size,
         BLOCK=block_of(shape),
-        WINDOW=options.window,
-        SOFTCAP=options.softcap != 0,
-        SINKS=options.sinks is not None,
+        **score_constants(options),
         LIMIT=layer.limit,
         SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
         **layer.closed_tiles,

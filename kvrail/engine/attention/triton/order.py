@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from kvrail.engine.attention.options import ScoreOptions
 from kvrail.values.layout import KVLayout
 
 FIRST = 8
@@ -77,3 +78,8 @@ def joined_at_once(group: int, value_dim: int) -> int:
     """Parts of a KV head's query heads that the program which joins them holds at once."""
     elements = int(triton.next_power_of_2(group)) * padded(value_dim)
     return max(1, min(8, _JOIN_ELEMENTS // elements))
+
+
+def score_constants(options: ScoreOptions) -> dict[str, int]:
+    """Kernels' constants of `options`."""
+    return {"WINDOW": options.window, "SOFTCAP": options.softcap != 0, "SINKS": options.sinks is not None}

@@ -259,6 +259,41 @@ def leave(
 
 
 @triton.jit
+def end_block(
+    part_out,
+    part_top,
+    part_total,
+    place,
+    block,
+    end,
+    alone,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where a part ends behind `block`, but not the program's share, fold it into `all_`, or leave it for `join`.
+
+    place: of part 0 of each row.
+    """
+    if begins_part(block + BLOCK) & (block + BLOCK < end):
+        if alone:
+            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+        else:
+            part = place + part_of(block)
+            leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
+    return all_acc, all_top, all_total, acc, top, total
+
+
+@triton.jit
 def join(
     out,
     part_out,

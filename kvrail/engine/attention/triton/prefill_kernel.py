@@ -18,7 +18,15 @@ import triton.language as tl
 
 from kvrail.engine.attention.meta import BLOCK_FIELDS
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.triton.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
+from kvrail.engine.attention.triton.order import (
+    HeadShape,
+    block_of,
+    joined_at_once,
+    padded,
+    parts_of,
+    score_constants,
+    severed,
+)
 from kvrail.engine.attention.triton.order_kernel import (
     LOWEST,
     fold,
@@ -270,8 +278,7 @@ def prefill_attention(
     block are left alone. processors: multiprocessors of the device. tuning: launch parameters, by default those of
     `tuning_for`. closed_tokens: int32 [sequences], see StepMeta; None where all pages are plain.
     """
-    query = unit_stride(query)
-    tokens, heads, key_dim = query.shape
+    tokens, heads, key_dim = (query := unit_stride(query)).shape
     page_size, kv_heads, value_dim = layer.values.shape[1:]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
     tuning = tuning or tuning_for(shape, tokens, heads, kv_heads, processors)
@@ -282,8 +289,6 @@ def prefill_attention(
         "VALUE_DIM": value_dim,
         "VALUE_DIM_PADDED": padded(value_dim),
         "BLOCK": block_of(shape),
-        "WINDOW": options.window,
-        "SINKS": options.sinks is not None,
     }
     _prefill_kernel[(len(blocks), heads // tuning.heads, tuning.splits)](
         query,
@@ -308,11 +313,11 @@ def prefill_attention(
         TOGETHER=tuning.heads,
         SPLITS=tuning.splits,
         SHORTEST=_SHORTEST,
-        SOFTCAP=options.softcap != 0,
         SCALED=layer.scaled,
         SEVERED=severed(shape)
         and tuning.queries * tuning.heads < 64  # of 64 rows tensor cores take them from shared memory
         and isinstance(_prefill_kernel, triton.JITFunction),
+        **score_constants(options),
         **layer.closed_tiles,
         ASSEMBLED=isinstance(_prefill_kernel, triton.JITFunction),
         **shared,
@@ -344,6 +349,8 @@ def _join(
         GROUP=group,
         GROUP_PADDED=int(triton.next_power_of_2(group)),
         AT_ONCE=joined_at_once(group, value_dim),
+        WINDOW=options.window,
+        SINKS=options.sinks is not None,
         **shared,
         enable_fp_fusion=False,
     )
