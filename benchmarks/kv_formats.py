@@ -105,7 +105,7 @@ class Load:
 
 
 def layout_of(layers: int) -> KVLayout:
-    """Of a model with so many layers."""
+    """The layout of a model with `layers` layers."""
     return KVLayout(layers, KV_HEADS, DIM, DIM, TOKENS, "bfloat16")
 
 

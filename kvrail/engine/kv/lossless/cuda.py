@@ -82,7 +82,7 @@ def _kinds(keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor) -> lis
 
 
 def _constants(closed: ClosedPages, keys: bool) -> dict[str, Any]:
-    """Of the kernels for a page's tiles of keys, or of values."""
+    """Constants of the kernels for a page's tiles of keys, or of values."""
     layout, (_, _, heads, blocks, both) = closed.layout, closed.pages.shape
     return {
         "KV_HEADS": heads,
