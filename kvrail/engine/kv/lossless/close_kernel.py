@@ -7,6 +7,7 @@ from kvrail.engine.kv.lossless import form
 
 _CODES = tl.constexpr(form.CODES)
 _TRIED = tl.constexpr(form.BASES_TRIED)
+_STEP = tl.constexpr(form.BASE_STEP)
 _SPECIAL = tl.constexpr(form.SPECIAL)
 _RAW = tl.constexpr(form.RAW)
 _NO_UNIT = tl.constexpr(form.NO_UNIT)
@@ -20,9 +21,9 @@ def _bases_of(upper, DIM: tl.constexpr):
     best = tl.zeros([DIM], tl.int32)
     fewest = tl.full([DIM], 65, tl.int32)
     for lower in tl.static_range(_TRIED):
-        base = tl.maximum(top - (_CODES - 1 + lower), 0)
-        code = upper - base[None, :]
-        escapes = tl.sum(((code < 0) | (code >= _CODES)).to(tl.int32), axis=0)
+        base = tl.maximum(top - (_CODES - 1 + _STEP * lower), 0)
+        code = (upper - base[None, :]).to(tl.uint32)  # below the base: wraps round
+        escapes = tl.sum((code >= _CODES).to(tl.int32), axis=0)
         best = tl.where(escapes < fewest, base, best)
         fewest = tl.minimum(escapes, fewest)
     return best
@@ -117,7 +118,7 @@ def close_pages(
     upper = high & 0x7F
     base = _bases_of(upper, DIM)
     code = upper - base[None, :]
-    escaped = (code < 0) | (code >= _CODES)
+    escaped = code.to(tl.uint32) >= _CODES
     spread = tl.where(escaped, 0, code | high & 0x80)
     change = tl.where(escaped, high ^ base[None, :], 0)
     tl.store(words + tl.arange(0, 16 * DIM), _words(_in_order(low, DIM, KEYS), 16 * DIM))

@@ -13,6 +13,7 @@ import numpy as np
 from numba import int32, int64, njit, types, uint8, uint16, void
 
 from kvrail.engine.kv.lossless.form import (
+    BASE_STEP,
     BASES_TRIED,
     CHUNK,
     CODES,
@@ -55,7 +56,7 @@ def _base(source, at, row, channel):
             top = max(top, upper)
     best, fewest = 0, TOKENS + 1
     for lower in range(BASES_TRIED):
-        base, escapes = max(top - (CODES - 1) - lower, 0), 0
+        base, escapes = max(top - (CODES - 1) - BASE_STEP * lower, 0), 0
         for token in range(TOKENS):
             code = ((int64(source[at + token * row + channel]) >> 8) & 0x7F) - base
             if code < 0 or code >= CODES:

@@ -58,8 +58,11 @@ CODES = 8
 """Upper parts of exponents that a nibble can tell apart."""
 SPECIAL = 127
 """The upper part of the exponents of infinities and NaN."""
-BASES_TRIED = 8
-"""Bases that closing tries for each channel; the one with the fewest escapes is taken."""
+BASES_TRIED, BASE_STEP = 4, 3
+"""Bases that closing tries for each channel, each so far below the one before; it takes the one with fewest escapes.
+
+Where one value of a channel is so large that a window cannot span the others with it, it is the one that escapes.
+"""
 
 
 @dataclass(frozen=True, slots=True)

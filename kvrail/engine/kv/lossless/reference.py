@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrail.engine.kv.lossless.form import (
+    BASE_STEP,
     BASES_TRIED,
     CHUNK,
     CODES,
@@ -71,11 +72,11 @@ def open_tile(tile: Bytes, dim: int, keys: bool, spare: npt.NDArray[np.uint8]) -
 def _bases(upper: Bytes) -> Bytes:
     """A base for each channel. upper: seven bits of each exponent, [64, dim].
 
-    Each base tried is one below the one before. The first has the channel's largest exponent in its window, but for
-    those of infinities, NaN and values next to them, which are escapes.
+    The first base tried has the channel's largest exponent in its window, but for those of infinities, NaN and values
+    next to them, which are escapes.
     """
     top = np.where(upper < SPECIAL, upper, 0).max(0).astype(np.int64)
-    tried = np.maximum(top - (CODES - 1) - np.arange(BASES_TRIED)[:, None], 0)  # [tried, dim]
+    tried = np.maximum(top - (CODES - 1) - BASE_STEP * np.arange(BASES_TRIED)[:, None], 0)  # [tried, dim]
     codes = upper[None] - tried[:, None]
     escapes = ((codes < 0) | (codes >= CODES)).sum(1)
     return np.asarray(tried[escapes.argmin(0), np.arange(upper.shape[1])], np.uint8)
