@@ -1,4 +1,4 @@
-"""Closing of pages in Triton: bit for bit what `reference` does. No program waits for another one, nor branches."""
+"""Closing of pages in Triton: bit for bit what `reference` does. Each value is found by the arithmetic of its place."""
 
 import triton
 import triton.language as tl
@@ -30,48 +30,73 @@ def _bases_of(upper, DIM: tl.constexpr):
 
 
 @triton.jit
-def _in_order(x, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """A tile [64, DIM] in the order of storage: [2, DIM / 64, 4 warps, 8 columns, 4 of t, 4 steps, 4 rows]."""
+def _cell_of(word, byte, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Token and channel of a value: of byte `byte` of word `word` of a tile's low bytes. See form.places."""
+    steps: tl.constexpr = DIM // 16 if KEYS else 4
+    number = word // 512 * 4 + word % 4
+    row = number % steps * 16 + word // 4 % 4 * 2 + byte % 2 + byte // 2 * 8
+    column = (number // steps * 4 + word // 128 % 4) * 8 + word // 16 % 8
     if KEYS:
-        split = tl.reshape(x, [2, 4, 8, DIM // 64, 4, 2, 4, 2])
-        ordered = tl.permute(split, (0, 3, 1, 2, 6, 4, 5, 7))
-    else:
-        split = tl.reshape(x, [4, 2, 4, 2, 2, DIM // 64, 4, 8])
-        ordered = tl.permute(split, (4, 5, 6, 7, 2, 0, 1, 3))
-    return tl.reshape(ordered, [2, DIM // 64, 4, 8, 4, 4, 4])
+        return column, row
+    return row, column
 
 
 @triton.jit
-def _words(x, COUNT: tl.constexpr):
-    """Bytes in the order of storage as COUNT words."""
-    byte = tl.arange(0, 4)[None, :].to(tl.uint32)
-    return tl.sum(tl.reshape(x, [COUNT, 4]).to(tl.uint32) << 8 * byte, axis=1)
+def _base_place(channel, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Where a channel's base lies. See form.base_places."""
+    if KEYS:
+        return channel // 2 % 4 * (DIM // 4) + channel // 16 * 4 + channel // 8 % 2 * 2 + channel % 2
+    return channel % 32 * (DIM // 32) + channel // 32
 
 
 @triton.jit
-def _nibbles(spread, DIM: tl.constexpr):
-    """Words of nibbles, [8 * DIM], from parts of high bytes, uint32 [16 * DIM] in the order of low bytes."""
-    parts = tl.reshape(spread, [DIM // 64, 2, 128, 2, 2])  # pair of chunks, chunk, lane, half, word
-    half = tl.reshape(tl.arange(0, 2), [1, 1, 1, 1, 2])
-    words = tl.sum(tl.where(half == 0, parts, parts >> 4 | parts << 28), axis=4)
-    return tl.reshape(tl.permute(words, (0, 2, 1, 3)), [8 * DIM])
+def _bits_at(plain, word, byte, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """The value's bits, int32, and its channel."""
+    token, channel = _cell_of(word, byte, DIM, KEYS)
+    return tl.load(plain + token * KV_HEADS * DIM + channel).to(tl.int32) & 0xFFFF, channel
 
 
 @triton.jit
-def _by_group(x, DIM: tl.constexpr):
-    """Values in the order of storage as [groups, values of a group]."""
-    return tl.reshape(tl.permute(tl.reshape(x, [2, DIM // 64, 4, 512]), (0, 2, 1, 3)), [8, 8 * DIM])
+def _high_at(plain, bases, word, byte, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """The value's high byte, its channel's base, and what the exponent's upper part is above that, int32."""
+    bits, channel = _bits_at(plain, word, byte, KV_HEADS, DIM, KEYS)
+    base = tl.load(bases + _base_place(channel, DIM, KEYS)).to(tl.int32)
+    high = bits >> 8
+    return high, base, (high & 0x7F) - base
 
 
 @triton.jit
-def _bits_of(pool, sources, pool_layer, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr):
-    """The program's plain tile: bits of bfloat16, int32 [64, DIM]; see close_pages."""
+def _is_escape(code):
+    return (code < 0) | (code >= _CODES)
+
+
+@triton.jit
+def _spread_at(plain, bases, word, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """A word of four nibbles, each as it lies in a high byte."""
+    spread = word * 0
+    for byte in tl.static_range(4):
+        high, _, code = _high_at(plain, bases, word, byte, KV_HEADS, DIM, KEYS)
+        spread |= tl.where(_is_escape(code), 0, code | high & 0x80) << 8 * byte
+    return spread.to(tl.uint32)
+
+
+@triton.jit
+def _high_words(plain, word, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, SHIFT: tl.constexpr):
+    """Words of four values' high bytes, SHIFT 8, or low bytes, SHIFT 0."""
+    words = word * 0
+    for byte in tl.static_range(4):
+        bits, _ = _bits_at(plain, word, byte, KV_HEADS, DIM, KEYS)
+        words |= (bits >> SHIFT & 0xFF) << 8 * byte
+    return words.to(tl.uint32)
+
+
+@triton.jit
+def _plain_of(pool, sources, pool_layer, KV_HEADS: tl.constexpr, BLOCKS: tl.constexpr, DIM: tl.constexpr):
+    """Where the program's plain tile begins; its tokens are KV_HEADS * DIM apart."""
     number, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
     head, block = number // BLOCKS, number % BLOCKS
     source = tl.load(sources + tl.program_id(0)).to(tl.int64)
-    token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
-    row = ((source * BLOCKS + block) * 64 + token) * KV_HEADS + head
-    return tl.load(pool + layer * pool_layer + row * DIM + channel).to(tl.int32) & 0xFFFF
+    return pool + layer * pool_layer + (((source * BLOCKS + block) * 64) * KV_HEADS + head) * DIM
 
 
 @triton.jit
@@ -110,30 +135,29 @@ def close_pages(
     pool_layer: elements of a layer in `pool`; layer_bytes: of closed pages of a layer; BEGIN: where a tile begins in a
     pair. A raw tile has no spare unit yet.
     """
-    bits = _bits_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM)
+    plain = _plain_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM)
     tile = _tile_of(closed, targets, layer_bytes, KV_HEADS, BLOCKS, BEGIN, BOTH_TILES)
-    words = tile.to(tl.pointer_type(tl.uint32))
+    words, bases = tile.to(tl.pointer_type(tl.uint32)), tile + 96 * DIM
+    token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)
+    upper = tl.load(plain + token * KV_HEADS * DIM + channel[None, :]).to(tl.int32) >> 8 & 0x7F
+    tl.store(bases + _base_place(channel, DIM, KEYS), _bases_of(upper, DIM).to(tl.uint8))
+    tl.debug_barrier()  # what follows reads them
 
-    high, low = bits >> 8, bits & 0xFF
-    upper = high & 0x7F
-    base = _bases_of(upper, DIM)
-    code = upper - base[None, :]
-    escaped = code.to(tl.uint32) >= _CODES
-    spread = tl.where(escaped, 0, code | high & 0x80)
-    change = tl.where(escaped, high ^ base[None, :], 0)
-    tl.store(words + tl.arange(0, 16 * DIM), _words(_in_order(low, DIM, KEYS), 16 * DIM))
-    packed = _nibbles(_words(_in_order(spread, DIM, KEYS), 16 * DIM), DIM)
-    tl.store(words + 16 * DIM + tl.arange(0, 8 * DIM), packed)
-    if KEYS:
-        ordered = tl.permute(tl.reshape(base, [DIM // 64, 4, 2, 4, 2]), (3, 0, 1, 2, 4))
-    else:
-        ordered = tl.permute(tl.reshape(base, [DIM // 32, 4, 8]), (1, 2, 0))
-    tl.store(tile + 96 * DIM + tl.arange(0, DIM), tl.reshape(ordered, [DIM]).to(tl.uint8))
+    word = tl.arange(0, 16 * DIM)
+    tl.store(words + word, _high_words(plain, word, KV_HEADS, DIM, KEYS, 0))
+    number = tl.arange(0, 8 * DIM)
+    word = (number // 512 * 2 + number % 4 // 2) * 512 + number % 512 // 4 * 4 + number % 2 * 2
+    first = _spread_at(plain, bases, word, KV_HEADS, DIM, KEYS)
+    second = _spread_at(plain, bases, word + 1, KV_HEADS, DIM, KEYS)
+    tl.store(words + 16 * DIM + number, first | second >> 4 | second << 28)
 
-    changes = _by_group(_in_order(change, DIM, KEYS), DIM)
-    place = tl.arange(0, 8 * DIM)[None, :]
-    first = tl.min(tl.where(changes != 0, place, _NO_PLACE), axis=1)
-    second = tl.min(tl.where((changes != 0) & (place > first[:, None]), place, _NO_PLACE), axis=1)
+    group, place = tl.arange(0, 8)[:, None], tl.arange(0, 8 * DIM)[None, :]
+    word = (group // 4 * (DIM // 64) + place // 512) * 512 + group % 4 * 128 + place % 512 // 4
+    high, base, code = _high_at(plain, bases, word, place % 4, KV_HEADS, DIM, KEYS)
+    changes = tl.where(_is_escape(code), high ^ base, 0)
+    places = tl.where(changes != 0, place, _NO_PLACE)
+    first = tl.min(places, axis=1)
+    second = tl.min(tl.where(places > first[:, None], places, _NO_PLACE), axis=1)
     raw = tl.max(tl.sum((changes != 0).to(tl.int32), axis=1), axis=0) > 2
     escapes = words + 24 * DIM + DIM // 4 + 2 * tl.arange(0, 8)
     tl.store(escapes, tl.where(raw, _RAW, _word_of(changes, place, first)))
@@ -173,9 +197,9 @@ def keep_raw(
     unit = tl.load(units + program)
     if unit < 0:
         return
-    high = _bits_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM) >> 8
+    plain, word = _plain_of(pool, sources, pool_layer, KV_HEADS, BLOCKS, DIM), tl.arange(0, 16 * DIM)
     held = (spare + unit.to(tl.int64) * unit_bytes).to(tl.pointer_type(tl.uint32))
-    tl.store(held + tl.arange(0, 16 * DIM), _words(_in_order(high, DIM, KEYS), 16 * DIM))
+    tl.store(held + word, _high_words(plain, word, KV_HEADS, DIM, KEYS, 8))
     tile = _tile_of(closed, targets, layer_bytes, KV_HEADS, BLOCKS, BEGIN, BOTH_TILES)
     escapes = tile.to(tl.pointer_type(tl.int32)) + 24 * DIM + DIM // 4
     tl.store(escapes + 2 * tl.arange(0, 8) + 1, tl.zeros([8], tl.int32) + unit)
