@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrail.engine.kv.lossless import cpu
-from kvrail.engine.kv.lossless.form import RAW, TOKENS, Tile, base_places, places, supports
+from kvrail.engine.kv.lossless.form import RAW, SOME, TOKENS, Tile, base_places, places, supports
 from kvrail.engine.kv.lossless.pages import ClosedPages, orders, page_bytes, unsupported
 from kvrail.engine.kv.lossless.reference import close_tile, open_tile
 from kvrail.errors import ConfigError
@@ -78,7 +78,8 @@ def test_two_escapes_of_a_group_have_room_and_a_third_makes_the_tile_raw() -> No
         tile, spare = close_tile(bits, True, 5)
         words = tile[Tile(128).escapes :].view(np.uint32)
         if number < 2:
-            assert spare is None and np.count_nonzero(words) == number + 1 == np.count_nonzero(words[12:14])
+            assert spare is None and words[0] == SOME and np.count_nonzero(words[1:]) == number + 1
+            assert np.count_nonzero(words[12:14]) == number + 1
         else:
             assert spare is not None and words.tolist() == [RAW, 5] * 8
 

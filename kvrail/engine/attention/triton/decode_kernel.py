@@ -69,7 +69,7 @@ def tuning_for(shape: HeadShape, rows: int, closed: bool = False) -> DecodeTunin
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
     if closed:
-        return DecodeTuning(stages=3)
+        return DecodeTuning(stages=3, registers=168) if rows <= _FEW_ROWS else DecodeTuning(stages=5)
     return DecodeTuning(stages=5) if rows <= _FEW_ROWS else DecodeTuning(stages=3, registers=128)
 
 

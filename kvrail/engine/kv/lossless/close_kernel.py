@@ -10,6 +10,7 @@ _TRIED = tl.constexpr(form.BASES_TRIED)
 _STEP = tl.constexpr(form.BASE_STEP)
 _SPECIAL = tl.constexpr(form.SPECIAL)
 _RAW = tl.constexpr(form.RAW)
+_SOME = tl.constexpr(form.SOME)
 _NO_UNIT = tl.constexpr(form.NO_UNIT)
 _NO_PLACE = tl.constexpr(1 << 20)
 
@@ -160,7 +161,8 @@ def close_pages(
     second = tl.min(tl.where(places > first[:, None], places, _NO_PLACE), axis=1)
     raw = tl.max(tl.sum((changes != 0).to(tl.int32), axis=1), axis=0) > 2
     escapes = words + 24 * DIM + DIM // 4 + 2 * tl.arange(0, 8)
-    tl.store(escapes, tl.where(raw, _RAW, _word_of(changes, place, first)))
+    some = tl.where((tl.arange(0, 8) == 0) & (tl.min(first, axis=0) < _NO_PLACE), _SOME, 0)
+    tl.store(escapes, tl.where(raw, _RAW, _word_of(changes, place, first) | some))
     tl.store(escapes + 1, tl.where(raw, _NO_UNIT, _word_of(changes, place, second)))
 
 

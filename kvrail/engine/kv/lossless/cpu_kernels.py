@@ -6,7 +6,10 @@ Arrays are flat. `order` and `channels` are `form.places` and `form.base_places`
 # What numba compiles has no types that mypy can follow.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, misc"
 
+import zlib
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from kvrail.engine.kv.lossless.form import (
     NO_UNIT,
     RAW,
     SLOTS,
+    SOME,
     SPECIAL,
     TOKENS,
     WARPS,
@@ -35,7 +39,11 @@ _four, _twenty_eight = np.uint32(4), np.uint32(28)
 
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function when this module is imported; keep it where kvrail/codec/README.md says."""
+    """Compile a function when its module is imported; keep it where kvrail/codec/README.md says.
+
+    What is kept is found again by the function's file and by what the function closes over: a change of another file
+    that it takes functions from is seen where it closes over `version_of` that.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
         try:
@@ -44,6 +52,11 @@ def compiled(signature: Any) -> Callable[[Callable[..., Any]], Any]:
             return njit(signature, nogil=True)(function)
 
     return decorate
+
+
+def version_of(*modules: ModuleType) -> int:
+    """A number that another text of the modules' files changes."""
+    return zlib.crc32(b"".join(Path(str(module.__file__)).read_bytes() for module in modules))
 
 
 @njit(nogil=True)
@@ -129,6 +142,8 @@ def _close_tile(source, at, row, dim, order, channels, out, to, bases):
         word_number = ((chunk // 2 * WARPS + warp) * LANES + lane) * 4 + chunk % 2 * 2 + value // 8
         byte = to + values + 4 * word_number
         _put_nibble(out, byte, value, code, sign)
+    if used.any():
+        _put_word(out, escapes, int64(word_at(out, escapes)) | SOME)
     if raw:
         for group in range(GROUPS):
             _put_word(out, escapes + 8 * group, RAW)
@@ -164,7 +179,7 @@ def open_high(closed, at, dim, order, channels, spare, unit_bytes, bases, high):
     for slot in range(GROUPS * SLOTS):
         word = int64(word_at(closed, escapes + 4 * slot))
         if word:
-            group, place = slot // SLOTS, word & (RAW - 1)
+            group, place = slot // SLOTS, word & (SOME - 1)
             chunk = place // _OF_WARP + group // WARPS * (dim // 64)
             high[chunk * _STEP + group % WARPS * _OF_WARP + place % _OF_WARP] ^= np.uint8(word >> 24)
 

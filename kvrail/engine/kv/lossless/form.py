@@ -17,7 +17,8 @@ with that comes of it.
 
     word     bits 31-24  what to XOR the high byte with; 0: the word is unused
              bit  23     the tile is raw: it has a group of more than two escapes
-             bits 22-0   the value's place in its group
+             bit  22     of the tile's first word: the tile has escapes
+             bits 21-0   the value's place in its group
 
 In a raw tile both words of every group are alike: the first has bit 23, the second the number of a spare unit of
 64 * dim bytes, which holds the tile's high bytes in the order of its low bytes. Nibbles and bases are then unused.
@@ -52,6 +53,8 @@ GROUPS, SLOTS = 8, 2
 """Groups of a tile, and escapes that each has room for."""
 RAW = 1 << 23
 """The bit of a word of escapes that says that the tile is raw."""
+SOME = 1 << 22
+"""The bit of a tile's first word that says that it has escapes, and more than any place in a group."""
 NO_UNIT = 0xFFFFFFFF
 """Stands for the spare unit of a raw tile for which none was left: the tile cannot be opened."""
 CODES = 8

@@ -10,7 +10,8 @@ import triton.language as tl
 from kvrail.engine.kv.lossless import form
 
 _RAW = tl.constexpr(form.RAW)
-_PLACE = tl.constexpr(form.RAW - 1)
+_SPECIAL_TILE = tl.constexpr(form.RAW | form.SOME)
+_PLACE = tl.constexpr(form.SOME - 1)
 
 
 @triton.jit
@@ -56,15 +57,11 @@ def _spread(nibbles, DIM: tl.constexpr):
 
 
 @triton.jit
-def _escaped(high, words, DIM: tl.constexpr):
-    """High bytes, [2, DIM / 64, 4, 8, 4, 4], with all escapes of a tile in place; words: those of escapes."""
-    group = tl.arange(0, 8)
+def _with_escape(high, word, DIM: tl.constexpr):
+    """High bytes, [2, DIM / 64, 4, 8, 4, 4], with an escape of each group in its place; word: of each group, [8]."""
     place = tl.reshape(tl.arange(0, DIM * 2), [1, DIM // 64, 1, 8, 4, 4])
-    for slot in tl.static_range(2):
-        word = tl.reshape(tl.load(words + 2 * group + slot), [2, 1, 4, 1, 1, 1])
-        change = word >> 24 << 8 * (word & 3)
-        high ^= tl.where(place == (word & _PLACE) >> 2, change, 0)
-    return high
+    word = tl.reshape(word, [2, 1, 4, 1, 1, 1])
+    return high ^ tl.where(place == (word & _PLACE) >> 2, word >> 24 << 8 * (word & 3), 0)
 
 
 @triton.jit
@@ -76,11 +73,15 @@ def _high_of(tile, bases, spare, unit_bytes, DIM: tl.constexpr):
     nibbles = tl.load(tile + 16 * DIM + tl.arange(0, 8 * DIM))
     high = _spread(nibbles, DIM) + bases
     words = tile + 24 * DIM + DIM // 4
-    high = _escaped(high, words, DIM)
-    if tl.load(words) & _RAW:
-        unit = tl.load(words + 1).to(tl.int64) * unit_bytes
-        raw = tl.load((spare + unit).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 16 * DIM))
-        high = tl.reshape(raw, [2, DIM // 64, 4, 8, 4, 4])
+    group = 2 * tl.arange(0, 8)
+    head, first, second = tl.load(words), tl.load(words + group), tl.load(words + group + 1)
+    if head & _SPECIAL_TILE:  # words are loaded ahead, and looked at where there are escapes
+        if head & _RAW:
+            unit = tl.load(words + 1).to(tl.int64) * unit_bytes
+            raw = tl.load((spare + unit).to(tl.pointer_type(tl.uint32)) + tl.arange(0, 16 * DIM))
+            high = tl.reshape(raw, [2, DIM // 64, 4, 8, 4, 4])
+        else:
+            high = _with_escape(_with_escape(high, first, DIM), second, DIM)
     return high
 
 

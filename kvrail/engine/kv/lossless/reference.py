@@ -12,6 +12,7 @@ from kvrail.engine.kv.lossless.form import (
     LANES,
     RAW,
     SLOTS,
+    SOME,
     SPECIAL,
     TOKENS,
     WARPS,
@@ -62,7 +63,7 @@ def open_tile(tile: Bytes, dim: int, keys: bool, spare: npt.NDArray[np.uint8]) -
         in_groups = _by_group(high)
         for group in range(GROUPS):
             for word in words[SLOTS * group : SLOTS * (group + 1)]:
-                in_groups[group, word & (RAW - 1)] ^= np.uint8(word >> 24)
+                in_groups[group, word & (SOME - 1)] ^= np.uint8(word >> 24)
         high = _in_order(in_groups)
     out = np.empty(TOKENS * dim, np.uint16)
     out[order] = high.astype(np.uint16) << 8 | low
@@ -102,6 +103,7 @@ def _escapes(changes: Bytes) -> npt.NDArray[np.uint32] | None:
         if len(found) > SLOTS:
             return None
         words[group, : len(found)] = change[found].astype(np.uint32) << 24 | found.astype(np.uint32)
+    words[0, 0] |= SOME * words.any()
     return words.reshape(-1)
 
 
