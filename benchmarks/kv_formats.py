@@ -33,7 +33,15 @@ _PLAIN_BYTES = 800 << 20
 _REPLAYS = 15
 SWEEP = [
     DecodeTuning(stages=stages, programs=programs, registers=registers)
-    for stages, registers, programs in ((3, None, 2), (3, 168, 2), (3, 128, 2), (3, 168, 4), (5, 168, 2), (5, 128, 2), (7, None, 2))
+    for stages, registers, programs in (
+        (3, None, 2),
+        (3, 168, 2),
+        (3, 128, 2),
+        (3, 168, 4),
+        (5, 168, 2),
+        (5, 128, 2),
+        (7, None, 2),
+    )
 ]
 
 

@@ -296,7 +296,7 @@ _bytes, _scales, _orders = (types.Array(kind, 1, "C") for kind in (uint8, float3
 
 
 def _attending(version):
-    """The kernel; `version`, of the files that it takes functions from, it only closes over: see lossless.cpu_kernels."""
+    """The kernel; `version`, of the files that it takes functions from, it only closes over: see `compiled`."""
 
     @compiled(
         void(
@@ -312,18 +312,19 @@ def _attending(version):
     ):  # fmt: skip
         """Attend each unit's tokens to their own sequences' pages.
 
-        units: [units, 5], a row each: sequence, KV head, first and last + 1 of its tokens in the step, and how many tokens
-        its sequence has before these. query: [tokens, heads, key_dim]; out: [tokens, heads, value_dim]; page_tables:
-        [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat, empty where elements
-        have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or empty. closed_tokens:
-        [sequences], how many tokens lie in closed pages, from the sequence's beginning. closed: of one layer's closed pages
-        their bytes, the spare units, bytes of a unit and of both tiles, then form's places and base_places of both.
+        units: [units, 5], a row each: sequence, KV head, first and last + 1 of its tokens in the step, and how many
+        tokens its sequence has before these. query: [tokens, heads, key_dim]; out: [tokens, heads, value_dim];
+        page_tables: [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat,
+        empty where elements have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or
+        empty. closed_tokens: [sequences], how many tokens lie in closed pages, from the sequence's beginning. closed:
+        of one layer's closed pages their bytes, the spare units, bytes of a unit and of both tiles, then form's places
+        and base_places of both.
         """
         for unit in range(len(units) + (0 & version)):
             sequence, head, begin, end, before = units[unit]
             _attend_unit(
-                query, out, begin, end, before, head, page_tables[sequence], keys, values, key_scales, value_scales, kind,
-                item_bytes, page_size, kv_heads, scale, window, softcap, sinks, closed_tokens[sequence], closed,
+                query, out, begin, end, before, head, page_tables[sequence], keys, values, key_scales, value_scales,
+                kind, item_bytes, page_size, kv_heads, scale, window, softcap, sinks, closed_tokens[sequence], closed,
             )  # fmt: skip
 
     return attend_units
