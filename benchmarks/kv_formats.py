@@ -33,15 +33,9 @@ _PLAIN_BYTES = 800 << 20
 _REPLAYS = 15
 SWEEP = [
     DecodeTuning(stages=stages, programs=programs, registers=registers)
-    for stages, registers, programs in (
-        (3, None, 2),
-        (3, 168, 2),
-        (3, 128, 2),
-        (3, 168, 4),
-        (5, 168, 2),
-        (5, 128, 2),
-        (7, None, 2),
-    )
+    for stages in (3, 5)
+    for registers in (None, 168, 128)
+    for programs in (2, 4)
 ]
 
 

@@ -16,7 +16,7 @@ def paged_block(cache: PagedCache, layers: range, pages: Sequence[int]) -> Paged
 
 
 class LeasedPages:
-    """Pages of the pool on which someone holds a lease: a transfer's source or its sink.
+    """Pages of the pool under a lease: a transfer's source or its sink.
 
     pages: the pool's numbers, in the request's order. num_tokens: of the prompt that they hold.
     """
@@ -28,7 +28,7 @@ class LeasedPages:
         self._num_tokens = num_tokens
         self._pools = _pools(cache)
         self._indices: dict[tuple[int, int], torch.Tensor] = {}
-        self._leased = side.mark()  # steps that still use these pages from before are enqueued ahead of this
+        self._leased = side.mark()  # earlier steps that use these pages are enqueued before this
 
     def block(self, layers: range, first_page: int, end_page: int) -> PagedBlock:
         """Pages `first_page` to `end_page` - 1 of the request; inside `reading` or `writing`."""
@@ -47,15 +47,15 @@ class LeasedPages:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Inside, work on the current stream starts once nobody uses the pages from before the lease."""
+        """Inside, work on the current stream starts once all work that used the pages before the lease is done."""
         with self._side.after(self._leased):
             yield
 
     def fill_tail(self, layers: range) -> None:
         """Repeat the KV of the prompt's last token in the slots behind it, on the current stream.
 
-        No one reads those slots, but they cross with their page: other requests' leftovers should not, and zeros are
-        the worst that a codec can get.
+        No step reads those slots, but they cross with their page. Leftovers of other requests must not cross, and zeros
+        compress worst.
         """
         last, used = divmod(self._num_tokens, self._cache.layout.page_size)
         if not used:

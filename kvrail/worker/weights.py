@@ -210,7 +210,7 @@ def hold(loaded: LoadedModel, method: LinearMethod, *, join: bool) -> LoadedMode
         device = weight.device
         del weight
         for place in places:
-            setattr(place.parent, place.name, None)  # nobody keeps the weight any more
+            setattr(place.parent, place.name, None)  # frees the weight
         shared = method.place(held, device)
         for place in places:
             setattr(place.parent, place.name, method.apply(shared, place.bias, place.begin, place.end))

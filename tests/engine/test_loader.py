@@ -63,7 +63,7 @@ def test_refuses_pickled_weights(tmp_path: Path) -> None:
 def test_refuses_torn_weights(tmp_path: Path) -> None:
     weights = copy(tmp_path, "llama") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="its header tells of"):
+    with pytest.raises(ConfigError, match="its header says"):
         load_model(str(weights.parent), **OPTIONS)
 
 

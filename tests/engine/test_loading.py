@@ -17,7 +17,7 @@ from tests.models import tiny_model
 
 
 def test_tells_how_many_bytes_of_the_weights_are_loaded(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr("kvrail.engine.model.loading.TELL_S", -1.0)
+    monkeypatch.setattr("kvrail.engine.model.loading.LOG_S", -1.0)
     caplog.set_level("INFO", "kvrail.worker")
     folder = tiny_model("llama")
     total = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())

@@ -128,7 +128,7 @@ def test_a_torn_safetensors_file_is_named(model, tmp_path, kvrail):
     path = torn / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     status, error = kvrail("pack", torn, tmp_path / "out")
-    assert status == 2 and str(path) in error and "its header tells of" in error
+    assert status == 2 and str(path) in error and "its header says" in error
 
 
 def test_headers_with_gaps_are_refused():

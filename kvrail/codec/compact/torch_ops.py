@@ -18,7 +18,7 @@ from kvrail.codec.compact.format import (
 _ROWS_AT_ONCE = 4096
 """Rows compressed at once: the operations hold some forty bytes for each weight."""
 _MOST_UNITS = 1 << 31
-"""Of an index: blocks of one weight take less than 32 GiB."""
+"""Units that an index can name: blocks of one weight take less than 32 GiB."""
 
 
 def compress(weight: torch.Tensor) -> CompactWeight:

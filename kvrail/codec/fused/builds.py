@@ -18,7 +18,7 @@ _compiling = threading.Lock()
 class Form:
     """A form of weights: what product.cuh needs to know of it.
 
-    name: of its folder beside this one, whose gpu_kernels.cu has its tiles and its `unpack`. types: ctypes of its
+    name: that of its folder beside this one, whose gpu_kernels.cu has its tiles and its `unpack`. types: ctypes of its
     PARAMETERS. scratch: bytes of shared memory that each producing warp needs. unpack_shared: those of a block of
     `unpack`.
     """
@@ -40,7 +40,7 @@ class Build:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return 32 * (self.producers + self.strips + 1)
 
     def shared_bytes(self, scratch: int) -> int:

@@ -10,21 +10,21 @@ import torch
 from kvrail.codec.fused.builds import Build, Form, done, product_kernel, unpack_kernel
 
 MOST_TOKENS = 64
-"""Of products that read the weight as it lies. For more, unpacking it first is the shorter way."""
+"""The most tokens of products that read the weight as it lies. For more, unpacking it first is faster."""
 STRIP_ROWS = 16
 _TOKEN_TILES = (1, 2, 4, 6, 8)
 _MOST_SHARED = 227 << 10
 """Bytes of shared memory that a block may have."""
 _SHAPES = ((24, 4, 2), (18, 3, 3), (16, 2, 3), (15, 5, 3))
 _SHAPES_FOR_MANY = ((12, 4, 4), (12, 3, 3), (12, 2, 2), (15, 5, 3))
-"""Producers, strips and stages to choose from, for up to four tiles of tokens and for more; the first of equals, as
-measured on an H200 and an H100 with compact weights. With many tokens more warps would have too few registers.
+"""Producers, strips and stages to choose from, for up to four tiles of tokens and for more, in the order of preference
+measured on an H200 and an H100 with compact weights. With many tokens, more warps would have too few registers.
 
-Those whose stages do not fit, with many tokens or a form's scratch, have one less, two at least.
+Where the stages do not fit, because of many tokens or a form's scratch, there are fewer of them, at least two.
 """
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _UNPACKING_BLOCKS = 8
-"""Of `unpack`, for each multiprocessor."""
+"""Blocks of `unpack` for each multiprocessor."""
 
 
 def multiply(form: Form, x: torch.Tensor, parts: list[int], rows: int, bias: torch.Tensor | None) -> torch.Tensor:
@@ -35,7 +35,7 @@ def multiply(form: Form, x: torch.Tensor, parts: list[int], rows: int, bias: tor
     """
     (tokens, columns), device = x.shape, x.device
     out = torch.empty(tokens, rows, dtype=torch.bfloat16, device=device)
-    if not tokens:  # a step that nobody wants logits of
+    if not tokens:  # a step without logits
         return out
     build, blocks = _plan(form, device, rows, _tiles(tokens))
     given = _tensor_map(x, 8 * build.token_tiles)
@@ -48,7 +48,7 @@ def multiply(form: Form, x: torch.Tensor, parts: list[int], rows: int, bias: tor
 
 
 def prepare(form: Form, device: torch.device, rows: int) -> None:
-    """Compile and load what products with a weight of so many rows need; nothing of it can be done during a capture."""
+    """Compile and load what products with a weight of `rows` rows need; a capture allows none of it."""
     for tiles in _TOKEN_TILES:
         product_kernel(device, form, _plan(form, device, rows, tiles)[0])
     unpack_kernel(device, form)
@@ -65,7 +65,7 @@ def unpack(form: Form, parts: list[int], out: torch.Tensor) -> torch.Tensor:
 
 
 def builds(form: Form, tiles: int) -> list[Build]:
-    """Builds of `product` for so many tiles of eight tokens."""
+    """Builds of `product` for `tiles` tiles of eight tokens."""
     fitting = []
     for producers, strips, stages in _SHAPES if tiles <= 4 else _SHAPES_FOR_MANY:
         build = Build(tiles, producers, strips, stages)
@@ -94,7 +94,7 @@ def _plan(form: Form, device: torch.device, rows: int, tiles: int) -> tuple[Buil
 
 
 def _tensor_map(x: torch.Tensor, tokens: int) -> Any:
-    """How the copy engine finds 64 columns of so many tokens, and swizzles them on their way."""
+    """How the copy engine finds 64 columns of `tokens` tokens, and swizzles them on their way."""
     from cuda.bindings import driver
 
     rows, columns = x.shape

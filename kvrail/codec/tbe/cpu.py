@@ -25,7 +25,7 @@ from kvrail.codec.tbe.format import (
 
 _MAX_THREADS = 16
 _SHARES = 4
-"""Pieces of the work for each thread, so that none waits long for another."""
+"""Pieces of work for each thread, so that no thread waits long for another."""
 
 Counts = npt.NDArray[np.int64]
 
@@ -74,8 +74,8 @@ def decompress(weight: TbeWeight) -> torch.Tensor:
 def check(weight: TbeWeight) -> Counts:
     """Where the values of each BlockTile begin in either buffer, int64 [BlockTiles, 2].
 
-    Raises CodecError where offsets, bitmaps and buffers do not fit each other, so that whoever reads the parts of a
-    weight that was checked reads nothing outside of them.
+    Raises CodecError where offsets, bitmaps and buffers do not fit each other, so that no reader of a checked
+    weight reads outside its parts.
     """
     _check_shapes(weight)
     bitmaps = weight.bitmaps.cpu().numpy().view(np.uint64)
@@ -119,7 +119,7 @@ def _check_shapes(weight: TbeWeight) -> None:
 
 
 def _base_exponent(bits: npt.NDArray[np.uint16]) -> int:
-    """The exponent before the seven consecutive ones, none of them 0, that most weights have; of equals the lowest."""
+    """The exponent before the seven consecutive ones, none of them 0, that most weights have; the lowest of equals."""
     flat = bits.reshape(-1)
     tables: list[Counts] = []
 
@@ -136,7 +136,7 @@ def _base_exponent(bits: npt.NDArray[np.uint16]) -> int:
 
 
 def _laid_out(counts: Counts) -> tuple[npt.NDArray[np.int32], Counts, tuple[int, int]]:
-    """Of the strips' coded weights: offsets, where the values of each block begin, and the lengths of both buffers."""
+    """From the strips' coded weights: offsets, where each block's values begin, and the lengths of both buffers."""
     within = counts.cumsum(1)
     values = np.stack([within[:, -1], BLOCK * BLOCK - within[:, -1]], 1)
     per_unit = np.array([UNIT, UNIT // 2])

@@ -45,7 +45,7 @@ def _take_block(bits, block, across, filler, held):
 
 @njit(nogil=True)
 def map_blocks(bits, base, begin, end, bitmaps, counts):
-    """Of BlockTiles `begin` to `end` write the bitmaps, and how many weights of each strip have a code.
+    """Write the bitmaps of BlockTiles `begin` to `end`, and how many weights of each strip have a code.
 
     bits: uint16 [rows, columns]. bitmaps: uint64 [BlockTiles, 4, 3, 16]. counts: int64 [BlockTiles, 4].
     """
@@ -119,7 +119,7 @@ def fill_blocks(bits, base, bitmaps, begin, end, starts, sign_mantissas, full_va
 
 @njit(nogil=True)
 def count_bits(bitmaps, begin, end, counts):
-    """Of BlockTiles `begin` to `end`, add to `counts` how many weights of each strip have a code, by the bitmaps."""
+    """Add to `counts` how many weights of each strip of BlockTiles `begin` to `end` have a code, by the bitmaps."""
     for block in range(begin, end):
         for number in range(4 * _FRAGMENTS):
             strip, fragment = number // _FRAGMENTS, number % _FRAGMENTS

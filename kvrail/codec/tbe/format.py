@@ -15,9 +15,9 @@ WINDOW = (1 << PLANES) - 1
 """Consecutive exponents that have a code."""
 MOST_BASE = 255 - WINDOW
 UNIT = 16
-"""Values of a block begin at multiples of it, in bytes, in either buffer; either buffer ends with so many zeros."""
+"""A block's values begin at multiples of it, in bytes, in either buffer; UNIT bytes of zeros end each buffer."""
 MOST_BYTES = 1 << 32
-"""Of PackedSignMantissa: kernels count its bytes in 32 bits."""
+"""The most bytes of PackedSignMantissa: kernels count them in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

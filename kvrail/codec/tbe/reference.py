@@ -67,7 +67,7 @@ def decompress(weight: TbeWeight) -> torch.Tensor:
 
 
 def _corners(top: int, left: int) -> Iterator[tuple[int, int]]:
-    """Of the FragTiles of a strip: TensorCoreTiles from left to right, the four FragTiles of one column by column."""
+    """Corners of a strip's FragTiles: TensorCoreTiles from left to right, the FragTiles of each column by column."""
     for tile in range(4):
         for part in range(4):
             yield top + 8 * (part % 2), left + 16 * tile + 8 * (part // 2)

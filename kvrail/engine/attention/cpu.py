@@ -1,7 +1,7 @@
-"""Paged attention on a CPU: units of work over the pages where they lie, shared out among threads.
+"""Paged attention on a CPU: units of work over the pages where they lie, divided among threads.
 
-What a token gets depends on its own sequence alone, bit for bit, whatever is computed beside it and however many tokens
-of its sequence come at once: drafts are verified many at a time, and the outcome must be that of one at a time.
+A token's result depends on its own sequence alone, bit for bit: not on the rest of the batch, nor on how many tokens of
+its sequence come at once. Drafts are verified many at a time, and the result must be that of one at a time.
 """
 
 import functools
@@ -31,13 +31,13 @@ _KINDS = {
     torch.float8_e5m2: E5M2,
 }
 _THREADS = torch.get_num_threads()
-"""All that torch has when a worker starts; the engine's thread asks it for fewer in a small step."""
+"""The threads that torch has when a worker starts; the engine's thread uses fewer in a small step."""
 _UNIT_ROWS = 64
-"""Queries, of all heads that share a KV head, of a unit: enough that widening keys and values weighs little."""
+"""Queries in a unit, of all heads that share a KV head: enough to make the cost of widening keys and values small."""
 _WIDENING = 5
-"""What widening a token's key and value costs, in rows that attend to it."""
+"""The cost of widening a token's key and value, in rows that attend to it."""
 _PRODUCTS_PER_THREAD = 1 << 22
-"""Products of two elements for which another thread is worth its start, some 50 us."""
+"""Multiplications that are worth the start of another thread, some 50 us."""
 
 
 _NO_BYTES, _NO_ORDER = np.zeros(0, np.uint8), np.zeros(0, np.int32)
@@ -45,7 +45,7 @@ _NONE_CLOSED = (_NO_BYTES, _NO_BYTES, 0, 0, 0, _NO_ORDER, _NO_ORDER, _NO_ORDER, 
 
 
 class _Tile(NamedTuple):
-    """Tokens of one sequence: where they begin in the step, how many, and how many of the sequence are before."""
+    """Tokens of one sequence: where they begin in the step, their number, and how many tokens precede them."""
 
     sequence: int
     begin: int
@@ -63,8 +63,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Store the new tokens, then attend each sequence to its own pages.
 
-    query, key, value: [tokens, heads, dim], sequences one after the other; tokens behind the step's own are padding,
-    which gets zeros. Computes in float32; returns [tokens, heads, value_dim] in the query's type.
+    query, key, value: [tokens, heads, dim], sequences one after the other; tokens behind the step's own are padding
+    and get zeros. Computes in float32; returns [tokens, heads, value_dim] in the query's type.
     """
     tokens = len(meta.slots)
     reference.write_pages(layer, key[:tokens], value[:tokens], meta.slots.long())
@@ -97,7 +97,7 @@ def paged_attention(
 
 
 def _shares(query: torch.Tensor, layer: LayerPages, meta: StepMeta, window: int) -> list[Units]:
-    """The units of a layer with such a window, a list a thread; there is more than one where it is worth it."""
+    """A layer's units, one list for each thread that is worth its start."""
     kv_heads, dims = layer.kv_heads, layer.keys.shape[3] + layer.values.shape[3]
     group = query.shape[1] // kv_heads
     tiles = list(_tiles(meta.plan, max(1, _UNIT_ROWS // group)))
@@ -112,7 +112,7 @@ def _shares(query: torch.Tensor, layer: LayerPages, meta: StepMeta, window: int)
 
 
 def _tiles(plan: Sequence[tuple[int, int]], most: int) -> Iterator[_Tile]:
-    """All new tokens, at most so many of a sequence together."""
+    """All new tokens, in tiles of at most `most` tokens of a sequence."""
     begin = 0
     for sequence, (new, total) in enumerate(plan):
         for first in range(0, new, most):
@@ -126,7 +126,7 @@ def _tokens_read(tile: _Tile, window: int) -> int:
 
 
 def _run(attend: Callable[[Units], None], shares: list[Units]) -> None:
-    """Attend all shares, the first in this thread; when it returns or raises, none is under way any more."""
+    """Attend all shares, the first in this thread; none is running when this returns or raises."""
     others = [_helpers(_THREADS - 1).submit(attend, share) for share in shares[1:]]
     try:
         attend(shares[0])
@@ -158,5 +158,5 @@ def _bytes(pool: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def _floats(tensor: torch.Tensor | None) -> npt.NDArray[np.float32]:
-    """Flat; empty where there is none."""
+    """The tensor, flat; empty where it is None."""
     return np.zeros(0, np.float32) if tensor is None else tensor.detach().float().contiguous().view(-1).numpy()

@@ -5,8 +5,8 @@ unit goes through the sequence's tokens by blocks of KEYS, counted from the sequ
 row the sum of weighted values, the sum of weights and the largest score so far (online softmax: Milakov and
 Gimelshein, arXiv 1805.02867). A block's keys and values are widened once for all rows.
 
-What a row gets does not depend on the other rows of its unit, bit for bit: each of its scores and of its outputs is one
-chain of fused multiply-adds in a fixed order, whichever products compute it.
+A row's result does not depend on the other rows of its unit, bit for bit: each of its scores and outputs is one chain
+of fused multiply-adds in a fixed order, whichever product function computes it.
 """
 
 # What numba compiles has no types that mypy can follow.
@@ -56,7 +56,7 @@ _POLYNOMIAL = tuple(
 
 @njit(nogil=True)
 def _multiply(a, a_at, a_row, b, b_step, c, c_at, c_row, rows, columns, count):
-    """Add the product of a [rows, count] and b [count, columns] to c; columns: a multiple of LANES."""
+    """Add the product of a [rows, count] and b [count, columns] to c; columns is a multiple of LANES."""
     row = 0
     while row < rows:
         many = rows - row >= ROWS
@@ -96,7 +96,7 @@ def _widen(kind, pool, byte, out, at, scale):
 def _widen_block(kind, item_bytes, pool, scales, rows, dim, out, padded, narrow):
     """out[i * padded : i * padded + dim] = the pool's row number rows[i], for each of the block's tokens.
 
-    narrow: uint8, room for the elements of one vector, for rows that are shorter than this.
+    narrow: uint8, scratch for one vector of elements, for rows shorter than a vector.
     """
     for i in range(KEYS):
         scale = scales[rows[i]] if len(scales) else _ONE
@@ -142,7 +142,7 @@ def _prefetch_rows(pool, rows, row_bytes):
 
 @njit(nogil=True)
 def _find_rows(table, page_size, kv_heads, head, block, tokens, rows):
-    """The pool's row of each token of a block; behind the sequence's end, where NaN may lie, the last token's."""
+    """The pool's row of each token of a block. Behind the sequence's end may lie NaN: there it is the last token's."""
     page, offset = block // page_size, block % page_size
     for i in range(KEYS):
         rows[i] = (table[page] * page_size + offset) * kv_heads + head
@@ -154,7 +154,7 @@ def _find_rows(table, page_size, kv_heads, head, block, tokens, rows):
 
 @njit(nogil=True, fastmath={"contract", "reassoc", "nsz"})
 def _sum(values):
-    """Of KEYS floats."""
+    """The sum of KEYS floats."""
     total = _ZERO
     for i in range(KEYS):
         total += values[i]
@@ -163,7 +163,7 @@ def _sum(values):
 
 @njit(nogil=True, fastmath={"contract", "reassoc", "nsz", "nnan", "ninf"})
 def _largest(values):
-    """Of KEYS floats."""
+    """The largest of KEYS floats."""
     largest = values[0]
     for i in range(KEYS):
         largest = max(largest, values[i])
@@ -172,9 +172,9 @@ def _largest(values):
 
 @njit(nogil=True, fastmath={"contract"})
 def _exponentials(scores, largest, bits, powers):
-    """scores[i] = exp(scores[i] - largest), none of which is above 1, within two units in the last place.
+    """scores[i] = exp(scores[i] - largest), at most 1, within two units in the last place.
 
-    bits, powers: int32 and float32 of one memory. By Cephes' expf (Moshier): 2^n times a polynomial.
+    bits, powers: int32 and float32 views of one buffer. By Cephes' expf (Moshier): 2^n times a polynomial.
     """
     for i in range(len(scores)):
         x = scores[i] - largest
@@ -197,7 +197,7 @@ def _exponentials(scores, largest, bits, powers):
 def _weigh(scores, seen_from, seen_to, softcap, largest, bits, powers):
     """Scores of one row become weights, 0 outside seen_from to seen_to; returns the new largest score.
 
-    largest: of the blocks before.
+    largest: the largest score of the blocks before.
     """
     if softcap > 0:
         for i in range(seen_from, seen_to):
@@ -213,7 +213,7 @@ def _weigh(scores, seen_from, seen_to, softcap, largest, bits, powers):
 
 @njit(nogil=True)
 def _weigh_rows(weights, skipped, group, before, block, window, softcap, largest, totals, sums, width, bits, powers):
-    """Scores of a block become weights, and what rows have summed up before fades to the new largest score."""
+    """Scores of a block become weights; the sums of earlier blocks are rescaled to the new largest score."""
     for row in range(skipped, len(largest)):
         row_weights = weights[row * KEYS : row * KEYS + KEYS]
         seen_to = min(KEYS, before + row // group + 1 - block)

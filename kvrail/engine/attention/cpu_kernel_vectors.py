@@ -1,7 +1,7 @@
-"""Vectors of LANES floats on a CPU, written in LLVM's own language: what numba's compiler would not make of loops.
+"""Vectors of LANES floats on a CPU, written in LLVM IR: numba's compiler does not make this code from loops.
 
-Functions are for numba's compiled code. Arrays are flat; pools are bytes. Indices, strides and counts are of elements,
-but of bytes where a name says so. LLVM makes of a vector what the processor has: 512 bits, or parts of it.
+numba's compiled code calls these functions. Arrays are flat; pools are bytes. Indices, strides and counts are in
+elements, or in bytes where a name says so. LLVM splits a vector into what the processor has: 512 bits or fewer.
 """
 
 # What numba compiles has no types that mypy can follow.
@@ -21,7 +21,7 @@ LANES = 16
 WIDE = 4 * LANES
 _FEATURES: str = config.CPU_FEATURES or get_host_cpu_features()  # type: ignore[attr-defined]
 ROWS = 4 if "+avx512f" in _FEATURES.split(",") else 1
-"""Rows of a product that are computed together: as many as registers hold beside WIDE columns."""
+"""Rows of a product computed together: as many as fit into registers beside WIDE columns."""
 
 _i16, _i32, _i64, _f32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _floats, _halves, _words = (ir.VectorType(kind, LANES) for kind in (_f32, _i16, _i32))
@@ -37,13 +37,13 @@ def _splat(builder: Any, value: Any) -> Any:
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any, element: Any) -> Any:
-    """Of array[index], as a pointer to `element`."""
+    """The address of array[index], as a pointer to `element`."""
     data = context.make_array(kind)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), element.as_pointer())
 
 
 def _vector(builder: Any, pointer: Any, offset: Any) -> Any:
-    """Of LANES floats, `offset` floats behind `pointer`."""
+    """The address of LANES floats, `offset` floats behind `pointer`."""
     return builder.bitcast(builder.gep(pointer, [offset]), _floats.as_pointer())
 
 
@@ -51,7 +51,7 @@ def _product(rows: int, columns: int) -> Any:
     """c[i, j] += sum of a[i, k] * b[k, j] over k, in the order of k, for `rows` i and LANES * `columns` j.
 
     Arrays are float32 and flat. a begins at a_at and has strides a_row and 1; b begins at b_at and has strides b_step
-    and 1; c begins at c_at and has strides c_row and 1; count: of k, at least 1.
+    and 1; c begins at c_at and has strides c_row and 1; count: the number of k, at least 1.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -174,7 +174,7 @@ def transpose(typing, source, at, step, out, out_at, out_step):
 
 @intrinsic
 def prefetch(typing, pool, byte):
-    """Have the cache line of a pool's byte fetched."""
+    """Prefetch the cache line of a pool's byte."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pool, byte = arguments

@@ -25,12 +25,12 @@ def paged_attention(
     """Store the new tokens, then attend each sequence to its own pages.
 
     query, key, value: [tokens, heads, dim], sequences one after the other, those with one new token first. Returns
-    [tokens, heads, value_dim]; zeros where `meta` says padding, and anything in rows of which it says nothing. What is
-    launched depends on shapes alone.
+    [tokens, heads, value_dim]: zeros in rows that `meta` says are padding, undefined values in rows that it does not
+    mention. What is launched depends on shapes alone.
     """
     rows = len(meta.kv_lens)
     out = query.new_empty(len(query), query.shape[1], value.shape[2])
-    if rows:  # before the blocks: rows that are no sequence's one token get zeros here, and what is theirs there
+    if rows:  # before the blocks: it writes zeros to rows of longer sequences, which the blocks overwrite
         decode_attention(
             query[:rows],
             key[:rows],

@@ -1,7 +1,7 @@
-"""How the integers of one step reach the attention operator: as two flat tensors.
+"""The integers of one step on their way to the attention operator: two flat tensors.
 
-A tensor for each of them would give torch.compile a dozen dimensions to specialise on (an axis of length 0 or 1 is a
-case of its own); two that are never that short give it none.
+One tensor for each array would give torch.compile a dozen dimensions to specialise on: it treats an axis of length 0 or
+1 as a special case. Two tensors that are never that short give it none.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 _ALIGN = 4
-"""Sections begin at multiples of 16 bytes, so that kernels may load wide."""
+"""Sections begin at multiples of 16 bytes, so that kernels can use wide loads."""
 
 BLOCK_FIELDS = 4
 """Integers of a block of queries: see StepMeta.blocks."""
@@ -18,22 +18,22 @@ BLOCK_FIELDS = 4
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
-    """The integers of one step, unpacked: arrays before, tensors after the way through the model.
+    """The integers of one step, unpacked: arrays on the host, tensors in the model.
 
-    slots: int32 [tokens], where each new token's KV goes: page * page_size + offset. On CUDA -1 where nothing is to be
-    stored by way of it: padding, and sequences with one new token, whose attention stores it.
+    slots: int32 [tokens], where each new token's KV goes: page * page_size + offset. On CUDA -1 for padding and for
+    sequences with one new token, which the decode kernel stores.
     page_tables: int32 [sequences, width]; sequences with one new token first.
     closed_tokens: [sequences], tokens in closed pages (engine.kv.lossless), whole pages from the sequence's beginning;
     their entries of page_tables number closed pages, the others plain ones. int64 on a CPU, int32 on CUDA; None: all
     pages are plain.
-    plan, on a CPU: (new tokens, tokens in all) a sequence. shared, likewise: what the first layer of each window has
-    worked out for the others.
-    The rest serves CUDA, where every length is read from device memory, so that a captured step serves any lengths.
-    kv_lens: int32 [rows], of leading sequences with one new token: tokens in all, the new one included; 0: the row is
-    padding, or the token of a sequence with more. counters: int32 [rows * kv_heads], zeros between two layers.
-    blocks: int32 [blocks, 4], queries of sequences with more than one new token, in any order: (first packed token, how
-    many, the first one's position in its sequence, the sequence's page table or -1: padding, which gets zeros). A block
-    of no tokens is passed over.
+    plan, on a CPU: (new tokens, tokens in all) of each sequence. shared, on a CPU: by window, the units that the first
+    layer has made for all.
+    The rest is for CUDA, where every length is read from device memory, so that a captured step serves any lengths.
+    kv_lens: int32 [rows], tokens of each leading sequence with one new token, the new one included; 0: the row is
+    padding, or belongs to a sequence with more new tokens. counters: int32 [rows * kv_heads], zeros between two layers.
+    blocks: int32 [blocks, 4], queries of sequences with more than one new token, in any order: (first packed token,
+    number of tokens, the first one's position in its sequence, the sequence's page table; -1: padding, which gets
+    zeros). Blocks without tokens are skipped.
     """
 
     slots: Any
@@ -48,7 +48,7 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """The lengths of a CUDA step's sections: see StepMeta for what they hold."""
+    """The lengths of a CUDA step's sections; StepMeta says what these hold."""
 
     tokens: int
     sequences: int
@@ -68,11 +68,11 @@ class Extents:
         ]
 
     def plan(self) -> torch.Tensor:
-        """What stays on the host: int64 [6] on the CPU."""
+        """The lengths as a tensor on the host: int64 [6]."""
         return torch.tensor([self.tokens, self.sequences, self.width, self.rows, self.blocks, self.kv_heads])
 
     def words(self) -> int:
-        """Integers of all sections, room between them included; never so few that torch.compile sees a special case."""
+        """Integers of all sections and the gaps between them; at least 2: torch.compile specialises on 0 and 1."""
         return max(section_starts(self.sizes())[-1], 2)
 
     def sections(self, data: Any) -> StepMeta:

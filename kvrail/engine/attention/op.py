@@ -1,4 +1,4 @@
-"""What attention layers call; on CUDA a custom operator: torch.compile sees one opaque node that writes the pages."""
+"""What attention layers call. On CUDA it is a custom operator: to torch.compile one opaque node that writes pages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +66,7 @@ def attend_pages(
     meta: StepMeta,
     options: ScoreOptions,
 ) -> torch.Tensor:
-    """The same without what the operator itself costs: on a CPU, where nothing is compiled."""
+    """The operator's computation without its own cost, for CPUs, where nothing is compiled."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     layer_pages = FORMATS[page_format].layer(pages, int(layer[0]))
     return _ATTENTION[page_format](query.device)(q, k, v, layer_pages, meta, options)[None]

@@ -1,4 +1,4 @@
-"""How a layer turns products of queries and keys into weights."""
+"""How a layer turns products of queries and keys into attention weights."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreOptions:
-    """What models ask of attention besides causality.
+    """What a model asks of attention besides causality.
 
     scale: factor of the products. window: each query sees its last `window` tokens, itself included; 0: all. softcap:
-    scores become softcap * tanh(score / softcap); 0: off. sinks: [heads], one score a head that takes part in the
-    softmax and attends to nothing; None: off.
+    scores become softcap * tanh(score / softcap); 0: off. sinks: [heads], one more score a head in the softmax,
+    with no value; None: off.
     """
 
     scale: float

@@ -1,4 +1,4 @@
-"""Paged attention, slow and readable: the oracle of every fast path, and the path where none of them applies."""
+"""Paged attention, slow and readable: the oracle of every fast path."""
 
 import torch
 
@@ -7,7 +7,7 @@ from kvrail.engine.kv.formats import LayerPages
 
 
 def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight-bit elements and one float32 scale a row of the last axis, the row's largest magnitude over the type's.
+    """Eight-bit elements and one float32 scale for each row: its largest magnitude divided by the type's.
 
     x: [..., dim]. Returns ([..., dim] of `dtype`, [...] float32); element = stored * scale.
     """

@@ -1,4 +1,4 @@
-"""Our attention in transformers' registry: any model that asks the registry for its attention function runs paged."""
+"""Our attention in transformers' registry: models that look up their attention function there run paged."""
 
 from typing import Any
 
@@ -24,13 +24,13 @@ _HARMLESS = frozenset(
         "return_dict",
     }
 )
-"""Keyword arguments of attention calls that change nothing here: dropout is off, every model is causal (probed)."""
+"""Keyword arguments of attention calls that have no effect here: dropout is off, every model is causal (probed)."""
 
 
 def register() -> None:
     """Make `attn_implementation=NAME` known to transformers.
 
-    No mask function goes with it, so transformers builds no mask, nor looks for sequences to mask apart.
+    No mask function is registered with it, so transformers builds no mask.
     """
     AttentionInterface.register(NAME, _attention_forward)
 

@@ -1,4 +1,4 @@
-"""What one forward pass hands to every attention layer, through the model's keyword arguments."""
+"""What one forward pass gives to every attention layer, through the model's keyword arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kvrail.engine.kv.cache import PagedCache
 
 
 class AttentionStep(Protocol):
-    """The keyword argument `kvrail_step`: what an attention module's call is answered with."""
+    """The keyword argument `kvrail_step`: it computes the attention of each layer."""
 
     @property
     def on_layer(self) -> Callable[[int], None] | None:

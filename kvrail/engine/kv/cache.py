@@ -12,8 +12,8 @@ from kvrail.values.layout import KVLayout
 _DEFAULT_CPU_BYTES = 2 << 30
 _DEFAULT_CUDA_FRACTION = 0.85
 _LEFT_OF_CUDA = 0.1
-"""Of all memory of a GPU: what captured steps, buffers and libraries take beside weights and pages. With a model of
-61 GiB on a GPU of 79 that was 6.1 GiB before the first request."""
+"""Share of a GPU's memory for captured steps, buffers and libraries, beside weights and pages. They took 6.1 GiB before
+the first request, with a model of 61 GiB on a GPU of 79."""
 
 
 class PagedCache:
@@ -51,7 +51,7 @@ class PagedCache:
         return self.format.as_block(self.tensors)
 
     def _made(self, tensor: PageTensor) -> torch.Tensor:
-        """One of the pool's tensors, filled: a stray NaN in a slot nobody wrote would poison products (0 * NaN)."""
+        """One of the pool's tensors, filled: a NaN in an unwritten slot would poison masked products (0 * NaN)."""
         shape = (self.layout.num_layers, self.num_pages, *tensor.shape)
         made = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
         return made.fill_(tensor.fill) if tensor.fill else made

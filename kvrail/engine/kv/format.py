@@ -20,7 +20,7 @@ PageTensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """One named tensor of a page of one layer. fill: what its elements are before anybody writes them."""
+    """One named tensor of a page of one layer. fill: its elements before they are written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

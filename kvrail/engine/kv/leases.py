@@ -1,4 +1,4 @@
-"""Holds on the pages of requests whose KV a transfer reads or writes, whatever becomes of the requests."""
+"""Holds on pages that a transfer reads or writes; they last even if the request ends before."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from kvrail.engine.kv.pages import PagePool
 
 @dataclass(frozen=True, slots=True)
 class PageLease:
-    """A hold on a request's pages by someone who reads or writes them beside the engine: a transfer.
+    """A hold on a request's pages by a transfer, which reads or writes them beside the engine.
 
     The pages are not reused until the lease is released, whatever becomes of the request. `generations` are the pages'
     allocation counts when the lease was taken.
@@ -19,9 +19,9 @@ class PageLease:
 
 
 class Leases:
-    """One engine's. A lease lies ready from a request's admission on; its transfer claims it, and releases it.
+    """The leases of one engine. Each exists from a request's admission on; its transfer claims and releases it.
 
-    Nothing here locks; the engine calls it with its lock held.
+    It has no lock of its own: the engine calls it with its lock held.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -41,7 +41,7 @@ class Leases:
         self._unclaimed[request_id] = PageLease(pages, tuple(self._pool.generation(page) for page in pages))
 
     def claim(self, request_id: str) -> PageLease | None:
-        """Take over the hold on an admitted request's pages; None where the request was dropped before."""
+        """Take over the hold on an admitted request's pages; None where the request has been dropped."""
         lease = self._unclaimed.pop(request_id, None)
         self._claimed += lease is not None
         return lease
@@ -52,7 +52,7 @@ class Leases:
         self._claimed -= 1
 
     def drop(self, request_id: str) -> None:
-        """Give back a lease that nobody has claimed, if there is one."""
+        """Give back an unclaimed lease, if there is one."""
         lease = self._unclaimed.pop(request_id, None)
         if lease is not None:
             self._pool.release(lease.pages)

@@ -2,7 +2,7 @@
 
 Each page is in exactly one of three states, and free + used + cached = total, always:
 
-    free    nobody holds it and its content means nothing
+    free    no holder, and its content means nothing
     used    at least one holder: a sequence, or a transfer that writes or reads it
     cached  no holder, but its content is known by hash and serves the next prompt that begins alike
 
@@ -66,7 +66,7 @@ class PagePool:
         return count <= self.available()
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` pages, evicting cached ones where none is free. The caller is their only holder."""
+        """Take `count` pages, evicting cached ones where none is free. The caller becomes their only holder."""
         if not self.can_allocate(count):
             raise ValueError(f"{count} pages asked for, {self.available()} available; ask can_allocate first")
         pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
@@ -80,7 +80,7 @@ class PagePool:
         return page in self._cached
 
     def generation(self, page: int) -> int:
-        """How often the page was allocated; a writer that knows another number writes to a page it lost."""
+        """How often the page was allocated; a writer that has another number has lost the page."""
         return self._generation[page]
 
     def match(self, hashes: Iterable[PageHash]) -> list[int]:
@@ -101,7 +101,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Stop holding pages. Last pages of a sequence are given back first, so they are evicted first."""
+        """Stop holding pages. The last pages of a sequence are given back first, so they are evicted first."""
         for page in reversed(list(pages)):
             if self._holders[page] <= 0:
                 raise ValueError(f"page {page} released more often than held")
@@ -114,7 +114,7 @@ class PagePool:
                 self._free.append(page)
 
     def publish(self, page: int, page_hash: PageHash) -> None:
-        """Make a full page's content known. Where another page has the same content, that one stays known."""
+        """Make a full page's content known. Where another page with this content is known, that one stays."""
         if self._keep and page_hash not in self._page_of:
             self._page_of[page_hash] = page
             self._hash_of[page] = page_hash
@@ -134,7 +134,7 @@ class PagePool:
         return count
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Make the content of pages unknown, for it is wrong. Cached ones become free; holders keep theirs."""
+        """Make the content of pages unknown, because it is wrong. Cached pages become free; holders keep theirs."""
         for page in pages:
             if page not in self._hash_of:
                 continue

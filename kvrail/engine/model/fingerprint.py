@@ -19,8 +19,8 @@ _VOLATILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "
 def fingerprint_model(folder: Path, files: Sequence[WeightFile]) -> str:
     """sha256 over config.json of `folder` and the model's safetensors files, however they are stored.
 
-    config.json: parsed, without keys that say nothing of the model's function, keys sorted. Each weight file, in order
-    of name: its size, its header (names, types and shapes of all tensors), and its contents: whole up to 64 MiB, else
+    config.json: parsed, without keys that do not affect the model's results, keys sorted. Each weight file, in order of
+    name: its size, its header (names, types and shapes of all tensors), and its contents: whole up to 64 MiB, else
     256 samples of 4 KiB spread evenly. Two trainings differ in nearly every byte, so a difference cannot hide between
     samples by accident; this is no defence against someone who forges weights on purpose.
     """
@@ -34,7 +34,7 @@ def fingerprint_model(folder: Path, files: Sequence[WeightFile]) -> str:
 
 
 def fingerprint_dummy(config: Any, seed: int) -> str:
-    """sha256 over the configuration and the seed that random weights were drawn from."""
+    """sha256 over the configuration and the seed of random weights."""
     digest = hashlib.sha256(b"dummy")
     _add(digest, _canonical(json.loads(config.to_json_string(use_diff=True))))
     _add(digest, str(seed).encode())

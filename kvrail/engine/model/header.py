@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which bytes of it are which tensor. All that it says is checked here."""
+"""The header of a safetensors file, which says where each tensor's bytes lie. Everything in it is checked here."""
 
 import json
 import math
@@ -15,9 +15,9 @@ from kvrail.errors import ConfigError
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""As the format's own reader has it."""
+"""The limit of the format's own reader."""
 MAX_DIMENSIONS = 64
-"""More than any tensor has. A product of few sizes stays a small number."""
+"""More than any tensor has, so that the product of all sizes stays a small number."""
 _SHOWN_CHARS = 300
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
@@ -44,7 +44,7 @@ CODED_AS = {
     "BOOL": "bool",
     "C64": "complex64",
 }
-"""torch's name of each element type; of others the bytes are coded."""
+"""torch's name of each element type; tensors of other types are coded as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,12 @@ def read_header(path: Path) -> Header:
             raise ConfigError(f"{path} has {found} bytes, its header alone {size}; fetch it again")
         header = parse_header(first + file.read(size - LENGTH_BYTES), str(path))
     if found != header.file_bytes:
-        raise ConfigError(f"{path} has {found} bytes, its header tells of {header.file_bytes}; fetch it again")
+        raise ConfigError(f"{path} has {found} bytes, its header says {header.file_bytes}; fetch it again")
     return header
 
 
 def _header_bytes(first: bytes, name: str) -> int:
-    """How many bytes the header has, its length included, given the file's first eight. Raises ConfigError."""
+    """Bytes of the header, its length field included, from the file's first eight. Raises ConfigError."""
     length = int.from_bytes(first, "little")
     if len(first) < LENGTH_BYTES or length > MAX_HEADER_BYTES:
         raise ConfigError(f"{name} does not begin as safetensors files do; fetch it again")
@@ -126,7 +126,7 @@ def parse_header(raw: bytes, name: str) -> Header:
 
 
 def _tensor(name: str, about: Any, start: int) -> Tensor:
-    """A tensor, of what the header says about it. Raises ValueError."""
+    """A tensor, from its entry in the header. Raises ValueError."""
     match about:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]}:
             pass
@@ -146,7 +146,7 @@ def _tensor(name: str, about: Any, start: int) -> Tensor:
 
 
 def element_bits(dtype: str) -> int:
-    """Bits of an element; 0 where torch has no such type."""
+    """Bits of an element; 0 where torch lacks the type."""
     if dtype not in CODED_AS:
         return 0
     found: torch.dtype = getattr(torch, CODED_AS[dtype])
@@ -154,12 +154,12 @@ def element_bits(dtype: str) -> int:
 
 
 def are_sizes(*values: object) -> bool:
-    """Whether all values are whole numbers that a size in bytes can be."""
+    """Whether all values are whole numbers that can be sizes in bytes."""
     return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def parse_json(text: bytes) -> Any:
-    """What JSON says. Raises ValueError where it is none, is nested too deeply, or has a name twice."""
+    """The value of a JSON text. Raises ValueError where it is invalid, nested too deeply, or has a name twice."""
     try:
         return json.loads(text.decode(), object_pairs_hook=_unique)
     except RecursionError:
@@ -175,5 +175,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value from a file as an error shows it: what is long or deep is cut."""
+    """A value from a file as an error shows it, cut where it is long or deep."""
     return _SHORT.repr(value)[:_SHOWN_CHARS]

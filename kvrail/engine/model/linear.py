@@ -43,7 +43,7 @@ class LinearMethod(Protocol):
         ...
 
     def join(self, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Layers that compute the same as these, which take one input, in one product; none where that cannot be."""
+        """Layers that compute what these do, which share an input, in one product; empty where that is impossible."""
         ...
 
 
@@ -70,7 +70,7 @@ class PlainMethod:
         return JointLinear(held, bias, begin, end)
 
     def join(self, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Slices of one weight with the values of all; layers that are slices already stay."""
+        """Slices of one weight that has the values of all; none where the layers are slices already."""
         given = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
         if len(given) < len(layers) or len({layer.bias is None for layer in given}) > 1:
             return []

@@ -18,7 +18,7 @@ from kvrail.engine.attention.registry import NAME, register
 from kvrail.engine.batch.inputs import CUDA_ROWS, StepInputs
 from kvrail.engine.model.fingerprint import fingerprint_dummy, fingerprint_model
 from kvrail.engine.model.header import shown
-from kvrail.engine.model.loading import told_loading
+from kvrail.engine.model.loading import logged_loading
 from kvrail.engine.model.onednn_linear import can_use_onednn, use_onednn
 from kvrail.engine.model.probe import forward, inspect, verify
 from kvrail.engine.model.support import context_limit, refuse_unsupported
@@ -32,8 +32,8 @@ LoadFormat = Literal["safetensors", "dummy"]
 
 _FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 _DUMMY_SEED = 0
-_TOLD = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-"""Has transformers tell which tensors are missing or of another shape: see _complete."""
+_REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""Makes transformers report which tensors are missing or have another shape: see _complete."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +43,8 @@ class LoadedModel:
     model: transformers' causal LM in evaluation mode on `device`, parameters in `dtype`; config: its configuration.
     layout: how its KV lies in pages. max_model_len: tokens, prompt and output together. fingerprint: hex digest of
     configuration and weights. layers: its decoder layers in order, each with one attention module.
-    projections: names, in each layer, of linear modules that take the same input. least_rows: of a step on CUDA whose
-    tokens are to get the same bits in any company.
+    projections: names, in each layer, of linear modules that take the same input. least_rows: rows of a step on CUDA
+    from which on products are batch-invariant.
     """
 
     model: Any
@@ -67,10 +67,10 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class WeightForms:
-    """What a service brings for weights that are no plain safetensors.
+    """How a service reads and holds weights that are not plain safetensors.
 
-    reader: reads those that are stored in another form. hold: replaces a loaded model's linear layers by others that
-    hold the same weights in another form.
+    reader: reads weights stored in another form. hold: replaces a loaded model's linear layers by layers that hold the
+    same weights in another form.
     """
 
     reader: WeightReader | None = None
@@ -168,7 +168,7 @@ def _compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def _resolve(model: str, load_format: LoadFormat, packed: WeightReader | None) -> tuple[Path, WeightReader | None]:
-    """The model's local folder, fetched from the Hub where `model` is none, and who reads its weights if not we."""
+    """The model's local folder, fetched from the Hub where `model` is not one, and the reader of packed weights."""
     folder = Path(model)
     if not folder.is_dir():
         patterns = ["*.json"] if load_format == "dummy" else [*_FILES, *([packed.pattern] if packed else [])]
@@ -212,8 +212,8 @@ def _build(
         else:
             auto: Any = AutoModelForCausalLM
             options = {"config": config, "use_safetensors": True, "trust_remote_code": False}
-            with told_loading(folder):
-                lm = _complete(auto.from_pretrained(folder, dtype=dtype, **options, **_TOLD), folder)
+            with logged_loading(folder):
+                lm = _complete(auto.from_pretrained(folder, dtype=dtype, **options, **_REPORTED), folder)
             lm = lm.to(device)
         lm.set_attn_implementation(NAME)
     except SafetensorError as error:
@@ -233,26 +233,26 @@ def _random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _model_of(weights: LoadedWeights, config: Any, dtype: torch.dtype, folder: Path) -> Any:
-    """The model that these weights of `folder` make, with the same conversions as weights of a folder get."""
+    """The model with these weights of `folder`, converted as transformers converts files."""
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
         cls: Any = type(auto.from_config(config, trust_remote_code=False))
-    found = cls.from_pretrained(None, config=config, state_dict=dict(weights.tensors), dtype=dtype, **_TOLD)
+    found = cls.from_pretrained(None, config=config, state_dict=dict(weights.tensors), dtype=dtype, **_REPORTED)
     return _complete(found, folder)
 
 
 def _complete(loaded: tuple[Any, dict[str, Any]], folder: Path) -> Any:
-    """The model that transformers has loaded from `folder`, told as _TOLD asks.
+    """The model that transformers has loaded from `folder` with the options _REPORTED.
 
     Raises ConfigError where a tensor is missing or has another shape: transformers takes random values in its place.
     """
-    lm, told = loaded
-    for name, stored, needed in sorted(told["mismatched_keys"]):
+    lm, report = loaded
+    for name, stored, needed in sorted(report["mismatched_keys"]):
         raise ConfigError(
             f"tensor {shown(name)} in {str(folder)!r} has shape {list(stored)}, but config.json asks for"
             f" {list(needed)}; fetch the model again"
         )
-    for name in sorted(told["missing_keys"]):
+    for name in sorted(report["missing_keys"]):
         raise ConfigError(f"the weights in {str(folder)!r} have no tensor {shown(name)}; fetch the model again")
     return lm
 

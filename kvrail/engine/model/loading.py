@@ -1,4 +1,4 @@
-"""How far the loading of weights has come, told in lines while it lasts."""
+"""Logs the progress of loading weights."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -13,16 +13,16 @@ from kvrail.engine.model.header import read_header
 
 logger = logging.getLogger("kvrail.worker")
 
-TELL_S = 3.0
-"""Seconds between two lines; weights that load faster get none but the first."""
+LOG_S = 3.0
+"""Seconds between two log lines; weights that load faster get only the first."""
 GB = 1e9
 
 
 @contextmanager
-def told_loading(folder: Path) -> Iterator[None]:
-    """Tell of weights that transformers loads inside from the safetensors files of `folder`, by their bytes.
+def logged_loading(folder: Path) -> Iterator[None]:
+    """Log how many bytes of the safetensors files of `folder` transformers has loaded, while the block runs.
 
-    Raises ConfigError where a header of theirs is damaged.
+    Raises ConfigError where a header is damaged.
     """
     sizes = tensor_bytes(folder)
     total = sum(sizes.values())
@@ -41,7 +41,7 @@ def tensor_bytes(folder: Path) -> dict[str, int]:
 
 
 class _Loading:
-    """What transformers uses as its progress bar: it walks over (name, how to load) of each tensor."""
+    """Takes the place of transformers' progress bar: it yields (name, how to load) of each tensor."""
 
     def __init__(
         self, sizes: Mapping[str, int], total: int, items: Any = (), clock: Callable[[], float] = monotonic, **_: Any
@@ -49,19 +49,19 @@ class _Loading:
         self._sizes, self._total, self._items, self._clock = sizes, total, items, clock
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand each item on; the one before it is loaded by then."""
-        done, told = 0, self._clock()
+        """Yield each item; the one before it is loaded by then."""
+        done, logged = 0, self._clock()
         mean = self._total // max(1, len(self._sizes))
         for item in self._items:
             yield item
             name = item[0] if isinstance(item, tuple) else ""
-            done += self._sizes.get(name, mean)  # names that transformers changes are taken as average ones
-            if self._clock() - told > TELL_S:
-                told = self._clock()
+            done += self._sizes.get(name, mean)  # where transformers changed the name, the average
+            if self._clock() - logged > LOG_S:
+                logged = self._clock()
                 logger.info("loading weights: %.2f of %.2f GB", min(done, self._total) / GB, self._total / GB)
 
     def update(self, *_: Any) -> None:
-        """Take no note: items are counted as they are walked over."""
+        """Do nothing: items are counted as they are yielded."""
 
     def close(self) -> None:
         """Do nothing: there is no bar."""

@@ -1,8 +1,8 @@
-"""Linear layers on a CPU whose weights lie as the product reads them.
+"""Linear layers on a CPU that keep their weights in the layout of the product.
 
 torch's own product of a few rows copies the whole weight into another layout at each call, which takes several times
-as long as the arithmetic. oneDNN takes a weight in that layout: a step of one token is faster so, a prompt too. It
-also gives a row the same bits in any company of rows, which decision 0008 builds on.
+as long as the arithmetic. oneDNN takes a weight in that layout: steps of one token are faster, and prompts too. It is
+also batch-invariant, which decision 0008 builds on.
 """
 
 import torch
@@ -16,7 +16,7 @@ class OneDnnLinear(torch.nn.Module):
     method = PLAIN
 
     def __init__(self, layer: torch.nn.Linear) -> None:
-        """Take over the parameters of `layer`; those that nothing else holds are freed with it."""
+        """Take over the parameters of `layer`; they are freed with it unless something else holds them."""
         super().__init__()
         self.in_features = layer.in_features
         self.out_features = layer.out_features
@@ -42,7 +42,7 @@ def can_use_onednn(model: torch.nn.Module) -> bool:
 
 
 def use_onednn(model: torch.nn.Module) -> None:
-    """Replace all linear layers of `model`; subclasses stay, they may compute something else."""
+    """Replace all linear layers of `model`. Subclasses stay: they may compute something else."""
     for parent, name, layer in linear_layers(model):
         if isinstance(layer, torch.nn.Linear):
             setattr(parent, name, OneDnnLinear(layer))

@@ -1,4 +1,4 @@
-"""Tries a freshly loaded model: which attention it calls, and whether it computes the same paged as dense."""
+"""Tries a freshly loaded model: which attention it calls, and whether paged attention gives what dense gives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,15 +18,15 @@ from kvrail.errors import UnsupportedModelError
 from kvrail.values.layout import KVLayout
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Largest ‖paged - dense‖ / ‖dense‖ of the logits. A model that ignores its pages is off by about 1; bfloat16 alone by
-0.01 to 0.05, a mixture of experts whose router tips over by more: 0.19 was seen of one that is computed right."""
+"""Largest ‖paged - dense‖ / ‖dense‖ of the logits. A model that ignores its pages is off by about 1, bfloat16 alone by
+0.01 to 0.05. A mixture of experts is off by more where its router chooses others: 0.19 was seen with a correct one."""
 _PROMPTS = (
     ([2, 1, 4, 3, 0, 2, 1], [1, 3, 3, 2, 0, 1]),
     ([3, 0, 1, 4, 2, 0, 3], [4, 2, 0, 1, 3, 2]),
     ([1, 1, 4, 0, 2, 3, 0], [0, 4, 2, 3, 1, 4]),
 )
-"""Pairs of sequences to compare on. A router tips over on some tokens; what paged attention does not see is wrong on
-all of them."""
+"""Pairs of sequences to compare on. A router may choose other experts for some tokens; state that paged attention does
+not see is wrong for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Answers attention calls with zeros and keeps what it was asked."""
+    """Answers attention calls with zeros and records their arguments."""
 
     calls: list[_Call] = field(default_factory=list)
     on_layer: Callable[[int], None] | None = None
@@ -80,7 +80,7 @@ class _Recorder:
 def inspect(model: Any, config: Any) -> Found:
     """Run a few tokens and look at the attention calls; bind modules to their layers.
 
-    Each attention module learns its number in the page pool; each decoder layer gets a hook that reports to the step.
+    Each attention module gets its layer's number in the page pool, each decoder layer a hook that reports to the step.
 
     Raises UnsupportedModelError where attention bypasses the registry, layers differ in shape, a layer is called twice
     or not at all, or the configuration's sliding window does not reach attention.
@@ -188,7 +188,7 @@ def _dense(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 def _guarded(run: Callable[[], torch.Tensor], model: Any) -> torch.Tensor:
-    """`run`, any failure of the model's own code told as UnsupportedModelError."""
+    """Call `run`; any failure of the model's own code becomes an UnsupportedModelError."""
     try:
         return run()
     except torch.OutOfMemoryError:
@@ -205,7 +205,7 @@ def _projections(model: Any, layers: tuple[torch.nn.Module, ...]) -> tuple[tuple
 
 
 def _reporter(index: int) -> Callable[..., None]:
-    """A forward hook that tells the step's observer that layer `index` has been enqueued."""
+    """A forward hook that reports to the step's observer that layer `index` has been enqueued."""
 
     def report(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         step: AttentionStep | None = kwargs.get("kvrail_step")
@@ -216,7 +216,7 @@ def _reporter(index: int) -> Callable[..., None]:
 
 
 def _decoder_layers(model: torch.nn.Module, attentions: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """For each attention module the largest module around it that holds no other one."""
+    """For each attention module, the largest module around it that contains no other attention module."""
     names = {id(module): name for name, module in model.named_modules()}
     paths = [names[id(module)].split(".") for module in attentions]
     layers = []

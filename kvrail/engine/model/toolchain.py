@@ -1,7 +1,7 @@
-"""What kernels for a GPU need of the machine besides the GPU, tried at a worker's start and not at its first kernel.
+"""What kernels for a GPU need from the machine besides the GPU, tried when a worker starts, before its first kernel.
 
-Triton translates kernels by itself. What launches them is C: it is built with the machine's compiler when a process
-first needs it, kept in Triton's cache and loaded from there, so the cache must not be on a file system without exec.
+Triton compiles kernels by itself. Their launchers are C: the machine's compiler builds them when a process first needs
+them. Triton's cache keeps them and they are loaded from there, so its file system must allow exec.
 """
 
 import os
@@ -15,11 +15,11 @@ import torch
 from kvrail.errors import ConfigError
 
 COMPILERS = ("gcc", "clang")
-"""In the order in which Triton looks for them, where CC names none (triton/runtime/build.py)."""
+"""Compilers in the order in which Triton looks for them where CC names none (triton/runtime/build.py)."""
 
 
 def check_toolchain() -> None:
-    """Have Triton build and load what launches kernels; without a GPU nothing is done.
+    """Make Triton build and load a kernel's launcher; does nothing without a GPU.
 
     Raises ConfigError, which names what is missing and the remedy, and OSError where the disk is full.
     """

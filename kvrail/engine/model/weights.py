@@ -1,4 +1,4 @@
-"""Weight files as the loader sees them: plain safetensors files, or what a service reads in their place."""
+"""Weight files as the loader sees them: plain safetensors files, or files that a service's reader understands."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 
 class WeightFile(Protocol):
-    """The bytes of a safetensors file, wherever they lie."""
+    """The bytes of a safetensors file, on a disk or in memory."""
 
     name: str
     size: int
@@ -21,7 +21,7 @@ class WeightFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """A checkpoint in host memory: its tensors by name, and the files that they are of, in order of name."""
+    """A checkpoint in host memory: its tensors by name, and their files in order of name."""
 
     tensors: Mapping[str, torch.Tensor]
     files: Sequence[WeightFile]
@@ -30,7 +30,7 @@ class LoadedWeights:
 class WeightReader(Protocol):
     """Reads weights that are stored in another form than safetensors; a service gives it to the loader."""
 
-    pattern: str  # of the names of its files
+    pattern: str  # matches the names of its files
 
     def load(self, folder: Path) -> LoadedWeights:
         """The weights of a folder that has such files. Raises ConfigError where they cannot be read."""

@@ -9,8 +9,8 @@
         -16 8      its XXH3-64
          -8 8      magic "KVRPACK1"
 
-All numbers are little-endian. The index comes last, so that a file is written in one go, tensor by tensor. Any tensor
-is decoded alone.
+All numbers are little-endian. The index comes last, so that a file is written in one pass, tensor by tensor. Each
+tensor can be decoded alone.
 """
 
 import json
@@ -37,7 +37,7 @@ from kvrail.errors import ConfigError
 
 MAGIC = b"KVRPACK1"
 SUFFIX = ".packed"
-"""What a packed file's name has behind that of the file it was made of."""
+"""The suffix that a packed file adds to the name of its original."""
 _TAIL = struct.Struct("<QQQ8s")
 CODEC = HuffmanCodec()
 
@@ -60,7 +60,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What deltas were made against: a folder, as it was named; of each tensor, whether it is a delta."""
+    """The base of deltas: its folder, as it was named, and whether each tensor is a delta."""
 
     folder: str
     delta: tuple[bool, ...]
@@ -109,7 +109,7 @@ class PackedFile:
         self._check_containers()
 
     def _read(self, index: bytes, end: int) -> None:
-        """Take over what the index says. Raises ValueError where it is not as `write_index` makes it."""
+        """Read the index. Raises ValueError where it is not as `write_index` makes it."""
         fields = parse_json(index)
         match fields:
             case {"format": "kvrail-packed", "version": int(version), "codec": str(codec)}:
@@ -165,9 +165,9 @@ class PackedFile:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         del self.data
-        with suppress(BufferError):  # where a view is left, the map goes with it
+        with suppress(BufferError):  # a view that is left keeps the map
             self._map.close()
 
     def is_delta(self, place: int) -> bool:
@@ -180,7 +180,7 @@ class PackedFile:
         return self.data[part.offset : part.offset + part.size]
 
     def memory(self, size: int) -> Bytes:
-        """Memory for `size` bytes of what is decoded. Raises ConfigError where the machine gives none."""
+        """Memory for `size` decoded bytes. Raises ConfigError where the machine has too little."""
         try:
             return fresh(size)
         except CodecError as error:

@@ -15,7 +15,7 @@ WEIGHTS = "*.safetensors"
 class SourceFile:
     """A safetensors file, open for reading as long as anything refers to it.
 
-    Raises ConfigError where it is none, or is cut off.
+    Raises ConfigError where it is not one, or is truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class SourceFile:
 
 
 class BaseFolder:
-    """A model's folder that deltas are made against: its tensors by name. Raises ConfigError where it is none."""
+    """A model's folder that deltas are made against: its tensors by name. Raises ConfigError where it has none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

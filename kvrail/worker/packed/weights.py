@@ -1,4 +1,4 @@
-"""How a worker loads a packed model: every file decoded into memory as it was, its tensors views of that."""
+"""How a worker loads a packed model: each file is decoded into memory as it was, and tensors are views of it."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ class Image:
         return self._memory[offset : offset + size].numpy().tobytes()
 
     def tensor(self, tensor: Tensor) -> torch.Tensor:
-        """A tensor of the file, of a type that torch has: a view where it lies as its type must, else a copy."""
+        """A tensor of the file, of a type that torch has: a view where it is aligned, else a copy."""
         dtype: torch.dtype = getattr(torch, CODED_AS[tensor.dtype])
         raw = self._memory[tensor.begin : tensor.end]
         aligned = raw if tensor.begin % dtype.itemsize == 0 else raw.clone()

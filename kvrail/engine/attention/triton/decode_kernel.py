@@ -1,11 +1,10 @@
 """Triton kernel: one new token a sequence is stored in its page, then attends to its pages.
 
 Split-KV flash decoding (Dao et al., "Flash-Decoding for long-context inference", 2023): several programs share a long
-sequence, and the one that finishes last joins what they leave. How many there are changes no bit of the result: they
-leave the parts of `attention.order` one by one, and joining folds these as a single program would. The query heads of
-one KV head are computed together, so that KV is read once. Launch shapes depend on tensor shapes alone, never on
-lengths, so a captured launch serves any lengths. All is one launch: at decode's sizes a launch costs as much as a small
-kernel.
+sequence, and the last one to finish joins their results. Their number changes no bit of the result: they leave the
+parts of `attention.order` one by one, and the join folds these as a single program would. The query heads of one KV
+head are computed together, so that KV is read once. Launch shapes depend on tensor shapes alone, never on lengths, so a
+captured launch serves any lengths. There is one launch: at decode's sizes another would cost as much as a small kernel.
 """
 
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ _MAX_SPLITS = 64
 class DecodeTuning:
     """Launch parameters: warps and pipeline stages a program, programs wanted a processor, registers of a thread.
 
-    registers None: as many as the compiler likes.
+    registers None: the compiler decides.
     """
 
     warps: int = 4
@@ -63,8 +62,8 @@ class DecodeTuning:
 def tuning_for(shape: HeadShape, rows: int, closed: bool = False) -> DecodeTuning:
     """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128. closed: of full pages.
 
-    Few sequences want more loads under way a program, many want more programs at once: 1 x 2,048 tokens take 10.1 and
-    11.2 us with the former and the latter, 32 x 1,152 tokens 67.8 and 64.9.
+    With few sequences each program needs more loads under way; with many, more programs at once are faster. 1 x 2,048
+    tokens take 10.1 us with the former parameters and 11.2 with the latter, 32 x 1,152 tokens 67.8 and 64.9.
     """
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
@@ -76,9 +75,9 @@ def tuning_for(shape: HeadShape, rows: int, closed: bool = False) -> DecodeTunin
 def splits_for(rows: int, kv_heads: int, programs: int, block: int) -> tuple[int, int]:
     """(most programs of a sequence, fewest tokens of one) for about `programs` programs in all.
 
-    Lengths have no say: a captured launch serves them all. Where the batch alone fills the chip, only long sequences
-    are split: a second program of a short one is overhead (measured on an H200: 125 instead of 136 µs for 64 sequences
-    of 2,048 tokens).
+    Lengths do not matter: a captured launch serves them all. Where the batch alone fills the chip, only long sequences
+    are split, since a second program for a short one is overhead (measured on an H200: 125 instead of 136 µs for 64
+    sequences of 2,048 tokens).
     """
     wanted = min(int(triton.next_power_of_2(-(-programs // (rows * kv_heads)))), _MAX_SPLITS)
     return max(wanted, 4), {1: 4096, 2: 1024}.get(wanted, 2 * block)
@@ -106,12 +105,12 @@ def _store_token(
     PAGE_SIZE: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Store one head of a row's new token; key, value: that head's of the first row."""
+    """Store one head of a row's new token; key, value: where that head of the first row lies."""
     slot = tl.load(table + token // PAGE_SIZE).to(tl.int64) * PAGE_SIZE + token % PAGE_SIZE
     slot = slot * KV_HEADS + kv_head
     store_rows(key, keys, key_scales, slot, row, 0, key_stride_row, 1, 1, KEY_DIM, KEY_DIM_PADDED, LIMIT)
     store_rows(value, values, value_scales, slot, row, 0, value_stride_row, 1, 1, VALUE_DIM, VALUE_DIM_PADDED, LIMIT)
-    tl.debug_barrier()  # what follows reads it again
+    tl.debug_barrier()  # the token is read again below
 
 
 @triton.jit
@@ -202,7 +201,7 @@ def _decode_kernel(
 ):
     """Grid: (KV_HEADS, splits, sequences). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
 
-    What programs that share a sequence leave, float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
+    Programs that share a sequence leave float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
     part_top, part_total [sequences, heads, part_stride].
     """
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -346,7 +345,7 @@ def decode_attention(
 
 
 def _dims(kv_heads: int, group: int, key_dim: int, value_dim: int) -> dict[str, int]:
-    """The kernel's constants of a model's head shape."""
+    """The kernel's constants for a model's head shape."""
     joined = int(triton.next_power_of_2(group))
     return {
         "KV_HEADS": kv_heads,

@@ -1,16 +1,16 @@
 """The one order in which attention adds up a query's keys, shared by the kernels that compute it (`order_kernel`).
 
-What a token gets must not depend on what is computed beside it, nor on how many of its sequence's tokens come at once.
-So every kernel takes the same steps for a query, in bits:
+A token's result must not depend on the rest of the batch, nor on how many of its sequence's tokens come at once. So
+every kernel takes the same steps for a query, bit for bit:
 
     keys in blocks of `block_of` tokens from the sequence's beginning, one softmax running over a part
     parts end at fixed places: 256 tokens each up to 8,192, from there a sixteenth of the power of two before them
     parts are folded from the first to the last
 
-A part may be computed by any program, since it begins with nothing. Blocks of which a query sees nothing, before its
-window or behind itself, change no bit of it. Sums of weights are products with ones: a tensor core adds in the order of
-keys, whatever the shape of its instruction, where a sum of Triton's would follow the layout of registers. Kernels that
-use this are launched without fusing products into sums, which the compiler does here and not there.
+Any program may compute a part, since each part begins empty. Blocks that a query does not see, before its window or
+behind itself, change no bit of its result. Sums of weights are products with ones: a tensor core adds in the order of
+keys whatever its instruction's shape, where Triton's own sum would follow the layout of registers. Kernels in this
+order are launched without fused multiply-adds, which the compiler would use in some places and not in others.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ FIRST = 8
 PARTS = 4
 """Binary logarithm of the parts from one power of two to the next."""
 _JOIN_ELEMENTS = 4096
-"""Elements of parts that the program which joins them holds at once."""
+"""Elements of parts that a joining program holds at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What decides which instructions compute a head: its widths and the sizes of its elements, in bytes."""
+    """A head's widths and the sizes of its elements in bytes: they decide which instructions compute it."""
 
     key_dim: int
     value_dim: int
@@ -40,12 +40,12 @@ class HeadShape:
 
     @property
     def dim(self) -> int:
-        """The wider of both, as kernels pad it."""
+        """The larger width, as kernels pad it."""
         return padded(max(self.key_dim, self.value_dim))
 
 
 def head_shape(layout: KVLayout, dtype: torch.dtype) -> HeadShape:
-    """Of a model that computes in `dtype` over pages of `layout`."""
+    """The shape for a model that computes in `dtype` over pages of `layout`."""
     page_bytes = getattr(torch, layout.dtype).itemsize
     return HeadShape(layout.key_dim, layout.value_dim, dtype.itemsize, page_bytes)
 
@@ -63,19 +63,19 @@ def padded(dim: int) -> int:
 
 
 def parts_of(tokens: int) -> int:
-    """Parts of a sequence of `tokens` tokens, at least one; the same as `part_of` of its last token, and one."""
+    """Parts of a sequence of `tokens` tokens, at least one: `part_of` its last token, plus one."""
     last = max(tokens - 1, 0)
     octave = max(last.bit_length() - 1, FIRST + PARTS)
     return (last >> (octave - PARTS)) + ((octave - FIRST - PARTS) << PARTS) + 1
 
 
 def severed(shape: HeadShape) -> bool:
-    """Whether keys and values, where registers hold them, are kept apart from how they were loaded: see `apart`."""
+    """Whether keys and values in registers pass an opaque operation after loading: see `apart`."""
     return shape.compute_bytes == 2 > shape.page_bytes
 
 
 def joined_at_once(group: int, value_dim: int) -> int:
-    """Parts of a KV head's query heads that the program which joins them holds at once."""
+    """Parts of a KV head's query heads that a joining program holds at once."""
     elements = int(triton.next_power_of_2(group)) * padded(value_dim)
     return max(1, min(8, _JOIN_ELEMENTS // elements))
 

@@ -1,4 +1,4 @@
-"""Steps of attention that every kernel takes alike, in bits: see `attention.order`."""
+"""The steps of attention that all kernels compute with the same bits: see `attention.order`."""
 
 import triton
 import triton.language as tl
@@ -9,14 +9,14 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _FIRST_OCTAVE = tl.constexpr(FIRST + PARTS)
 _PER_OCTAVE = tl.constexpr(PARTS)
 SUMS = tl.constexpr(8)
-"""Columns of ones: the fewest that a tensor core multiplies by."""
+"""Columns of ones: the fewest columns that a tensor core multiplies by."""
 LOWEST = tl.constexpr(-1.0e30)
 """Stands for minus infinity, so that no difference is undefined."""
 
 
 @triton.jit
 def _octave(token):
-    """Binary logarithm of `token`, from the exponent of a float; of tokens before the first octave that octave's."""
+    """Binary logarithm of `token`, from the exponent of a float; at least that of the first octave."""
     exponent = (tl.cast(token, tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
     return tl.maximum(exponent, _FIRST_OCTAVE)
 
@@ -43,16 +43,16 @@ def begins_part(block):
 
 @triton.jit
 def tanh(x):
-    """Tl has none; saturates without overflow, since exp(inf) only meets a division."""
+    """The hyperbolic tangent, which tl lacks. It saturates without overflow: exp(inf) only meets a division."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
 @triton.jit
 def apart(x, SEVERED: tl.constexpr):
-    """`x`, through an operation that the compiler does not look behind, if SEVERED.
+    """`x`; if SEVERED, through an operation that is opaque to the compiler.
 
-    Of operands that were loaded in narrower elements it deals out the sum's terms to a tensor core's instructions in
-    another order, where both come from registers. Triton's interpreter knows no assembler, and needs none.
+    Where both operands come from registers and were loaded as narrower elements, the compiler hands a sum's terms to
+    the tensor core's instructions in another order. Triton's interpreter has no assembler and needs none.
     """
     if SEVERED:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
@@ -61,7 +61,7 @@ def apart(x, SEVERED: tl.constexpr):
 
 @triton.jit
 def nothing(ROWS: tl.constexpr, VALUE_DIM_PADDED: tl.constexpr):
-    """What a part begins with: (weighted values, highest score, sums of weights) of each row."""
+    """An empty part: (weighted values, highest score, sums of weights) of each row."""
     acc = tl.zeros([ROWS, VALUE_DIM_PADDED], tl.float32)
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS, SUMS], tl.float32)
@@ -107,8 +107,8 @@ def scores_of(
 ):
     """Products of one block's keys, [rows, BLOCK], not scaled yet; minus infinity where a query does not see a token.
 
-    q: [rows, KEY_DIM_PADDED]; base, rows: see slots_of; position: the queries' own tokens, [rows], or [1] where all are
-    of one token; end: tokens that there are. MASKED: some query does not see some token of the block; else all see all.
+    q: [rows, KEY_DIM_PADDED]; base, rows: see slots_of; position: the queries' own tokens, [rows], or [1] where all
+    have one token; end: number of tokens. MASKED: some query does not see some token of the block.
     """
     token = block + tl.arange(0, BLOCK)
     key_dim = tl.arange(0, KEY_DIM_PADDED)
@@ -116,7 +116,7 @@ def scores_of(
     if MASKED:
         mask &= (token < end)[None, :]
     key = keys + base * KEY_DIM + rows[None, :] * KEY_DIM + key_dim[:, None]
-    if MASKED or KEY_DIM < KEY_DIM_PADDED:  # noqa: SIM108 compiled apart, a branch of constants costs nothing
+    if MASKED or KEY_DIM < KEY_DIM_PADDED:  # noqa: SIM108 a branch on constants costs nothing
         k = tl.load(key, mask=mask, other=0.0)
     else:
         k = tl.load(key)
@@ -172,7 +172,7 @@ def add_block(
     SEVERED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add one block's values, weighted by `scores_of` the same block; dtype: what is multiplied, see scores_of."""
+    """Add one block's values, weighted by its scores; dtype: the type of both factors, see scores_of."""
     token = block + tl.arange(0, BLOCK)
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     mask = (value_dim < VALUE_DIM)[None, :]
@@ -220,7 +220,7 @@ def sums_of(total):
 
 @triton.jit
 def output_of(acc, top, total, sinks, head, live, SINKS: tl.constexpr):
-    """Outputs of all parts folded; head: of each row; 0 where a row sees nothing, and never -0."""
+    """Outputs of all parts folded; head: each row's; 0 where a row sees nothing, never -0."""
     if SINKS:
         total += tl.exp2(tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * _LOG2E - top)
     return acc / tl.where(total > 0, total, 1.0)[:, None] + 0.0
@@ -228,9 +228,9 @@ def output_of(acc, top, total, sinks, head, live, SINKS: tl.constexpr):
 
 @triton.jit
 def share_of(first, end, number, programs, shortest):
-    """What program `number` of `programs` takes of the tokens from `first` on: (begin, end), perhaps none of them.
+    """The share (begin, end) of program `number` of `programs` in the tokens from `first` on; it may be empty.
 
-    Whole parts, of `shortest` tokens at least; `first` is a multiple of a block.
+    A share is whole parts, and at least `shortest` tokens; `first` is a multiple of a block.
     """
     span = tl.maximum(tl.cdiv(end - first, programs), shortest)
     begin = first if number == 0 else part_begin(first + number * span)
@@ -250,7 +250,7 @@ def leave(
     VALUE_DIM: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
 ):
-    """Store a part for `join`; part: its place, of each row."""
+    """Store a part for `join`; part: its place in each row."""
     value_dim = tl.arange(0, VALUE_DIM_PADDED)
     where = part[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])

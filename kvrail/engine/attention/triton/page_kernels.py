@@ -24,7 +24,7 @@ def store_rows(
 ):
     """One token's rows of HEADS heads, in slot `slot` of HEADS rows.
 
-    LIMIT: the largest value of an eight-bit type, 0 where elements are stored as they are.
+    LIMIT: the largest value of a scaled type; 0 where elements are stored as they are.
     """
     head = tl.arange(0, HEADS_PADDED)[:, None]
     dim = tl.arange(0, DIM_PADDED)[None, :]
@@ -80,7 +80,7 @@ def _write_kernel(
 
 
 def write_pages(layer: LayerPages, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store new tokens; the same as reference.write_pages, but that a slot of -1 is passed over.
+    """Store new tokens as reference.write_pages does, but skip slots of -1.
 
     key, value: [tokens, kv_heads, dim].
     """

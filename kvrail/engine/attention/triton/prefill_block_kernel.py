@@ -39,7 +39,7 @@ def _begin_part(
 ):
     """Where `block` begins a part, fold the part before it into `all_`, or leave it for `join` if SHARED.
 
-    It stands behind the scores' product, which the part's last product, still under way, is waited for with.
+    It stands after the scores' product, whose wait covers the part's last product, still under way.
     """
     if begins_part(block):
         if SHARED:
@@ -93,9 +93,9 @@ def one_block(
     SHARED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Add one block to its part, `acc`, `top` and `total`; where it begins one, that before is folded into `all_`.
+    """Add one block to its part, `acc`, `top` and `total`; where it begins a part, the last one is folded into `all_`.
 
-    SHARED: it is left for `join` instead; place: of part 0 of each row; begin: the program's first block.
+    SHARED: that one is left for `join`; place: that of part 0 of each row; begin: the program's first block.
     """
     base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
     scores = scores_of(

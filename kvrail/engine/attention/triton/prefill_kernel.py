@@ -1,13 +1,13 @@
 """Triton kernel: causal attention of packed sequences whose queries are their last tokens, over their pages.
 
-Flash attention (Dao, "FlashAttention-2", 2023), in the order of `attention.order`. Which queries a program computes is
-read from a list of blocks that the host makes, so that a launch's shape depends on tensor shapes alone and a captured
-one serves any lengths. Keys and values are read where they lie, in pages: nothing is gathered before.
+Flash attention (Dao, "FlashAttention-2", 2023), in the order of `attention.order`. The host makes a list of blocks of
+queries, and a program reads its block there. So a launch's shape depends on tensor shapes alone, and a captured launch
+serves any lengths. Keys and values are read in their pages; nothing is gathered first.
 
-Few tokens make few programs, each of which would go through all that its queries see: a chip of 132 processors that
-computes a sentence behind a book would idle. So in a step of FEW tokens a program takes fewer queries, of several heads
-that share keys, and several programs share what these see, as in the decode kernel; a second launch joins what they
-leave. No bit depends on it.
+Few tokens make few programs, and each would read everything that its queries see: most of a chip's 132 processors would
+idle while a short question is computed behind a long prompt. So in a step of up to FEW tokens a program takes fewer
+queries, of several heads that share keys, and several programs share the tokens that these see, as in the decode
+kernel. A second launch joins their results. The split changes no bit.
 """
 
 from dataclasses import dataclass
@@ -46,14 +46,14 @@ _FIELDS = tl.constexpr(BLOCK_FIELDS)
 
 
 FEW = 64
-"""Tokens of a step up to which programs share what queries see. The parts that they leave take memory: of 64 tokens
-with 64 heads of 128, and 40,960 tokens before them, 142 MB."""
+"""Up to this many tokens in a step, programs share the tokens that queries see. The parts that they leave take memory:
+142 MB for 64 tokens with 64 heads of 128 behind 40,960 tokens."""
 _PROGRAMS = 4
-"""Programs of a processor that are wanted then. On an H200 16 tokens with 64 heads of 128 behind 32,768 tokens take 118
-us a layer, where two heads a program take 176 and one 229, and programs that share nothing 835."""
+"""Programs wanted on each processor in that case. On an H200, 16 tokens with 64 heads of 128 behind 32,768 tokens take
+118 us a layer; with two heads a program 176 us, with one 229, without sharing 835."""
 _MAX_SPLITS = 16
 _SHORTEST = 256
-"""Tokens of a program's share at least, a part."""
+"""The fewest tokens of a program's share: one part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def queries_for(shape: HeadShape, tokens: int) -> int:
 
 
 def tuning_for(shape: HeadShape, tokens: int, heads: int, kv_heads: int, processors: int) -> PrefillTuning:
-    """Parameters for a step of `tokens` tokens with heads of `shape` on a device of so many multiprocessors."""
+    """Parameters for a step of `tokens` tokens with heads of `shape` on a device with `processors` multiprocessors."""
     wide = shape.compute_bytes > 2
     queries, together, splits = queries_for(shape, tokens), 1, 1
     if tokens <= FEW:
@@ -93,8 +93,8 @@ def _fields(blocks):
 
 @triton.jit
 def _seen(lowest, count, sequence, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """What a block's queries see: (first, end), whole blocks before the queries' own tokens; nothing of padding."""
-    end = tl.where(sequence >= 0, lowest + count, 0)  # the queries' own tokens are the last that any of them sees
+    """The tokens that a block's queries see: (first, end), first at a block's begin; none for padding."""
+    end = tl.where(sequence >= 0, lowest + count, 0)  # no query sees a token behind the last query
     first = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
     return first, end
 
@@ -149,7 +149,7 @@ def _prefill_kernel(
 ):
     """Grid: (blocks, HEADS / TOGETHER, SPLITS). A block's fields: see StepMeta.blocks.
 
-    A program has QUERIES queries of each of TOGETHER heads. What programs that share a block leave, float32: part_out
+    A program has QUERIES queries of each of TOGETHER heads. Programs that share a block leave float32: part_out
     [tokens, HEADS, part_stride, VALUE_DIM], and part_top, part_total [tokens, HEADS, part_stride]. KEY_TILE,
     BOTH_TILES: bytes of closed pages' tiles, or 0.
     """
@@ -195,7 +195,7 @@ def _prefill_kernel(
                 KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK,
                 WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, ASSEMBLED,
             )  # fmt: skip
-    if WINDOW > 0:  # a window begins somewhere in the middle of blocks: all of them are masked
+    if WINDOW > 0:  # a window begins inside a block: all blocks are masked
         masked_from = opened
     else:
         masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
@@ -247,13 +247,13 @@ def _join_kernel(
     SINKS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Grid: (blocks, queries of a block, KV_HEADS): fold what programs of `_prefill_kernel` that share a block left."""
+    """Grid: (blocks, queries of a block, KV_HEADS). Fold the parts that programs of `_prefill_kernel` left."""
     first_token, count, lowest, sequence = _fields(blocks)
     query = tl.program_id(1)
     if query >= count:
         return
     first, end = _seen(lowest, count, sequence, BLOCK, WINDOW)
-    parts = tl.where(end > first, part_of(end - 1) - part_of(first) + 1, 0)  # none of padding, which gets zeros
+    parts = tl.where(end > first, part_of(end - 1) - part_of(first) + 1, 0)  # padding has none and gets zeros
     join(
         out, part_out, part_top, part_total, sinks, first_token + query, tl.program_id(2), parts, part_stride,
         KV_HEADS, GROUP, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
@@ -271,11 +271,11 @@ def prefill_attention(
     tuning: PrefillTuning | None = None,
     closed_tokens: torch.Tensor | None = None,
 ) -> None:
-    """Attend the queries of `blocks` to their sequences' tokens up to themselves; all of these are in the pages.
+    """Attend the queries of `blocks` to their sequences' tokens up to themselves, which the pages hold.
 
     query: [tokens, heads, key_dim]; page_tables: int32 [sequences, width]; blocks: int32 [blocks, 4], of at most
-    `tuning.queries` queries each, see StepMeta.blocks; out: [tokens, heads, value_dim], contiguous: rows that are in no
-    block are left alone. processors: multiprocessors of the device. tuning: launch parameters, by default those of
+    `tuning.queries` queries each, see StepMeta.blocks; out: [tokens, heads, value_dim], contiguous; rows outside all
+    blocks are not written. processors: multiprocessors of the device. tuning: launch parameters, by default those of
     `tuning_for`. closed_tokens: int32 [sequences], see StepMeta; None where all pages are plain.
     """
     tokens, heads, key_dim = (query := unit_stride(query)).shape
@@ -315,7 +315,7 @@ def prefill_attention(
         SHORTEST=_SHORTEST,
         SCALED=layer.scaled,
         SEVERED=severed(shape)
-        and tuning.queries * tuning.heads < 64  # of 64 rows tensor cores take them from shared memory
+        and tuning.queries * tuning.heads < 64  # with 64 rows, tensor cores read them from shared memory
         and isinstance(_prefill_kernel, triton.JITFunction),
         **score_constants(options),
         **layer.closed_tiles,
