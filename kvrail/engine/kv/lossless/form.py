@@ -11,33 +11,33 @@ of one layer holds, for each KV head and each 64 of its tokens, a tile of keys a
              escapes           64    16 little-endian words: two for each of eight groups
 
 A value's high byte is its sign and the upper seven bits of its exponent. A nibble holds the sign and what these seven
-bits are above the channel's base, 0 to 7. So a channel has sixteen exponents in a page, wherever they begin. A value
-outside of them is an escape: its nibble is 0, and a word of its group says where it is and what to XOR the high byte
-with that comes of it.
+bits are above the channel's base, 0 to 7. So the nibbles of a channel reach sixteen exponents, from its base on. A
+value outside of them is an escape: its nibble is 0, which gives the base as its high byte, and a word of its group
+corrects that.
 
-    word     bits 31-24  what to XOR the high byte with; 0: the word is unused
+    word     bits 31-24  what the value's high byte is XORed with; 0: the word is unused
              bit  23     the tile is raw: it has a group of more than two escapes
              bit  22     of the tile's first word: the tile has escapes
              bits 21-0   the value's place in its group
 
-In a raw tile both words of every group are alike: the first has bit 23, the second the number of a spare unit of
+In a raw tile every group has the same two words: the first has bit 23, the second is the number of a spare unit of
 64 * dim bytes, which holds the tile's high bytes in the order of its low bytes. Nibbles and bases are then unused.
 
-Order. Low bytes lie as the tensor core's instruction m16n8k16 takes its second operand, for four warps that share the
-columns of a product. Keys have a token a column and a channel a row, values the reverse. Lane l of warp w holds, of
-each eight columns 8 (4 r + w) .. + 8 and each sixteen rows 16 s .. + 16, four values of column l // 4, of the rows
-2 t, 2 t + 1, 2 t + 8, 2 t + 9, where t = l % 4. It holds them in order of r, then of s, sixteen to a chunk:
+Low bytes lie as the tensor core's instruction m16n8k16 takes its second operand, for four warps that share the columns
+of a product. Keys have a token a column and a channel a row, values a channel a column and a token a row. From the
+columns 8 * (4 * r + w) to + 7 and the rows 16 * s to + 15, lane l of warp w holds four values: column l // 4, and with
+t = l % 4 the rows 2 * t, 2 * t + 1, 2 * t + 8 and 2 * t + 9. It holds them in order of r, then of s, 16 to a chunk:
 
     low bytes   [dim / 32 chunks, 4 warps, 32 lanes, 16 values]
     nibbles     [dim / 64 pairs of chunks, 4 warps, 32 lanes, 4 words]
     bases       keys: [4 values of t, dim / 16 of s, 4 rows]; values: [4 warps, 8 columns, dim / 32 of r]
     groups      group 4 h + w: warp w's values in half h of its chunks
 
-So each load of 16 bytes a lane is one of a warp's consecutive 512 bytes, a lane's bases lie together, and what a lane
-loads is what it multiplies.
-A word of nibbles holds eight values of a chunk, the first half in its bytes as they are in a high byte, with bits 4 to
-6 left out; the second half lies four bits further to the right, its first value in the last byte: so both are found by
-one rotation and one AND with 0x87878787.
+So a warp loads 512 consecutive bytes at once, 16 a lane; a lane's bases lie together; and what a lane loads is what it
+multiplies.
+
+A word of nibbles holds eight values of a chunk. ANDed with 0x87878787 it is the first four, a byte each: the sign in
+bit 7, the bits of the exponent in bits 0 to 2. Rotated left by four bits and ANDed, it is the other four.
 """
 
 from dataclasses import dataclass
