@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.kv.lossless import form
-from kvrail.engine.kv.lossless.open_kernel import base_place
 
 _CODES = tl.constexpr(form.CODES)
 _TRIED = tl.constexpr(form.BASES_TRIED)
@@ -44,6 +43,14 @@ def _cell_of(word, byte, DIM: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
+def _base_place(channel, DIM: tl.constexpr, KEYS: tl.constexpr):
+    """Where a channel's base lies. See form.base_places."""
+    if KEYS:
+        return channel // 2 % 4 * (DIM // 4) + channel // 16 * 4 + channel // 8 % 2 * 2 + channel % 2
+    return channel % 32 * (DIM // 32) + channel // 32
+
+
+@triton.jit
 def _bits_at(plain, word, byte, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
     """The value's bits, int32, and its channel."""
     token, channel = _cell_of(word, byte, DIM, KEYS)
@@ -54,7 +61,7 @@ def _bits_at(plain, word, byte, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS:
 def _high_at(plain, bases, word, byte, KV_HEADS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr):
     """The value's high byte, its channel's base, and what the exponent's upper part is above that, int32."""
     bits, channel = _bits_at(plain, word, byte, KV_HEADS, DIM, KEYS)
-    base = tl.load(bases + base_place(channel, DIM, KEYS)).to(tl.int32)
+    base = tl.load(bases + _base_place(channel, DIM, KEYS)).to(tl.int32)
     high = bits >> 8
     return high, base, (high & 0x7F) - base
 
@@ -134,7 +141,7 @@ def close_pages(
     words, bases = tile.to(tl.pointer_type(tl.uint32)), tile + 96 * DIM
     token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)
     upper = tl.load(plain + token * KV_HEADS * DIM + channel[None, :]).to(tl.int32) >> 8 & 0x7F
-    tl.store(bases + base_place(channel, DIM, KEYS), _bases_of(upper, DIM).to(tl.uint8))
+    tl.store(bases + _base_place(channel, DIM, KEYS), _bases_of(upper, DIM).to(tl.uint8))
     tl.debug_barrier()  # what follows reads them
 
     word = tl.arange(0, 16 * DIM)

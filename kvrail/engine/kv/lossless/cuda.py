@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import triton
 
 from kvrail.engine.kv.lossless.close_kernel import close_pages
 from kvrail.engine.kv.lossless.close_kernel import keep_raw as keep_raw_tiles
@@ -59,13 +60,14 @@ def open(
         open_pages[_grid(closed, sources)](
             closed.pages,
             closed.spare,
-            pool.view(torch.int16),
+            pool,
             sources,
             targets,
             closed.pages[0].numel(),
             pool[0].numel(),
             closed.spare.shape[1],
             **_constants(closed, kind),
+            ASSEMBLED=isinstance(open_pages, triton.JITFunction),
         )
 
 

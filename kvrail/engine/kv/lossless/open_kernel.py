@@ -118,38 +118,6 @@ def open_values(tile, spare, unit_bytes, DIM: tl.constexpr, ASSEMBLED: tl.conste
 
 
 @triton.jit
-def base_place(channel, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """Where a channel's base lies. See form.base_places."""
-    if KEYS:
-        return channel // 2 % 4 * (DIM // 4) + channel // 16 * 4 + channel // 8 % 2 * 2 + channel % 2
-    return channel % 32 * (DIM // 32) + channel // 32
-
-
-@triton.jit
-def _bits_at(tile, spare, unit_bytes, token, channel, DIM: tl.constexpr, KEYS: tl.constexpr):
-    """Values one by one, by the arithmetic of their places: bits of bfloat16, int32. See form.places."""
-    row, column = (channel, token) if KEYS else (token, channel)
-    steps: tl.constexpr = DIM // 16 if KEYS else 4
-    number = (column // 32 * steps + row // 16) * 4 + row // 8 % 2 * 2 + row % 2
-    chunk, value, warp, lane = number // 16, number % 16, column // 8 % 4, column % 8 * 4 + row // 2 % 4
-    place = chunk * 2048 + warp * 512 + lane * 16 + value
-    words = tile.to(tl.pointer_type(tl.uint32))
-    nibbles = tl.load(words + 16 * DIM + ((chunk // 2 * 4 + warp) * 32 + lane) * 4 + chunk % 2 * 2 + value // 8)
-    nibbles = tl.where(value % 8 < 4, nibbles, nibbles << 4 | nibbles >> 28)
-    base = tl.load(tile + 96 * DIM + base_place(channel, DIM, KEYS)).to(tl.int32)
-    high = (nibbles >> 8 * (value % 4) & 0x87).to(tl.int32) + base
-    escapes = words + 24 * DIM + DIM // 4
-    of_group = place % 512 + chunk % (DIM // 64) * 512
-    for slot in tl.static_range(2):
-        word = tl.load(escapes + 2 * (warp + 4 * (chunk // (DIM // 64))) + slot)
-        high ^= tl.where(of_group == (word & _PLACE).to(tl.int32), word >> 24, 0).to(tl.int32)
-    raw = (tl.load(escapes) & _RAW) != 0
-    unit = tl.where(raw, tl.load(escapes + 1), 0).to(tl.int64)
-    kept = tl.load(spare + unit * unit_bytes + place, mask=place < tl.where(raw, 64 * DIM, 0), other=0).to(tl.int32)
-    return tl.where(raw, kept, high) << 8 | tl.load(tile + place).to(tl.int32)
-
-
-@triton.jit
 def open_pages(
     closed,
     spare,
@@ -165,8 +133,9 @@ def open_pages(
     BEGIN: tl.constexpr,
     BOTH_TILES: tl.constexpr,
     KEYS: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):
-    """Grid: (pages, KV_HEADS * BLOCKS, layers). Plain pages of `pool`: int16 [BLOCKS * 64, KV_HEADS, DIM].
+    """Grid: (pages, KV_HEADS * BLOCKS, layers). Plain pages of `pool`: [BLOCKS * 64, KV_HEADS, DIM].
 
     layer_bytes: of closed pages of a layer; pool_layer: elements of a layer in `pool`; BEGIN: where a tile begins in a
     pair.
@@ -177,7 +146,10 @@ def open_pages(
     target = tl.load(targets + tl.program_id(0)).to(tl.int64)
     tile = closed + layer * layer_bytes + (source * KV_HEADS * BLOCKS + number) * BOTH_TILES + BEGIN
     tile = tl.multiple_of(tile, 64)
+    if KEYS:
+        values = tl.trans(open_keys(tile, spare, unit_bytes, DIM, ASSEMBLED))
+    else:
+        values = open_values(tile, spare, unit_bytes, DIM, ASSEMBLED)
     token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
     row = ((target * BLOCKS + block) * 64 + token) * KV_HEADS + head
-    bits = _bits_at(tile, spare, unit_bytes, token, channel, DIM, KEYS)
-    tl.store(pool + layer * pool_layer + row * DIM + channel, bits.to(tl.int16))
+    tl.store(pool + layer * pool_layer + row * DIM + channel, values)
