@@ -67,7 +67,7 @@ chaos: $(VENV)/.dev  ## storms of kills, stops and partitions over clusters of r
 	KVRAIL_CHAOS_REQUESTS=500 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "not gpu" tests/chaos \
 		tests/gpu/test_lost_prefill_process.py $(ARGS)
 
-fuzz: $(VENV)/.dev  ## damaged frames and bodies, more of them than `make test` sends; tells what streams beside them felt
+fuzz: $(VENV)/.dev  ## more damaged frames and bodies than `make test` sends; prints the delay of streams beside them
 	KVRAIL_FUZZ_BODIES=10000 KVRAIL_FUZZED_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s --timeout=3600 \
 		tests/router/test_fuzz.py tests/transfer/test_hostile_frames.py $(ARGS)
 
@@ -84,7 +84,10 @@ test-clients: $(VENV)/.dev  ## clients, agent frameworks and compliance suites i
 	$(BIN)/python -m tests.clients.environments
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients --timeout=900 --durations=0 tests/clients $(ARGS)
 
-test-schemas: $(VENV)/.dev  ## 1,000 outputs under 100 schemas, of which `make test` has a few; half an hour
+test-chart: $(VENV)/.dev  ## the Helm chart rendered, checked, and installed, upgraded, rolled back and removed at an API
+	$(BIN)/python -m pytest tests/deploy/test_chart.py tests/deploy/test_helm_release.py $(ARGS)
+
+test-schemas: $(VENV)/.dev  ## 1,000 outputs under 100 schemas (`make test` has a few); half an hour
 	KVRAIL_SCHEMA_OUTPUTS=1000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=3600 tests/e2e/test_openai_client.py -k valid_or_cut $(ARGS)
 
 lint: $(VENV)/.dev  ## style, types, import laws, generated stubs
@@ -104,7 +107,7 @@ format: $(VENV)/.dev  ## put the code into the form that lint demands
 words: $(VENV)/.dev  ## words of scripts/words.py that stand somewhere: make words ARGS=kvrail/engine
 	@$(BIN)/python scripts/words.py $(ARGS)
 
-lines: | $(BIN)/python  ## lines of shipped code in each room; REV=main shows the difference to that commit
+lines: | $(BIN)/python  ## lines of shipped code in each room and its budget; REV=main adds the difference to that commit
 	@$(BIN)/python scripts/lines.py $(REV)
 
 boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards
@@ -113,16 +116,19 @@ boards: $(VENV)/.dev  ## regenerate Grafana's boards in deploy/grafana/boards
 docs-metrics: $(VENV)/.dev  ## writes the tables of docs/metrics.md from the code
 	$(BIN)/python scripts/metrics_page.py
 
+docs-models: $(VENV)/.dev  ## writes the table of docs/models.md from the newest smoke run on a GPU
+	$(BIN)/python scripts/models_page.py
+
 protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
 	PYTHON=$(abspath $(BIN))/python scripts/protos.sh
 
 gpu-test: $(VENV)/.dev  ## the tests that need an NVIDIA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-gpu-smoke: $(VENV)/.dev  ## the whole server on one NVIDIA GPU: architectures and settings, each under a crowd of unlike requests; minutes
+gpu-smoke: $(VENV)/.dev  ## the whole server on one NVIDIA GPU: architectures and settings, each under many different requests at once; minutes
 	$(BIN)/python -m tests.smoke $(ARGS)
 
-gpu-smoke-state: $(VENV)/.dev  ## whether the result of `make gpu-smoke` is green, and of the code at hand
+gpu-smoke-state: $(VENV)/.dev  ## whether the result of `make gpu-smoke` is green and of this code
 	@$(BIN)/python -m tests.smoke --state
 
 gpu-memcheck: $(VENV)/.dev  ## codecs' kernels on an NVIDIA GPU under compute-sanitizer; every tensor its own allocation
@@ -146,7 +152,7 @@ bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind ma
 bench-kv-formats: $(VENV)/.dev  ## decode attention over lossless pages beside bfloat16 pages, on a GPU
 	$(BIN)/python -m benchmarks.kv_formats $(ARGS)
 
-bench-transport: $(VENV)/.dev  ## throughput of the carriers of KV beside bare transports
+bench-transport: $(VENV)/.dev  ## throughput of the transports of KV beside bare transports
 	$(BIN)/python -m benchmarks.transport $(ARGS)
 
 bench-serving: $(VENV)/.dev  ## latency, throughput and goodput of a whole cluster, as a client sees it
@@ -185,7 +191,7 @@ bench-token-path: $(VENV)/.dev  ## what Python does for one token in router and 
 bench-scrape: $(VENV)/.dev  ## what a scrape of the router's metrics costs while streams run through it
 	$(BIN)/python -m benchmarks.scrape $(ARGS)
 
-bench-overload: $(VENV)/.dev  ## who is lost and who waits when one client floods a cluster; five minutes
+bench-overload: $(VENV)/.dev  ## requests that fail or wait when one client floods a cluster; five minutes
 	$(BIN)/python -m benchmarks.overload $(ARGS)
 
 bench-local-prefill: $(VENV)/.dev  ## short prompts at the decode worker: a fixed number of tokens, or as measured
@@ -200,7 +206,7 @@ simulate: $(VENV)/.dev  ## the router's policies on traces of requests, on a sim
 replay: $(VENV)/.dev  ## the simulator's traces, scaled down, through a real cluster of 2 + 2 workers; five minutes
 	$(BIN)/python -m benchmarks.replay $(ARGS)
 
-newcomer: $(VENV)/.dev  ## README's first commands in a clean clone: is the terminal ever silent, does KV cross; minutes
+newcomer: $(VENV)/.dev  ## README's first commands in a clean clone: output never pauses for long, and KV crosses; minutes
 	$(BIN)/python -m pytest -m newcomer tests/newcomer $(ARGS)
 
 docs: $(VENV)/.dev  ## the pages that are made from code: docs/configuration.md
@@ -213,6 +219,9 @@ dist: $(VENV)/.dev  ## wheel, source distribution and the demo model's archive, 
 
 wheel-test: $(VENV)/.dev  ## the built wheel in an empty environment: its files, pip check, a cluster with the demo model; minutes
 	$(BIN)/python -m pytest -m "wheel or not wheel" tests/package $(ARGS)
+
+images: $(VENV)/.dev  ## the images of compose.yaml, which report git's version; ARGS="-f compose.yaml -f deploy/docker/compose.gpu.yaml"
+	KVRAIL_VERSION=$$($(BIN)/python -m setuptools_scm) docker compose $(ARGS) build
 
 lock: | $(BIN)/python  ## pin what the image for GPUs installs, with hashes, in deploy/docker/requirements-cuda.txt
 	$(BIN)/python -m pip install --quiet uv

@@ -32,7 +32,7 @@ class Imposed:
             return ""
         counts = "; ".join(f"{codec}: {', '.join(map(str, each))}" for codec, each in self.accepted.items())
         return (
-            "Acceptance is imposed, not measured: of each prompt's drafts so many were accepted, or all that were made"
+            "Acceptance is imposed, not measured: this many drafts of each prompt were accepted, or all that were made"
             f" where these are fewer ({counts}). {self.origin} Drafts were made and verified as ever."
         )
 

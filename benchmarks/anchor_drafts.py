@@ -1,7 +1,7 @@
 """Drafting on coarse KV: texts, exact continuations of the demo model, and how many drafts an anchor gets accepted.
 
 A draft is accepted while it equals the exact continuation, and up to there both have the same inputs. So one forward
-pass of the exact continuation over the coarse KV tells how many drafts would be accepted; `drafted` draws them one
+pass of the exact continuation over the coarse KV shows how many drafts would be accepted; `drafted` draws them one
 after the other, to check that.
 """
 
@@ -54,8 +54,8 @@ class Memory:
 class Group:
     """Contexts of equal length with their exact KV and continuation.
 
-    keys, values: bfloat16 [layers, contexts, tokens, kv_heads, dim]; tokens: int64 [contexts, 1 + DRAFTS], the first
-    of which the prefill worker sends; noise: what the continuation was drawn with.
+    keys, values: bfloat16 [layers, contexts, tokens, kv_heads, dim]; tokens: int64 [contexts, 1 + DRAFTS]; the
+    prefill worker sends the first one; noise: what the continuation was drawn with.
     """
 
     keys: torch.Tensor

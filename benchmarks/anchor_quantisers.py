@@ -18,7 +18,7 @@ CHANNEL, TOKEN = 2, 4
 TILE_BITS = (8 + 4 * 64 + 8 * 8 / 64) / TILE
 """Bits a value for tops, drops and group offsets."""
 SAMPLE = 2
-"""Contexts of which a residual's entropy is estimated."""
+"""Contexts from which a residual's entropy is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _planes(x: torch.Tensor, mantissa: int, escapes_first: bool, midpoint: bool)
 
 
 def levels(kept: int) -> Quantiser:
-    """Levels of `splitzip-progressive` (its README.md), 2^kept an octave, more in the top two."""
+    """Levels of decision 0010: 2^kept an octave, more in the top two."""
     return partial(_levels, kept=kept)
 
 
@@ -220,7 +220,7 @@ def _channel_top(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def _wide_escapes(distance: torch.Tensor, window: int) -> int:
-    """Escapes of tiles any of which is 16 or more outside the window."""
+    """Escapes of tiles that have one 16 or more outside the window."""
     wide = (distance >= window + 16).any(TOKEN, keepdim=True).any(CHANNEL, keepdim=True)
     return int(((distance >= window) & wide).sum())
 

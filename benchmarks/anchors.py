@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """Figures of a candidate. bits_1k, bits_4k: stage 0 with the exact tokens, for contexts of so many tokens.
+    """Figures of a candidate. bits_1k, bits_4k: stage 0 with the exact tokens, for contexts of 1,024 and 4,096 tokens.
 
     total: bits a value of all stages; coded: bits_1k with codes entropy-coded; vnmse: of attention's outputs.
     """
@@ -73,7 +73,7 @@ class Result:
 
 
 def uniform_layers(name: str, keys: Quantiser, values: Quantiser, recent: int = 0, first: int = 0) -> Candidate:
-    """The same in all layers."""
+    """One quantiser for all layers."""
     return Candidate(name, [keys] * LAYERS, [values] * LAYERS, recent, first)
 
 
@@ -258,7 +258,7 @@ def study(
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
-    """Of the flag --tokens."""
+    """The lengths that the flag --tokens names."""
     lengths = tuple(int(part) for part in text.split(","))
     if any(length < 256 or length % 256 for length in lengths):
         raise argparse.ArgumentTypeError(f"{text} has a length that is no multiple of 256, which quantisers need")
@@ -285,16 +285,16 @@ def main() -> None:
     took = time.monotonic() - began
     lengths = "" if args.tokens == anchor_drafts.LENGTHS else f"-{'-'.join(map(str, args.tokens))}"
     name = f"anchors{lengths}-{datetime.now(UTC).date().isoformat()}-cpu"
-    told = " and ".join(f"{length:,}" for length in args.tokens)
+    shown = " and ".join(f"{length:,}" for length in args.tokens)
     lines = [
         f"# Stage 0 of progressive delivery, {facts['date']}",
         "",
         f"{facts['hardware']}, torch {facts['torch']}, {took:.0f} s: `{facts['command']}`",
         "",
-        f"Demo model, float32 arithmetic, KV in bfloat16; {contexts} contexts of {told} tokens, of heldout.txt",
+        f"Demo model, float32 arithmetic, KV in bfloat16; {contexts} contexts of {shown} tokens, of heldout.txt",
         f"and {len(anchor_drafts.UNSEEN)} files of torch, transformers and huggingface_hub. Bits are a value.",
         "K2 V1: planes of the window code, 2 bits of the keys' mantissas, 1 of the values'; levels K2 V1: those of",
-        "splitzip-progressive, 4 and 2 to an octave and more in the topmost two; coded K3 V1: that of",
+        "decision 0010, 4 and 2 to an octave and more in the topmost two; coded K3 V1: that of",
         "splitzip-progressive-ans, whose exponents count with their entropy;",
         "fixed point K5 V4: bits, sign included. Totals of quantisers are estimated from the entropy of the residual;",
         "those of planes are counted. ±: standard error over contexts.",

@@ -57,7 +57,7 @@ class Sequence:
         return self._microseconds(launch)
 
     def chunk(self, tokens: int) -> tuple[float, float]:
-        """Microseconds of so many new tokens, as the engine launches them, and where programs share nothing."""
+        """Microseconds for the new tokens, as the engine launches them, and where programs share nothing."""
         query = self._draw(tokens, self.heads)
         shape = HeadShape(DIM, DIM, 2, 2)
         chosen = tuning_for(shape, tokens, self.heads, KV_HEADS, self.processors)

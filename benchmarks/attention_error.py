@@ -25,8 +25,8 @@ from benchmarks.anchor_drafts import Group, Model
 from benchmarks.anchors import attention_outputs, exact_outputs
 from kvrail.codec.base import Block, Codec, PagedBlock
 from kvrail.codec.integer.codec import int4, int8
-from kvrail.codec.lynx.codec import lynx, lynx_exact
-from kvrail.codec.lynx.format import LynxCode
+from kvrail.codec.papers.lynx.codec import lynx, lynx_exact
+from kvrail.codec.papers.lynx.format import LynxCode
 
 LIMITS = (0.015, 0.0002)
 """Of vNMSE, of the anchor and of both stages: Lynx, Table 3."""

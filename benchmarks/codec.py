@@ -3,7 +3,7 @@
     python -m benchmarks.codec [--device cpu | cuda] [--mib 64] [--sizes 2,8,64,512] [--runs 20] [--out FOLDER]
 
 Correctness first: each codec and each peer must give every bit back, into poisoned pages, or nothing of it is timed.
-The tables are those of SplitZip's paper (2 to 7, 9, Figures 5 and 6), made anew on real KV of the demo model, on
+The tables are those of SplitZip's paper (2 to 7, 9, Figures 5 and 6), measured again on real KV of the demo model, on
 synthetic KV with the paper's rate of escapes and on that of a random model of Qwen3-8B's shape. Peers that are not
 installed are left out, with a line that says so. The results are NAME.md, NAME.json and NAME.svg in FOLDER.
 """

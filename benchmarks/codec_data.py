@@ -36,7 +36,7 @@ SMALL_VOCABULARY = 4096
 FRESH_PAGES = 64
 """Of synthetic KV; more repeat these."""
 RANDOM_MIB = 16
-"""So much KV the sequence of the random model makes. More would repeat it, which zstd would find."""
+"""KV of the random model's sequence. More would repeat it, which zstd would find."""
 
 
 @dataclass(frozen=True, slots=True)

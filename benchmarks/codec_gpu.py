@@ -9,9 +9,8 @@ from benchmarks.codec_trials import Trial, poisoned
 from kvrail.codec.base import Block, PagedBlock
 from kvrail.codec.splitzip.one_stage.codebook import default_codebook
 from kvrail.codec.splitzip.one_stage.codec import WindowCodec
-from kvrail.codec.splitzip.one_stage.payload import parse
 from kvrail.codec.splitzip.tiles.format import WindowCode
-from kvrail.codec.splitzip.tiles.payload import scale_bytes_of
+from kvrail.codec.splitzip.tiles.payload import parse, scale_bytes_of
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 GRAPH_BYTES = 8 << 20
@@ -45,7 +44,7 @@ def kernel_trial(name: str, block: Block, code: WindowCode, windows: Windows | N
     codec = WindowCodec(name, {spec.dtype: code}, windows)
     encoding = codec.encode(source)
     host = torch.frombuffer(bytearray(encoding.stages()[0]), dtype=torch.uint8)
-    layout, stats = parse(host.numpy(), spec, code, codec.parameters_id), encoding.stats()
+    layout, stats = parse(host.numpy(), spec, plans_of(spec, code)), encoding.stats()
     payload = host.to(source.device)
     return Trial(
         name,

@@ -25,19 +25,18 @@ from kvrail.codec.core.digest import digest_of
 
 LAYERS, PAGE_SIZE, HEADS, DIM = 4, 64, 8, 128
 PAGE_MIB = LAYERS * PAGE_SIZE * HEADS * DIM * 2 * 2 / (1 << 20)
-"""Of a page of all layers, keys and values, bfloat16."""
+"""Shape of a page of all layers, keys and values, bfloat16."""
 CODECS = (
     "raw",
     "splitzip",
     "splitzip-channel",
     "splitzip-ans",
-    "splitzip-progressive",
     "splitzip-progressive-ans",
     "lynx-exact",
     "int8",
 )
 MOST_RUNS, MOST_S = 30, 0.25
-"""Of a measurement."""
+"""Bounds of a measurement."""
 HELD = 8
 Runs = Callable[[], Any]
 

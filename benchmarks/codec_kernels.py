@@ -49,7 +49,7 @@ CHUNK_LAYERS, CHUNK_TOKENS, CHUNK_HEADS, CHUNK_DIM = 36, 2048, 8, 128
 HEADER = ("KV", "codec", "MiB", "ratio", "escapes", "encode GB/s", "of limit", "decode GB/s", "of limit")
 STEPS = ("KV", "codec", "step", "bytes moved a value", "GB/s", "of limit", *(f"of {name}" for name in ONE_STAGE))
 STEP_NOTES = (
-    "anchor: the first stage into pages. second: both stages into pages, of which nothing is read. encode the third,"
+    "anchor: the first stage into pages. second: both stages into pages, whose contents are not read. encode the third,"
     " restore: what leads from there to the exact values, its escapes left to the host. The last columns are of the"
     " rate at which codecs of one stage encode or decode the same KV."
 )

@@ -1,4 +1,4 @@
-"""Kernels of the codecs with stages, one step after the other: pages to payloads in device memory and back.
+"""Kernels of Lynx, one step after the other: pages to payloads in device memory and back.
 
 The gate: of a few pages the GPU makes the same payloads as the CPU and both put the same into pages, stage by stage;
 of the whole block the launches that are timed leave what the codec sends, and pages as the codec leaves them.
@@ -14,19 +14,14 @@ import torch
 from benchmarks.codec_trials import GateError, poisoned, timed
 from kvrail.codec import registry
 from kvrail.codec.base import Block, Codec, PagedBlock
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.lynx import payload as lynx
-from kvrail.codec.lynx.format import LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, RESIDUAL
-from kvrail.codec.lynx.plan import TensorPlan
-from kvrail.codec.splitzip.progressive.format import Cut
-from kvrail.codec.splitzip.progressive.payload import parse_both
-from kvrail.codec.splitzip.progressive.plan import anchor_plans
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, scale_bytes_of
+from kvrail.codec.papers.lynx import payload as lynx
+from kvrail.codec.papers.lynx.format import LynxCode
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL
+from kvrail.codec.papers.lynx.plan import TensorPlan
 
-CODECS = ("splitzip-progressive", "lynx", "lynx-exact")
+CODECS = ("lynx", "lynx-exact")
 SMALL_PAGES = 2
-"""Of each layer, which are compared with the CPU's."""
+"""Values of each layer that are compared with the CPU's."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -85,11 +80,11 @@ class Coded:
 
 
 def measure(name: str, block: Block, runs: int) -> list[StepFigures]:
-    """The gate, then so many timed runs of all steps and of a copy in turn; raises GateError."""
+    """The gate, then `runs` timed runs of all steps and of a copy in turn; raises GateError."""
     codec = registry.get(name)
     _check_against_cpu(codec, block)
     coded, out = Coded(codec, block), poisoned(block)
-    steps = progressive_steps(block, out, coded) if name == "splitzip-progressive" else lynx_steps(block, out, coded)
+    steps = lynx_steps(block, out, coded)
     for step in steps:
         step.launch()
         _require_equal(f"{name}, {step.name}", step.pairs, step.left)
@@ -100,47 +95,13 @@ def measure(name: str, block: Block, runs: int) -> list[StepFigures]:
     ]
 
 
-def progressive_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
-    """Both stages from the pages, in one pass; the first into `out`; both into `out`, whatever lies there."""
-    from kvrail.codec.splitzip.progressive import gpu_launch
-    from kvrail.codec.splitzip.tiles.gpu_launch import make_table
-
-    source, target, spec = PagedBlock.whole(block), PagedBlock.whole(out), block.spec
-    plans = anchor_plans(spec, Cut())
-    layouts = parse_both(*coded.host, spec, plans)
-    anchor, rest = layouts
-    table = make_table(source, (None, None))
-    buffers = gpu_launch.StageBuffers.allocate(plans, scale_bytes_of(spec), source.device)
-    made = []
-    for fixed, stage in zip((buffers.anchor.body, buffers.rest), coded.device, strict=True):
-        fixed.zero_()  # as the gaps between sections are in a payload
-        made.append((fixed, stage[HEADER_BYTES:][: fixed.numel()]))
-    for part, slots, start in zip(rest.parts, buffers.anchor.slots, rest.escape_offsets, strict=True):
-        records, extensions = coded.device[1][start:], coded.device[1][start + aligned(2 * part.records) :]
-        made.append((slots.packed_records[: part.records], records[: 2 * part.records]))
-        made.append((slots.packed_extensions[: part.extensions], extensions[: part.extensions]))
-    raw, (first, second) = spec.raw_bytes, (stage.size for stage in coded.host)
-
-    def encode() -> None:
-        gpu_launch.launch_encode(source, plans, table, buffers)
-
-    def decode_anchor() -> None:
-        gpu_launch.launch_decode_anchor(coded.device[0], anchor, table, target)
-
-    def decode_both() -> None:
-        gpu_launch.launch_decode_exact(coded.device, layouts, table, target)
-
-    return [
-        Step("encode", encode, raw + first + second, made),
-        Step("anchor", decode_anchor, first + raw, _pairs(out, coded.pages[0])),
-        Step("second", decode_both, first + second + raw, _pairs(out, coded.pages[1])),
-    ]
-
-
 def lynx_steps(block: Block, out: Block, coded: Coded) -> list[Step]:
-    """As progressive_steps; then, where there is a third stage, its encoding and its decoding into `out`."""
+    """Both stages from the pages, in one pass; the first into `out`; both into `out`, whatever lies there.
+
+    Then, where there is a third stage, its encoding and its decoding into `out`.
+    """
     from kvrail.codec.core.gpu import byte_pools
-    from kvrail.codec.lynx import gpu_launch
+    from kvrail.codec.papers.lynx import gpu_launch
 
     source, code = PagedBlock.whole(block), LynxCode()
     pools, targets = (byte_pools(pages) for pages in (source, PagedBlock.whole(out)))
@@ -181,7 +142,7 @@ def _exact_steps(
     coded: Coded,
 ) -> list[Step]:
     """The third stage from the pages and the two before it; and into pages that hold these, but for its escapes."""
-    from kvrail.codec.lynx import gpu_launch
+    from kvrail.codec.papers.lynx import gpu_launch
 
     if any(part.raw for part in layout.parts):
         raise GateError("lynx-exact brings this KV as it is: there is nothing to time")

@@ -20,9 +20,9 @@ from kvrail.codec.base import Block, Codec, PagedBlock
 
 POISON = 0xA5
 FLUSH_BYTES = 256 << 20
-"""More than any cache holds: between runs on a GPU so much is overwritten."""
+"""More than any cache holds: this much is overwritten between runs on a GPU."""
 HEAD_START_CYCLES = 1_000_000
-"""So long, about half a millisecond, a GPU is kept waiting before each run, for the host to have launched all of it."""
+"""About half a millisecond, for which a GPU waits before each run, so that the host has launched all of it."""
 
 
 class GateError(Exception):
@@ -128,14 +128,14 @@ def check(trial: Trial) -> int:
 
 
 def measure(trial: Trial, runs: int) -> Figures:
-    """The gate, then so many timed runs of encode, decode and copy in turn; raises GateError."""
+    """The gate, then `runs` timed runs of encode, decode and copy in turn; raises GateError."""
     size, payload = check(trial), trial.encode()
     seconds = timed(trial.block, (trial.encode, lambda: trial.decode(payload)), runs)
     return Figures(trial.name, trial.block.spec.raw_bytes, size, *seconds, escapes=trial.escapes())
 
 
 def timed(block: Block, calls: Sequence[Callable[[], Any]], runs: int) -> list[float]:
-    """Seconds of each call and, last, of a copy of the block: medians of so many runs, all of them in turn."""
+    """Seconds of each call and, last, of a copy of the block: medians of `runs` runs, all of them in turn."""
     clock = _CudaClock() if block.keys.is_cuda else _Clock()
     in_turn = (*calls, _copier(block))
     readings = [[clock.time(call) for call in in_turn] for _ in range(runs + 2)]

@@ -32,7 +32,7 @@ from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.request.events import Delivery, Failed, Finished
 from kvrail.engine.request.requests import EngineRequest, ModelLimits
 from kvrail.engine.sampling.sampler import Sampler
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.runner import ModelRunner
 from kvrail.errors import KvrailError
@@ -101,7 +101,7 @@ def steps_of_each_kind(loaded: LoadedModel, num_pages: int) -> dict[str, tuple[l
 
 
 def observe(events: list[torch.Event], layer: int) -> None:
-    """What a prefill worker does when it is told of layers: note where the GPU is."""
+    """What a prefill worker does when layers are enqueued: record an event."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     events.append(event)
@@ -139,7 +139,7 @@ class Streams:
             Sampler(loaded.vocab_size, loaded.device),
             Scheduler(
                 PagePool(runner.cache.num_pages, loaded.layout.page_size, prefix_cache=False),
-                Limits(MAX_TOKENS, MAX_RUNNING, 1024, mixed_batch_tokens=mixed_tokens),
+                StepBudget(MAX_TOKENS, MAX_RUNNING, 1024, mixed_batch_tokens=mixed_tokens),
             ),
             ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
             None,

@@ -19,7 +19,7 @@ from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.request.events import Delivery, Output
 from kvrail.engine.request.requests import EngineRequest, ModelLimits
 from kvrail.engine.sampling.sampler import Sampler
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.runner import ModelRunner
 from kvrail.telemetry.worker import EngineMetrics
@@ -71,7 +71,7 @@ class Bench:
         invariant: bool = True,
     ) -> None:
         self.loaded = loaded
-        self._limits = Limits(max_batch_tokens, max_running, max_waiting=1024)
+        self._budget = StepBudget(max_batch_tokens, max_running, max_waiting=1024)
         self._num_pages = loaded.layout.pages_for(max_tokens) + max_running + 8
         self.runner = ModelRunner(
             loaded,
@@ -155,7 +155,7 @@ class Bench:
 
     def prefill_steps(self, prompts: list[list[int]], tables: list[list[int]]) -> Iterator[list[SequenceSlice]]:
         """The steps in which prompts are computed, as large as allowed."""
-        room, slices = self._limits.max_batch_tokens, []
+        room, slices = self._budget.max_batch_tokens, []
         for ids, table in zip(prompts, tables, strict=True):
             start = 0
             while start < len(ids):
@@ -164,7 +164,7 @@ class Bench:
                 start, room = start + count, room - count
                 if room == 0:
                     yield slices
-                    room, slices = self._limits.max_batch_tokens, []
+                    room, slices = self._budget.max_batch_tokens, []
         if slices:
             yield slices
 
@@ -193,7 +193,7 @@ class Bench:
         return _median(lambda: self._run_all(self.prompts(case), 1), 3)
 
     def workload(self, case: Case, new_tokens: int) -> float:
-        """Seconds for prompts that come at once, with so many new tokens each."""
+        """Seconds for prompts that come at once, with `new_tokens` each."""
         prompts = self.prompts(case)
         begin = time.perf_counter()
         self._run_all(prompts, new_tokens)
@@ -213,7 +213,7 @@ class Bench:
         return Engine(
             self.runner,
             self._sampler,
-            Scheduler(PagePool(self._num_pages, loaded.layout.page_size, prefix_cache=False), self._limits),
+            Scheduler(PagePool(self._num_pages, loaded.layout.page_size, prefix_cache=False), self._budget),
             ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
             None,
             EngineMetrics(CollectorRegistry(), "benchmark"),
@@ -226,7 +226,7 @@ class Bench:
             engine.submit(EngineRequest(str(number), tuple(ids), params))
 
     def tables(self, case: Case, tokens: int) -> list[list[int]]:
-        """Random pages for so many tokens of each sequence."""
+        """Random pages for the tokens of each sequence."""
         pages = random.sample(range(self._num_pages), self._num_pages)
         need = self.loaded.layout.pages_for(tokens)
         return [[pages.pop() for _ in range(need)] for _ in range(case.batch)]

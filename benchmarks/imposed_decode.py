@@ -13,7 +13,7 @@ from kvrail.cli.main import main
 from kvrail.engine.batch.batch import SampledToken
 from kvrail.engine.request.events import Verified
 from kvrail.engine.request.sequence import Sequence as Seq
-from kvrail.engine.schedule import book
+from kvrail.engine.schedule import tracker
 from kvrail.engine.schedule.speculation import Drafting
 
 WRONG = SampledToken(-1)
@@ -31,5 +31,5 @@ class ImposedDrafting(Drafting):
 
 
 if __name__ == "__main__":
-    book.Drafting = ImposedDrafting  # type: ignore[misc]
+    tracker.Drafting = ImposedDrafting  # type: ignore[misc]
     raise SystemExit(main())

@@ -44,7 +44,7 @@ GATE = (
     "Every answer was the same text with every codec."
 )
 MOST_KV_GIB = 40
-"""KV memory of each worker where two share a GPU, if there is so much."""
+"""KV memory of each worker where two share a GPU, if there is enough."""
 LEAST_KV_GIB = 2.5
 """Less would hold no prompt of 8,192 tokens of a large model."""
 BESIDE_GB = 6.0
@@ -52,7 +52,7 @@ BESIDE_GB = 6.0
 START_SECONDS = 420
 OUTPUT_TOKENS = 16
 BURST = "256kb"
-"""Of the token bucket: less cannot keep a fast link busy, more lets a transfer through unhindered."""
+"""Size of the token bucket: less cannot keep a fast link busy, more lets a transfer through unhindered."""
 
 
 DEVICE = "kvrail"
@@ -118,7 +118,7 @@ class Cluster:
         prefill, decode = f"{prefill_host}:{ports[1]}", f"{decode_host}:{ports[2]}"
         try:
             ends = devices(device, shape)
-            weights += ["--transport", "grpc"]  # UCX would find a way within one machine that no link limits
+            weights += ["--transport", "tcp"]  # UCX would find a way within one machine that no link limits
             flags = [*model, *weights, *ends[0], *prefill_flags]
             self._start("prefill", prefill, "--metrics-port", "0", *flags, namespace=namespace)
             flags = [*model, *weights, *ends[1], *decode_flags]
@@ -263,7 +263,7 @@ def devices(device: str, shape: str = "") -> tuple[list[str], list[str]]:
 
 
 def machine(device: str, facts: dict[str, str]) -> str:
-    """A word for the machine, for names of results; where there are two GPUs, `facts` are told of them."""
+    """A word for the machine, for names of results; where there are two GPUs, `facts` get both."""
     if device == "cpu":
         return device
     count, name = min(2, torch.cuda.device_count()), torch.cuda.get_device_name()
@@ -326,7 +326,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-frame-mib", type=int, default=0, help="MiB of KV that a frame holds at most; 0: as ever")
     parser.add_argument("--port", type=int, default=18700, help="first of four ports")
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
-    parser.add_argument("--prefill-namespace", help=argparse.SUPPRESS)  # set where this command starts itself anew
+    parser.add_argument("--prefill-namespace", help=argparse.SUPPRESS)  # set when this command starts itself again
     return parser.parse_args(argv)
 
 
@@ -338,9 +338,9 @@ def run_inside(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ports = range(options.port, options.port + 4)
         hosts = PREFILL_HOST, DECODE_HOST
-        bound = ["--max-frame-bytes", str(options.max_frame_mib << 20)] if options.max_frame_mib else []
+        bound = ["--transfer-memory-mib", str(8 * options.max_frame_mib)] if options.max_frame_mib else []
         space, shape = options.prefill_namespace, options.shape
-        cluster = Cluster(Path(folder), *hosts, space, ports, shape, options.device, bound, bound)
+        cluster = Cluster(Path(folder), *hosts, space, ports, shape, options.device, decode_flags=bound)
         try:
             for length in map(int, options.tokens.split(",")):
                 answers = measure(cluster, prompt_of(length, options.shape), codecs, options.rounds)

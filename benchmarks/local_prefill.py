@@ -3,7 +3,7 @@
     python -m benchmarks.local_prefill
 
 Starts `kvrail up` with the demo model on this machine, once for each setting, all at the same time: what else the
-machine does, it does to all of them. A closed loop keeps so many streams open; prompts of 16 to 400 tokens, each new.
+machine does, it does to all of them. A closed loop keeps some streams open; prompts of 16 to 400 tokens, each new.
 Correctness first: the same tokens come whatever the setting.
 """
 
@@ -24,7 +24,7 @@ TOKENS = 24
 
 
 async def loop(url: str, streams: int, count: int) -> list[Answer]:
-    """`count` answers, so many at a time."""
+    """`count` answers, some at a time."""
     waiting = list(range(count))
     answers: dict[int, Answer] = {}
     client = Client(url)

@@ -64,7 +64,7 @@ async def ask_often(http: httpx.AsyncClient, count: int, right: str) -> list[flo
     return times
 
 
-def told(name: str, times: list[float]) -> str:
+def row_of(name: str, times: list[float]) -> str:
     """A row of the table."""
     ordered = sorted(times)
     p99 = ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
@@ -114,7 +114,7 @@ async def main(arguments: argparse.Namespace) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=None, headers=headers) as http:
             _, steps = await longest_step(cluster.metrics["decode-0"], {})
             right = (await first_token(http))[1]
-            rows = [told("idle", await ask_often(http, arguments.questions, right)) + " |"]
+            rows = [row_of("idle", await ask_often(http, arguments.questions, right)) + " |"]
         prompts = [f"{number} " + "The kernel copies the buffer. " * 20 for number in range(128)]
         floods = {
             "128 prompts of 128 tokens": {"prompt": prompts, "max_tokens": 128},
@@ -125,7 +125,7 @@ async def main(arguments: argparse.Namespace) -> None:
         for name, body in floods.items():
             times, note = await flooded(url, body, arguments.questions, right)
             longest, steps = await longest_step(cluster.metrics["decode-0"], steps)
-            rows.append(f"{told(name, times)} {1e3 * longest:.0f} |")
+            rows.append(f"{row_of(name, times)} {1e3 * longest:.0f} |")
             notes.append(f"{name}: {note}")
     print("\n| beside | questions | p50 ms | p99 ms | longest ms | longest step below ms |\n|---|---|---|---|---|---|")
     print("\n".join([*rows, "", *notes]))

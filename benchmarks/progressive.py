@@ -2,10 +2,10 @@
 
     sudo python -m benchmarks.progressive [--rates 200mbit,1gbit] [--tokens 4096] [--rounds 9] [--cold]
     sudo python -m benchmarks.progressive --shape qwen3-32b --device cuda --rates 10gbit --tokens 8192,32768 \\
-        --codecs raw,splitzip,splitzip-progressive --acceptance benchmarks/results/progressive-drafts-DATE-cpu.json
+        --codecs raw,splitzip,splitzip-progressive-ans --acceptance benchmarks/results/progressive-drafts-DATE-cpu.json
 
 The cluster of benchmarks/link.py: a prefill worker in one network namespace, a decode worker and the router in another,
-a link of so many bits a second between them. The demo model reads text that it has not seen; every round is another
+a link of a given rate between them. The demo model reads text that it has not seen; every round is another
 prompt, the codecs take turns, and the figures are medians over prompts. What a codec sets up at its first request of a
 length and rate, pinned memory and compiled kernels, it sets up for one more prompt, which is not counted. The prefill
 worker has a prompt's KV already, so that the transfer is what a client waits for; with --cold it computes the prompt.
@@ -49,10 +49,10 @@ from benchmarks.progressive_tables import Drafted, lynx_table, parts_table, rati
 from benchmarks.shapes import SHAPES
 from kvrail.codec import registry
 
-CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive,splitzip-progressive-ans,lynx,lynx-exact,int8,int4,auto"
+CODECS = "raw,splitzip,splitzip-channel,splitzip-progressive-ans,lynx,lynx-exact,int8,int4,auto"
 DRAFTS_TOKENS = "3000,4000"
 OUTPUT_TOKENS = 80
-"""More than the most drafts, and than the last token whose time is told."""
+"""More than the most drafts, and than the last token whose time is shown."""
 FEWEST_TOKENS = 2
 """KV does not cross for the first one."""
 WARM_UP_TOKENS, WARM_UP_RATE = 512, "1gbit"
@@ -65,7 +65,7 @@ SAME_TEXT = "With every exact codec{} every answer was the same text."
 TRIALS = 4
 COMPILE_SECONDS = "300"
 """A codec's kernels are compiled when it is first asked for."""
-HELD_GIB = "16"
+HELD_MIB = "16384"
 """Room for the later stages of the longest prompt: those of 131,072 tokens weigh 6 GB with llama-3.1-8b."""
 
 
@@ -163,11 +163,11 @@ class Bench:
 
 
 class Report:
-    """What is written of a run, anew with each table: what stops a run late does not take all of it."""
+    """What is written of a run, again with each table, so that a run that stops late leaves most of it."""
 
     def __init__(self, options: argparse.Namespace, imposed: Imposed) -> None:
         facts = codec_report.head(torch.device(options.device), "benchmarks.progressive")
-        facts["command"] = _told(options, facts["command"].split(" --namespaces")[0])
+        facts["command"] = _shown(options, facts["command"].split(" --namespaces")[0])
         kind = "-cold" if options.cold else "" if options.rates else "-drafts"
         shape = f"-{options.shape}" if options.shape else ""
         rates = f"-{options.rates.replace(',', '-')}" if options.rates else ""
@@ -190,7 +190,7 @@ class Report:
         return text
 
 
-def _told(options: argparse.Namespace, command: str) -> str:
+def _shown(options: argparse.Namespace, command: str) -> str:
     """`command` with the repository's own name for a measurement that it has."""
     given = Path(options.acceptance)
     known = codec_report.RESULTS / given.name
@@ -200,7 +200,7 @@ def _told(options: argparse.Namespace, command: str) -> str:
 
 
 def prompts_of(length: int, options: argparse.Namespace) -> list[list[int]]:
-    """One for each round and one more. Raises SystemExit where there is not so much text."""
+    """One for each round and one more. Raises SystemExit where there is not enough text."""
     count = options.rounds + 1
     if options.shape:
         return [prompt_of(length, options.shape, number) for number in range(count)]
@@ -257,7 +257,7 @@ def run_inside(options: argparse.Namespace) -> None:
             options.shape,
             options.device,
             prefill_flags=[
-                *("--held-kv-gib", HELD_GIB, "--transfer-timeout-s", COMPILE_SECONDS),
+                *("--transfer-memory-mib", HELD_MIB, "--transfer-timeout-s", COMPILE_SECONDS),
                 *(["--no-prefix-cache"] if options.cold else []),
             ],
             decode_flags=["--allow-lossy", "--transfer-timeout-s", COMPILE_SECONDS],
@@ -299,7 +299,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--drafts-rate", default="10mbit", help="of the link while these are made")
     parser.add_argument("--port", type=int, default=18710, help="first of four ports")
     parser.add_argument("--out", type=Path, default=codec_report.RESULTS)
-    parser.add_argument("--namespaces", help=argparse.SUPPRESS)  # set where this command starts itself anew
+    parser.add_argument("--namespaces", help=argparse.SUPPRESS)  # set when this command starts itself again
     options = parser.parse_args(argv)
     own = not (options.shape or options.acceptance)
     if options.drafts_tokens is None:

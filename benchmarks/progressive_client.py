@@ -42,7 +42,7 @@ class Trace:
         return self.shown_at(k) if drafted else self.verified_at(k)
 
     def take(self, chunk: dict[str, Any], seconds: float) -> None:
-        """Add a chunk that arrived after so many seconds. Raises RuntimeError where it is an error."""
+        """Add a chunk that arrived after `seconds`. Raises RuntimeError where it is an error."""
         if "error" in chunk:
             raise RuntimeError(chunk["error"]["message"])
         usage = chunk["usage"] or {}
@@ -78,7 +78,7 @@ def ask(
 
     client: with the cluster's URL; one for many requests, as users have it, for to make one takes 20 ms. codec: a
     codec's name, or auto. seed: draws nothing, but see benchmarks/imposed_decode.py. Raises RuntimeError where it
-    fails, has not so many tokens, or the KV did not cross as asked.
+    fails, has another number of tokens, or the KV did not cross as asked.
     """
     body = {
         "model": model,

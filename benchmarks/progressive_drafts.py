@@ -11,19 +11,19 @@ from benchmarks.codec_tables import Table
 from kvrail.codec import registry
 from kvrail.config.settings import DecodeSettings
 from kvrail.engine.batch.batch import SequenceSlice
-from kvrail.engine.kv.streams import SideStream
 from kvrail.engine.model.loader import load_model
 from kvrail.engine.step.runner import ModelRunner
 from kvrail.text import load_tokenizer
 from kvrail.transfer.pieces import Piece, cut
 from kvrail.transfer.sizes import USUAL_FRAME_BYTES, first_recent_page, pages_per_frame
+from kvrail.transfer.streams import SideStream
 from kvrail.worker.pages import LeasedPages
 
 FILES = (*UNSEEN, "torch/optim/lr_scheduler.py")
 """Of installed packages, one context of a length each; the demo model's own held-out text is too short."""
 POSITIONS = (1, 10, 20, 32)
 PAGE_BITS = 16
-"""Of a value of uncompressed KV."""
+"""Bits of a value of uncompressed KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""When which token is there, by codec, as a plot of a result of benchmarks/progressive.py: Lynx's figure 9, made anew.
+"""When which token is there, by codec, as a plot of benchmarks/progressive.py's results: Lynx's figure 9 with our data.
 
     python -m benchmarks.progressive_plot benchmarks/results/progressive-DATE-MACHINE.json
 

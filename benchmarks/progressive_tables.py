@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from benchmarks.anchor_drafts import DEMO
 from benchmarks.codec_tables import Table
 from benchmarks.progressive_client import Trace
-from kvrail.telemetry.lifecycle import PARTS
+from kvrail.telemetry.moments import PARTS
 from kvrail.text import load_tokenizer
 
 COUNTED = (2, 8, 32, 64)
-"""Tokens of an answer whose time is told, beside the first."""
+"""Tokens of an answer whose time is shown, beside the first."""
 LYNX_TABLE_1 = {"raw": "4.4, 5.9", "int8": "2.3, 3.8", "int4": "1.4, 2.9", "lynx": "1.6, 3.4"}
 """Lynx's own figures: seconds to the first and the 32nd token, 16K tokens, Qwen 32B."""
 LYNX_SETTING = ("qwen3-32b", 16384)
@@ -28,7 +28,7 @@ class Drafted:
 
 
 def median(traces: Sequence[Trace], moment: Callable[[Trace], float]) -> float:
-    """Of a time, over prompts."""
+    """Statistics of a time, over prompts."""
     return statistics.median(moment(trace) for trace in traces)
 
 

@@ -24,6 +24,8 @@ from benchmarks.local_cluster import MODEL, local_cluster
 from benchmarks.simulator.trace import Request, Shape, generate
 
 FLAGS = ("--prefill-workers", "2", "--decode-workers", "2", "--page-size", "16")
+PAGE_GIB = 2**-13
+"""Memory of a page of the demo model."""
 VOCABULARY = 4000
 
 
@@ -81,7 +83,7 @@ async def compared(policies: Sequence[str], trace: Sequence[Request], pages: int
     """The same trace through a cluster for each policy, at the same time."""
     with ExitStack() as stack:
         clusters = [
-            stack.enter_context(local_cluster(*FLAGS, "--policy", policy, "--num-pages", str(pages)))
+            stack.enter_context(local_cluster(*FLAGS, "--policy", policy, "--kv-memory-gib", str(pages * PAGE_GIB)))
             for policy in policies
         ]
         results = await asyncio.gather(*(replay(cluster.url, trace) for cluster in clusters))

@@ -23,7 +23,7 @@ GENERATED = re.compile(rb"^kvrail_generation_tokens_total\S* (\S+)$", re.MULTILI
 
 
 def read_streams(port: int, streams: int, tokens: int) -> None:
-    """Read so many answers to their end."""
+    """Read answers to their end, one for each stream."""
 
     async def read() -> None:
         loop = asyncio.get_running_loop()

@@ -198,7 +198,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def told_by(*command: str) -> list[str]:
+def output_of(*command: str) -> list[str]:
     """The lines that a program writes; none where it is not there, or fails."""
     if shutil.which(command[0]) is None:
         return []
@@ -211,11 +211,11 @@ def facts_of(args: argparse.Namespace) -> dict[str, str]:
     if not args.shape:
         machine = f"the cluster at {args.url}; its client has {machine}"
     elif args.device == "cuda":
-        machine = f"{', '.join(told_by('nvidia-smi', '--query-gpu=name', '--format=csv,noheader'))}; {machine}"
+        machine = f"{', '.join(output_of('nvidia-smi', '--query-gpu=name', '--format=csv,noheader'))}; {machine}"
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": machine,
-        "commit": "".join(told_by("git", "describe", "--always", "--dirty")) or "not in git",
+        "commit": "".join(output_of("git", "describe", "--always", "--dirty")) or "not in git",
         "command": f"python -m benchmarks.serving {shlex.join(sys.argv[1:])}",
     }
 

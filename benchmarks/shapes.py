@@ -70,7 +70,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 def weight_bytes(name: str) -> int:
-    """Of the matrices of shape `name` in bfloat16."""
+    """Size of the matrices of shape `name` in bfloat16."""
     layers, hidden, inner, heads, kv_heads, dim, vocabulary = (
         int(str(SHAPES[name][key]))
         for key in (

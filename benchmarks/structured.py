@@ -5,7 +5,7 @@
 
 Each round sends the same prompts twice, with the schema and without; the order changes with every round. All outputs
 are cut at the same number of tokens: the schema wants more records than fit. Correctness first: outputs of a schema
-that fits must be valid, and every output must have its tokens. CPU time is the cluster's, and tells the same on a
+that fits must be valid, and every output must have its tokens. CPU time is the cluster's, and shows the same on a
 machine that others use too. Without --shape the cluster has the model that ships, on the CPU.
 """
 
@@ -14,9 +14,7 @@ import asyncio
 import json
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +25,8 @@ import httpx
 import jsonschema
 import psutil
 
+from benchmarks.local_cluster import MODEL, local_cluster
 from benchmarks.serving import started as shape_started
-from benchmarks.serving import wait_healthy
 from benchmarks.shapes import SHAPES
 
 RECORD: dict[str, Any] = {
@@ -112,16 +110,8 @@ def started(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
         with shape_started(args) as found:
             yield found
         return
-    url = f"http://127.0.0.1:{args.port}"
-    command = [sys.executable, "-m", "kvrail", "up", "--port", str(args.port), *args.up]
-    with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            wait_healthy(url, process, log.name)
-            yield url, "kvrail-demo", 8000
-        finally:
-            process.terminate()
-            process.wait(60)
+    with local_cluster("--port", str(args.port), *args.up) as cluster:
+        yield cluster.url, MODEL, 8000
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ class Reader(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits hears of it."""
+        """Wake the waiting task."""
         if not self.done.done():
             self.done.set_exception(ConnectionError("the answer broke off"))
 
@@ -139,7 +139,7 @@ def _request(port: int, tokens: int) -> bytes:
 
 
 async def read_answers(port: int, streams: int, tokens: int) -> tuple[float, list[int]]:
-    """Seconds in which so many answers came, and each token's delay in nanoseconds.
+    """Seconds in which the answers came, and each token's delay in nanoseconds.
 
     Raises RuntimeError where an answer brought another number of tokens.
     """
@@ -217,7 +217,7 @@ def measure_worker(streams: int, rounds: int, step_ms: float) -> list[Figure]:
 
 @contextmanager
 def scraped(port: int, every_ms: float) -> Iterator[None]:
-    """Reads a router's metrics every so many milliseconds; 0: never."""
+    """Reads a router's metrics every `scrape_ms` milliseconds; 0: never."""
     over = threading.Event()
 
     def scrape() -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks.token_path_stubs worker|servicer|source|proxy [TARGET]
 
 Each prints the port that it listens on and serves until it is killed. The step of all is the same: one token for each
-stream that runs, then the next step as soon as what was told has been taken, or STEP_MS after the last one.
+stream that runs, then the next step as soon as the last one has been taken, or STEP_MS after the last one.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
 from kvrail.runtime import loops
 from kvrail.wire import PROTOCOL_VERSION
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from kvrail.wire.v1 import common_pb2, decode_pb2
 
 MODEL = "kvrail-demo"
 STEP_S = float(os.environ.get("STEP_MS", "0")) / 1e3
@@ -55,7 +55,7 @@ class Steps:
                 step.set_result(None)
 
 
-class StubDecode(decode_pb2_grpc.DecodeServicer):
+class StubDecode:
     """Gives max_tokens tokens, one a step."""
 
     def __init__(self) -> None:
@@ -69,8 +69,7 @@ class StubDecode(decode_pb2_grpc.DecodeServicer):
             model=model, protocol_version=PROTOCOL_VERSION, codecs=["raw"], max_running=512, max_waiting=512
         )
 
-    @maps_errors
-    async def Generate(self, request: decode_pb2.GenerateRequest, context: Any) -> Any:
+    async def generate(self, request: decode_pb2.GenerateRequest, context: Any) -> Any:
         """The output of one request."""
         count = request.sampling.max_tokens
         for number in range(count):
@@ -120,7 +119,7 @@ class StubEngine:
             self._running.pop(request_id, None)
 
     def status(self) -> Any:
-        """Of the engine's state what choosing where to prefill asks for."""
+        """The engine's state that the choice of a prefill worker reads."""
         with self._lock:
             return SimpleNamespace(running=len(self._running))
 
@@ -157,21 +156,21 @@ class StubEngine:
 
 
 async def serve_servicer() -> None:
-    """The real servicer of a decode worker over a stub engine; its metrics port is not served, but CPU is told."""
+    """The real servicer of a decode worker over a stub engine; it reports CPU time, without a metrics port."""
     from prometheus_client import CollectorRegistry
 
     from kvrail.config.settings import DecodeSettings
     from kvrail.runtime.drain import ActiveCalls
-    from kvrail.services.decode.fetching import Fetcher
+    from kvrail.services.decode.fetcher import Fetcher
     from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
     from kvrail.services.decode.servicer import DecodeServicer
     from kvrail.telemetry.worker import TransferMetrics
-    from kvrail.worker.carriers import Carriers
     from kvrail.worker.codecs import Codecs
+    from kvrail.worker.transports import Transports
 
     engine = StubEngine(asyncio.get_running_loop())
 
-    async def no_grammar(key: Any) -> None:
+    async def no_grammar(key: Any, client: str) -> None:
         assert not key
 
     settings = DecodeSettings(local_prefill_tokens=0)
@@ -187,8 +186,8 @@ async def serve_servicer() -> None:
     )
     codecs = Codecs(settings, allow_lossy=False)
     worker.transfers = TransferMetrics(CollectorRegistry(), MODEL, codecs.names)
-    carriers, prefill_workers = Carriers([]), GrpcPrefillWorkers()
-    fetcher = Fetcher(worker, settings, codecs, carriers, "raw", "raw", prefill_workers)
+    transports, prefill_workers = Transports([]), GrpcPrefillWorkers()
+    fetcher = Fetcher(worker, settings, codecs, transports, "raw", "raw", prefill_workers)
     servicer = DecodeServicer(worker, fetcher, (), ())
 
     async def status(request: Any, context: Any) -> common_pb2.WorkerStatus:
@@ -205,7 +204,7 @@ async def serve_servicer() -> None:
 
 
 class Source(asyncio.Protocol):
-    """Upstream of the bare proxy: after a number and a line break, so many events, one a step."""
+    """Upstream of the bare proxy: after a number and a line break, that number of events, one a step."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps

@@ -1,4 +1,4 @@
-"""Throughput of the carriers on loopback, and what they cost: the sender is another process.
+"""Throughput of the transports on loopback, and what they cost: the sender is another process.
 
     python -m benchmarks.transport [--mib 1 16 64] [--total-mib 2048] [--rounds 5] [--engine [sender] [receiver]]
                                    [--only NAME ...]
@@ -129,8 +129,8 @@ class RemoteSender:
         return answer
 
     async def _hear(self, word: str) -> None:
-        if (heard := await asyncio.to_thread(self._pipe.recv)) != word:
-            raise SystemExit(f"the sender's process said {heard!r} instead of {word!r}")
+        if (reply := await asyncio.to_thread(self._pipe.recv)) != word:
+            raise SystemExit(f"the sender's process said {reply!r} instead of {word!r}")
 
 
 @asynccontextmanager
@@ -139,7 +139,7 @@ async def sender_of(
 ) -> AsyncIterator[LocalSender | RemoteSender]:
     """A road's sender, where it belongs."""
     if road.one_process:
-        # The receiver is the same object, which both ends of this carrier share.
+        # The receiver is the same object, which both ends of this transport share.
         yield LocalSender(receiver, the_payload(size))  # type: ignore[arg-type]
         return
     spawn = multiprocessing.get_context("spawn")

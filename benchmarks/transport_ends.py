@@ -18,10 +18,10 @@ import grpc
 import grpc.aio
 import torch
 
-from kvrail.transport.base import Carrier, Peer
-from kvrail.transport.inproc import InprocCarrier
+from kvrail.transport.base import Peer, Transport
+from kvrail.transport.inproc import InprocTransport
 from kvrail.transport.regions import RegionPool
-from kvrail.transport.sockets import SocketCarrier
+from kvrail.transport.tcp import TcpTransport
 
 HOST = "127.0.0.1"
 UNDER_WAY = 2
@@ -36,11 +36,11 @@ class Sender(Protocol):
 
     @property
     def address(self) -> bytes:
-        """Told to the receiver."""
+        """Address for the receiver."""
         ...
 
     async def send(self, peer: bytes, key: int, payload: memoryview, count: int, ready: Callable[[], None]) -> None:
-        """Send the payload so many times, to who comes after `ready`."""
+        """Send the payload `count` times, to the receiver that comes after `ready`."""
 
 
 class Receiver(Protocol):
@@ -48,16 +48,16 @@ class Receiver(Protocol):
 
     @property
     def address(self) -> bytes:
-        """Told to the sender."""
+        """Address for the sender."""
         ...
 
     async def receive(self, peer: bytes, key: int, size: int, count: int, check: Check) -> None:
-        """Receive so many payloads of `size` bytes."""
+        """Receive `count` payloads of `size` bytes."""
 
 
 @dataclass(frozen=True)
 class Road:
-    """Makes both ends for payloads of so many bytes; one_process: they are the same carrier."""
+    """Makes both ends for payloads of a size in bytes; one_process: they are the same transport."""
 
     name: str
     sender: Callable[[int], AbstractAsyncContextManager[Sender]]
@@ -65,34 +65,34 @@ class Road:
     one_process: bool = False
 
 
-class CarrierEnd:
-    """Either end of a carrier, as transfers use it: announced payloads are received in order, and released."""
+class TransportEnd:
+    """Either end of a transport, as transfers use it: announced payloads are received in order, and released."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
 
     @property
     def address(self) -> bytes:
-        """The carrier's."""
-        return self._carrier.address
+        """The transport's."""
+        return self._transport.address
 
     async def send(self, peer: bytes, key: int, payload: memoryview, count: int, ready: Callable[[], None]) -> None:
         """As a sender that announces without waiting."""
-        outlet = await self._carrier.outlet(Peer(peer, HOST), key)
+        payload_sender = await self._transport.sender(Peer(peer, HOST), key)
         ready()
         try:
-            await asyncio.gather(*(outlet.send(payload) for _ in range(count)))
+            await asyncio.gather(*(payload_sender.send(payload) for _ in range(count)))
         finally:
-            await outlet.aclose()
+            await payload_sender.aclose()
 
     async def receive(self, peer: bytes, key: int, size: int, count: int, check: Check) -> None:
         """As a receiver whose decoding costs nothing."""
-        inlet = await self._carrier.inlet(Peer(peer, HOST), key)
+        payload_receiver = await self._transport.receiver(Peer(peer, HOST), key)
         left = iter(range(count))
 
         async def in_turn() -> None:
             for _ in left:
-                region = await inlet.receive(size, on_device=False)
+                region = await payload_receiver.receive(size, on_device=False)
                 if isinstance(region.payload, torch.Tensor):
                     raise SystemExit("a payload from the host arrived on a device")
                 check(region.payload)
@@ -101,38 +101,38 @@ class CarrierEnd:
         try:
             await asyncio.gather(*(in_turn() for _ in range(UNDER_WAY)))
         finally:
-            await inlet.aclose()
+            await payload_receiver.aclose()
 
 
-def carrier_road(name: str, start: Callable[[int], Awaitable[Carrier]], *, one_process: bool = False) -> Road:
-    """A carrier; `start` takes the bytes of its pool."""
+def transport_road(name: str, start: Callable[[int], Awaitable[Transport]], *, one_process: bool = False) -> Road:
+    """A transport; `start` takes the bytes of its pool."""
 
     @asynccontextmanager
-    async def end(size: int) -> AsyncIterator[CarrierEnd]:
-        carrier = await start((size + 4096) * UNDER_WAY)
-        yield CarrierEnd(carrier)
-        await carrier.aclose()
+    async def end(size: int) -> AsyncIterator[TransportEnd]:
+        transport = await start((size + 4096) * UNDER_WAY)
+        yield TransportEnd(transport)
+        await transport.aclose()
 
     return Road(name, end, end, one_process=one_process)
 
 
-async def start_inproc(pool_bytes: int) -> Carrier:
-    """The carrier of one process."""
-    return InprocCarrier()
+async def start_inproc(pool_bytes: int) -> Transport:
+    """The transport of one process."""
+    return InprocTransport()
 
 
-async def start_sockets(pool_bytes: int) -> Carrier:
-    """The carrier of the transport grpc."""
-    return await SocketCarrier.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host=HOST)
+async def start_tcp(pool_bytes: int) -> Transport:
+    """The transport of the transport tcp."""
+    return await TcpTransport.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host=HOST)
 
 
-async def start_sealed_sockets(pool_bytes: int) -> Carrier:
+async def start_sealed_tcp(pool_bytes: int) -> Transport:
     """The same, encrypted."""
-    return await SocketCarrier.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host=HOST, sealed=True)
+    return await TcpTransport.start(RegionPool(torch.zeros(pool_bytes, dtype=torch.uint8)), host=HOST, sealed=True)
 
 
 class BareSocketSender:
-    """A bound: a thread that does nothing but `sendall` to whoever connects."""
+    """A bound: a thread that does nothing but `sendall` to each connection."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server((HOST, 0))
@@ -151,7 +151,7 @@ class BareSocketSender:
 
 
 class BareSocketReceiver:
-    """A thread that does nothing but fill as many regions as a carrier's receiver has, in turn."""
+    """A thread that does nothing but fill as many regions as a transport's receiver has, in turn."""
 
     address = b""
 
@@ -246,18 +246,18 @@ async def _bare_socket_receiver(size: int) -> AsyncIterator[Receiver]:
 
 
 def roads() -> list[Road]:
-    """All that can be compared here; `benchmarks.transport_ucx.start_carrier` makes ucx's where the module is."""
+    """All that can be compared here; `benchmarks.transport_ucx.start_transport` makes ucx's where the module is."""
     found = [
-        carrier_road("inproc", start_inproc, one_process=True),
-        carrier_road("grpc", start_sockets),
-        carrier_road("grpc sealed", start_sealed_sockets),
+        transport_road("inproc", start_inproc, one_process=True),
+        transport_road("tcp", start_tcp),
+        transport_road("tcp sealed", start_sealed_tcp),
         Road("bare socket", _bare_socket_sender, _bare_socket_receiver),
         Road("bare grpc.aio", _bare_grpc_sender, _bare_grpc_receiver),
     ]
     if importlib.util.find_spec("benchmarks.transport_ucx") is not None:
         ucx = importlib.import_module("benchmarks.transport_ucx")
         if not (why := ucx.unavailable()):
-            found.insert(2, carrier_road("ucx", ucx.start_carrier))
+            found.insert(2, transport_road("ucx", ucx.start_transport))
         else:
             print(f"ucx left out: {why}")
     return found

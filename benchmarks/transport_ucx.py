@@ -1,12 +1,12 @@
-"""What the carrier `ucx` reaches, beside UCX's own benchmark and plain sockets; between two GPUs with --cuda.
+"""What the transport `ucx` reaches, beside UCX's own benchmark and plain sockets; between two GPUs with --cuda.
 
     python -m benchmarks.transport_ucx [--mib 1 16 64 256] [--transports tcp,self tcp,cma,self] [--rounds 5]
     python -m benchmarks.transport_ucx --cuda [--mib 8 64 512]        two GPUs, 85 s at most
 
 Two processes, payloads compared first. A round goes from the first receive to the last payload; figures are medians.
 `at once` is how many payloads are under way. CPU seconds per GB are of all threads of both processes.
-`bare` is UCXX with the carrier's settings and neither sizes, acknowledgements nor regions. `ucx_perftest` comes with
-libucx's wheel or Debian's ucx-utils; it polls unless told to sleep. `copy_` is torch's, from one GPU to the other. By
+`bare` is UCXX with the transport's settings and neither sizes, acknowledgements nor regions. `ucx_perftest` comes with
+libucx's wheel or Debian's ucx-utils; it polls unless set to sleep. `copy_` is torch's, from one GPU to the other. By
 default workers on GPUs poll, and others sleep.
 """
 
@@ -36,7 +36,8 @@ from benchmarks.transport_ucx_peers import (
     the_payload,
 )
 from kvrail.transport.base import Payload, Peer
-from kvrail.transport.ucx import UcxCarrier, UcxSettings, available
+from kvrail.transport.regions import host_pool
+from kvrail.transport.ucx import UcxSettings, UcxTransport, available
 from kvrail.transport.ucx.worker import UcxWorker
 
 LOOPBACK = {"NET_DEVICES": "lo"}
@@ -48,9 +49,9 @@ def unavailable() -> str:
     return available()
 
 
-async def start_carrier(pool_bytes: int) -> UcxCarrier:
-    """A carrier with its defaults; for benchmarks.transport."""
-    return await UcxCarrier.start(host_bytes=pool_bytes)
+async def start_transport(pool_bytes: int) -> UcxTransport:
+    """A transport with its defaults; for benchmarks.transport."""
+    return await UcxTransport.start(pool=host_pool(pool_bytes))
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ class Road:
 
 
 def as_payload(tensor: torch.Tensor) -> Payload:
-    """As payloads are handed to carriers."""
+    """As payloads are handed to transports."""
     return tensor if tensor.is_cuda else tensor.numpy().data
 
 
 async def in_turns(load: Load, one: Callable[[int], Awaitable[None]]) -> None:
-    """Run `one` for each payload, so many at once."""
+    """Run `one` for each payload, `at_once` of them at a time."""
     left = iter(range(load.count))
 
     async def turn() -> None:
@@ -79,36 +80,36 @@ async def in_turns(load: Load, one: Callable[[int], Awaitable[None]]) -> None:
     await asyncio.gather(*(turn() for _ in range(load.at_once)))
 
 
-class CarrierEnd:
-    """Either end, by the carrier."""
+class TransportEnd:
+    """Either end, by the transport."""
 
-    def __init__(self, carrier: UcxCarrier, cuda: bool) -> None:
-        self._carrier, self._cuda = carrier, cuda
-        self.address = carrier.address
+    def __init__(self, transport: UcxTransport, cuda: bool) -> None:
+        self._transport, self._cuda = transport, cuda
+        self.address = transport.address
 
     async def send(self, peer: bytes, key: int, payload: torch.Tensor, load: Load, ready: Callable[[], None]) -> None:
         """Send it so often."""
-        outlet = await self._carrier.outlet(Peer(peer, HOST), key)
+        payload_sender = await self._transport.sender(Peer(peer, HOST), key)
         ready()
-        await asyncio.gather(*(outlet.send(as_payload(payload)) for _ in range(load.count)))
-        await outlet.aclose()
+        await asyncio.gather(*(payload_sender.send(as_payload(payload)) for _ in range(load.count)))
+        await payload_sender.aclose()
 
     async def receive(self, peer: bytes, key: int, load: Load, want: torch.Tensor | None) -> None:
         """Receive, and compare where asked."""
-        inlet = await self._carrier.inlet(Peer(peer, HOST), key)
+        payload_receiver = await self._transport.receiver(Peer(peer, HOST), key)
 
         async def one(number: int) -> None:
-            region = await inlet.receive(load.size, on_device=self._cuda)
+            region = await payload_receiver.receive(load.size, on_device=self._cuda)
             if want is not None and not torch.equal(region.tensor, want):
                 raise SystemExit(f"payload {number} of {load.size} bytes arrived with other bytes")
             region.release()
 
         await in_turns(load, one)
-        await inlet.aclose()
+        await payload_receiver.aclose()
 
     async def aclose(self) -> None:
         """End it."""
-        await self._carrier.aclose()
+        await self._transport.aclose()
 
 
 class BareEnd:
@@ -153,16 +154,21 @@ class BareEnd:
         await self._worker.aclose()
 
 
-async def start(road: Road, device: torch.device | None, load: Load) -> CarrierEnd | BareEnd:
+async def start(road: Road, device: torch.device | None, load: Load) -> TransportEnd | BareEnd:
     """An end with room for what is under way at once."""
     room = (load.size + 4096) * load.at_once
     if not road.bare:
         host, on_device = (room, 0) if device is None else (MIB, room)
-        carrier = await UcxCarrier.start(host_bytes=host, device=device, device_bytes=on_device, settings=road.settings)
-        if road.cuda and not carrier.on_device:
+        transport = await UcxTransport.start(
+            pool=host_pool(host, pinned=device is not None),
+            device=device,
+            device_bytes=on_device,
+            settings=road.settings,
+        )
+        if road.cuda and not transport.on_device:
             raise SystemExit("UCX has no CUDA here")
-        carrier.pools.host.buffer.zero_()  # every page is there
-        return CarrierEnd(carrier, road.cuda)
+        transport.pools.host.buffer.zero_()  # every page is there
+        return TransportEnd(transport, road.cuda)
     regions = [torch.zeros(load.size, dtype=torch.uint8, device=device) for _ in range(load.at_once)]
     return BareEnd(UcxWorker(road.settings, device), road.settings, regions)
 
@@ -268,7 +274,7 @@ async def on_loopback(options: argparse.Namespace) -> None:
             show("plain socket", load, plain)
             for transports in options.transports:
                 settings = UcxSettings(transports=transports, extra=LOOPBACK)
-                road = Road(f"carrier {transports}", settings)
+                road = Road(f"transport {transports}", settings)
                 show(road.name, load, await measure(road, load, options.rounds, pipe), plain[0])
                 bare = replace(road, name=f"bare {transports}", bare=True)
                 show(bare.name, load, await measure(bare, load, options.rounds, pipe), plain[0])
@@ -283,8 +289,8 @@ async def between_gpus(options: argparse.Namespace) -> None:
         raise SystemExit(f"--cuda needs two GPUs, here are {torch.cuda.device_count()}")
     sleeping, polling = UcxSettings(), UcxSettings(spin=True)
     roads = [
-        Road("carrier, sleeping", sleeping, cuda=True),
-        Road("carrier, polling", polling, cuda=True),
+        Road("transport, sleeping", sleeping, cuda=True),
+        Road("transport, polling", polling, cuda=True),
         Road("bare, sleeping", sleeping, bare=True, cuda=True),
         Road("bare, deaths go unnoticed", replace(sleeping, peer_failure=False), bare=True, cuda=True),
     ]

@@ -1,4 +1,4 @@
-"""What the carrier `ucx` is compared with: plain sockets, UCX's own benchmark, torch's copies between GPUs."""
+"""What the transport `ucx` is compared with: plain sockets, UCX's own benchmark, torch's copies between GPUs."""
 
 import importlib.util
 import multiprocessing
@@ -79,7 +79,7 @@ def perftest() -> str:
 
 
 def measure_perftest(program: str, settings: UcxSettings, load: Load, mode: str) -> tuple[float, float]:
-    """UCX's own tag_bw with the carrier's settings."""
+    """UCX's own tag_bw with the transport's settings."""
     variables = {f"UCX_{name}": value for name, value in settings.config(on_device=False).items()}
     library = str(Path(program).parent.parent / "lib")
     env = {**os.environ, **variables, "LD_LIBRARY_PATH": library, "UCX_WARN_UNUSED_ENV_VARS": "n"}

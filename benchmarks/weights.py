@@ -1,6 +1,6 @@
 """Weights and checkpoints in fewer bytes: ratio and speed of the tensor codec beside ZipNN and zstd.
 
-The figures 6, 8 and 9 of "Lossless Compression of Neural Network Components" (Heilper and Singer, 2025), made anew.
+The figures 6, 8 and 9 of "Lossless Compression of Neural Network Components" (Heilper and Singer, 2025), on our data.
 """
 
 import argparse
@@ -27,7 +27,7 @@ GATE = "Nothing is timed before it gave every byte back."
 HUFFMAN = HuffmanCodec()
 ZSTD_CHUNK = 1 << 20
 RUN_BYTES = 1 << 26
-"""A run is as many calls as take in so many bytes. One call of a small tensor, after another coder's, would tell what
+"""A run has as many calls as read this many bytes. One call of a small tensor, after another coder's, would show what
 it takes to find code that has left the caches; models have tensors one after the other."""
 EXPONENTS = {  # shift and mask of a value's exponent
     torch.bfloat16: (7, 0xFF),
@@ -63,7 +63,7 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor anew. Torch's own copy would leave its threads spinning for a while, on the cores that are timed."""
+    """A copy of the tensor. Torch's own would leave its threads spinning for a while, on the cores that are timed."""
     return torch.from_numpy(bytes_of(tensor).copy()).view(tensor.dtype).reshape(tensor.shape)
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from kvrail.config.settings import DEMO_MODEL
 
 DEVIATIONS = (0.011, 0.014, 0.017, 0.02, 0.023, 0.027, 0.034, 0.045)
-"""Of a Gaussian model's layers: the range that projections of trained models lie in."""
+"""Standard deviations of a Gaussian model's layers: the range of trained models' projections."""
 E4M3_MAX, E5M2_MAX, E2M1_MAX = 448.0, 57344.0, 6.0
 STEPS = (0.05, 0.02, 0.01, 0.005)
 """Of four pairs of consecutive checkpoints: how far a weight moves, over its layer's deviation; training slows down."""

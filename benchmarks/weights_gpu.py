@@ -32,9 +32,9 @@ from benchmarks.shapes import SHAPES, card_of, write_shape
 from kvrail.codec.compact import gpu as compact_gpu
 from kvrail.codec.compact.format import CompactWeight
 from kvrail.codec.compact.torch_ops import compress as compact
-from kvrail.codec.tbe import cpu as tbe_cpu
-from kvrail.codec.tbe import gpu as tbe_gpu
-from kvrail.codec.tbe.format import TbeWeight
+from kvrail.codec.papers.tbe import cpu as tbe_cpu
+from kvrail.codec.papers.tbe import gpu as tbe_gpu
+from kvrail.codec.papers.tbe.format import TbeWeight
 from kvrail.engine.batch.batch import SampleRow, SequenceSlice
 from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.sampling.sampler import Sampler
@@ -96,7 +96,7 @@ def in_turns(graphs: dict[str, torch.cuda.CUDAGraph], count: int, rounds: int) -
 
 
 def copy_of(held: Held) -> Held:
-    """The same in memory of its own."""
+    """A copy in memory of its own."""
     parts = {field.name: getattr(held, field.name) for field in fields(held)}
     return replace(held, **{name: part.clone() for name, part in parts.items() if isinstance(part, torch.Tensor)})
 
@@ -170,7 +170,7 @@ def bench_of(loaded: LoadedModel) -> Bench:
 
 
 def tokens_of(bench: Bench, batch: int) -> list[list[int]]:
-    """Greedy continuations of so many prompts, computed together."""
+    """Greedy continuations of prompts that are computed together."""
     random.seed(batch)
     sampler = Sampler(bench.loaded.vocab_size, bench.loaded.device)
     greedy = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)

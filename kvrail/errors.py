@@ -14,7 +14,7 @@ KvrailError
 ├── FrameError                a frame is torn, corrupt, out of order, duplicated or oversized
 ├── TransferAbortedError      the sender gave up a transfer before its last frame
 ├── WorkerUnavailableError    a worker cannot be reached or was lost
-│   └── PeerRefusedError       a worker takes no such call from who has this process's certificate
+│   └── PeerRefusedError       this process's certificate does not permit the call
 ├── DeadlineError             the request's deadline passed
 └── RequestCancelledError     the caller went away
 
@@ -93,7 +93,7 @@ class WorkerUnavailableError(KvrailError):
 
 
 class PeerRefusedError(WorkerUnavailableError):
-    """A worker takes no such call from who has this process's certificate."""
+    """The call is not permitted to this process's certificate."""
 
 
 class DeadlineError(KvrailError):

@@ -1,13 +1,16 @@
-"""Lines of shipped code in each room, and how many more or fewer than at another commit: `make lines REV=main`."""
+"""Lines of shipped code in each room, its budget, and the difference to another commit: `make lines REV=main`."""
 
 import subprocess
 import sys
+import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = {".css", ".cu", ".cuh", ".html", ".js", ".py"}
 GENERATED = "kvrail/wire/v1/"
+BUDGETS = "tests/house/budgets.toml"
 
 
 def room_of(path: str) -> str | None:
@@ -40,16 +43,34 @@ def lines(root: Path, revision: str | None = None) -> Counter[str]:
     return found
 
 
-def table(now: Counter[str], before: Counter[str] | None) -> list[str]:
-    """Rows to print, the total last."""
-    rooms = [*sorted(set(now) | set(before or ())), "total"]
-    now["total"] = now.total()
-    if before is None:
-        return [f"{room:<20}{now[room]:>8,}" for room in rooms]
-    before["total"] = before.total()
-    return [f"{room:<20}{now[room]:>8,}{now[room] - before[room]:>+8,}" for room in rooms]
+def budgets(root: Path) -> dict[str, int]:
+    """The most lines that each room may have."""
+    return dict(tomllib.loads((root / BUDGETS).read_text(encoding="utf-8")))
+
+
+def over_budget(found: Mapping[str, int], allowed: Mapping[str, int]) -> list[str]:
+    """What breaks the budgets, in words: a room with too many lines, one without a budget, a budget without a room."""
+    problems = [
+        f"{room} has {count:,} lines, its budget is {allowed[room]:,}"
+        for room, count in found.items()
+        if count > allowed.get(room, count)
+    ]
+    problems += [f"{room} has no budget" for room in found if room not in allowed]
+    return problems + [f"{room} has a budget and no lines" for room in allowed if room not in found]
+
+
+def table(now: Counter[str], before: Counter[str] | None, allowed: Mapping[str, int]) -> list[str]:
+    """Rows to print: room, lines, budget, difference to `before`; the total last."""
+    rows = []
+    for room in [*sorted(set(now) | set(before or ())), "total"]:
+        whole = room == "total"
+        count, budget = (now.total(), sum(allowed.values())) if whole else (now[room], allowed.get(room, 0))
+        change = "" if before is None else f"{count - (before.total() if whole else before[room]):>+8,}"
+        rows.append(f"{room:<20}{count:>8,}{budget:>8,}{change}")
+    return rows
 
 
 if __name__ == "__main__":
     revision = sys.argv[1] if len(sys.argv) > 1 else None
-    sys.stdout.write("\n".join(table(lines(ROOT), lines(ROOT, revision) if revision else None)) + "\n")
+    before = lines(ROOT, revision) if revision else None
+    sys.stdout.write("\n".join(table(lines(ROOT), before, budgets(ROOT))) + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvrail.telemetry.making import show_certificates, show_process
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Family, Registry
-from kvrail.telemetry.vllm import VLLM_METRICS
+from kvrail.telemetry.vllm import CLUSTER_METRICS, VLLM_METRICS
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
@@ -79,11 +79,11 @@ def theirs() -> Iterable[tuple[str, ...]]:
     sides = {"router": router(), "decode worker": worker(decodes=True)}
     by_name: dict[str, list[tuple[str, str]]] = {}
     kinds: dict[str, str] = {}
-    for row in VLLM_METRICS:
+    for row in (*VLLM_METRICS, *CLUSTER_METRICS):
         side, known = next((side, known) for side, known in sides.items() if set(row.sources) <= set(known))
         kinds[row.name] = row.kind or known[row.sources[0]].type
         ours = ", ".join(shown(name, known[name].type) for name in row.sources)
-        by_name.setdefault(row.name, []).append((side, ours))
+        by_name.setdefault(row.name, []).append((f"{side} (sum)" if row in CLUSTER_METRICS else side, ours))
     for name, several in by_name.items():
         kind = kinds[name]
         yield shown(name, kind), kind, " and ".join(side for side, _ in several), "; ".join(ours for _, ours in several)

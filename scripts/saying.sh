@@ -12,12 +12,12 @@ echo "$what"
 running=$!
 trap 'kill "$running" 2> /dev/null; exit 130' INT TERM HUP
 
-told=0
+shown=0
 while kill -0 "$running" 2> /dev/null; do
     sleep 0.2
-    if ((SECONDS >= told + 2)); then
-        told=$SECONDS
-        echo "$what, $told s so far: $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-90)"
+    if ((SECONDS >= shown + 2)); then
+        shown=$SECONDS
+        echo "$what, $shown s so far: $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-90)"
     fi
 done
 wait "$running" || { status=$?; cat "$log" >&2; exit "$status"; }

@@ -33,8 +33,8 @@ NAMES = {
     r"(?<![A-Za-z])([Oo]utlet|[Ii]nlet)|([a-z_]|\b)(Outlet|Inlet)": "PayloadSender, PayloadReceiver",
     r"[Tt]runk(?!\w*at)": "the event stream",
     r"(?<![A-Za-z])[Ll]edger|Ledger": "KV events",
-    r"RequestBook|(?<![A-Za-z])book(?![A-Za-z])": "RequestTracker, tracker",
-    r"(?<![A-Za-z])[Ff]lights?(?![A-Za-z])|Flight": "in-flight step",
+    r"RequestBook": "RequestTracker",
+    r"(?<![A-Za-z])(?<!in[-_ ])[Ff]lights?(?![A-Za-z])|(?<!In)Flight": "in-flight step",
     r"(?<![A-Za-z])(story|stories)(?![A-Za-z])|Story": "handler; what happens to a request",
     r"(?<![A-Za-z])[Pp]ace(?![A-Za-z])": "step cost, rate",
     r"[Qq]uarantine|(?<![A-Za-z])[Bb]ell(?![A-Za-z])|Bell": "retired buffers; Notifier",
@@ -49,7 +49,10 @@ def hits(root: Path) -> list[str]:
         if (Path(path).suffix not in SUFFIXES and path != "Makefile") or LEFT_OUT.match(path):
             continue
         words = NAMES if path.startswith("tests/") else PLAIN_ENGLISH | NAMES
+        any_of_them = re.compile("|".join(f"(?:{pattern})" for pattern in words))
         for number, line in enumerate((root / path).read_text(errors="replace").splitlines(), 1):
+            if not any_of_them.search(line.strip()):
+                continue
             for pattern, better in words.items():
                 if match := re.search(pattern, line.strip()):
                     found.append(f"{path}:{number}: {match[0]!r}: {better}")

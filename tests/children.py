@@ -6,7 +6,7 @@ from multiprocessing.context import BaseContext
 
 import torch
 
-PRELOADED = ("tests.transport.carriers.peer", "tests.transport.ucx.child")
+PRELOADED = ("tests.transport.conformance.peer", "tests.transport.ucx.child")
 
 
 def context() -> BaseContext:

@@ -63,7 +63,7 @@ LONG = (
     "e2e/test_codecs.py",
     "e2e/test_lost_workers.py",
     "tracing/test_traces.py",
-    "transport/carriers/test_carriers_processes.py",
+    "transport/conformance/test_transports_processes.py",
 )
 """Files that take longest: begun last, one would have all other cores wait for it."""
 

@@ -21,14 +21,13 @@ STEPS: tuple[Callable[[], object], ...] = (
     *(
         partial(importlib.import_module, f"kvrail.{name}")
         for name in (
-            "codec.lynx.cpu_kernels",
+            "codec.papers.lynx.cpu_kernels",
             "codec.splitzip.entropy.cpu_kernels",
             "codec.splitzip.progressive_ans.cpu_kernels",
             "engine.kv.lossless.cpu_kernels",
             "engine.attention.cpu_kernel",
-            "codec.lynx.cpu_exact_kernels",
+            "codec.papers.lynx.cpu_exact_kernels",
             "codec.splitzip.one_stage.cpu_kernels",
-            "codec.splitzip.progressive.cpu_kernels",
         )
     ),
 )

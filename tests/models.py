@@ -7,6 +7,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvrail.values.layout import KVLayout
 from tests.scratch import new_folder
 
 VOCAB = 320
@@ -35,6 +36,15 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def kv_gib(folder: Path, pages: int, kv_dtype: str = "bfloat16", page_size: int = 64) -> float:
+    """--kv-memory-gib that gives a worker `pages` pages."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_key_value_heads
+    layout = KVLayout(config.num_hidden_layers, heads, head_dim, head_dim, page_size, kv_dtype)
+    return (pages + 0.5) * layout.page_bytes / (1 << 30)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -77,6 +77,7 @@ BOUNDS = {
     "vllm:request_max_num_generation_tokens": _TOKENS,
     "vllm:request_params_max_tokens": _TOKENS,
     "vllm:request_params_n": "1.0 2.0 5.0 10.0 20.0",
+    "vllm:request_num_preemptions": "1.0 2.0 3.0 4.0 5.0 10.0 20.0",
     "vllm:iteration_tokens_total": "1.0 8.0 16.0 32.0 64.0 128.0 256.0 512.0 1024.0 2048.0 4096.0 8192.0 16384.0",
     "http_request_duration_seconds": "0.1 0.5 1.0",
 }
@@ -84,7 +85,7 @@ BOUNDS = {
 
 def samples(exposition: Exposition, path: str = "/metrics/vllm") -> Samples:
     found: Samples = defaultdict(list)
-    for family in text_string_to_metric_families(exposition.render(path)[0].decode()):
+    for family in text_string_to_metric_families(exposition.render(path, sums=False)[0].decode()):
         for sample in family.samples:
             found[sample.name].append((dict(sample.labels), sample.value))
     return found

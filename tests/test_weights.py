@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvrail.codec.fused import launch
-from kvrail.codec.tbe import gpu
+from kvrail.codec.papers.tbe import gpu
 from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.engine.model.fusion import merge_equal_products
 from kvrail.engine.model.linear import JointLinear

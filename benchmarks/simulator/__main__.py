@@ -5,10 +5,10 @@
     python -m benchmarks.simulator --trace mine.jsonl --workers 16    your own trace: see benchmarks/simulator/trace.py
     python -m benchmarks.simulator --write traces/                    the two traces as files
 
-So many prefill and as many decode workers. Queue, policies, page index and prefix cache are the code that serves; what
-is simulated is time: a prefill worker computes one prompt after another at a fixed rate, a decode step takes longer the
-more sequences it has. --load is the rate of prompt tokens as a share of what the prefill workers could compute without
-any cache.
+There are as many decode workers as prefill workers. Queue, policies, page index and prefix cache are the code that
+serves. Time is simulated: a prefill worker computes one prompt after another at a fixed rate, and a decode step
+takes longer with more sequences. --load is the rate of prompt tokens as a share of what the prefill workers could
+compute without any cache.
 """
 
 import argparse

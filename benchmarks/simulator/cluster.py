@@ -9,9 +9,9 @@ from benchmarks.simulator.trace import Request
 from benchmarks.simulator.workers import Clock, Job, SimDecode, SimPrefill, SimWorker, Speed
 from kvrail.config.settings import RouterSettings
 from kvrail.runtime.queueing import FairQueue, Ticket
-from kvrail.services.router.fleet.policy import POLICIES, Ask, choose
+from kvrail.services.router.fleet.policy import POLICIES, PlacementRequest, choose
+from kvrail.services.router.fleet.workers import STATUS_INTERVAL_S as REPORT_S
 
-REPORT_S: float = RouterSettings.model_fields["status_interval_s"].default
 PREFILL_WAIT_S: float = RouterSettings.model_fields["prefill_wait_s"].default
 MAX_RUNNING = 64
 STEP_TOKENS = 2048
@@ -41,7 +41,7 @@ class Outcome:
         return sum(self.times) / len(self.times)
 
     def quantile(self, share: float) -> float:
-        """Seconds to the first token that so many stay below."""
+        """Percentile of the seconds to the first token."""
         return sorted(self.times)[min(len(self.times) - 1, int(share * len(self.times)))]
 
     @property
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Simulation:
-    """One trace through so many prefill and as many decode workers.
+    """One trace through `workers` prefill workers and as many decode workers.
 
     prefill_wait_s: that a prompt waits for a prefill worker at most, where a decode worker has time; 0: any time.
     """
@@ -71,7 +71,7 @@ class Simulation:
         self._prefill = {f"p{n}": SimPrefill(f"p{n}", *kind, STEP_TOKENS) for n in range(workers)}
         self._decode = {f"d{n}": SimDecode(f"d{n}", *kind, STEP_TOKENS) for n in range(workers)}
         self._speed = speed
-        self._waiting: dict[Ticket, tuple[Job, Ask]] = {}
+        self._waiting: dict[Ticket, tuple[Job, PlacementRequest]] = {}
         self._computing: Counter[str] = Counter()
         self._open = 0
         self._output = 128.0
@@ -107,9 +107,9 @@ class Simulation:
     def _arrive(self, job: Job, key: str) -> None:
         draw = (job.number + 1) * GOLDEN & 0xFFFFFFFFFFFFFFFF
         output = round(self._output)
-        ask = Ask(job.tokens, job.pages, self._size, 1, output, job.number, draw)
+        request = PlacementRequest(job.tokens, job.pages, self._size, 1, output, job.number, draw)
         ticket = Ticket(key, 1, job.tokens)
-        self._waiting[ticket] = job, ask
+        self._waiting[ticket] = job, request
         self._queue.add(ticket)
         self._serve()
         if ticket in self._waiting and self._prefill_wait_s < math.inf:
@@ -124,9 +124,9 @@ class Simulation:
         prefill = [worker.candidate(computes=True) for worker in self._prefill.values()]
         passed: list[Ticket] = []
         for ticket in self._queue.turns(sum(max(0, each.load.max_running - each.load.sequences) for each in decode)):
-            job, ask = self._waiting[ticket]
+            job, request = self._waiting[ticket]
             urgent, spare_s = not self._computing[ticket.client], job.arrival + self._prefill_wait_s - self._clock.now
-            choice = choose(self._policy, ask, decode, prefill, urgent=urgent, spare_s=spare_s)
+            choice = choose(self._policy, request, decode, prefill, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._waiting[ticket]
                 self._queue.granted(ticket, passed)

@@ -71,7 +71,7 @@ def _parse(entry: dict[str, object]) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a generator makes: so many requests, arrivals a second, shares and lengths in tokens."""
+    """What a generator makes: requests, arrivals a second, shares and lengths in tokens."""
 
     count: int
     rate: float

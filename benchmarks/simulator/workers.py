@@ -93,7 +93,7 @@ class SimWorker:
         return self._seen
 
     def count(self, requests: int, backlog: int) -> None:
-        """So many requests, and tokens to compute, have come or gone."""
+        """Requests, and tokens to compute, have come or gone."""
         if backlog < 0 or not self.backlog:
             self.began = self.clock.now
         self.requests += requests
@@ -218,7 +218,7 @@ class SimDecode(SimWorker):
         self._run(job, -(-(job.tokens - job.found) // self.speed.mixed_tokens), table, end)
 
     def _run(self, job: Job, steps: int, table: list[int], done: Callable[[], object]) -> None:
-        """Hold a table for so many steps more."""
+        """Hold a table for more steps."""
         self._advance()
 
         def end() -> None:

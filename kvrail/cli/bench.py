@@ -27,7 +27,7 @@ examples:
   kvrail bench --rate 16 --prefixes 8 --prefix-tokens 3072 --prompt-tokens 256 --json run.json"""
 INTERRUPTED = 130
 SMALL_VOCAB = 1000
-"""Every vocabulary has so many ids; no path of OpenAI's API tells how many a model has."""
+"""Every vocabulary has this many ids; OpenAI's API does not expose a model's own number."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -141,13 +141,13 @@ def load_of(arguments: argparse.Namespace, **changes: object) -> Load:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and report; returns the exit status."""
-    from kvrail.cli.client import ChatClient
+    from kvrail.cli.remote.client import ChatClient
 
     streams = 0 if arguments.rate else arguments.streams or 8
     arrivals = {"requests": arguments.requests, "streams": streams, "rate": arguments.rate or 0.0}
     load = load_of(arguments, **arrivals, greedy=arguments.greedy)
     if arguments.json:
-        _write(arguments.json, "", "a")  # a file that cannot be written is told now, and not after the load
+        _write(arguments.json, "", "a")  # a file that cannot be written fails now, not after the load
     key = arguments.api_key if arguments.api_key is not None else os.environ.get("KVRAIL_API_KEY", "")
     with closing(ChatClient(arguments.url, key)) as chat:
         models = [arguments.model] if arguments.model else chat.models()
@@ -159,11 +159,11 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     limits = dict(arguments.goodput)
-    told = figures(measured, limits)
-    sys.stdout.write(table(told, limits))
+    found = figures(measured, limits)
+    sys.stdout.write(table(found, limits))
     if arguments.json:
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "url": arguments.url, "model": models[0]}
-        _write(arguments.json, json.dumps({**head, "load": asdict(load), "goodput": limits, **told}, indent=1) + "\n")
+        _write(arguments.json, json.dumps({**head, "load": asdict(load), "goodput": limits, **found}, indent=1) + "\n")
     if measured.unfinished:
         return INTERRUPTED
     return 1 if measured.failures else 0

@@ -84,6 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         shared=arguments.shared,
     )
     options.check()
-    with logs.told_on(sys.stderr):
+    with logs.shown_on(sys.stderr):
         logger.info("loading PyTorch and transformers")
         return cast(int, importlib.import_module("kvrail.tools.calibrate.main").run(options))

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate, GeneralName
 
 SUMMARY = "make a CA and a certificate for each role, for TLS between services"
-EPILOG = """OUT gets ca.pem and ca.key, and for each role ROLE.pem and ROLE.key; only their owner can read keys. Whoever
-has ca.key can make a certificate of any role: keep it where no service runs.
-Files are never overwritten, unless --renew makes certificates anew with the CA that is there (running services take
-them over), or --force makes all of them anew with a new CA.
+EPILOG = """OUT gets ca.pem and ca.key, and for each role ROLE.pem and ROLE.key; only their owner can read keys. With
+ca.key, certificates of any role can be made: keep it where no service runs.
+Files are never overwritten, except by --renew, which makes new certificates with the existing CA (running services
+load them), and by --force, which makes a new CA and all certificates.
 
 examples:
   kvrail certs certs --hosts localhost,127.0.0.1
   kvrail certs certs --hosts prefill-1.example.org,decode-1.example.org --days 30 --renew"""
 ALLOWANCE = timedelta(minutes=5)
-"""Clocks differ: a certificate is valid from so long before it is made."""
+"""Clocks differ: a certificate is valid from this long before it is made."""
 DEFAULT_HOSTS = "localhost,127.0.0.1,::1"
 
 
@@ -53,11 +53,11 @@ def add_commands(commands: Commands) -> None:
         parser.add_argument(
             "--ca-days", default="3650", metavar="N", help="days for which a new CA holds (default 3650)"
         )
-        parser.add_argument("--renew", action="store_true", help="make certificates anew with the CA in OUT")
+        parser.add_argument("--renew", action="store_true", help="make new certificates with the CA in OUT")
         parser.add_argument(
             "--keep",
             action="store_true",
-            help="leave all as it is where it holds for a third of --days; else renew or make",
+            help="change nothing while all hold for a third of --days; else renew or make them",
         )
         parser.add_argument("--force", action="store_true", help="overwrite all, the CA too")
 
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     there = sorted(path.name for path in files if path.exists())
     if there and not (arguments.force or arguments.renew):
         raise ConfigError(
-            f"{out} has {', '.join(there)} already; --renew makes certificates anew with its CA, --force all of them"
+            f"{out} has {', '.join(there)} already; --renew makes new certificates with its CA, --force a new CA too"
         )
     try:
         out.mkdir(parents=True, exist_ok=True, mode=0o755)

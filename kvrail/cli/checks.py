@@ -29,8 +29,8 @@ def _check_codec(name: str, *, allow_lossy: bool) -> None:
         near = difflib.get_close_matches(name, known, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"choose {AUTO} or one of {', '.join(known)}"
         raise ConfigError(f"{flag_name('codec')}: codec {name!r} is unknown; {remedy}")
-    if name in registry.LOSSY and not allow_lossy:
-        exact = ", ".join(each for each in known if each not in registry.LOSSY)
+    if not registry.info(name).exact and not allow_lossy:
+        exact = ", ".join(each for each in known if registry.info(each).exact)
         raise ConfigError(
             f"{flag_name('codec')}: codec {name!r} is lossy: it does not restore every bit of the KV; choose one of"
             f" {exact}, or add {flag_name('allow_lossy')}"

@@ -1,60 +1,117 @@
-"""`kvrail keys add`: a new API key for the router's file of keys."""
+"""`kvrail keys`: add a key to the router's file of API keys, list the keys, revoke one."""
 
 import argparse
 import json
 import os
 import re
 import sys
+from collections.abc import Iterable
 from datetime import date, datetime
+from itertools import pairwise
 from pathlib import Path
 
 from kvrail.cli.flags import Commands, add_command
 from kvrail.errors import ConfigError
-from kvrail.security.keyfile import NAME, hash_of, new_secret, parse
+from kvrail.security.keyfile import NAME, Key, hash_of, new_secret, parse
 
-SUMMARY = "make an API key and put its hash into the router's file of keys"
-EPILOG = """The key is printed once and kept nowhere; the file keeps its SHA-256. A running router reads the file again
-when it has changed. To take a key back, delete its table from the file.
+SUMMARY = "add an API key to the router's file of keys, list the keys, or revoke one"
+EPILOG = """A new key is printed once and kept nowhere; the file keeps its SHA-256. A running router reads the file
+again when it has changed: a revoked key is refused from the next request on.
 
-example:
-  kvrail keys add alice --file keys.toml --requests-per-minute 60 --tokens-per-minute 100000 --expires 2027-01-31"""
+examples:
+  kvrail keys add alice --file keys.toml --requests-per-minute 60 --tokens-per-minute 100000 --expires 2027-01-31
+  kvrail keys list --file keys.toml
+  kvrail keys revoke alice --file keys.toml"""
+ADD, LIST, REVOKE = "add", "list", "revoke"
+TABLE = re.compile(rb"^[ \t]*\[\[[ \t]*keys[ \t]*\]\]", re.MULTILINE)
 LIMITS = {
     "requests_per_minute": "requests in any 60 seconds",
     "tokens_per_minute": "tokens of prompts and outputs in any 60 seconds",
     "concurrent_requests": "requests at once",
 }
+_NEW = (*LIMITS, "models", "expires")
 
 
 def add_commands(commands: Commands) -> None:
     """Add `kvrail keys`."""
-    with add_command(commands, "keys", SUMMARY, EPILOG, run, "add NAME") as parser:
-        parser.add_argument("action", choices=("add",), metavar="add", help="what to do")
-        parser.add_argument("name", metavar="NAME", help="whose key it is; in metrics and logs")
-        parser.add_argument("--file", type=Path, required=True, metavar="FILE", help="made where it is missing")
+    with add_command(commands, "keys", SUMMARY, EPILOG, run, "add|revoke NAME | list") as parser:
+        parser.add_argument("action", choices=(ADD, LIST, REVOKE), metavar="add, list or revoke", help="what to do")
+        parser.add_argument("name", nargs="?", metavar="NAME", help="whose key it is; in metrics and logs")
+        parser.add_argument("--file", type=Path, required=True, metavar="FILE", help="add makes it where it is missing")
+        new = parser.add_argument_group("a new key")
         for limit, meaning in LIMITS.items():
-            parser.add_argument(f"--{limit.replace('_', '-')}", metavar="N", help=f"most {meaning} (default no limit)")
-        parser.add_argument("--models", default="", metavar="A,B,…", help="names that it may ask for (default all)")
-        parser.add_argument("--expires", default="", metavar="DATE", help="last moment, as 2027-01-31 (default never)")
+            new.add_argument(f"--{limit.replace('_', '-')}", metavar="N", help=f"most {meaning} (default no limit)")
+        new.add_argument("--models", default="", metavar="A,B,…", help="names that it may ask for (default all)")
+        new.add_argument("--expires", default="", metavar="DATE", help="last moment, as 2027-01-31 (default never)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the key, write the file, print the key; returns 0. Raises ConfigError where something is in the way."""
+    """Add, list or revoke; returns 0. Raises ConfigError where something is in the way; the file then is unchanged."""
     file: Path = arguments.file
+    if (arguments.name is None) != (arguments.action == LIST):
+        remedy = "drop NAME" if arguments.name else f"write kvrail keys {arguments.action} NAME --file {file}"
+        raise ConfigError(f"keys {arguments.action} takes {'no NAME' if arguments.name else 'a NAME'}; {remedy}")
+    if arguments.action != ADD and (given := [limit for limit in _NEW if getattr(arguments, limit)]):
+        raise ConfigError(f"--{given[0].replace('_', '-')} is for a new key; drop it from keys {arguments.action}")
+    try:
+        before = file.read_bytes() if arguments.action != ADD or file.exists() else b""
+        if arguments.action == LIST:
+            sys.stdout.write(_listed(parse(before, f"--file {file}").values()))
+        elif arguments.action == REVOKE:
+            _write(file, without(before, arguments.name, f"--file {file}"))
+            sys.stderr.write(f"{arguments.name} is revoked; a router that reads {file} refuses it from now on\n")
+        else:
+            _add(arguments, before)
+    except OSError as error:
+        remedy = "name the file that the router reads" if arguments.action != ADD else "name a file that can be written"
+        raise ConfigError(f"--file {file}: {error.strerror}; {remedy}") from None
+    return 0
+
+
+def _add(arguments: argparse.Namespace, before: bytes) -> None:
+    """Put a new key's table at the file's end, and print the key."""
     if not re.fullmatch(NAME, arguments.name):
         raise ConfigError(f"NAME: {arguments.name!r} is none; write letters, digits and . _ @ -, at most 64")
-    secret = new_secret()
-    table = _table(arguments, secret)
-    try:
-        before = file.read_bytes() if file.exists() else b""
-        after = before + (b"\n" if before else b"") + table.encode()
-        parse(before, f"--file {file}")
-        parse(after, f"--file {file} with this key")
-        _write(file, after)
-    except OSError as error:
-        raise ConfigError(f"--file {file}: {error.strerror}; name a file that can be written") from None
+    file, secret = arguments.file, new_secret()
+    after = before + (b"\n" if before else b"") + _table(arguments, secret).encode()
+    parse(before, f"--file {file}")
+    parse(after, f"--file {file} with this key")
+    _write(file, after)
     sys.stdout.write(f"{secret}\n")
     sys.stderr.write(f"{arguments.name} is in {file}; the key above is kept nowhere else\n")
-    return 0
+
+
+def without(content: bytes, name: str, where: str) -> bytes:
+    """The file's content less the table of one key; comments and other tables stay as they are.
+
+    Raises ConfigError where no key has that name, or where the table cannot be cut out of the text by itself.
+    """
+    keys = parse(content, where)
+    kept = {digest: key for digest, key in keys.items() if key.name != name}
+    if len(kept) == len(keys):
+        names = ", ".join(key.name for key in keys.values()) or "none"
+        raise ConfigError(f"NAME: no key of {where} is called {name!r}; its keys: {names}")
+    starts = [match.start() for match in TABLE.finditer(content)] + [len(content)]
+    for start, end in pairwise(starts):
+        rest = content[:start] + content[end:]
+        try:
+            if parse(rest, where) == kept:
+                return rest
+        except ConfigError:  # a line inside a string looked like the head of a table
+            continue
+    raise ConfigError(f"{where}: the table of {name!r} is not written as [[keys]] of its own; delete it by hand")
+
+
+def _listed(keys: Iterable[Key]) -> str:
+    """A line for each key: its name, limits, models and last moment."""
+    rows: list[tuple[str, ...]] = [("name", "requests/min", "tokens/min", "at once", "models", "expires")]
+    for key in keys:
+        limits = ["-" if limit is None else str(limit) for limit in (getattr(key, name) for name in LIMITS)]
+        expired = " (expired)" if key.expired else ""
+        until = f"{key.expires:%Y-%m-%d %H:%M} UTC{expired}" if key.expires else "never"
+        rows.append((key.name, *limits, ",".join(key.models) or "all", until))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
 
 
 def _table(arguments: argparse.Namespace, secret: str) -> str:
@@ -83,7 +140,7 @@ def _moment(given: str) -> str:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Put the file in place as a whole; who could read it before still can, and nobody else."""
+    """Replace the file as a whole, with the permissions that it had; a new one is for its owner alone."""
     mode = file.stat().st_mode & 0o777 if file.exists() else 0o600
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:

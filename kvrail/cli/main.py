@@ -1,10 +1,12 @@
-"""The command `kvrail`: a cluster, one service, chats, traces, loads, codebooks, packed models, certificates, keys."""
+"""The command `kvrail`: one module of this package for each of its commands."""
 
 import sys
+from pathlib import Path
 
 from kvrail import __version__
-from kvrail.cli import bench, calibrate, certs, chat, keys, pack, role, trace, up
+from kvrail.cli import bench, calibrate, certs, keys, pack, role, up
 from kvrail.cli.flags import HelpFormatter, OneLineErrors
+from kvrail.cli.remote import chat, status, trace
 from kvrail.errors import ConfigError, KvrailError
 
 USAGE_ERROR = 2
@@ -15,13 +17,13 @@ def build_parser() -> OneLineErrors:
     parser = OneLineErrors(
         prog="kvrail",
         description="LLM serving with prefill and decode on separate workers.",
-        epilog="kvrail COMMAND --help lists the flags of one command.",
+        epilog="kvrail COMMAND --help lists the flags of one command. kvrail FOLDER is kvrail serve FOLDER.",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvrail {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
-    for module in (up, role, chat, trace, bench, calibrate, pack, certs, keys):
+    for module in (up, role, chat, status, trace, bench, calibrate, pack, certs, keys):
         module.add_commands(commands)
     return parser
 
@@ -29,6 +31,9 @@ def build_parser() -> OneLineErrors:
 def main(argv: list[str] | None = None) -> int:
     """Run `kvrail` with `argv` (default: the process's arguments); returns the exit status."""
     parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and Path(argv[0]).is_dir():
+        argv = ["serve", *argv]
     arguments = parser.parse(argv)
     if not hasattr(arguments, "run"):
         sys.stderr.write(parser.format_help())

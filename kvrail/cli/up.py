@@ -4,7 +4,9 @@ import argparse
 import asyncio
 import json
 import shlex
+import shutil
 import sys
+from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
@@ -26,13 +28,24 @@ examples:
   kvrail up --model Qwen/Qwen3-8B --device cuda    workers spread over the GPUs of this machine
   kvrail up --prefill-workers 2 --decode-workers 2 --port 9000
   kvrail up --config cluster.toml"""
+SERVE_SUMMARY = "kvrail up with the model as an operand"
+SERVE_EPILOG = """All flags of kvrail up but --model.
+
+examples:
+  kvrail serve Qwen/Qwen3-8B --device cuda
+  kvrail serve ./my-model
+  kvrail ./my-model"""
 
 
 def add_commands(commands: Commands) -> None:
-    """Add `kvrail up`."""
+    """Add `kvrail up` and `kvrail serve`."""
     with add_command(commands, "up", SUMMARY, EPILOG, run) as parser:
         add_config(parser)
         add_settings(parser, up_fields())
+    with add_command(commands, "serve", SERVE_SUMMARY, SERVE_EPILOG, run, "MODEL") as parser:
+        parser.add_argument("model", metavar="MODEL", help="a folder with the model's files, or a Hub name")
+        add_config(parser)
+        add_settings(parser, {name: field for name, field in up_fields().items() if name != "model"})
 
 
 def up_fields() -> dict[str, FieldInfo]:
@@ -79,6 +92,18 @@ FIRST_CHAT = (
 """Long enough that a prefill worker computes it and its KV crosses: more than the default of --local-prefill-tokens."""
 
 
+def program() -> str:
+    """How a shell here starts this program: by its name where that is on the path, else by its path."""
+    installed = Path(sys.executable).with_name("kvrail")
+    found = shutil.which("kvrail")
+    if not installed.exists():
+        return "kvrail" if found else f"{shlex.quote(sys.executable)} -m kvrail"
+    if found and Path(found).resolve() == installed.resolve():
+        return "kvrail"
+    inside = installed.is_relative_to(Path.cwd())
+    return shlex.quote(str(installed.relative_to(Path.cwd()) if inside else installed))
+
+
 def welcome(cluster: Cluster) -> str:
     """What to try first, once the cluster is healthy."""
     model = cluster.router.model_name
@@ -90,9 +115,11 @@ def welcome(cluster: Cluster) -> str:
 {model} is served on {cluster.url}/v1
 
 try:
-  kvrail chat --url {cluster.url}
+  {program()} chat --url {cluster.url}
   curl -s {cluster.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}
-The answer's usage tells under "kvrail" how many bytes of KV crossed (kv_bytes), of how many (kv_raw_bytes).
+The answer's usage shows under "kvrail" how many bytes of KV crossed: kv_bytes, compressed from kv_raw_bytes.
+
+In a browser: the status page at {cluster.url}/, the API at {cluster.url}/docs.
 
 metrics:
 {metrics}

@@ -74,7 +74,7 @@ class PagedBlock:
     """Some pages of some layers of a pool, where they lie: what codecs read from and write into.
 
     pools: a block of all layers and all pages of the pool; page_ids: which pages, in order, none twice; index: the
-    same, int64 [pages] on the pool's device, where whoever chose them has it there. Raises ValueError where a layer or
+    same, int64 [pages] on the pool's device, where the caller has it there. Raises ValueError where a layer or
     a page is not the pool's.
     """
 

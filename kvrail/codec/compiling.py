@@ -122,7 +122,7 @@ class CompilerProcess:
         return self._process.pid if self._process is not None else 0
 
     def _listen(self) -> None:
-        """Settle outcomes as they are told, then those of which nothing was heard."""
+        """Settle outcomes as they are reported, then those that never were."""
         try:
             if self._process is not None and self._process.stdout is not None:
                 for line in self._process.stdout:
@@ -136,14 +136,14 @@ class CompilerProcess:
     def _take(self, line: str) -> None:
         """One answer; whatever else a library printed is passed over."""
         try:
-            told = json.loads(line)
-            outcome, error = self._outcomes[told["codec"]], told["error"]
-            cost = None if error else CodecCost(told["encode_s"], told["decode_s"], tuple(told["stages"]))
+            report = json.loads(line)
+            outcome, error = self._outcomes[report["codec"]], report["error"]
+            cost = None if error else CodecCost(report["encode_s"], report["decode_s"], tuple(report["stages"]))
         except (ValueError, KeyError, TypeError):
             logger.debug("the compiling process printed %r", line)
             return
         if error:
-            logger.warning("kernels of codec %s are compiled on first use: %s", told["codec"], error)
+            logger.warning("kernels of codec %s are compiled on first use: %s", report["codec"], error)
         if not outcome.done():
             outcome.set_result(cost)
 
@@ -184,14 +184,14 @@ def main() -> None:
 
 
 def _do_order() -> None:
-    told = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
-    told_order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_watch, args=(told_order["parent"],), daemon=True).start()
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_watch, args=(order["parent"],), daemon=True).start()
     torch.set_num_threads(1)
-    pages = sample_pages(BlockSpec(**told_order["spec"]), torch.device(told_order["device"]))
-    codebook = Codebook.load(told_order["codebook"]) if told_order["codebook"] else None
-    for name in told_order["names"]:
+    pages = sample_pages(BlockSpec(**order["spec"]), torch.device(order["device"]))
+    codebook = Codebook.load(order["codebook"]) if order["codebook"] else None
+    for name in order["names"]:
         answer: dict[str, object] = {"codec": name, "error": ""}
         try:
             codec = registry.get(name, codebook)
@@ -199,4 +199,4 @@ def _do_order() -> None:
             answer |= asdict(measure(codec, pages))
         except Exception as failure:  # noqa: BLE001  # whatever it is, the others may do
             answer["error"] = f"{type(failure).__name__}: {failure}"
-        print(json.dumps(answer), file=told, flush=True)
+        print(json.dumps(answer), file=answers, flush=True)

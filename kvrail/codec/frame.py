@@ -4,22 +4,26 @@ Numbers are little-endian:
 
     offset  size  field
          0     4  magic "KVRF"
-         4     2  format version, 2
+         4     2  format version, 3
          6     2  length of the head
          8     8  checksum: XXH3-64 over the head, with these eight bytes taken as zero
         16     8  payload length
         24     8  digest of the payload (kvrail/codec/core/digest.py)
         32     8  raw length: bytes of the block's tensors, uncompressed
-        40     4  sequence: number of this frame in its transfer, from 0
-        44     2  stage
-        46     2  number of stages of the codec
-        48    24  layers, pages, page size, KV heads, key dim, value dim (4 bytes each)
-        72     4  first layer
-        76     4  first page: logical index in the request
-        80     1  whether elements carry scales, 0 or 1
-        81     1  kind of the digest: 1 XXH3-64, 2 LANES
-        82     3  lengths of the three strings (1 byte each)
-        85        codec (ASCII), dtype (ASCII), request id (UTF-8)
+        40     8  parameters of the codec: its parameters_id
+        48     4  sequence: number of this frame in its transfer, from 0
+        52     2  stage
+        54     2  number of stages of the codec
+        56    24  layers, pages, page size, KV heads, key dim, value dim (4 bytes each), of the block
+        80     4  first layer
+        84     4  first KV head
+        88     4  first page: logical index in the request
+        92     1  whether elements carry scales, 0 or 1
+        93     1  kind of the digest: 1 XXH3-64, 2 LANES
+        94     3  lengths of the three strings (1 byte each)
+        97        codec (ASCII), dtype (ASCII), request id (UTF-8)
+
+A payload does not repeat what its head says. So the head's version also stands for the bits of all payloads.
 
 Golden files in tests/codec/golden pin it. A change of the format is a new version.
 """
@@ -34,14 +38,17 @@ from kvrail.codec.core.digest import Digest, DigestKind, digest_of
 from kvrail.codec.core.floats import FLOATS
 
 MAGIC = b"KVRF"
-VERSION = 2
+VERSION = 3
 MAX_HEAD_BYTES = 1024
 """No head is longer: its fixed part and three strings of up to 255 bytes."""
 
-_FIXED = struct.Struct("<4sHHQQQQIHH6I2I5B")
+_FIXED = struct.Struct("<4sHHQQQQQIHH6I3I5B")
 _CHECKSUM = slice(8, 16)
 _NO_CHECKSUM = bytes(8)
 _KINDS = frozenset(DigestKind)
+
+Bounds = tuple[int, int, int, int, int, int]
+"""Where a block lies, as of FrameHeader.bounds."""
 
 
 class FrameFormatError(CodecError):
@@ -50,9 +57,10 @@ class FrameFormatError(CodecError):
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """What a frame carries: stage `stage` of the block `spec`, which lies at (`first_layer`, `first_page`).
+    """What a frame carries: stage `stage` of block `spec`, which lies at (`first_layer`, `first_head`, `first_page`).
 
-    first_page is a logical index in the request, sequence the frame's number in its transfer, from 0.
+    first_page is a logical index in the request, sequence the frame's number in its transfer, from 0;
+    parameters_id is the codec's.
     """
 
     request_id: str
@@ -63,11 +71,14 @@ class FrameHeader:
     first_layer: int
     first_page: int
     sequence: int
+    first_head: int = 0
+    parameters_id: int = 0
 
     @property
-    def bounds(self) -> tuple[int, int, int, int]:
-        """First layer, layers, first page, pages: equal in all stages of a block."""
-        return self.first_layer, self.spec.num_layers, self.first_page, self.spec.num_pages
+    def bounds(self) -> Bounds:
+        """First layer, layers, first head, heads, first page, pages: equal in all stages of a block."""
+        spec = self.spec
+        return (self.first_layer, spec.num_layers, self.first_head, spec.num_kv_heads, self.first_page, spec.num_pages)
 
 
 def _raw_bytes(spec: BlockSpec) -> int:
@@ -107,6 +118,7 @@ def pack_head(header: FrameHeader, digest: Digest) -> bytes:
             digest.payload_bytes,
             digest.value,
             _raw_bytes(spec),
+            header.parameters_id,
             header.sequence,
             header.stage,
             header.num_stages,
@@ -117,6 +129,7 @@ def pack_head(header: FrameHeader, digest: Digest) -> bytes:
             spec.key_dim,
             spec.value_dim,
             header.first_layer,
+            header.first_head,
             header.first_page,
             spec.scaled,
             digest.kind,
@@ -130,14 +143,16 @@ def pack_head(header: FrameHeader, digest: Digest) -> bytes:
 
 
 def _check_lengths(view: memoryview, payload_bytes: int, max_payload_bytes: int) -> None:
-    """Check what can be told before the checksum."""
+    """Check what does not need the checksum."""
     if not _FIXED.size <= view.nbytes <= MAX_HEAD_BYTES:
         raise FrameFormatError(f"a head has {view.nbytes} bytes; it has {_FIXED.size} to {MAX_HEAD_BYTES}")
     magic, version, length, _, payload_length = _FIXED.unpack_from(view)[:5]
     if magic != MAGIC:
         raise FrameFormatError(f"a head has magic {magic!r}; it must be {MAGIC!r}")
     if version != VERSION:
-        raise FrameFormatError(f"a head has format version {version}; this build reads {VERSION}")
+        raise FrameFormatError(
+            f"a head has format version {version}; this build reads {VERSION}: run all workers with the same release"
+        )
     if length != view.nbytes:
         raise FrameFormatError(f"a head has {view.nbytes} bytes; it says that it has {length}")
     if payload_length != payload_bytes:
@@ -160,9 +175,9 @@ def unpack_head(head: bytes | memoryview, payload_bytes: int, max_payload_bytes:
     checksum.update(view[_CHECKSUM.stop :])
     if checksum.intdigest() != fields[3]:
         raise FrameFormatError(f"a head has checksum {fields[3]:016x}, its bytes give {checksum.hexdigest()}")
-    digest_value, raw_bytes, sequence, stage, num_stages = fields[5:10]
-    layers, pages, page_size, heads, key_dim, value_dim = fields[10:16]
-    first_layer, first_page, scaled, kind, codec_end, dtype_end, request_end = fields[16:]
+    digest_value, raw_bytes, parameters_id, sequence, stage, num_stages = fields[5:11]
+    layers, pages, page_size, heads, key_dim, value_dim = fields[11:17]
+    first_layer, first_head, first_page, scaled, kind, codec_end, dtype_end, request_end = fields[17:]
     codec_end += _FIXED.size
     dtype_end += codec_end
     request_end += dtype_end
@@ -177,7 +192,8 @@ def unpack_head(head: bytes | memoryview, payload_bytes: int, max_payload_bytes:
     except UnicodeDecodeError as error:
         raise FrameFormatError(f"a head has a string that is not text: {error}") from error
     spec = BlockSpec(dtype, layers, pages, page_size, heads, key_dim, value_dim, bool(scaled))
-    header = FrameHeader(request_id, codec, stage, num_stages, spec, first_layer, first_page, sequence)
+    place = (first_layer, first_page, sequence, first_head, parameters_id)
+    header = FrameHeader(request_id, codec, stage, num_stages, spec, *place)
     _validate(header)
     if raw_bytes != _raw_bytes(spec):
         raise FrameFormatError(f"a head has raw length {raw_bytes}; its block has {_raw_bytes(spec)} bytes")
@@ -187,7 +203,7 @@ def unpack_head(head: bytes | memoryview, payload_bytes: int, max_payload_bytes:
 def check_payload(digest: Digest, payload: Payload) -> None:
     """Raise FrameFormatError where a payload, complete and contiguous, is not the one that `digest` was made of.
 
-    Of the kind that fits where it lies, that costs one read of it; of the other it works too, and takes longer.
+    A digest of the kind that fits where the payload lies costs one read of it; the other kind takes longer.
     """
     if payload.nbytes != digest.payload_bytes:
         raise FrameFormatError(f"a payload has {payload.nbytes} bytes; its head says {digest.payload_bytes}")

@@ -23,6 +23,10 @@ from kvrail.config.types import ComputeDtype, Device, KVDtype, Names, Networks, 
 from kvrail.errors import ConfigError
 
 DEMO_MODEL = str(Path(__file__).resolve().parents[2] / "models" / "kvrail-demo")
+MAX_FRAME_BYTES = 64 << 20
+"""KV of a frame, before encoding; NVLink takes 0.2 ms for it, and larger frames gain nothing."""
+FRAMES_IN_MEMORY = 8
+"""Frames that a decode worker's transfer memory holds at least: some are received while others are decoded."""
 
 
 class Settings(BaseSettings):
@@ -78,25 +82,24 @@ class ServiceSettings(Settings):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     model: str = Field(DEMO_MODEL, min_length=1, description="model: a local folder or a Hub name (safetensors only)")
     served_model_name: Names = Field(
-        (), description="names that clients may use, the first one among workers; default: the model's last path part"
+        (), description="names that clients may use; workers use the first one; default: the last part of --model"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line")
-    log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe level that is logged"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="plain lines, or one JSON object a line")
     otlp_endpoint: str = Field(
         "",
         pattern=r"^(https?://.+)?$",
-        description="OpenTelemetry collector that gets traces by gRPC, such as http://127.0.0.1:4317; default: what"
-        " OTEL_EXPORTER_OTLP_ENDPOINT names, else no traces",
+        description="OpenTelemetry collector that receives traces by gRPC, such as http://127.0.0.1:4317; default:"
+        " OTEL_EXPORTER_OTLP_ENDPOINT, else no traces",
     )
-    grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get after SIGTERM")
-    metrics_names: Literal["kvrail", "vllm", "both"] = Field(
-        "kvrail", description="whose names /metrics has; /metrics/vllm has vLLM's whatever this says"
-    )
+    grace_period_s: PositiveFloat = Field(20.0, description="seconds that running requests get to finish after SIGTERM")
     tls_ca: str = Field("", description="CA of the services' certificates, PEM (docs/security.md); default: no TLS")
     tls_cert: str = Field("", description="this process's certificate, PEM; read again when it changes (default none)")
     tls_key: str = Field("", description="its key, PEM, without a password (default none)")
     tls_verify: Literal["host", "role"] = Field(
-        "host", description="what a service's certificate must name: the host by which it is called, or its role"
+        "host", description="what the certificate of a called service must name: its host or its role"
     )
 
     @property
@@ -106,7 +109,7 @@ class ServiceSettings(Settings):
 
     @property
     def model_name(self) -> str:
-        """The first of them, which router and workers use between each other."""
+        """The first of them; router and workers use it among themselves."""
         return self.model_names[0]
 
 
@@ -123,57 +126,54 @@ class RouterSettings(ServiceSettings):
         description="decode workers, host:port each, or dns+host:port for all addresses of a name",
     )
     prefill_workers: Workers = Field(
-        ("127.0.0.1:7001",), description="prefill workers, written likewise; none: decode workers prefill"
+        ("127.0.0.1:7001",), description="prefill workers, in the same form; none: decode workers prefill"
     )
-    dns_interval_s: PositiveFloat = Field(2.0, description="seconds between two looks at a name written dns+host:port")
     api_keys: Names = Field((), repr=False, description="accepted keys, bearer or X-Api-Key; none: no authentication")
     api_keys_file: str = Field(
         "",
-        description="TOML file of keys with names and limits (kvrail keys add); read again when it changes"
-        " (default none)",
+        description="TOML file of keys and their limits (kvrail keys add); read again when it changes (default none)",
     )
-    ssl_cert: str = Field(
+    tls_http_cert: str = Field(
         "", description="certificate of the HTTP port, PEM; read again when it changes (default none: no TLS)"
     )
-    ssl_key: str = Field("", description="its key, PEM, without a password (default none)")
+    tls_http_key: str = Field("", description="its key, PEM, without a password (default none)")
     admin_port: int = Field(
         -1,
         ge=-1,
         le=65535,
-        description="port of its own for /metrics, the whole /health and /drain; 0: any free one, -1: none",
+        description="separate port for /metrics, the full /health and /drain; 0: any free one, -1: none",
     )
     metrics_tls: bool = Field(
-        False, description="admin port under TLS, for certificates of the CA; but /live, /ready for all"
+        False, description="TLS on the admin port; clients need a certificate of the CA, except for /live and /ready"
     )
     admin_host: str = Field("", description="address of the admin port (default: --host)")
     request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one request, in seconds")
     max_concurrent_requests: PositiveInt = Field(
-        1024, description="requests at once, waiting ones included, one of n sequences counted n times; beyond it: 429"
+        1024, description="requests at once, including waiting ones; n sequences count as n; above it: 429"
     )
-    max_connections: PositiveInt = Field(4096, description="connections of clients at once; more are answered 503")
     max_body_bytes: PositiveInt = Field(8 << 20, description="largest HTTP body")
     generation_config: str = Field(
         "auto",
         min_length=1,
-        description="sampling of requests that do not say; auto: as the model's generation_config.json has it; none:"
-        " OpenAI's defaults; else a folder with such a file",
+        description="default sampling parameters; auto: from the model's generation_config.json; none: OpenAI's"
+        " defaults; else a folder with such a file",
     )
     override_generation_config: SamplingDefaults = Field(
-        {}, description='values that win over it, in JSON, for example {"temperature": 0.6}'
+        {}, description='values that override it, in JSON, for example {"temperature": 0.6}'
     )
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
-        "auto", description="form of tool calls; auto: the chat template's"
+        "auto", description="format of tool calls; auto: from the chat template"
     )
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
-        "auto", description="split reasoning off; auto: where the template has <think>"
+        "auto", description="separate reasoning from content; auto: if the chat template has <think>"
     )
-    trust_request_chat_template: bool = Field(False, description="requests may bring chat templates; trust all clients")
-    head_timeout_s: PositiveFloat = Field(10.0, description="seconds in which a request's headers must have come")
-    body_timeout_s: PositiveFloat = Field(
-        60.0, description="seconds in which a request's body must have come, and one more for each 64 KiB of it"
+    trust_request_chat_template: bool = Field(
+        False, description="let requests bring chat templates; only if all clients are trusted"
     )
-    write_timeout_s: PositiveFloat = Field(
-        60.0, description="seconds for which a client may read nothing of its answer; then its request ends"
+    client_timeout_s: PositiveFloat = Field(
+        60.0,
+        description="longest wait for a client that sends a request's body (a second more for each 64 KiB) or reads its"
+        " answer; 10 s at most for headers",
     )
     policy: Literal["prefix-aware", "least-load", "power-of-two", "round-robin"] = Field(
         "prefix-aware", description="how workers are chosen (docs/scheduling.md)"
@@ -181,33 +181,34 @@ class RouterSettings(ServiceSettings):
     prefill_wait_s: float = Field(
         0.5,
         ge=0,
-        description="seconds that a prompt waits for a prefill worker at most, as far as a decode worker has time to"
-        " compute it sooner; 0: as long as it takes",
+        description="longest wait for a prefill worker, in seconds, until an idle decode worker helps; 0: no limit",
     )
     newcomer_share: float = Field(
-        0.1, ge=0, le=0.5, description="share of all room that one client's requests leave to other clients"
+        0.1, ge=0, le=0.5, description="share of all places that one client must leave to others"
     )
     priorities: bool = Field(
-        False, description="let requests name a priority among their client's own; lower is earlier"
+        False, description="let requests set a priority among their client's requests; lower is earlier"
     )
     stream_head_s: PositiveFloat = Field(
-        0.035, description="seconds after which a stream's headers leave; a failure before has a status, later an event"
+        0.035,
+        description="seconds until a stream's headers leave; an earlier failure has a status, a later is an event",
     )
     keep_alive_s: float = Field(
-        15.0, ge=0, description="seconds without an event after which a stream gets an empty line; 0: none"
+        15.0, ge=0, description="seconds without an event until an empty line is sent on a stream; 0: never"
     )
     trusted_proxies: Networks = Field(
         (),
-        description="addresses or networks of proxies that may say, by X-Forwarded-For and X-Forwarded-Proto, who"
-        " asks; none: the connection's address is the client's",
+        description="addresses or networks of proxies whose X-Forwarded-For and X-Forwarded-Proto name the client;"
+        " none: the client is the connection's address",
     )
     cors_origins: Origins = Field((), description="origins whose pages may use the API in a browser; *: any")
-    stored_responses: int = Field(1024, ge=0, description="responses that /v1/responses keeps, at most; 0: none")
-    stored_responses_mib: PositiveInt = Field(64, description="memory for them, in MiB; the oldest ones make room")
-    status_page: Literal["auto", "open", "off"] = Field(
-        "auto", description="the page at /; auto: with API keys, strangers see what /health tells; open: all"
+    stored_responses_mib: int = Field(
+        64, ge=0, description="memory for stored /v1/responses, in MiB; the oldest ones are dropped first; 0: none"
     )
-    status_interval_s: PositiveFloat = Field(0.5, description="seconds between two looks at each worker's load")
+    status_page: Literal["auto", "open", "off"] = Field(
+        "auto",
+        description="the page at /; auto: with API keys, visitors without one see what /health shows; open: everything",
+    )
 
 
 class WorkerSettings(ServiceSettings):
@@ -215,10 +216,10 @@ class WorkerSettings(ServiceSettings):
 
     metrics_port: Port = Field(0, description="HTTP port of /metrics and /health; 0: any free one")
     metrics_tls: bool = Field(
-        False, description="metrics port under TLS; /metrics then asks for a certificate of the CA, /health for none"
+        False, description="TLS on the metrics port; /metrics then needs a certificate of the CA, /health does not"
     )
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
-    dtype: ComputeDtype = Field("auto", description="type to compute in; auto: float32 on a CPU, bfloat16 on CUDA")
+    dtype: ComputeDtype = Field("auto", description="compute type; auto: float32 on a CPU, bfloat16 on CUDA")
     kv_dtype: KVDtype = Field("bfloat16", description="element type of the KV pages; equal on every worker")
     load_format: Literal["safetensors", "dummy"] = Field(
         "safetensors", description="dummy: random weights from a fixed seed, for benchmarks"
@@ -226,55 +227,52 @@ class WorkerSettings(ServiceSettings):
     weights: Literal["plain", "compact", "tbe"] = Field(
         "plain", description="compact, tbe: hold the weights in 71 % of bfloat16's memory, losslessly; Hopper GPUs"
     )
-    page_size: PositiveInt = Field(64, description="tokens a page; equal on every worker")
+    page_size: PositiveInt = Field(64, description="tokens per page; equal on every worker")
     kv_memory_gib: float = Field(
         0.0,
         ge=0,
         description="memory for pages in GiB; 0: 2 GiB on a CPU; on CUDA 85 % of what is free, a tenth of the GPU left",
     )
-    num_pages: int = Field(0, ge=0, description="pages; overrides --kv-memory-gib where not 0")
     max_model_len: int = Field(0, ge=0, description="context limit in tokens; 0: the model's own")
-    max_batch_tokens: PositiveInt = Field(2048, description="tokens of one engine step")
+    max_batch_tokens: PositiveInt = Field(2048, description="most tokens in one engine step")
     mixed_batch_tokens: int = Field(
         0,
         ge=0,
-        description="tokens of a step that computes prompts while other sequences decode; 0: 256 on a CPU; 512 on"
-        " CUDA, 256 where there are prefill workers and sixteen or more decode here",
+        description="most tokens in a step that mixes prompts with decoding sequences; 0: 256 on a CPU; 512 on"
+        " CUDA, 256 if there are prefill workers and sixteen or more sequences decode",
     )
     step_timeout_s: PositiveFloat = Field(
         300.0,
-        description="longest step of the engine or turn of the event loop; a worker that takes longer hangs, and ends",
+        description="longest engine step or event-loop turn, in seconds; a worker that takes longer exits",
     )
-    max_running: PositiveInt = Field(64, description="sequences in one engine step")
-    max_waiting: PositiveInt = Field(256, description="requests that may wait; more are refused as overload")
-    prefix_cache: bool = Field(True, description="keep finished pages for prompts that begin alike")
-    cuda_graphs: bool = Field(True, description="capture steps on CUDA, so that a few launches replay each")
-    compile: bool = Field(True, description="fuse each layer's elementwise work with torch.compile on CUDA")
+    max_running: PositiveInt = Field(64, description="most sequences in one engine step")
+    max_waiting: PositiveInt = Field(256, description="most waiting requests; more are refused as overload")
+    prefix_cache: bool = Field(True, description="reuse pages of finished requests for prompts with the same beginning")
+    eager: bool = Field(False, description="on CUDA, run steps without CUDA graphs and without torch.compile")
     invariant: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="the same bits for a token in any company, tried at start; auto: where model and device allow it,"
-        " on: or refuse to start",
+        description="batch-invariant results, tested at start; auto: where model and device allow it, on: refuse to"
+        " start otherwise",
     )
-    transport: Literal["auto", "ucx", "grpc"] = Field(
-        "auto", description="how KV crosses: ucx, or beside grpc by plain sockets; auto: ucx where both ends have it"
-    )
-    ucx_polling: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="ucx polls instead of sleeping, a core of each worker for a shorter way; auto: on a GPU, where the"
-        " worker may use 8 cores",
+    transport: str = Field(
+        "auto", description="how KV crosses: ucx, tcp, or a plugin's name; auto: ucx where both ends have it, else tcp"
     )
     ucx_in_clear: bool = Field(
-        False, description="let ucx carry KV beside TLS, unencrypted: whoever reads that network reads prompts"
+        False,
+        description="allow ucx with TLS although it does not encrypt KV: an observer of that network can read prompts",
     )
     codebook: str = Field(
-        "", description="codebook file of codec splitzip, equal on every worker; default: the one that ships"
+        "", description="codebook file of codec splitzip, equal on every worker; default: the built-in one"
     )
-    max_frame_bytes: PositiveInt = Field(64 << 20, description="most KV bytes of a frame, before encoding")
     transfer_timeout_s: PositiveFloat = Field(
         60.0,
-        description="longest silence of a transfer's other end, which sends nothing or takes nothing, before it counts"
-        " as lost; equal on every worker",
+        description="longest silence of a transfer's other end, in seconds, until it counts as lost; equal everywhere",
     )
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Largest KV of a frame, before encoding."""
+        return MAX_FRAME_BYTES
 
 
 class PrefillSettings(WorkerSettings):
@@ -284,11 +282,10 @@ class PrefillSettings(WorkerSettings):
     table = "prefill"
 
     port: Port = Field(7001, description="gRPC port")
-    data_port: Port = Field(0, description="TCP port from which KV leaves beside gRPC; 0: any free one")
-    held_kv_gib: float = Field(
-        4.0,
-        gt=0,
-        description="memory for later stages that wait for first ones, in GiB for each decode machine",
+    data_port: Port = Field(0, description="TCP port on which transport tcp serves KV; 0: any free one")
+    transfer_memory_mib: PositiveInt = Field(
+        4096,
+        description="memory for later stages that wait until first stages are sent, in MiB, per decode machine",
     )
 
 
@@ -302,31 +299,31 @@ class DecodeSettings(WorkerSettings):
     codec: str = Field(
         "auto",
         min_length=1,
-        description="KV codec to ask for; auto: whichever gives tokens soonest on the link at hand",
+        description="KV codec; auto: the one that gives tokens soonest on the measured link",
     )
-    allow_lossy: bool = Field(
-        False, description="let the codec and requests name KV codecs that do not restore every bit"
-    )
+    allow_lossy: bool = Field(False, description="allow lossy KV codecs, in --codec and in requests")
     max_drafts: int = Field(
-        64, ge=0, description="tokens drafted while later stages of the KV are on their way; 0: none"
+        64, ge=0, description="most tokens drafted while later stages of the KV are transferred; 0: none"
     )
     local_prefill_tokens: int = Field(
         64,
         ge=-1,
-        description="prompts with no more uncached tokens than this are prefilled by the decode worker itself; -1: as "
-        "many as cost it less than fetching them, as measured",
-    )
-    local_fallback_tokens: PositiveInt = Field(
-        16384, description="tokens of prompts that no prefill worker took and that wait here; more are answered 429"
+        description="prompts with at most this many uncached tokens are prefilled by the decode worker; -1: if that is "
+        "measured to be faster than a fetch",
     )
     allowed_prefill_workers: Names = Field(
         (),
-        description="prefill workers that requests may name: hosts (with all their addresses), host:port or networks; "
-        "none given: any",
+        description="prefill workers that requests may name: hosts, host:port or networks; none: any",
     )
-    receive_pool_mib: PositiveInt = Field(
-        512, description="memory into which KV arrives, in MiB, on the host and on a GPU that KV reaches directly"
+    transfer_memory_mib: PositiveInt = Field(
+        512,
+        description="receive buffer for KV, in MiB, on the host and on a GPU that receives KV; a frame has an eighth",
     )
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Largest KV of a frame, before encoding."""
+        return min(MAX_FRAME_BYTES, (self.transfer_memory_mib << 20) // FRAMES_IN_MEMORY)
 
 
 class UpSettings(Settings):
@@ -340,13 +337,13 @@ class UpSettings(Settings):
     decode_workers: int = Field(1, ge=1, le=64, description="decode workers")
     metrics_port: Port = Field(
         9101,
-        description="metrics port of the first worker, the others' follow; 0, or with --port 0: any free ones",
+        description="metrics port of the first worker, then counting up; 0, or with --port 0: any free ones",
     )
     startup_timeout_s: PositiveFloat = Field(600.0, description="longest wait until every process is healthy")
     restarts: int = Field(
         5,
         ge=0,
-        description="a process that ends is started anew; so often in a row, if it ends within a minute, then all stop",
+        description="restarts of a process that keeps exiting within a minute, before everything stops",
     )
 
 

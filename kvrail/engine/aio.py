@@ -1,4 +1,4 @@
-"""The engine's events on an asyncio loop: one stream a request."""
+"""The engine's events on an asyncio loop: one `EngineEvents` a request."""
 
 import asyncio
 from collections import deque
@@ -11,23 +11,23 @@ from kvrail.errors import InvalidRequestError, KvrailError
 
 
 class EventRouter:
-    """Carries events from the engine's thread to the streams that wait for them on `loop`.
+    """Passes events from the engine's thread to the requests' `EngineEvents` on `loop`.
 
-    To wake the loop costs a system call and a fight for the interpreter, so it is woken once for all that is delivered
-    before it comes to look.
+    Waking the loop costs a system call and contention for the interpreter's lock, so the loop is woken once for all
+    events that are delivered before it looks.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._streams: dict[str, EventStream] = {}
+        self._streams: dict[str, EngineEvents] = {}
         self._deliveries: deque[Delivery] = deque()
         self._called = False
 
     def deliver(self, events: Delivery) -> None:
-        """Hand over a batch of events; called from any thread, in whose order they arrive."""
+        """Hand over a batch of events; called from any thread. One thread's events arrive in its order."""
         if not events or self._loop.is_closed():
             return
-        # First append, then ask; `_dispatch` clears the flag before it looks. So either it sees these events, or it is
+        # Append, then test the flag; `_dispatch` clears the flag, then looks. So it either sees these events or is
         # called again.
         self._deliveries.append(events)
         if not self._called:
@@ -42,11 +42,11 @@ class EventRouter:
                 if stream is not None:
                     stream.put(event)
 
-    def open(self, engine: Engine, request: EngineRequest) -> "EventStream":
-        """Submit a request; raises what `Engine.submit` raises. The stream must be closed."""
+    def open(self, engine: Engine, request: EngineRequest) -> "EngineEvents":
+        """Submit a request and return its events, which must be closed. Raises what `Engine.submit` raises."""
         if request.request_id in self._streams:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use", param="request_id")
-        stream = self._streams[request.request_id] = EventStream(self, engine, request.request_id)
+        stream = self._streams[request.request_id] = EngineEvents(self, engine, request.request_id)
         try:
             engine.submit(request)
         except BaseException:
@@ -55,12 +55,12 @@ class EventRouter:
         return stream
 
     def forget(self, request_id: str) -> None:
-        """Stop carrying a request's events."""
+        """Stop passing on a request's events."""
         self._streams.pop(request_id, None)
 
 
-class EventStream:
-    """Events of one request, until it ends. Closing it drops the request and returns its pages."""
+class EngineEvents:
+    """Events of one request, until it ends. `close` drops the request and returns its pages."""
 
     def __init__(self, router: EventRouter, engine: Engine, request_id: str) -> None:
         self._router = router
@@ -87,16 +87,16 @@ class EventStream:
                 return
 
     def put(self, event: Event) -> None:
-        """Take in the request's next event; called on the loop."""
+        """Add the request's next event; called on the loop."""
         self._waiting.append(event)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     def fail(self, error: KvrailError) -> None:
-        """End the stream with an error from outside the engine; called on the loop."""
+        """Fail with an error from outside the engine; called on the loop."""
         self.put(Failed(error))
 
     def close(self) -> None:
-        """Drop the request if it still lives."""
+        """Drop the request if it is still live."""
         self._router.forget(self._request_id)
         self._engine.abort(self._request_id)

@@ -1,4 +1,4 @@
-"""Whether an engine is at work, seen from outside its thread."""
+"""Checks from outside its thread that an engine makes progress."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from kvrail.engine.engine import Engine
 
 LOOK_EVERY_S = 0.5
 STALLED_S = 30.0
-"""So long requests may wait for a step while none is taken and no transfer holds pages; there is no reason for any."""
+"""Longest time without a step while requests wait for one and no transfer holds pages. Nothing justifies any."""
 
 
 async def broken(engine: Engine, step_timeout_s: float, clock: Callable[[], float] = monotonic) -> str:
-    """Wait until the engine has given up, a step hangs, or none is taken that requests wait for; says which."""
+    """Wait until the engine has given up, a step hangs, or no step is taken though requests wait; returns which."""
     steps, since = engine.steps, clock()
     while True:
         await asyncio.sleep(LOOK_EVERY_S)

@@ -1,7 +1,7 @@
 """The process that checks grammars (kvrail.grammar.checking): it compiles each text and follows it for some tokens.
 
-A message on its standard input or output is a length of four bytes, and that many bytes of UTF-8. The first one tells
-the tokenizer; each one after it is a text, and is answered by what is wrong with it, if anything.
+A message on its standard input or output is a length of four bytes, and that many bytes of UTF-8. The first one is
+the tokenizer; each later one is a text, and its answer says what is wrong with it, if anything.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ class Matcher:
     """
 
     def __init__(self, state: LLMatcher) -> None:
-        """state: at the grammar's start; whoever fills masks in batches takes it from here.
+        """state: at the grammar's start; code that fills masks in batches reads it here.
 
         seconds: CPU time that its masks took, as far as it was looked at.
         """

@@ -1,11 +1,11 @@
 """What clients ask for, as texts that llguidance compiles: JSON schemas, regular expressions, choices, grammars.
 
-A text is what travels to the workers. It holds one grammar, or several of which the first names the others: so calls of
+A text is what travels to the workers. It holds one grammar, or several: then the first names the others. So calls of
 tools, in their model's form around arguments under a schema, are grammars too.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, grammar_from
@@ -23,8 +23,10 @@ weak model writes spaces until it is cut off."""
 MAX_OPTIONAL = 512
 """Optional properties of one object. llguidance takes time by their square, 1.6 s for 6,000, and cannot follow more
 than some 500 of them."""
+MAX_BANNED = 4096
+"""Tokens of all sequences that an output must not have."""
 MAX_TOKENS = 1 << 20
-"""Of an output that has no end of its own: more than a context holds."""
+"""Most tokens of an output that has no end of its own: more than a context holds."""
 OPTIONS = "x-guidance"
 """The key under which a schema carries llguidance's options."""
 
@@ -75,6 +77,69 @@ def from_tokens(token_ids: Sequence[int], *, ends: bool) -> Part:
     if len(text) > MAX_GRAMMAR_BYTES // 2:
         raise InvalidRequestError(f"{len(token_ids)} tokens in {len(spans)} ranges are too many; name fewer")
     return from_lark(f"start: <[{text}]>" + ("*" if ends else f"{{{MAX_TOKENS}}}"))
+
+
+def without_tokens(banned: Sequence[Sequence[int]], ends: Sequence[int]) -> Part:
+    """Any tokens among which no banned sequence stands; ends: tokens that end an output. No sequence is empty.
+
+    Raises InvalidRequestError where they are too many. The rules are those of an automaton (Aho and Corasick, 1975):
+    its states are the beginnings of banned sequences. The output is in the state of the longest one that it ends with.
+    """
+    if sum(map(len, banned)) > MAX_BANNED:
+        raise InvalidRequestError(
+            f"{sum(map(len, banned))} tokens are more than {MAX_BANNED}; send fewer or shorter words"
+        )
+    first, moves = _automaton({tuple(tokens) for tokens in banned})
+    names = {state: f"s{i}" for i, state in enumerate(moves)}
+    rules: dict[str, list[str]] = {name: [] for name in names.values()}
+    rules["s0"] = ['""']
+    moved = {token for tokens in moves.values() for token in tokens}
+    for token, state in first.items():
+        if state is not None:
+            sources = [name for each, name in names.items() if token not in moves[each]] if token in moved else ["any"]
+            rules[names[state]] += [f"{source} <[{token}]>" for source in sources]
+    for state, name in names.items():
+        rules["s0"].append(f"{name} <[^{_listed({*first, *moves[state], *ends})}]>")
+        for target in set(moves[state].values()) - {None}:
+            tokens = [token for token, each in moves[state].items() if each == target]
+            rules[names[target or ()]].append(f"{name} <[{_listed(tokens)}]>")
+    lines = [
+        f"{name}: {' | '.join(bodies)}" for name, bodies in {"start": ["any"], "any": list(rules), **rules}.items()
+    ]
+    text = "\n".join(lines)
+    if len(text) > MAX_GRAMMAR_BYTES * 3 // 4:
+        raise InvalidRequestError(f"{len(banned)} token sequences are too many; send fewer or shorter words")
+    return from_lark(text)
+
+
+State = tuple[int, ...]
+
+
+def _automaton(whole: set[State]) -> tuple[dict[int, State | None], dict[State, dict[int, State | None]]]:
+    """The states to which tokens lead that begin a sequence of `whole`, and in each state those that lead elsewhere.
+
+    None: they complete a sequence.
+    """
+    onward: dict[State, dict[int, State | None]] = {}
+    for tokens in whole:
+        for count, token in enumerate(tokens):
+            following = tokens[: count + 1]
+            onward.setdefault(tokens[:count], {})[token] = None if following in whole else following
+    first = onward[()]
+    moves: dict[State, dict[int, State | None]] = {(): {}}
+    waiting: list[tuple[State, State]] = [(state, ()) for state in first.values() if state is not None]
+    for state, shorter in waiting:
+        moves[state] = dict(moves[shorter])
+        for token, longer in onward[state].items():
+            behind = moves[shorter].get(token, first.get(token, ()))
+            moves[state][token] = longer if behind is not None else None
+            if longer is not None and behind is not None:
+                waiting.append((longer, behind))
+    return first, moves
+
+
+def _listed(token_ids: Iterable[int]) -> str:
+    return ",".join(map(str, sorted(token_ids)))
 
 
 def from_regex(pattern: str) -> Part:

@@ -25,13 +25,11 @@ class Options(TypedDict, total=False):
     weights: Literal["plain", "compact", "tbe"]
     page_size: int
     kv_memory_gib: float
-    num_pages: int
     max_model_len: int
     max_batch_tokens: int
     max_running: int
     prefix_cache: bool
-    cuda_graphs: bool
-    compile: bool
+    eager: bool
     invariant: Literal["auto", "on", "off"]
 
 

@@ -16,7 +16,7 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Open a channel to `target`, host:port; it connects on its first call and again after a loss.
 
-    No call is retried behind the caller's back: who fails over is the caller's decision.
+    No call is retried: failing over is the caller's decision.
     tls: this process's certificate, by which the other end knows it; None: no encryption. role: the other end's.
     """
     options: list[tuple[str, int | str]] = [

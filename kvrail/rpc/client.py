@@ -6,13 +6,16 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvrail.errors import IncompatibleError
+from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
 from kvrail.rpc.errors import from_rpc_error
-from kvrail.rpc.trunk import ReplyStream, Trunk
+from kvrail.rpc.events import EventStream, ReplyStream
+from kvrail.rpc.options import MAX_MESSAGE_BYTES
 from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+"""Leaves room for what a submit adds to the request."""
 NO_PAGES = common_pb2.StatusRequest()
-"""Asks for no news of pages."""
+"""Asks for no KV events."""
 
 
 async def _status(stub: Any, peer: str, asked: common_pb2.StatusRequest, timeout_s: float) -> common_pb2.WorkerStatus:
@@ -31,7 +34,7 @@ class DecodeClient:
     def __init__(self, channel: grpc.aio.Channel, peer: str = "the decode worker") -> None:
         self._stub: Any = decode_pb2_grpc.DecodeStub(channel)  # type: ignore[no-untyped-call]
         self._peer = peer
-        self._trunk = Trunk(self._stub.GenerateMany, peer)
+        self._events: EventStream | None = None
 
     def generate(
         self,
@@ -40,25 +43,35 @@ class DecodeClient:
         timeout_s: float | None = None,
         on_overflow: Callable[[], object] | None = None,
     ) -> ReplyStream:
-        """Begin one generation, over the stream that all share; `timeout_s` travels with it as its deadline.
+        """Start a request; the worker gets `timeout_s` as its deadline. Its errors are raised where replies are read.
 
-        on_overflow: called where it is ended because its replies are not read. Raises InvalidRequestError for a request
-        that is too large to send.
+        on_overflow: called if the request is ended because its replies are not read. Raises InvalidRequestError for a
+        request that is too large to send.
         """
-        return self._trunk.call(request, timeout_s=timeout_s, on_overflow=on_overflow)
+        size = request.ByteSize()
+        if size > MAX_REQUEST_BYTES:
+            raise InvalidRequestError(
+                f"the request takes {size} bytes between router and worker; at most {MAX_REQUEST_BYTES} are taken, "
+                "send a shorter one"
+            )
+        if self._events is None or self._events.broken:
+            self._events = EventStream(self._stub, self._peer)
+        return self._events.submit(request, timeout_s, on_overflow)
 
     def give_up(self, reason: str) -> None:
-        """Have everybody who waits for the worker hear that it is lost."""
-        self._trunk.give_up(reason)
+        """The worker is lost: fail every request that runs there. The next one tries again."""
+        if self._events is not None:
+            self._events.break_off(WorkerUnavailableError(reason))
 
     async def close(self) -> None:
         """End what still runs."""
-        await self._trunk.close()
+        if self._events is not None:
+            await self._events.close()
 
     async def get_status(
         self, asked: common_pb2.StatusRequest = NO_PAGES, *, timeout_s: float
     ) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load, and for the news of pages that `asked` names."""
+        """Ask for identity, limits and load, and for the KV events after those that `asked` names."""
         return await _status(self._stub, self._peer, asked, timeout_s)
 
 
@@ -72,5 +85,5 @@ class PrefillStatusClient:
     async def get_status(
         self, asked: common_pb2.StatusRequest = NO_PAGES, *, timeout_s: float
     ) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load, and for the news of pages that `asked` names."""
+        """Ask for identity, limits and load, and for the KV events after those that `asked` names."""
         return await _status(self._stub, self._peer, asked, timeout_s)

@@ -1,6 +1,6 @@
 """The one mapping between the error tree and gRPC statuses.
 
-A status code tells any client what went wrong; the trailer `kvrail-error-bin` carries, as JSON, what a code cannot: the
+Any client understands the status code. The trailer `kvrail-error-bin` adds what a code cannot say, as JSON: the
 error's class and attributes. A peer that sends no trailer, or a foreign one, is mapped by its code alone.
 """
 
@@ -120,15 +120,15 @@ _BROKEN_OFF = "Internal error from Core"
 
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str = "") -> KvrailError:
-    """Give the error that a peer raised, or the one that its plain status means; `peer` is named in the latter."""
+    """The error that a peer raised, or the one that its plain status means; `peer` is named in the latter."""
     trailers = [value for key, value in error.trailing_metadata() or () if key == TRAILER]
     return from_status(error.code(), error.details() or "", trailers, peer=peer)
 
 
 def from_status(code: grpc.StatusCode, details: str, trailers: Iterable[bytes] = (), *, peer: str = "") -> KvrailError:
-    """Give the error that a status and its trailers, as `to_status` makes them, stand for.
+    """The error that a status and its trailers, as `to_status` makes them, stand for.
 
-    What a peer says may end in a log or at a client: it is cut, and has no control characters.
+    The message may reach a log or a client: it is cut, and loses control characters.
     """
     details = _shown(details, MAX_MESSAGE_CHARS) or "it gives no reason"
     for trailer in trailers:
@@ -164,12 +164,17 @@ async def abort_with(context: grpc.aio.ServicerContext, error: KvrailError) -> N
 
 
 async def _abort_after(error: Exception, request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
-    """Map what a servicer's method raised; what nobody meant to raise is logged and told as INTERNAL."""
+    """Map what a servicer's method raised; an unexpected error is logged and sent as INTERNAL."""
     if isinstance(error, KvrailError):
         await abort_with(context, error)
+    await abort_with(context, internal_error(error, request))
+
+
+def internal_error(error: BaseException, request: Any) -> KvrailError:
+    """Log an unexpected error; returns the one that the caller gets."""
     request_id = getattr(request, "request_id", "") or "without id"
     log.error("request %s failed", request_id, exc_info=error)
-    await abort_with(context, KvrailError(f"internal error in request {request_id}; the worker's log has the cause"))
+    return KvrailError(f"internal error in request {request_id}; the worker's log has the cause")
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -178,7 +183,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def maps_errors(method: _Method) -> _Method:
     """Let a servicer's method, unary or response-streaming, raise from the error tree.
 
-    Cancellation passes untouched: then nobody listens any more.
+    Cancellation passes untouched: the caller no longer listens.
     """
     if inspect.isasyncgenfunction(method):
 

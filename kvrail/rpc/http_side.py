@@ -23,7 +23,7 @@ ROLES = "roles"
 
 
 class _KnowingProtocol(HttpToolsProtocol):
-    """Tells the application whose certificate a client has shown."""
+    """Passes the roles of a client's certificate to the application."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -57,7 +57,7 @@ def side_config(app: ASGIApp, tls: Tls | None) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         server_header=False,
-        proxy_headers=False,  # by default uvicorn believes whoever is on this host
+        proxy_headers=False,  # by default uvicorn trusts every process on this host
         ws="none",
     )
     config.load()
@@ -96,19 +96,19 @@ def _listen(host: str, port: int) -> socket.socket:
 async def start_side_server(
     host: str,
     port: int,
-    render: Callable[[str], tuple[bytes, str]],
+    render: Callable[[str], Awaitable[tuple[bytes, str]]],
     healthy: Callable[[], bool],
     tls: Tls | None = None,
 ) -> tuple[int, Callable[[], Awaitable[None]]]:
     """Serve /metrics, /metrics/vllm and /health; returns the bound port and a coroutine function that stops it.
 
     render: path -> (body, content type), for the two metrics paths. healthy: False turns /health into a 503.
-    tls: its certificate; then metrics are for who has one of the CA, of any role. /health asks for none: whoever
-    probes may have none, and learns one bit. Raises ConfigError where the port is taken.
+    tls: its certificate; then metrics need a client certificate of the CA, of any role. /health needs none: a probe
+    may have none, and learns one bit. Raises ConfigError if the port is taken.
     """
 
     async def metrics(request: Request) -> Response:
-        body, content_type = render(request.url.path)
+        body, content_type = await render(request.url.path)
         return Response(body, headers={"content-type": content_type})
 
     async def health(_: Request) -> Response:

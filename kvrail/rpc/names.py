@@ -1,4 +1,4 @@
-"""DNS names with several addresses behind them, which change while a process runs."""
+"""DNS names with several addresses, which change while a process runs."""
 
 import asyncio
 import socket
@@ -35,7 +35,7 @@ class Name:
         self.found = False
 
     async def look(self) -> None:
-        """Resolve the name anew."""
+        """Resolve the name again."""
         try:
             self.addresses = tuple(await resolve(self.host, self.port))
         except OSError as error:
@@ -46,6 +46,6 @@ class Name:
             self.failure, self.found = "", True
 
     def forget(self, addresses: Container[str]) -> None:
-        """Of what was kept while the name does not resolve, keep these no longer."""
+        """Drop these addresses if they were only kept because the name does not resolve."""
         if self.failure:
             self.addresses = tuple(each for each in self.addresses if each not in addresses)

@@ -1,4 +1,4 @@
-"""Who may call what: the role in a caller's certificate beside the roles that a method is for."""
+"""Which roles may call which method; the role is in the caller's certificate."""
 
 import inspect
 import logging
@@ -19,21 +19,22 @@ log = logging.getLogger(__name__)
 _DECODE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 _PREFILL = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
 CALLERS: dict[str, frozenset[Role]] = {
-    f"/{_DECODE}/Generate": frozenset({"router"}),
-    f"/{_DECODE}/GenerateMany": frozenset({"router"}),
+    f"/{_DECODE}/Events": frozenset({"router"}),
+    f"/{_DECODE}/Submit": frozenset({"router"}),
+    f"/{_DECODE}/Abort": frozenset({"router"}),
     f"/{_DECODE}/GetStatus": frozenset({"router"}),
     f"/{_PREFILL}/Prefill": frozenset({"decode"}),
     f"/{_PREFILL}/GetStatus": frozenset({"router", "decode"}),
     "/grpc.health.v1.Health/Check": frozenset({"router", "prefill", "decode", "metrics"}),
     "/grpc.health.v1.Health/Watch": frozenset({"router", "prefill", "decode", "metrics"}),
 }
-"""Roles by method; a method that is missing here is nobody's."""
+"""Roles that may call a method; no role may call one that is missing here."""
 
 Serve = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
 class RoleCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls of whoever's certificate has no role for them."""
+    """Refuses calls if the caller's certificate has no role for them."""
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -77,7 +78,7 @@ async def _check(context: grpc.aio.ServicerContext, method: str, allowed: frozen
     if roles & allowed:
         return
     shown = " and ".join(sorted(roles)) or "no role"
-    wanted = " or ".join(sorted(allowed)) or "nobody"
+    wanted = " or ".join(sorted(allowed)) or "no role"
     log.warning(
         "refused %s from %s: its certificate has %s, the method is for %s", method, context.peer(), shown, wanted
     )

@@ -13,15 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from kvrail.errors import ConfigError
+from kvrail.rpc.events_server import DecodeService, DecodeWorker
 from kvrail.rpc.options import KEEPALIVE_TIME_MS, MAX_MESSAGE_BYTES, common_options
 from kvrail.rpc.roles import RoleCheck
-from kvrail.rpc.trunk_server import serving_trunks
 from kvrail.security.tls import Material, Tls
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from kvrail.wire.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
 log = logging.getLogger(__name__)
-
-DECODE_SERVICE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -38,26 +36,9 @@ class RpcServer:
         """Serve the Prefill service."""
         prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, self.server)  # type: ignore[no-untyped-call]
 
-    def add_decode(self, servicer: decode_pb2_grpc.DecodeServicer) -> None:
-        """Serve the Decode service; `Generate` serves a call of its own and calls on trunks alike."""
-        handlers = {
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                servicer.Generate,
-                request_deserializer=decode_pb2.GenerateRequest.FromString,
-                response_serializer=decode_pb2.GenerateReply.SerializeToString,
-            ),
-            "GenerateMany": grpc.stream_stream_rpc_method_handler(
-                serving_trunks(servicer.Generate),
-                request_deserializer=decode_pb2.TrunkRequest.FromString,
-                response_serializer=decode_pb2.TrunkReply.SerializeToString,
-            ),
-            "GetStatus": grpc.unary_unary_rpc_method_handler(
-                servicer.GetStatus,
-                request_deserializer=common_pb2.StatusRequest.FromString,
-                response_serializer=common_pb2.WorkerStatus.SerializeToString,
-            ),
-        }
-        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(DECODE_SERVICE, handlers),))
+    def add_decode(self, worker: DecodeWorker) -> None:
+        """Serve the Decode service."""
+        decode_pb2_grpc.add_DecodeServicer_to_server(DecodeService(worker), self.server)  # type: ignore[no-untyped-call]
 
     def bind(self, host: str, port: int) -> int:
         """Listen on `host`:`port` (0: any free one) once started; returns the port. Raises ConfigError where taken."""
@@ -134,7 +115,7 @@ async def serve_until_signal(
 
     On the first signal: health turns NOT_SERVING, `on_drain` stops admission, and running requests get
     `grace_period_s` seconds until `drained` returns. A second signal ends the wait. What still runs is cancelled.
-    broken: what it returns is raised at once; nobody is waited for.
+    broken: the error that it returns is raised at once, without waiting for requests.
     """
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()

@@ -1,19 +1,19 @@
-"""A circuit breaker: who fails what is asked of him, time and again, is asked no more for a while, then once to try."""
+"""A circuit breaker: after repeated failures a peer is skipped for a while, then probed with one request."""
 
 from collections.abc import Callable
 from time import monotonic
 
 FAILURES = 3
-"""In a row, after which a peer is left alone."""
+"""Failures in a row after which a peer is skipped."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""How long, at first and at most; each trial that fails doubles it."""
+"""First and longest pause; each failed probe doubles it."""
 
 
 class Breaker:
-    """What is known of one peer's answers. Closed at first; open after FAILURES; half open once the pause is over.
+    """The breaker of one peer. Closed at first; open after FAILURES; half open once the pause is over.
 
-    Half open, one request tries: if it succeeds the breaker is closed, if it fails the pause begins anew. Requests that
-    are under way together when their peer is lost count as one failure.
+    Half open, one request probes the peer: success closes the breaker, failure starts a longer pause. Requests that run
+    together when their peer is lost count as one failure.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -21,7 +21,7 @@ class Breaker:
         self._count = 0
         self._failed_at = float("-inf")
         self._tries_again_at = 0.0
-        self._trial: float | None = None  # when it began
+        self._trial: float | None = None  # when the probe began
 
     @property
     def closed(self) -> bool:
@@ -35,28 +35,28 @@ class Breaker:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next trial; 0 where one may go or is under way."""
+        """Seconds until the next probe; 0 if a probe may start or runs."""
         return 0.0 if self.closed else max(0.0, self._tries_again_at - self._clock())
 
     @property
     def failures(self) -> int:
-        """In a row."""
+        """Failures in a row."""
         return self._count
 
     def begin(self) -> float:
-        """A request goes there; gives what the other methods are told of it."""
+        """A request starts; returns the time to pass to the other methods."""
         now = self._clock()
         if not self.closed:
             self._trial = now
         return now
 
     def succeeded(self, began: float) -> None:
-        """It was answered. One that began before the last failure tells nothing."""
+        """The request was answered. One that began before the last failure does not count."""
         if began >= self._failed_at:
             self._count, self._trial = 0, None
 
     def failed(self, began: float) -> None:
-        """It was not."""
+        """The request failed."""
         self.left(began)
         if began < self._failed_at:
             return
@@ -66,6 +66,6 @@ class Breaker:
             self._tries_again_at = self._failed_at + pause_s
 
     def left(self, began: float) -> None:
-        """Nobody waits for its answer any more."""
+        """The request ended without an answer."""
         if self._trial == began:
             self._trial = None

@@ -18,7 +18,7 @@ FOREIGN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access")
 
 @contextmanager
 def bound_request_id(value: str) -> Iterator[None]:
-    """Put `value` into each log line written inside."""
+    """Put `value` into each log line that is written inside the block."""
     token = request_id.set(value)
     try:
         yield
@@ -56,8 +56,8 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160
 
 
 @contextmanager
-def told_on(stream: TextIO) -> Iterator[None]:
-    """Inside, write what kvrail's loggers say from level info on to `stream`, the bare messages: for commands."""
+def shown_on(stream: TextIO) -> Iterator[None]:
+    """Inside the block, write messages of kvrail's loggers, from level info on, to `stream`: for commands."""
     logger, handler = logging.getLogger("kvrail"), logging.StreamHandler(stream)
     level = logger.level
     logger.addHandler(handler)

@@ -6,11 +6,22 @@ And what keeps it from standing still.
 import asyncio
 import faulthandler
 import gc
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+SWITCH_INTERVAL_S = 0.0001
+"""How long a thread may keep the interpreter while another waits for it. With Python's 5 ms, the engine's thread waited
+repeatedly for transfers' threads: both workers on one H200, 16 streams, under a sampling profiler, 2.2 requests/s
+against 3.4 with 0.1 ms. In a router, the thread that writes metrics would hold up the loop."""
+
+
+def share_interpreter() -> None:
+    """Let threads take turns often; call once, before other threads start."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -40,9 +51,9 @@ def keep_what_is_here() -> None:
 
 @asynccontextmanager
 async def ends_if_hung(limit_s: float) -> AsyncIterator[None]:
-    """End the process with status 1, and each thread's traceback on stderr, where the loop stands still for so long.
+    """End the process, with each thread's traceback on stderr, where the loop stands still for `limit_s` seconds.
 
-    Whoever watches the process then starts another; nothing in this one could do it.
+    The status is 1. A supervisor then starts another process; nothing in this one could recover.
     """
 
     async def turn() -> None:

@@ -1,12 +1,13 @@
 """Whose turn it is: a fair queue of prompts, by client. Pure: no clock, no network, no asyncio.
 
-Each client has a counter of the tokens that were computed for it; the waiting client with the smallest one is next. Who
-comes after a pause begins at the smallest counter of those that are busy: nobody saves up turns. (Y. Sheng et al.,
-Fairness in serving large language models, OSDI 2024: virtual token counters.)
+Each client has a counter of the tokens that were computed for it; the waiting client with the smallest one is next. A
+client that returns after a pause starts at the smallest counter of the busy ones, so turns cannot be saved up. (Y.
+Sheng et al., Fairness in serving large language models, OSDI 2024: virtual token counters.)
 
-Turns alone do not help a newcomer while one client's long outputs hold every place. So nobody fills the last places: a
-client may hold at most a certain multiple of what is free, and a share stays free for who has little. (A. K. Choudhury
-and E. L. Hahne, Dynamic queue length thresholds for shared-memory packet switches, IEEE/ACM ToN 6(2), 1998.)
+Turns alone do not help a newcomer while one client's long outputs hold every place. So the last places
+stay free: a client may hold at most a certain multiple of the free places, which leaves a share to clients with few.
+(A. K. Choudhury and E. L. Hahne, Dynamic queue length thresholds for shared-memory packet switches, IEEE/ACM ToN 6(2),
+1998.)
 """
 
 import heapq
@@ -15,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 OUTPUT_WEIGHT = 2
-"""Of a generated token, beside one of a prompt, as in Sheng et al.: it takes a step of its own."""
+"""Weight of a generated token; a prompt token has 1 (Sheng et al.). A generated token takes a step of its own."""
 PATIENCE = 64
-"""Prompts that may pass one that finds no room for its many sequences; then everybody waits for it."""
+"""Prompts that may pass one whose many sequences find no room; after that all wait for it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,15 +37,15 @@ class Ticket:
 
 
 def fair(held: int, more: int, free: int, share: float) -> bool:
-    """Whether a client that holds so much may have more, of which so much is free; a share stays free for newcomers.
+    """Whether a client that holds `held` places may have `more` of the `free` ones; a share stays free for newcomers.
 
-    One greedy client takes all but `share` of the whole, rounded; of two each takes nearly half.
+    One greedy client gets all but `share` of the places, rounded; two get nearly half each.
     """
     return more <= free and (held + more) * share <= (1 - share) * (free - more + 0.5)
 
 
 class FairQueue:
-    """Tickets that wait, by client, and what each client holds. Whoever takes one out calls `granted`, then `ended`.
+    """Tickets that wait, by client, and what each client holds. Take one out by `granted`, then `ended`.
 
     share: of all places, that a greedy client leaves to newcomers; 0: none.
     """
@@ -80,7 +81,7 @@ class FairQueue:
         self._push(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """Nobody waits with this ticket any more."""
+        """The ticket's caller has left."""
         self._gone.add(ticket)
         self._length -= 1
         self._tidy(ticket.client)
@@ -88,8 +89,8 @@ class FairQueue:
     def turns(self, free: int) -> Iterator[Ticket]:
         """The first ticket of each client that may have places of those that are free, the client served least first.
 
-        A client that holds nothing may have any. Who asks takes the first for which there is room. Behind one whose
-        patience is over nobody comes.
+        A client that holds nothing may have any. The caller takes the first that fits. A ticket that PATIENCE others
+        have passed is the last one.
         """
         for client in sorted(self._waiting, key=lambda each: (self._served[each], self._waiting[each][0].order)):
             ticket = self._waiting[client][0]

@@ -1,4 +1,4 @@
-"""What a process that moves large buffers beside a busy engine asks of the interpreter and of its libraries.
+"""Settings of the interpreter and its libraries for a process that moves large buffers beside a busy engine.
 
 On a CPU, only the engine's thread is to have a team. OpenMP gives one to every thread in which torch has computed, and
 keeps it as long as that thread lives; once all teams together have more threads than there are cores, none of them
@@ -7,7 +7,6 @@ loaded in a thread that ends, and helpers compute alone.
 """
 
 import ctypes
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
@@ -15,12 +14,9 @@ from typing import TypeVar
 
 import torch
 
-T = TypeVar("T")
+from kvrail.runtime.loops import share_interpreter
 
-SWITCH_INTERVAL_S = 0.0001
-"""How long a thread may keep the interpreter while another waits for it. With Python's 5 ms, the engine's thread waited
-for transfers' threads again and again: both workers on one H200, 16 streams, under a sampling profiler, 2.2 requests/s
-against 3.4 with 0.1 ms."""
+T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _KEPT_BYTES = 1 << 30
@@ -33,7 +29,7 @@ def tune_process() -> None:
     time; what this alone brings was not measured apart from docs/decisions/0003. Where the C library has no mallopt,
     its own defaults stay.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    share_interpreter()
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -62,7 +58,7 @@ def in_passing_thread(function: Callable[[], T]) -> T:
 
 
 def compute_with(threads: int) -> None:
-    """From now on torch computes in so many threads where the calling thread asks it to; others keep their number.
+    """Set the number of torch's threads for the calling thread; other threads keep theirs.
 
     Helpers of an engine take 1. All cores go to one thread, the engine's.
     """

@@ -50,7 +50,7 @@ class Turns:
         return await asyncio.shield(running)
 
     def _serve(self) -> None:
-        """Give the free places to those whose turn it is. A caller that has gone is dropped here."""
+        """Give free places to the next clients. A caller that has left is dropped here."""
         while self._free and (ticket := next(self._queue.turns(self._free), None)) is not None:
             granted = self._waiting.pop(ticket)
             if granted.cancelled():
@@ -62,6 +62,6 @@ class Turns:
 
     def _leave(self, ticket: Ticket, cost: int) -> None:
         self._free += 1
-        self._queue.charge(ticket.client, cost)  # not before: who comes meanwhile is next
+        self._queue.charge(ticket.client, cost)  # not before: a client that comes meanwhile is next
         self._queue.ended(ticket)
         self._serve()

@@ -1,4 +1,4 @@
-"""Waiting that a cancellation does not shorten: for memory and pages that somebody else still reads or writes."""
+"""Waiting that a cancellation does not shorten: for memory and pages that are still read or written elsewhere."""
 
 import asyncio
 from collections.abc import Callable

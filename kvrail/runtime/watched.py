@@ -13,7 +13,7 @@ log = logging.getLogger("kvrail.watched")
 T = TypeVar("T")
 
 LOOK_EVERY_S = 1.0
-"""How often files are looked at, at most, when somebody asks for what they hold."""
+"""Shortest time between two checks of the files."""
 
 
 class Watched(Generic[T]):
@@ -40,14 +40,14 @@ class Watched(Generic[T]):
             names = ", ".join(path.name for path in self._paths)
             try:
                 self._value = self._read_all()
-                log.info("%s read anew", names)
+                log.info("%s reloaded", names)
             except ConfigError as error:  # perhaps half written: its next change is looked at again
-                log.error("%s not read anew, what was there before stays in force: %s", names, error)
+                log.error("%s: reload failed, keeping the previous version: %s", names, error)
                 self.on_failure()
         return self._value
 
     def _stat(self) -> list[tuple[int, int, int]]:
-        """By which a change is seen. Links are followed: a mount of Kubernetes swaps one."""
+        """What changes with a file. Links are followed: a mount of Kubernetes swaps one."""
         found = []
         for path in self._paths:
             try:

@@ -1,4 +1,4 @@
-"""The file of API keys: who may use the HTTP API, and how much. It holds hashes, no keys.
+"""The file of API keys, with their limits. It holds hashes, no keys.
 
 TOML, a table for each key; everything but name and sha256 may be left out:
 
@@ -55,6 +55,11 @@ class Key(BaseModel):
     models: list[str] = []
     expires: Annotated[datetime | None, BeforeValidator(_moment)] = None
 
+    @property
+    def expired(self) -> bool:
+        """Whether its last moment is over."""
+        return self.expires is not None and self.expires <= datetime.now(UTC)
+
     def may_ask_for(self, model: str) -> bool:
         """Whether it is good for a model of this name."""
         return not self.models or model in self.models
@@ -101,7 +106,7 @@ def parse(content: bytes, where: str) -> dict[str, Key]:
 
 
 class KeyFile:
-    """The keys that the file holds now; a change that is no good leaves them as they were."""
+    """The keys in the file; after a change that is not valid they stay as they were."""
 
     def __init__(self, path: str) -> None:
         """Read it. Raises ConfigError."""
@@ -109,7 +114,7 @@ class KeyFile:
         self._keys = Watched((Path(path),), lambda: parse(content_of("--api-keys-file", Path(path)), self._where))
 
     def on_failure(self, call: Callable[[], object]) -> None:
-        """Have this called for each change that is no good."""
+        """Call this for each change that is not valid."""
         self._keys.on_failure = call
 
     def keys(self) -> Mapping[str, Key]:
@@ -119,13 +124,13 @@ class KeyFile:
     def find(self, secret: str) -> Key | None:
         """The key that this secret is, or None. Raises AuthenticationError where it has expired.
 
-        A hash is looked up, not the secret: what the time of it tells is nothing that leads to a secret.
+        The lookup is by hash, so its timing reveals nothing about a secret.
         """
         digest = hash_of(secret)
         key = self._keys.get().get(digest)
         if key is None or not hmac.compare_digest(key.sha256, digest):
             return None
-        if key.expires is not None and key.expires <= datetime.now(UTC):
+        if key.expires is not None and key.expired:
             raise AuthenticationError(
                 f"the API key {key.name!r} expired {key.expires:%Y-%m-%d %H:%M} UTC; get a new one"
             )

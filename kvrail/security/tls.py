@@ -1,8 +1,8 @@
 """Certificates between services: the one of a process, checked at start and read again when its files change.
 
 A certificate says what its holder is by a URI among its alternative names, kvrail://ROLE, and where it is reached by
-DNS names and addresses. Whoever is called proves that it is meant (`Verify`); whoever calls must have the role that
-the method asks for (kvrail.rpc.roles).
+DNS names and addresses. A called service proves its host or role (`Verify`); a caller must have a role that
+the method permits (kvrail.rpc.roles).
 """
 
 import ipaddress
@@ -27,10 +27,10 @@ Role = Literal["router", "prefill", "decode", "metrics"]
 """`metrics`: may read metrics and nothing else."""
 ROLES: tuple[Role, ...] = ("router", "prefill", "decode", "metrics")
 Verify = Literal["host", "role"]
-"""What a certificate must name that is shown by whoever is called: the host that was called, or its role."""
+"""What the certificate of a called service must name: the host that was called, or its role."""
 
 SOON_DAYS = 7
-"""A certificate that has no longer to live is warned of."""
+"""A certificate that ends sooner is warned of."""
 _ANYWHERE = ("", "0.0.0.0", "::")
 
 
@@ -40,12 +40,12 @@ def role_uri(role: str) -> str:
 
 
 def role_host(role: str) -> str:
-    """The DNS name that a certificate of this role has wherever it is used; .internal is nobody's."""
+    """The DNS name that every certificate of this role has; .internal is reserved for private use."""
     return f"{role}.kvrail.internal"
 
 
 class TlsSettings(Protocol):
-    """What of a process's settings concerns certificates."""
+    """The settings of a process that concern certificates."""
 
     tls_ca: str
     tls_cert: str
@@ -99,7 +99,7 @@ class Tls:
         return self.material().expires
 
     def server_context(self) -> ssl.SSLContext:
-        """For a listener that asks for a client's certificate, and leaves it to who serves to insist on one."""
+        """For a listener that asks for a client's certificate, and leaves it to the server to insist on one."""
         return self._files.get()[1]
 
     def listening_context(self) -> ssl.SSLContext:
@@ -133,7 +133,7 @@ class DoorCertificate:
     def of(cls, cert: str, key: str) -> "DoorCertificate | None":
         """The one that settings name, if any. Raises ConfigError where they name one of both."""
         if bool(cert) != bool(key):
-            raise ConfigError("--ssl-cert and --ssl-key belong together; give both, or none of them")
+            raise ConfigError("--tls-http-cert and --tls-http-key belong together; give both, or none of them")
         return cls(cert, key) if cert else None
 
     def listening_context(self) -> ssl.SSLContext:
@@ -151,12 +151,12 @@ class DoorCertificate:
 
     def _read(self) -> tuple[ssl.SSLContext, datetime]:
         chain = check_pair(
-            content_of("--ssl-cert", self._cert),
-            content_of("--ssl-key", self._key),
-            f"--ssl-cert {self._cert}",
-            f"--ssl-key {self._key}",
+            content_of("--tls-http-cert", self._cert),
+            content_of("--tls-http-key", self._key),
+            f"--tls-http-cert {self._cert}",
+            f"--tls-http-key {self._key}",
         )
-        return serving_context("--ssl-cert", self._cert, self._key), chain[0].not_valid_after_utc
+        return serving_context("--tls-http-cert", self._cert, self._key), chain[0].not_valid_after_utc
 
 
 def serving_context(flag: str, cert: Path, key: Path) -> ssl.SSLContext:
@@ -165,7 +165,7 @@ def serving_context(flag: str, cert: Path, key: Path) -> ssl.SSLContext:
     try:
         context.load_cert_chain(cert, key)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"{flag} {cert} cannot be used: {error}; make it anew") from None
+        raise ConfigError(f"{flag} {cert} cannot be used: {error}; create it again") from None
     return context
 
 
@@ -219,12 +219,12 @@ def check(ca: bytes, cert: bytes, key: bytes, paths: dict[str, Path], role: str,
     if role_uri(role) not in names.get_values_for_type(x509.UniformResourceIdentifier):
         raise ConfigError(
             f"{cert_name} is not one of a {role}: its alternative names lack URI:{role_uri(role)}; they are"
-            f" {_told(names)}"
+            f" {_listed(names)}"
         )
     if host and not _names_host(names, host):
         raise ConfigError(
             f"{cert_name} does not name {host}, where this process is reached; its alternative names are"
-            f" {_told(names)}; make one with that name, or set --tls-verify role everywhere"
+            f" {_listed(names)}; make one with that name, or set --tls-verify role everywhere"
         )
     return leaf.not_valid_after_utc
 
@@ -249,7 +249,7 @@ def alternative_names(certificate: "Certificate") -> "SubjectAlternativeName":
         return x509.SubjectAlternativeName([])
 
 
-def _told(names: "SubjectAlternativeName") -> str:
+def _listed(names: "SubjectAlternativeName") -> str:
     return ", ".join(str(name.value) for name in names) or "none"
 
 

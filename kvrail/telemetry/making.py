@@ -10,7 +10,7 @@ from kvrail.telemetry.series import Counter, Family, Gauge, Histogram, counters,
 
 
 class Make:
-    """Makes metrics of one registry that carry the model's name, and others' labels after it."""
+    """Makes metrics of one registry. Their first label is the model's name."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
@@ -51,29 +51,29 @@ class Make:
         return {value: family.labels(self.model_name, value) for value in values}
 
     def counter_family(self, name: str, documentation: str, *labels: str) -> Family[Counter]:
-        """Counters with these labels more, whose values come as they are met."""
+        """Counters with these additional labels, whose values are added as they occur."""
         return counters(name, documentation, ["model_name", *labels], self._registry)
 
     def gauge_family(self, name: str, documentation: str, *labels: str) -> Family[Gauge]:
-        """Gauges likewise."""
+        """Gauges with these additional labels."""
         return gauges(name, documentation, ["model_name", *labels], self._registry)
 
     def histogram_family(
         self, name: str, documentation: str, bounds: Sequence[float], *labels: str
     ) -> Family[Histogram]:
-        """Histograms likewise. bounds: of their buckets."""
+        """Histograms with these additional labels. bounds: of their buckets."""
         return histograms(name, documentation, ["model_name", *labels], self._registry, bounds)
 
 
 def show_process(registry: CollectorRegistry, version: str, protocol: int) -> None:
-    """Have `registry` show what every process does: its CPU time, memory and files, and what it was built from."""
+    """Add what every process shows to `registry`: CPU time, memory, files, version."""
     ProcessCollector(registry=registry)
     build = gauges("kvrail_build_info", "The process's version; always 1.", ["version", "protocol"], registry)
     build.labels(version, protocol).set(1)
 
 
 def show_certificates(registry: CollectorRegistry, ends: Mapping[str, Callable[[], datetime]]) -> Callable[[], None]:
-    """Have `registry` show when certificates end, by their use; call what this returns before it is read."""
+    """Add the end of each certificate to `registry`, by its use; call the returned function before each scrape."""
     family = gauges(
         "kvrail_certificate_end_seconds",
         "When a certificate ends, in seconds since 1970: the one between services, or the HTTP port's (door).",

@@ -1,4 +1,4 @@
-"""What chosen metrics of a registry say at one moment, for those who show them and count nothing by themselves."""
+"""Values of chosen metrics at one moment, for code that shows them and counts nothing itself."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -10,7 +10,7 @@ class Readings:
     """Values of some series, read once."""
 
     def __init__(self, registry: CollectorRegistry, series: Collection[str]) -> None:
-        """series: names as `/metrics` has them, a counter's with `_total`; those that are missing say nothing."""
+        """series: names as `/metrics` has them, a counter's with `_total`; missing ones are skipped."""
         families = registry.restricted_registry(series).collect()
         self._samples = [sample for family in families for sample in family.samples]
 
@@ -20,7 +20,7 @@ class Readings:
         return sum(each.value for each in self._samples if each.name == name and wanted <= each.labels.items())
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The same for each value of `label`, in the order of the series."""
+        """The total for each value of `label`, in the order of the series."""
         found: defaultdict[str, float] = defaultdict(float)
         wanted = labels.items()
         for each in self._samples:

@@ -5,8 +5,8 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry
 
 from kvrail.telemetry import buckets
-from kvrail.telemetry.lifecycle import PARTS
 from kvrail.telemetry.making import Make
+from kvrail.telemetry.moments import PARTS
 from kvrail.telemetry.series import Histogram
 
 COUNTED_TOKENS = (1, 2, 8, 32, 64)
@@ -101,27 +101,27 @@ class RouterMetrics:
         self.cached_tokens = make.counter("kvrail_cached_prompt_tokens", "Prompt tokens whose KV was held already.")
         self.prompt_tokens_by_source = make.counters(
             "kvrail_prompt_tokens_by_source",
-            "Prompt tokens of answered requests by where the decode worker had their KV from:"
-            " it computed them, held them, or got them from a prefill worker.",
+            "Prompt tokens of answered requests by the source of their KV: computed or cached by the decode worker,"
+            " or transferred from a prefill worker.",
             "source",
             SOURCES,
         )
         self.generation_tokens = make.counter("kvrail_generation_tokens", "Generated tokens that reached the router.")
 
     def _measure_scheduling(self, make: Make) -> None:
-        """What is measured of the queue in front of the workers, and of who gets what."""
+        """What is measured of the queue in front of the workers, and of the placement."""
         self.queue_length = make.gauge("kvrail_queue_prompts", "Prompts that wait in the router for their turn.")
         self.queue_clients = make.gauge("kvrail_queue_clients", "Clients, by API key or address, whose prompts wait.")
         self.queue_place = make.histogram(
             "kvrail_queue_place",
-            "Prompts that waited already when one came; fair turns may overtake them.",
+            "Prompts that were waiting when one arrived; fair turns may overtake them.",
             buckets.POWERS,
         )
         self.queue_seconds = make.histogram(
             "kvrail_queue_seconds", "Time that a prompt waited in the router for its turn.", buckets.PART
         )
         self._placements = make.counter_family(
-            "kvrail_placements", "Prompts given to workers, by what decided between them.", "role", "reason"
+            "kvrail_placements", "Prompts placed on workers, by the reason for the choice.", "role", "reason"
         )
         self.prefix_tokens = make.counters(
             "kvrail_prefix_tokens",
@@ -143,10 +143,10 @@ class RouterMetrics:
             "kvrail_worker_requests", "Prompts that this router gave to a worker.", *about
         )
         self._held = make.gauge_family(
-            "kvrail_worker_requests_in_flight", "Prompts that a worker has of this router.", *about
+            "kvrail_worker_requests_in_flight", "Prompts from this router that a worker has.", *about
         )
         self._backlogs = make.gauge_family(
-            "kvrail_worker_backlog_tokens", "Tokens of these prompts that the worker has still to compute.", *about
+            "kvrail_worker_backlog_tokens", "Tokens of these prompts that the worker still has to compute.", *about
         )
         self._known: dict[tuple[str, str], Collection[str]] = {}
         self.cluster_waiting = make.gauge(
@@ -158,6 +158,13 @@ class RouterMetrics:
         )
         self.cluster_kv_usage = make.gauge(
             "kvrail_cluster_kv_usage_ratio", "Share of all decode workers' KV pages that are in use; 1 is all."
+        )
+        self.cluster_prefix_queried = make.gauge(
+            "kvrail_cluster_prefix_cache_queried_tokens",
+            "Prompt tokens that decode workers have looked up in their prefix caches since they began.",
+        )
+        self.cluster_prefix_hit = make.gauge(
+            "kvrail_cluster_prefix_cache_hit_tokens", "Of these tokens, those that they found."
         )
         self._cluster_cache = make.gauge_family(
             "kvrail_cluster_cache_info",
@@ -190,7 +197,7 @@ class RouterMetrics:
         return self._times_to_token.labels(self._model, k, kind)
 
     def answered(self, handler: str, method: str, status: int, seconds: float | None = None) -> None:
-        """Count an HTTP request. seconds: None where nobody took the time, since it was refused by its connection."""
+        """Count an HTTP request. seconds: None if its connection refused it, which takes no time."""
         self._http.labels(self._model, handler, method, status).inc()
         if seconds is not None:
             self._http_seconds.labels(self._model, handler).observe(seconds)

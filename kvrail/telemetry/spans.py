@@ -3,22 +3,22 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 
 MAX_SPANS = 4096
-"""Of one request in one process, those of processes behind it included; what comes after them is dropped."""
+"""Spans of one request in one process, including those of processes behind it; further ones are dropped."""
 
 
 MAX_SIZES = 16
-"""Of one span that another process tells of."""
+"""Sizes of one span that another process sends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Something that took time. Spans of one track may overlap.
 
-    process: who did it. begin: seconds since the request came to whoever tells. sizes: what it worked on, such as bytes
-    or layers.
+    process: where it ran. begin: seconds since the request reached the process that reports it. sizes: what it worked
+    on, such as bytes or layers.
     """
 
     process: str
@@ -32,17 +32,17 @@ class Span:
 class SpanLog:
     """The spans of one request as one process sees them, on the clock of the request's timeline there.
 
-    Any thread may add. told: whether the caller asked for them; else they are for this process's own trace alone.
+    Any thread may add. requested: whether the caller asked for them; else they are for this process's own trace alone.
     """
 
-    def __init__(self, process: str, timeline: Timeline, *, told: bool = True) -> None:
-        self.told = told
+    def __init__(self, process: str, timeline: Timeline, *, requested: bool = True) -> None:
+        self.requested = requested
         self._process = process
         self._timeline = timeline
         self._spans: list[Span] = []
 
     def add(self, track: str, name: str, seconds: float, **sizes: int) -> None:
-        """Note what took so many seconds and ends now."""
+        """Add a span that took `seconds` and ends now."""
         if len(self._spans) < MAX_SPANS:
             begin = max(0.0, self._timeline.elapsed() - seconds)
             self._spans.append(Span(self._process, track, name, begin, seconds, sizes))

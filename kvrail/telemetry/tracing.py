@@ -7,8 +7,8 @@
                                  └─ prefill worker: prefill
                                       └─ queue, prefill, encode and send by groups of layers
 
-Each process tells of itself, once its part of a request has ended, from the moments of its timeline
-(kvrail/telemetry/lifecycle.py) and its spans (kvrail/telemetry/spans.py). Without an endpoint there is no `Tracing`,
+Each process exports its own spans once its part of a request has ended, from the moments of its timeline
+(kvrail/telemetry/moments.py) and its spans (kvrail/telemetry/spans.py). Without an endpoint there is no `Tracing`,
 nothing is imported and nothing is recorded. Spans wait in a bounded queue, which a thread of the exporter empties;
 where the collector is away, what does not fit is dropped.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvrail.errors import ConfigError
-from kvrail.telemetry.lifecycle import PARTS, Stage, Timeline
+from kvrail.telemetry.moments import PARTS, Moment, Timeline
 from kvrail.telemetry.spans import Span
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -31,9 +31,9 @@ _NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc.tr
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 MAX_STATE_CHARS = 512
-"""Of a tracestate that is passed on: what the standard asks for at least."""
+"""Longest tracestate that is passed on: the standard's minimum."""
 MAX_GROUPS = 32
-"""Spans of one track of a transfer, at most: neighbouring groups of layers are told as one beyond it."""
+"""Spans of one track of a transfer, at most: beyond it, neighbouring groups of layers share a span."""
 CLOSE_S = 3.0
 """Seconds that the last spans get to leave when a process ends."""
 
@@ -74,10 +74,10 @@ class Tracing:
         from opentelemetry.trace import SpanKind
 
         zero_ns = time.time_ns() - int(1e9 * timeline.elapsed())
-        carrier = {key: given[key] for key in CONTEXT_HEADERS if key in given}
-        if len(carrier.get("tracestate", "")) > MAX_STATE_CHARS:
-            del carrier["tracestate"]
-        parent = self._propagator.extract(carrier)
+        context = {key: given[key] for key in CONTEXT_HEADERS if key in given}
+        if len(context.get("tracestate", "")) > MAX_STATE_CHARS:
+            del context["tracestate"]
+        parent = self._propagator.extract(context)
         span = self._tracer.start_span(
             name, parent, kind=SpanKind.SERVER, attributes=dict(attributes), start_time=zero_ns
         )
@@ -132,23 +132,23 @@ class Hop:
         self._zero_ns = zero_ns
         self._inside = set_span_in_context(span)
         self.context: dict[str, str] = {}
-        """What whoever is called from here is given, so that its part lies inside this one."""
+        """Headers for calls from here, so that their spans lie inside this one."""
         propagator.inject(self.context, self._inside)
 
     @property
     def recorded(self) -> bool:
-        """Whether somebody wants to see it: a caller may have decided that this trace is not sampled."""
+        """Whether the trace is sampled; the caller may have decided against it."""
         return bool(self._span.is_recording())
 
     def child(self, name: str, begin: float, end: float, attributes: Attributes | None = None) -> None:
-        """Tell what took from `begin` to `end`, in seconds of the timeline."""
+        """Export a span from `begin` to `end`, in seconds of the timeline."""
         span = self._tracer.start_span(
             name, self._inside, attributes=dict(attributes or {}), start_time=self._zero_ns + int(1e9 * begin)
         )
         span.end(self._zero_ns + int(1e9 * max(begin, end)))
 
     def parts(self, names: Mapping[str, str]) -> None:
-        """Tell those parts of the timeline (lifecycle.PARTS) that `names` has, under the names that it gives them."""
+        """Export the parts of the timeline (moments.PARTS) that `names` has, under its names."""
         last = 0.0
         for part, begins, ends in PARTS:
             begin, end = self._timeline.get(begins), self._timeline.get(ends)
@@ -160,14 +160,14 @@ class Hop:
             last = max(last, end)
 
     def transfer(self, process: str, spans: Iterable[Span]) -> None:
-        """Tell a transfer's spans of `process` by groups of layers, each from its first to its last frame."""
+        """Export a transfer's spans of `process` by groups of layers, each from its first to its last frame."""
         for group in _grouped(span for span in spans if span.process == process):
-            told: dict[str, Attribute] = {
+            sizes: dict[str, Attribute] = {
                 "kvrail.layers": group.layers,
                 "kvrail.frames": group.frames,
                 "kvrail.bytes": group.bytes,
             }
-            self.child(f"{group.track} {group.layers}", group.begin, group.end, told)
+            self.child(f"{group.track} {group.layers}", group.begin, group.end, sizes)
 
     def end(self, attributes: Attributes, error: str = "", at: float | None = None) -> None:
         """The part has ended. error: what went wrong, by its class; empty where nothing did.
@@ -180,7 +180,7 @@ class Hop:
         if error:
             self._span.set_attribute("error.type", error)
             self._span.set_status(Status(StatusCode.ERROR, error))
-        if (first := self._timeline.get(Stage.FIRST_TOKEN)) is not None:
+        if (first := self._timeline.get(Moment.FIRST_TOKEN)) is not None:
             self._span.add_event("first token", timestamp=self._zero_ns + int(1e9 * first))
         self._span.end(self._zero_ns + int(1e9 * (self._timeline.elapsed() if at is None else at)))
 
@@ -198,7 +198,7 @@ class _Group:
         return {"kvrail.layers": self.layers, "kvrail.frames": self.frames, "kvrail.bytes": self.bytes}
 
     def take(self, other: "_Group") -> None:
-        """Tell `other` as part of this one."""
+        """Merge `other` into this one."""
         first, last = self.layers.split("-")[0], other.layers.rpartition("-")[2]
         self.layers = self.layers if self.layers == other.layers else f"{first}-{last}"
         self.begin, self.end = min(self.begin, other.begin), max(self.end, other.end)

@@ -9,12 +9,12 @@ numbers of waiting requests add up.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from kvrail.telemetry.series import Family, Histogram
+from kvrail.telemetry.series import Family
 
 ENGINE = {"engine": "0"}
-"""The label of vLLM's data-parallel engines, of which a worker here has one."""
+"""The label of vLLM's data-parallel engines; a worker here has one engine."""
 FINISHED = {
     "stop": "stop",
     "length": "length",
@@ -24,6 +24,8 @@ FINISHED = {
     "error": "error",
 }
 """vLLM's words for how requests end. It does not count those that it refuses before they reach its engine."""
+REJECTED = {"overloaded": "max_num_queued_reqs"}
+"""vLLM's word for why a request is not admitted."""
 SOURCES = {"computed": "local_compute", "cached": "local_cache_hit", "transferred": "external_kv_transfer"}
 UNCOUNTED_HANDLERS = frozenset(
     {"/health", "/live", "/ready", "/version", "/metrics", "/metrics/vllm", "/metrics/targets"}
@@ -31,63 +33,16 @@ UNCOUNTED_HANDLERS = frozenset(
 """Probes and scrapes, which vLLM's HTTP metrics leave out."""
 
 
-class Valued(Protocol):
-    """What has one value now."""
-
-    @property
-    def value(self) -> float:
-        """The value."""
-
-
 Row = tuple[dict[str, str], Any]
-"""Labels of a series, and where its numbers come from: a Histogram, or what is Valued."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Numbers added up, less others."""
-
-    plus: tuple[Valued, ...]
-    minus: tuple[Valued, ...] = ()
-
-    @property
-    def value(self) -> float:
-        """See Valued."""
-        return sum(each.value for each in self.plus) - sum(each.value for each in self.minus)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part of a whole; 0 while there is no whole."""
-
-    part: Valued
-    whole: Valued
-
-    @property
-    def value(self) -> float:
-        """See Valued."""
-        whole = self.whole.value
-        return self.part.value / whole if whole else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """How many observations a histogram has."""
-
-    histogram: Histogram
-
-    @property
-    def value(self) -> float:
-        """See Valued."""
-        return self.histogram.count
+"""Labels of a series, and the series of ours that it shows, or its value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
     """One metric of vLLM's, and how its series follow from families of ours.
 
-    sources: our names, a counter's without its `_total`. name: vLLM's, likewise. kind: its type, where it is not the
-    first source's.
+    sources: our names, a counter's without its `_total`. name: vLLM's, also without it. kind: its type, where it is not
+    the first source's.
     """
 
     name: str
@@ -119,12 +74,12 @@ def _grouped(
     """Series added up where vLLM has one word for several values of `label`; those that it has no word for are left."""
 
     def derive(family: Family[Any]) -> Iterator[Row]:
-        found: defaultdict[tuple[tuple[str, str], ...], list[Valued]] = defaultdict(list)
+        found: defaultdict[tuple[tuple[str, str], ...], float] = defaultdict(float)
         for labels, series in family.series():
             word = words.get(labels.pop(label))
             if word is not None:
-                found[tuple((labels | engine | {theirs: word}).items())].append(series)
-        return ((dict(labels), Sum(tuple(several))) for labels, several in found.items())
+                found[tuple((labels | engine | {theirs: word}).items())] += series.value
+        return ((dict(labels), value) for labels, value in found.items())
 
     return derive
 
@@ -148,22 +103,22 @@ def _usage(pages: Family[Any]) -> Iterator[Row]:
     found = {labels["state"]: (labels, series) for labels, series in pages.series()}
     if "used" in found:
         labels, used = found["used"]
-        whole = Sum(tuple(series for _, series in found.values()))
-        yield {"model_name": labels["model_name"]} | ENGINE, Share(used, whole)
+        whole = sum(series.value for _, series in found.values())
+        yield {"model_name": labels["model_name"]} | ENGINE, used.value / whole if whole else 0.0
 
 
 def _running(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
     """Sequences that the engine's steps compute: ours that run, less those that only wait for their KV."""
-    held_up = tuple(series for _, series in receiving.series())
+    receive = sum(series.value for _, series in receiving.series())
     for labels, series in _select("state", "running")(sequences):
-        yield labels, Sum((series,), held_up)
+        yield labels, series.value - receive
 
 
 def _waiting(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
     """Sequences that wait, for pages or for their KV."""
-    held_up = tuple(series for _, series in receiving.series())
+    receive = sum(series.value for _, series in receiving.series())
     for labels, series in _select("state", "waiting")(sequences):
-        yield labels, Sum((series, *held_up))
+        yield labels, series.value + receive
 
 
 def _waiting_by_reason(sequences: Family[Any], receiving: Family[Any]) -> Iterator[Row]:
@@ -173,7 +128,7 @@ def _waiting_by_reason(sequences: Family[Any], receiving: Family[Any]) -> Iterat
         yield labels | ENGINE | {"reason": "deferred"}, series
 
 
-def _queued_by_reason(queue: Family[Any]) -> Iterator[Row]:
+def _by_capacity(queue: Family[Any]) -> Iterator[Row]:
     return ((labels | {"reason": "capacity"}, series) for labels, series in _keep(queue))
 
 
@@ -182,11 +137,11 @@ def _cache_config(info: Family[Any]) -> Iterator[Row]:
     names = {"page_size": "block_size", "pages": "num_gpu_blocks", "kv_dtype": "cache_dtype"}
     names["prefix_cache"] = "enable_prefix_caching"
     for labels, series in info.series():
-        yield {names[key]: value for key, value in labels.items() if key in names} | ENGINE, series
+        yield {names.get(key, key): value for key, value in labels.items() if key != "model_name"} | ENGINE, series
 
 
 def _counts(family: Family[Any]) -> Iterator[Row]:
-    return ((labels, Count(series)) for labels, series in _keep(family))
+    return ((labels, series.count) for labels, series in _keep(family))
 
 
 _PHASES = "kvrail_request_phase_seconds"
@@ -199,12 +154,18 @@ VLLM_METRICS: tuple[Renamed, ...] = (
         "Requests that ended.",
         _grouped("outcome", FINISHED, "finished_reason"),
     ),
+    Renamed(
+        "vllm:admission_rejections",
+        ("kvrail_requests",),
+        "Requests that were refused because a queue was full.",
+        _grouped("outcome", REJECTED, "reason", engine={}),
+    ),
     Renamed("vllm:num_requests_waiting", ("kvrail_queue_prompts",), "Requests that wait in the router.", _keep),
     Renamed(
         "vllm:num_requests_waiting_by_reason",
         ("kvrail_queue_prompts",),
         "Requests that wait in the router, by why.",
-        _queued_by_reason,
+        _by_capacity,
     ),
     Renamed("vllm:e2e_request_latency_seconds", ("kvrail_request_seconds",), "Time of a request.", _keep),
     Renamed("vllm:time_to_first_token_seconds", ("kvrail_time_to_first_token_seconds",), "Time to first token.", _keep),
@@ -256,6 +217,12 @@ VLLM_METRICS: tuple[Renamed, ...] = (
     Renamed("vllm:kv_cache_usage_perc", ("kvrail_engine_pages",), "Share of KV pages in use; 1 is all.", _usage),
     Renamed("vllm:num_preemptions", ("kvrail_engine_preemptions",), "Preemptions.", _keep),
     Renamed(
+        "vllm:request_num_preemptions",
+        ("kvrail_engine_sequence_preemptions",),
+        "Preemptions of a sequence.",
+        _keep,
+    ),
+    Renamed(
         "vllm:prefix_cache_queries",
         ("kvrail_engine_prefix_cache_queried_tokens",),
         "Tokens looked up in the cache.",
@@ -277,3 +244,51 @@ VLLM_METRICS: tuple[Renamed, ...] = (
     ),
 )
 """What a process shows of vLLM's names: the rows whose sources it has, the first of two with one name."""
+
+CLUSTER_METRICS: tuple[Renamed, ...] = (
+    Renamed(
+        "vllm:num_requests_running",
+        ("kvrail_cluster_requests_running",),
+        "Sum over decode workers: sequences that run.",
+        _keep,
+    ),
+    Renamed(
+        "vllm:num_requests_waiting",
+        ("kvrail_cluster_requests_waiting",),
+        "Sum over router and decode workers: requests that wait.",
+        _keep,
+    ),
+    Renamed(
+        "vllm:num_requests_waiting_by_reason",
+        ("kvrail_cluster_requests_waiting",),
+        "Sum over router and decode workers: requests that wait, by why.",
+        _by_capacity,
+    ),
+    Renamed(
+        "vllm:kv_cache_usage_perc",
+        ("kvrail_cluster_kv_usage_ratio",),
+        "Over all decode workers: share of their KV pages in use; 1 is all.",
+        _keep,
+    ),
+    Renamed(
+        "vllm:prefix_cache_queries",
+        ("kvrail_cluster_prefix_cache_queried_tokens",),
+        "Sum over decode workers: tokens looked up in their caches.",
+        _keep,
+        kind="counter",
+    ),
+    Renamed(
+        "vllm:prefix_cache_hits",
+        ("kvrail_cluster_prefix_cache_hit_tokens",),
+        "Sum over decode workers: tokens found in their caches.",
+        _keep,
+        kind="counter",
+    ),
+    Renamed(
+        "vllm:cache_config_info",
+        ("kvrail_cluster_cache_info",),
+        "Sum over decode workers: their KV pages; the value is always 1.",
+        _cache_config,
+    ),
+)
+"""What a router shows beside these, for who scrapes it alone: what its decode workers show, summed up."""

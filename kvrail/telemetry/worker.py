@@ -29,10 +29,15 @@ class EngineMetrics:
         self.receiving: Gauge | None = None
         if receives:
             self.receiving = make.gauge(
-                "kvrail_engine_receiving_sequences", "Of the sequences that run, those that only wait for their KV."
+                "kvrail_engine_receiving_sequences", "Running sequences that only wait for their KV."
             )
         self.pages = make.gauges("kvrail_engine_pages", "KV pages by state.", "state", PAGE_STATES)
         self.preemptions = make.counter("kvrail_engine_preemptions", "Sequences that gave up their pages to others.")
+        self.sequence_preemptions = make.histogram(
+            "kvrail_engine_sequence_preemptions",
+            "Times that a sequence gave up its pages to others.",
+            buckets.PREEMPTIONS,
+        )
         self.prefix_queried_tokens = make.counter(
             "kvrail_engine_prefix_cache_queried_tokens", "Prompt tokens looked up in the prefix cache."
         )
@@ -141,12 +146,12 @@ class TransferMetrics:
         )
         self.hidden_share = make.histogram(
             "kvrail_kv_wait_hidden_share",
-            "Of the time from a request's first token to its exact KV, the share during which drafts were made.",
+            "Share of the time from a request's first token to its exact KV in which drafts were made.",
             buckets.SHARES,
         )
         self.fallbacks = make.counters(
             "kvrail_prefill_fallbacks",
-            "Prefills that went to an alternate worker, to the decode worker itself, or to nobody.",
+            "Prefills that an alternate worker or the decode worker itself computed, and prefills that none did.",
             "reason",
             ("alternate", "local", "refused"),
         )
@@ -157,12 +162,12 @@ class TransferMetrics:
         )
         self._substituted = make.counter_family(
             "kvrail_kv_codec_substituted",
-            "Transfers for which a codec was asked for that was not compiled yet, so that another one was used.",
+            "Transfers that used another codec because the requested one was not compiled yet.",
             "codec",
         )
         self._links = make.gauge_family(
             "kvrail_kv_link_bytes_per_second",
-            "What the link from a prefill worker carries: the median of its last transfers, weighted by bytes and age.",
+            "Rate of the link from a prefill worker: median of its last transfers, weighted by bytes and age.",
             "prefill_worker",
         )
 
@@ -215,7 +220,7 @@ class CodecMetrics:
         if decodes:
             self._decode_seconds = make.histogram_family(
                 "kvrail_kv_decode_seconds",
-                "Time that decoding a frame took a thread; on a GPU, kernels go on behind it.",
+                "Time that a thread needed to decode a frame; on a GPU, kernels may still run after it.",
                 buckets.PART,
                 "codec",
             )
@@ -235,7 +240,7 @@ class CodecMetrics:
         )
         self._raw_tensors = make.counter_family(
             "kvrail_kv_raw_tensors",
-            "Of each frame's keys and values, those that travelled as they were: no code would have made them smaller.",
+            "Keys or values of frames that were sent uncompressed, because no code would have made them smaller.",
             "codec",
         )
 

@@ -263,7 +263,7 @@ def _rebuild_llama(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> dict
 
 
 def _vocab_size(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> int:
-    """Length of the model's logits where config.json tells it, else one past the highest token id."""
+    """Length of the model's logits where config.json has it, else one past the highest token id."""
     configured = files.text_config.get("vocab_size")
     if isinstance(configured, int):
         return configured

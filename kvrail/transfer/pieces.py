@@ -17,23 +17,27 @@ class Piece:
     ready: torch.Event | None
 
 
-def cut(pieces: Iterable[Piece], held_pages: int, frame_pages: int, border: int = 0) -> Iterator[Piece]:
+def cut(
+    pieces: Iterable[Piece], held_pages: int, frame_pages: int, border: int = 0, frame_layers: int = 0
+) -> Iterator[Piece]:
     """Pieces of at most `frame_pages` pages of a layer, without the first `held_pages` pages; each has one beyond them.
 
     Neighbouring layers of the same pages go together as far as a frame goes: what is joined is as late as its last
     layer. Pieces of one cut are of about the same size: codecs do worst on small ones. None has pages on both sides of
-    `border`.
+    `border`, nor more than `frame_layers` layers unless that is 0.
     """
     for piece in _joined(pieces, frame_pages):
         begin, middle = max(piece.first_page, held_pages), min(max(border, held_pages), piece.end_page)
         for first_page, end_page in ((begin, middle), (max(begin, middle), piece.end_page)):
             if first_page < end_page:
-                yield from _cut_evenly(replace(piece, first_page=first_page, end_page=end_page), frame_pages)
+                part = replace(piece, first_page=first_page, end_page=end_page)
+                yield from _cut_evenly(part, frame_pages, frame_layers)
 
 
-def _cut_evenly(piece: Piece, frame_pages: int) -> Iterator[Piece]:
+def _cut_evenly(piece: Piece, frame_pages: int, frame_layers: int) -> Iterator[Piece]:
     pages = _even(piece.end_page - piece.first_page, frame_pages)
-    layers = _even(piece.end_layer - piece.first_layer, frame_pages // pages)
+    fitting = frame_pages // pages
+    layers = _even(piece.end_layer - piece.first_layer, min(fitting, frame_layers or fitting))
     for layer in range(piece.first_layer, piece.end_layer, layers):
         for page in range(piece.first_page, piece.end_page, pages):
             end_layer, end_page = min(layer + layers, piece.end_layer), min(page + pages, piece.end_page)

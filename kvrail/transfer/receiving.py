@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvrail.codec.base import Codec, CodecError
 from kvrail.codec.core.digest import Digest
-from kvrail.codec.frame import FrameHeader, check_payload, unpack_head
+from kvrail.codec.frame import FrameFormatError, FrameHeader, check_payload, unpack_head
 from kvrail.errors import FrameError
 from kvrail.runtime.waiting import in_thread, settled
 from kvrail.transfer.guard import FrameGuard, Transfer
@@ -23,7 +23,7 @@ from kvrail.transfer.pages import PageSink
 from kvrail.transfer.silence import unless_silent
 from kvrail.transfer.sizes import max_payload_bytes
 from kvrail.transfer.stages import KeptStages
-from kvrail.transport.base import Announcement, Inlet, Region
+from kvrail.transport.base import Announcement, PayloadReceiver, Region
 
 T = TypeVar("T")
 
@@ -72,13 +72,15 @@ class PageReceiver:
         self._room = asyncio.Semaphore(AHEAD + 1)
         self._changed = asyncio.Event()
 
-    async def run(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
+    async def run(
+        self, announced: Callable[[], Awaitable[Announcement | None]], payload_receiver: PayloadReceiver
+    ) -> None:
         """Receive frames, in order, until all pages are written; what `announced` says after that is left to be read.
 
-        Raises FrameError where a frame is wrong or missing, what `announced` and `inlet` raise, and
+        Raises FrameError where a frame is wrong or missing, what `announced` and `receiver` raise, and
         WorkerUnavailableError after too long a silence. However it ends, nothing writes pages any more.
         """
-        reading = asyncio.create_task(self._read(announced, inlet))
+        reading = asyncio.create_task(self._read(announced, payload_receiver))
         reading.add_done_callback(lambda _: self._changed.set())
         try:
             with KeptStages(self._observer, self._codec.reads_earlier_payloads) as kept:
@@ -88,14 +90,14 @@ class PageReceiver:
         finally:
             await self._give_up(reading)
         if not self._guard.complete():
-            raise FrameError(f"the transfer ended with {self._guard.missing()} pages of layers missing")
+            raise FrameError(f"the transfer ended with {self._guard.missing()} heads of pages missing")
 
     def not_silent(self) -> None:
         """The sender is at work, though it has announced nothing."""
         self._changed.set()
 
     async def _give_up(self, reading: "asyncio.Task[None]") -> None:
-        """Stop reading, and give back what nobody will decode; a further cancellation changes nothing in that."""
+        """Stop reading, and give back what will not be decoded; a further cancellation changes nothing in that."""
         reading.cancel()
         try:
             await settled(reading)
@@ -110,30 +112,34 @@ class PageReceiver:
                     if not region.cancelled() and region.exception() is None:
                         region.result().release()
 
-    async def _read(self, announced: Callable[[], Awaitable[Announcement | None]], inlet: Inlet) -> None:
+    async def _read(
+        self, announced: Callable[[], Awaitable[Announcement | None]], payload_receiver: PayloadReceiver
+    ) -> None:
         """Admit frames as they are announced, and have their payloads come."""
         while (announcement := await announced()) is not None:
             header, digest = self._admit(announcement)
             await self._room.acquire()
             # On a device a check takes less time than a thread's turn, so there it comes with decoding.
             unchecked = digest if announcement.on_device else None
-            region = asyncio.create_task(self._receive(announcement, digest, inlet))
+            region = asyncio.create_task(self._receive(announcement, digest, payload_receiver))
             self._arrivals.append(_Arrival(header, unchecked, region))
             self._changed.set()
 
     def _admit(self, announcement: Announcement) -> tuple[FrameHeader, Digest]:
-        """Check all that a head tells; with it comes the digest that the payload must have."""
+        """Check a frame's head; returned with it is the digest that the payload must have."""
         size = announcement.payload_bytes
         try:
             header, digest = unpack_head(announcement.head, size, max_payload_bytes(self._transfer.spec))
+            if header.spec.num_kv_heads != self._transfer.spec.num_kv_heads:
+                raise FrameFormatError(f"frame {header.sequence} has some of the KV heads; pages are written whole")
             self._guard.admit(header, size)
         except CodecError as error:
             raise self._wrong(error) from error
         return header, digest
 
-    async def _receive(self, announcement: Announcement, digest: Digest, inlet: Inlet) -> Region:
+    async def _receive(self, announcement: Announcement, digest: Digest, payload_receiver: PayloadReceiver) -> Region:
         """Where a payload lies; in host memory it is checked, too."""
-        region = await inlet.receive(announcement.payload_bytes, on_device=announcement.on_device)
+        region = await payload_receiver.receive(announcement.payload_bytes, on_device=announcement.on_device)
         if not announcement.on_device:
             try:
                 await in_thread(self._executor, self._check, digest, region)
@@ -161,7 +167,7 @@ class PageReceiver:
         arrival = self._arrivals[0]
         await unless_silent(_unless_failed(arrival.region, reading), self._silence_s)
         region = arrival.region.result()
-        self._observer.arrived(region.payload.nbytes, perf_counter() - asked, region.flight_s)
+        self._observer.arrived(region.payload.nbytes, perf_counter() - asked, region.crossing_s)
         return region
 
     async def _take(self, arrival: _Arrival, region: Region, kept: KeptStages) -> None:

@@ -1,17 +1,17 @@
 """One request's pages on their way out: encoded behind the computation, announced, carried, stage by stage.
 
-Whoever computes says which pages of which layers are complete; this side encodes them where they lie, in a helper
-thread, only when the link gives a turn. So the pages themselves are the buffer. Layers that have piled up meanwhile
-leave in one frame.
+The caller says which pages are complete in which layers. This side encodes them where they lie, in a helper thread, and
+only when the send queue gives a turn. So the pages themselves are the buffer. Layers that have piled up meanwhile leave
+in one frame.
 
 Encoding makes all stages of a block at once. The first leaves at once, and so do the others of recent pages; the later
-stages of other pages wait in memory, as much as the link holds, and follow without being asked for: the prompt's last
+stages of other pages wait in memory, as much as the queue holds, and follow without being asked for: the prompt's last
 pages first, since drafts that are made meanwhile look at these most.
 """
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ from kvrail.codec.core.digest import Digest, digest_of
 from kvrail.codec.frame import FrameHeader, pack_head
 from kvrail.runtime.waiting import in_thread, settled
 from kvrail.transfer.observer import SendingObserver
-from kvrail.transfer.order import LATER_SLOTS, Link
 from kvrail.transfer.pages import PageSource
 from kvrail.transfer.pieces import Piece, cut
+from kvrail.transfer.send_queue import LATER_SLOTS, SendQueue
 from kvrail.transfer.sizes import first_recent_page, pages_per_frame
-from kvrail.transport.base import Announcement, Outlet, Payload
+from kvrail.transport.base import Announcement, Payload, PayloadSender
 from kvrail.values.layout import KVLayout
 
 
@@ -37,7 +37,7 @@ class Outgoing:
     """What one transfer sends: all pages of a prompt but the first `held_pages`, which the receiver has.
 
     num_tokens: of the prompt. frame_bytes: of KV that are encoded at once. on_device: payloads stay on the pages'
-    device.
+    device. frame_layers: most layers of a frame; 0: as many as fit.
     """
 
     request_id: str
@@ -47,6 +47,7 @@ class Outgoing:
     held_pages: int
     frame_bytes: int
     on_device: bool = False
+    frame_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +60,27 @@ class _StagePayload:
 
 
 class PageSender:
-    """Sends what `outgoing` says by `outlet`, telling `announce` of each frame as it leaves.
+    """Sends what `outgoing` says by `sender`, telling `announce` of each frame as it leaves.
 
-    link, order: whose turn it is among the transfers to one machine; lower goes first. executor: its threads encode.
+    queue, order: whose turn it is among the transfers to one machine; lower goes first. executor: its threads encode.
     Belongs to one event loop.
     """
 
     def __init__(
         self,
         outgoing: Outgoing,
-        outlet: Outlet,
+        payload_sender: PayloadSender,
         announce: Callable[[Announcement], None],
-        link: Link,
+        queue: SendQueue,
         order: int,
         executor: Executor,
         observer: SendingObserver,
     ) -> None:
         layout, codec = outgoing.layout, outgoing.codec
         self.outgoing = outgoing
-        self._outlet = outlet
+        self._payload_sender = payload_sender
         self._announce = announce
-        self._link = link
+        self._queue = queue
         self._order = order
         self._executor = executor
         self._observer = observer
@@ -93,7 +94,7 @@ class PageSender:
         self._held: asyncio.Queue[bool] = asyncio.Queue()  # True for each that was put there, False at the end
         self._source: PageSource | None = None
         self._begun = asyncio.Event()
-        self._asking = asyncio.Semaphore(2 * link.slots)  # as many wait as may end at once, or later stages slip in
+        self._asking = asyncio.Semaphore(2 * queue.slots)  # as many wait as may end at once, or later stages slip in
         self._leaving = asyncio.Semaphore(LATER_SLOTS)
         self._encoding = asyncio.Lock()  # side by side, each would take as long as all: the first could leave no sooner
         self._digesting = asyncio.Lock()  # one by one, in the order of leaving, while the next block is encoded
@@ -140,28 +141,32 @@ class PageSender:
         return [piece for piece in taken if piece is not None], None in taken
 
     async def _send_pieces(self) -> None:
-        """Send every piece, several at a time: while the link's slots are taken, as many ask for the next turns."""
+        """Send every piece, several at a time: while the queue's slots are taken, as many ask for the next turns."""
         closed = False
         async with _together() as sending:
             while not closed:
                 await self._asking.acquire()  # what comes meanwhile is joined
                 self._asking.release()
                 pieces, closed = await self._next_pieces()
-                for piece in cut(pieces, self.outgoing.held_pages, self._frame_pages, self._recent_page):
+                for piece in self._cut(pieces):
                     await self._asking.acquire()
                     sending.create_task(self._send_piece(piece))
         self._held.put_nowait(False)
 
+    def _cut(self, pieces: list[Piece]) -> Iterator[Piece]:
+        outgoing = self.outgoing
+        return cut(pieces, outgoing.held_pages, self._frame_pages, self._recent_page, outgoing.frame_layers)
+
     async def _send_piece(self, piece: Piece) -> None:
         """Encode and send the first stage of a piece, or all stages of recent pages."""
         try:
-            async with self._link.turn(self._order), _together() as sending:
+            async with self._queue.turn(self._order), _together() as sending:
                 async with self._encoding:
                     stages = await in_thread(self._executor, self._encode, piece)
                     now = len(stages) if piece.first_page >= self._recent_page else 1
                     for stage in stages[:now]:
                         sending.create_task(self._send(stage))
-                    await asyncio.sleep(0)  # they are next to leave: whoever has a turn now may take what follows
+                    await asyncio.sleep(0)  # they are next to leave: another transfer with a turn may encode now
                 for stage in stages[now:]:
                     self._hold(stage)
         finally:
@@ -175,9 +180,9 @@ class PageSender:
                 sending.create_task(self._send_held())
 
     async def _send_held(self) -> None:
-        """Send what is first of the later stages once the link gives a turn."""
+        """Send what is first of the later stages once the queue gives a turn."""
         try:
-            async with self._link.turn(self._order, later=True):
+            async with self._queue.turn(self._order, later=True):
                 async with self._encoding:
                     pass  # first stages that had their turns before this one are next to leave
                 *_, stage = heapq.heappop(self._later)
@@ -188,14 +193,14 @@ class PageSender:
             self._leaving.release()
 
     def _hold(self, stage: _StagePayload) -> None:
-        self._link.hold(stage.payload.nbytes)
+        self._queue.hold(stage.payload.nbytes)
         self._observer.held(stage.payload.nbytes)
         header = stage.header
         heapq.heappush(self._later, (header.stage, -header.first_page, header.first_layer, stage))
         self._held.put_nowait(True)
 
     def _release(self, stage: _StagePayload) -> None:
-        self._link.release(stage.payload.nbytes)
+        self._queue.release(stage.payload.nbytes)
         self._observer.held(-stage.payload.nbytes)
 
     async def _send(self, stage: _StagePayload) -> None:
@@ -214,7 +219,7 @@ class PageSender:
         assert stage.digest is not None
         head = pack_head(header, stage.digest)
         self._announce(Announcement(head, size, isinstance(stage.payload, torch.Tensor)))
-        await self._outlet.send(stage.payload)
+        await self._payload_sender.send(stage.payload)
         self._observer.sent(header, size, perf_counter() - begin)
 
     def _encode(self, piece: Piece) -> list[_StagePayload]:
@@ -240,6 +245,7 @@ class PageSender:
             first_layer=piece.first_layer,
             first_page=piece.first_page,
             sequence=0,
+            parameters_id=codec.parameters_id,
         )
         self._observer.encoded(header, seconds, encoding.stats())
         return [

@@ -1,4 +1,4 @@
-"""How long a sender may say and send nothing."""
+"""A bound on how long a sender may be silent."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -15,4 +15,4 @@ async def unless_silent(awaitable: Awaitable[T], silence_s: float) -> T:
         async with asyncio.timeout(silence_s):  # unlike wait_for, Python 3.11's too, it loses no cancellation
             return await awaitable
     except TimeoutError:
-        raise WorkerUnavailableError(f"the prefill worker was silent for {silence_s:g} s") from None
+        raise WorkerUnavailableError(f"the sender was silent for {silence_s:g} s") from None

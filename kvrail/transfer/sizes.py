@@ -1,4 +1,4 @@
-"""How much one KV frame may hold, and which pages travel whole; both ends of a transfer reckon alike."""
+"""How much one KV frame may hold, and which pages travel whole; both ends of a transfer compute the same."""
 
 from kvrail.codec.base import BlockSpec
 from kvrail.values.layout import KVLayout
@@ -8,18 +8,18 @@ MAX_GROWTH_BYTES = 1024
 header and padding."""
 
 FRAME_S = 0.035
-"""The link is to take about this long for a frame's KV. Whatever is more urgent waits for frames on their way; but each
+"""The link is to take about this long for a frame's KV. More urgent frames wait for those on their way; but each
 frame has a cost of its own, and at 10 Gb/s frames of 4 MiB left part of the link unused (docs/decisions/0009)."""
 LEAST_FRAME_BYTES, MOST_FRAME_BYTES = 256 << 10, 16 << 20
 STAGED_FRAME_S = 0.02
-"""At least so long where a codec has several stages: each travels by itself, the first is about a third of the KV, and
+"""At least this long if a codec has several stages: each travels by itself, the first is about a third of the KV, and
 the calls that a block's encoding costs the host do not depend on what it holds (docs/decisions/0009)."""
 MOST_DIRECT_FRAME_BYTES = 64 << 20
 USUAL_FRAME_BYTES = 4 << 20
-"""Of a frame's KV where nothing is known of the link."""
+"""A frame's KV while the link is not measured."""
 
 RECENT_TOKENS = 16
-"""Of a prompt's end: the pages that hold them travel with all their stages at once, so that drafts see them exactly
+"""A prompt's last tokens. The pages that hold them travel with all their stages at once, so drafts see them exactly
 (docs/decisions/0006-anchor.md), and no later stage is written into a page that drafts write."""
 
 
@@ -36,12 +36,12 @@ def frame_bytes(link_bytes_per_s: int, max_frame_bytes: int, num_stages: int) ->
 
 
 def direct_frame_bytes(max_frame_bytes: int) -> int:
-    """The same from GPU to GPU: the larger, the less is lost around each; a frame of 64 MiB takes NVLink 0.2 ms."""
+    """As `frame_bytes`, from GPU to GPU: large frames lose least around each; one of 64 MiB takes NVLink 0.2 ms."""
     return min(MOST_DIRECT_FRAME_BYTES, max_frame_bytes)
 
 
 def pages_per_frame(layout: KVLayout, frame_bytes: int) -> int:
-    """Pages of one layer whose KV fits into so many bytes, and at least 1."""
+    """Pages of one layer whose KV fits into `frame_bytes`, at least 1."""
     return max(1, frame_bytes * layout.num_layers // layout.page_bytes)
 
 
@@ -55,11 +55,11 @@ def max_payload_bytes(spec: BlockSpec) -> int:
     return spec.raw_bytes + MAX_GROWTH_BYTES
 
 
-def block_spec(layout: KVLayout, num_pages: int) -> BlockSpec:
-    """Shape of so many pages of all layers, as one block."""
+def block_spec(layout: KVLayout, num_pages: int, *, num_layers: int | None = None) -> BlockSpec:
+    """Shape of `num_pages` pages as one block; num_layers: of some layers instead of all."""
     return BlockSpec(
         dtype=layout.dtype,
-        num_layers=layout.num_layers,
+        num_layers=layout.num_layers if num_layers is None else num_layers,
         num_pages=num_pages,
         page_size=layout.page_size,
         num_kv_heads=layout.num_kv_heads,

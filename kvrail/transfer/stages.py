@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from kvrail.codec.frame import FrameHeader
+from kvrail.codec.frame import Bounds, FrameHeader
 from kvrail.transfer.observer import ReceivingObserver
 from kvrail.transport.base import Payload
 
@@ -22,7 +22,7 @@ class KeptStages:
     def __init__(self, observer: ReceivingObserver, wanted: bool) -> None:
         self._observer = observer
         self._wanted = wanted
-        self._payloads: dict[tuple[int, int, int, int], list[Payload]] = {}  # by a block's bounds
+        self._payloads: dict[Bounds, list[Payload]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -48,14 +48,14 @@ class KeptStages:
             self._observer.kept(payload.nbytes)
         return [*earlier, payload]
 
-    def _drop(self, bounds: tuple[int, int, int, int]) -> None:
+    def _drop(self, bounds: Bounds) -> None:
         dropped = sum(payload.nbytes for payload in self._payloads.pop(bounds, ()))
         if dropped:
             self._observer.kept(-dropped)
 
 
 def _copy_of(payload: Payload) -> Payload:
-    """The same in memory of its own. `bytes` would hold the interpreter's lock, for milliseconds a payload."""
+    """A copy in its own memory. `bytes` would hold the interpreter's lock, for milliseconds a payload."""
     if isinstance(payload, torch.Tensor):
         return payload.clone()
     copy = np.empty(payload.nbytes, dtype=np.uint8)

@@ -1,19 +1,20 @@
 """How payloads of KV frames travel from a prefill to a decode worker: two roles, one plug for each transport.
 
 Control and data are apart. The gRPC call of a prefill worker carries the handshake, the first token, the announcement
-of each frame (its head, the size of its payload and where it lies), the end and errors. A **carrier** moves the
+of each frame (its head, the size of its payload and where it lies), the end and errors. A **transport** moves the
 payloads; it knows neither codec nor call. Each attempt at a transfer has a key of its own, drawn by the receiver, so
 that nothing late can land in another attempt.
 
     receiver                                     sender
-    request: carrier's address, key ───────────▶ outlet(peer, key)
-    inlet(peer, key) ◀────────────────────────── accepted: carrier's address
-    announced(head, size, on_device) ◀────────── announce, outlet.send(payload)
-    inlet.receive(size, on_device) → Region ◀═══ payload
+    request: transport's address, key ─────────▶ transport.sender(peer, key)
+    transport.receiver(peer, key) ◀───────────── accepted: transport's address
+    announced(head, size, on_device) ◀────────── announce, sender.send(payload)
+    receiver.receive(size, on_device) → Region ◀═══ payload
 
-The receiver checks a head before it takes memory for its payload. A region belongs to a pool of the receiving carrier,
-whose memory is registered once; it is written until `receive` returns, and goes back with `release` when its payload
-has been decoded. A receiver that is behind takes no region, so the sender's `send` waits: that is the backpressure.
+The receiver checks a head before it takes memory for its payload. A region belongs to a pool of the receiving
+transport, whose memory is registered once. It is written until `receive` returns, and goes back with `release` when its
+payload has been decoded. A receiver that is behind takes no region, so the sender's `send` waits: that is the
+backpressure.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ Payload = memoryview | torch.Tensor
 """Bytes, contiguous: in this process's memory, or uint8 [n] on a CUDA device."""
 
 MAX_ADDRESS_BYTES = 4096
-"""No carrier's address is longer."""
+"""No transport's address is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,14 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The carrier at the other end: what it calls itself, and the host by which its gRPC port was reached, if any."""
+    """The transport at the other end: what it calls itself, and the host by which its gRPC port was reached, if any."""
 
     address: bytes
     host: str = ""
 
 
 class Region(Protocol):
-    """Where one payload has landed: part of a carrier's pool, or in process the sender's own memory."""
+    """Where one payload has landed: part of a transport's pool, or in process the sender's own memory."""
 
     @property
     def payload(self) -> Payload:
@@ -57,7 +58,7 @@ class Region(Protocol):
         ...
 
     @property
-    def flight_s(self) -> float:
+    def crossing_s(self) -> float:
         """Seconds in which the payload crossed, from its first byte here to its last; 0 where nothing crosses a link.
 
         What came before the payload is not in it: its computation, its encoding, payloads ahead of it.
@@ -65,11 +66,11 @@ class Region(Protocol):
         ...
 
     def release(self) -> None:
-        """Nobody reads it any more. A second call does nothing. Any thread may call it."""
+        """Give the memory back; it is read no more. A second call does nothing. Any thread may call it."""
         ...
 
 
-class Outlet(Protocol):
+class PayloadSender(Protocol):
     """The sending end of one attempt. Belongs to one event loop."""
 
     async def send(self, payload: Payload) -> None:
@@ -84,7 +85,7 @@ class Outlet(Protocol):
         """Give up what is under way. When this returns, no payload is read any more."""
 
 
-class Inlet(Protocol):
+class PayloadReceiver(Protocol):
     """The receiving end of one attempt. Belongs to one event loop."""
 
     async def receive(self, size: int, *, on_device: bool) -> Region:
@@ -102,7 +103,7 @@ class Inlet(Protocol):
         """
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One transport of one worker, made at its start. Belongs to one event loop."""
 
     @property
@@ -120,11 +121,11 @@ class Carrier(Protocol):
         """Whether payloads can go from and to this worker's CUDA device without passing through the host."""
         ...
 
-    async def outlet(self, peer: Peer, key: int) -> Outlet:
+    async def sender(self, peer: Peer, key: int) -> PayloadSender:
         """The sending end of attempt `key` (64 bits, from the peer). Raises TransferAbortedError where it is gone."""
 
-    async def inlet(self, peer: Peer, key: int) -> Inlet:
+    async def receiver(self, peer: Peer, key: int) -> PayloadReceiver:
         """The receiving end of attempt `key`. Raises WorkerUnavailableError where the peer cannot be reached."""
 
     async def aclose(self) -> None:
-        """Close everything; outlets and inlets have been closed before."""
+        """Close everything; senders and receivers have been closed before."""

@@ -1,4 +1,4 @@
-"""The carrier for two ends in one process and one event loop: payloads are handed over by reference.
+"""The transport for two ends in one process and one event loop: payloads are handed over by reference.
 
 One object serves both ends, and any number of workers. Nothing is copied: a region is the sender's own memory, so
 `send` returns, is cancelled or fails only once the receiver has released it.
@@ -19,7 +19,7 @@ from kvrail.transport.base import Payload, Peer
 class LentRegion:
     """A sender's memory in the receiver's hands."""
 
-    flight_s = 0.0
+    crossing_s = 0.0
 
     def __init__(self, payload: Payload) -> None:
         self._payload = payload
@@ -40,7 +40,7 @@ class LentRegion:
         if here:
             self._return()
         else:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: no sender waits any more
                 self._loop.call_soon_threadsafe(self._return)
 
     def _return(self) -> None:
@@ -80,7 +80,7 @@ class _Attempt:
         self.over = self.over or why
         for region in self._offers:
             region.returned.set_exception(TransferAbortedError(self.over))
-            region.returned.exception()  # whoever sends sees it; where that one was cancelled, nobody need
+            region.returned.exception()  # its sender raises it, unless that was cancelled
         for _, _, want in self._wants:
             if not want.done():
                 want.set_exception(TransferAbortedError(self.over))
@@ -111,7 +111,7 @@ class _Attempt:
             want.set_result(region)
 
 
-class InprocOutlet:
+class InprocSender:
     """The sending end of one attempt."""
 
     def __init__(self, attempt: _Attempt, forget: Callable[[], None]) -> None:
@@ -140,7 +140,7 @@ class InprocOutlet:
         await settled(*self._attempt.lent)
 
 
-class InprocInlet:
+class InprocReceiver:
     """The receiving end of one attempt."""
 
     def __init__(self, attempt: _Attempt) -> None:
@@ -166,7 +166,7 @@ class InprocInlet:
         self._attempt.end("the receiver gave up")
 
 
-class InprocCarrier:
+class InprocTransport:
     """Joins the two ends of each attempt by its key. Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -187,24 +187,24 @@ class InprocCarrier:
         """Where there is a device: payloads are references, wherever they lie."""
         return torch.cuda.is_available()
 
-    async def outlet(self, peer: Peer, key: int) -> InprocOutlet:
+    async def sender(self, peer: Peer, key: int) -> InprocSender:
         """The sending end of attempt `key`. Raises TransferAbortedError where the key is in use."""
         if key in self._attempts:
             raise TransferAbortedError("the attempt's key is in use; the receiver draws a new one for each attempt")
         attempt = self._attempts[key] = _Attempt()
-        return InprocOutlet(attempt, lambda: self._forget(key, attempt))
+        return InprocSender(attempt, lambda: self._forget(key, attempt))
 
-    async def inlet(self, peer: Peer, key: int) -> InprocInlet:
-        """The receiving end of attempt `key`. Raises WorkerUnavailableError where its outlet is not there, or taken."""
+    async def receiver(self, peer: Peer, key: int) -> InprocReceiver:
+        """The receiving end of attempt `key`. Raises WorkerUnavailableError where its sender is not there, or taken."""
         attempt = self._attempts.pop(key, None)
         if attempt is None:
             raise WorkerUnavailableError("no sender in this process waits for the attempt's key")
-        return InprocInlet(attempt)
+        return InprocReceiver(attempt)
 
     async def aclose(self) -> None:
         """End what is left, for both ends."""
         for attempt in self._attempts.values():
-            attempt.end("the carrier was closed")
+            attempt.end("the transport was closed")
         self._attempts.clear()
 
     def _forget(self, key: int, attempt: _Attempt) -> None:

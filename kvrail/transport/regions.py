@@ -17,7 +17,7 @@ ALIGNMENT = 4096
 class RegionPool:
     """Gives out parts of `buffer`, uint8 [n], first come, first served. Belongs to one event loop.
 
-    Who waits for a large region is not overtaken by small ones, so that none waits for ever.
+    Small regions do not overtake a large one that waits, so that none waits for ever.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -33,7 +33,7 @@ class RegionPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody holds."""
+        """Bytes that are free."""
         return sum(end - begin for begin, end in self._free)
 
     def take_now(self, size: int) -> "PooledRegion | None":
@@ -71,7 +71,7 @@ class RegionPool:
         if here:
             self._put_back(begin, room)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody takes any more
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: no region is taken any more
                 self._loop.call_soon_threadsafe(self._put_back, begin, room)
 
     def _put_back(self, begin: int, room: int) -> None:
@@ -110,10 +110,15 @@ class RegionPool:
         room = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         if room > self._buffer.numel():
             raise FrameError(
-                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; lower the"
-                " prefill workers' --max-frame-bytes"
+                f"a payload of {size} bytes does not fit the receiver's pool of {self._buffer.numel()}; raise its"
+                " --transfer-memory-mib"
             )
         return room
+
+
+def host_pool(size: int, *, pinned: bool = False) -> RegionPool:
+    """A pool of `size` bytes of host memory; pinned: a CUDA device can copy from and to it directly."""
+    return RegionPool(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
 
 
 class PooledRegion:
@@ -121,7 +126,7 @@ class PooledRegion:
 
     def __init__(self, pool: RegionPool, begin: int, size: int, room: int) -> None:
         self._pool, self._begin, self._size, self._room = pool, begin, size, room
-        self.flight_s = 0.0
+        self.crossing_s = 0.0
         self._held = [True]  # popped by the first release; a list does that at once for all threads
 
     @property

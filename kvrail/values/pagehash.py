@@ -22,6 +22,11 @@ def page_hashes(
     return hashes
 
 
+def page_space(codec: str = "", salt: str = "") -> str:
+    """The space of pages that came through `codec`, empty where they lost no bits, for requests of one cache salt."""
+    return f"{codec}/{hashlib.blake2b(salt.encode(), digest_size=16).hexdigest()}" if salt else codec
+
+
 def page_digest(page_hash: PageHash) -> int:
     """The first eight bytes of a hash as a number: enough to guess where a page is, not to take it for known."""
     return int.from_bytes(page_hash[:8], "little")

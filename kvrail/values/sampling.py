@@ -26,10 +26,11 @@ class SamplingParams:
     """Sampling parameters of one request, with the meaning that the OpenAI API and vLLM give them.
 
     `temperature` below GREEDY_BELOW is greedy. `top_k` 0 is off. `logprobs` None asks for none; k asks for the chosen
-    token's and the k most likely ones'; `prompt_logprobs` asks the same of the prompt's tokens. `seed` is always set:
-    the random draw for a token is keyed by (seed, sequence index, position, token id), so a run repeats. `grammar` is
-    what the output must match (kvrail.grammar.texts): draws are made among the tokens that it allows, and it says when
-    the output may end, whatever `ignore_eos` says.
+    token's and the k most likely ones', or those of `logprob_token_ids` where it names some; `prompt_logprobs` asks the
+    same of the prompt's tokens. `seed` is always set: the random draw for a token is keyed by (seed, sequence index,
+    position, token id), so a run repeats. `grammar` is what the output must match (kvrail.grammar.texts): it says which
+    tokens may be drawn and when the output may end, whatever `ignore_eos` says. Before `min_tokens` it ends only where
+    the grammar allows nothing else.
     """
 
     max_tokens: int
@@ -52,6 +53,12 @@ class SamplingParams:
     n: int = 1
     grammar: str = ""
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+
+    @property
+    def listed_logprobs(self) -> int:
+        """Log probabilities that each output token has beside its own."""
+        return len(self.logprob_token_ids) or self.logprobs or 0
 
     @property
     def greedy(self) -> bool:
@@ -72,7 +79,7 @@ class PromptLogprobs:
     """Log probabilities of some of a prompt's tokens, one behind the other; columns, since there can be many.
 
     first: which token of the prompt is the first of them, from 1 on: token 0 follows nothing. ranks: 1 for the most
-    likely token at its place. top: how many of the most likely tokens are told for each; top_ids and top_logprobs have
+    likely token at its place. top: how many of the most likely tokens each one has; top_ids and top_logprobs have
     theirs one behind the other, the most likely first.
     """
 

@@ -36,7 +36,7 @@ def check_name(what: str, name: str, most: int = MAX_NAME_CHARS) -> None:
 
 
 def check_names(what: str, names: Sequence[str] | Mapping[str, object], most: int = MAX_NAMES) -> None:
-    """The same for many, and not too many."""
+    """As above for many, and not too many."""
     check_number(f"the number of {what}", len(names), most)
     for name in names:
         check_name(f"one of {what}", name)
@@ -93,7 +93,7 @@ def check_summary(summary: decode_pb2.GenerateSummary, prompt_tokens: int, most_
     check_number("cached_tokens", summary.cached_tokens, prompt_tokens + most_tokens)  # output that went on elsewhere
     check_number("drafts_accepted", summary.drafts_accepted, summary.drafts_proposed)
     check_number("exposed_s", summary.exposed_s, MAX_SECONDS)
-    for name in ("prefill_worker", "codec", "codec_reason", "transport", "numerics"):
+    for name in ("prefill_worker", "codec", "codec_reason", "local_reason", "transport", "numerics"):
         check_name(name, getattr(summary, name))
 
 
@@ -113,7 +113,7 @@ def check_status(status: common_pb2.WorkerStatus, max_pages: int) -> None:
         check_number("max_model_len", model.max_model_len, math.inf, 1)
     check_number("the number of free and cached pages", status.pages_free + status.pages_cached, status.pages_total)
     check_number("metrics_port", status.metrics_port, 65535)
-    for field, seconds in status.pace.ListFields():
+    for field, seconds in status.step_cost.ListFields():
         check_number(field.name, seconds, MAX_SECONDS)
     check_number("the number of digests of pages", len(events.stored) + len(events.removed), max_pages)
     report = status.report

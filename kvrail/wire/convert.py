@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from kvrail.errors import IncompatibleError, InvalidRequestError
-from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.spans import MAX_SIZES, MAX_SPANS, Span
 from kvrail.values.layout import DTYPE_BYTES, KVLayout
 from kvrail.values.sampling import (
@@ -34,11 +34,12 @@ MAX_PENALTY = 2.0
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 """Bounds of the repetition penalty: far beyond what is of use, and far from where float32 logits would overflow."""
 MAX_TEMPERATURE = 100.0
-"""Of what a worker is asked; above it a draw is as good as uniform."""
+"""Bound on what a worker is asked; above it a draw is as good as uniform."""
 MAX_LOGIT_BIAS = 100.0
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 256
+MAX_LOGPROB_TOKENS = 128
 MAX_BIASES = 1 << 18
 
 _FINISH_REASONS = {
@@ -96,6 +97,7 @@ def check_sampling(params: SamplingParams) -> None:
         _check("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     if params.prompt_logprobs is not None:
         _check("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
+    _check("the number of logprob_token_ids", len(params.logprob_token_ids), 0, MAX_LOGPROB_TOKENS)
     _check("the number of logit_bias", len(params.logit_bias), 0, MAX_BIASES)
     _check("the number of stop_token_ids", len(params.stop_token_ids), 0, MAX_STOP_TOKENS)
     _check("the number of stop", len(params.stop), 0, MAX_STOPS)
@@ -104,16 +106,12 @@ def check_sampling(params: SamplingParams) -> None:
         if not (0 <= token_id <= UINT32_MAX and -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS):  # for many in little time
             _check("logit_bias", token_id, 0, UINT32_MAX)
             _check("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-    for token_id in params.stop_token_ids:
-        _check("stop_token_ids", token_id, 0, UINT32_MAX)
+    for name in ("stop_token_ids", "logprob_token_ids"):
+        for token_id in getattr(params, name):
+            _check(name, token_id, 0, UINT32_MAX)
     if len(params.grammar.encode()) > MAX_GRAMMAR_BYTES:
         raise InvalidRequestError(
             f"grammar has more than {MAX_GRAMMAR_BYTES} bytes; send a smaller one", param="grammar"
-        )
-    if params.grammar and params.min_tokens:
-        raise InvalidRequestError(
-            f"min_tokens is {params.min_tokens}, but a grammar decides when the output ends; leave it out",
-            param="min_tokens",
         )
     if "" in params.stop:
         raise InvalidRequestError("stop contains an empty string, which matches everywhere; leave it out", param="stop")
@@ -143,6 +141,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         n=params.n,
         grammar=params.grammar,
         prompt_logprobs=params.prompt_logprobs,
+        logprob_token_ids=params.logprob_token_ids,
     )
 
 
@@ -169,6 +168,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         n=message.n,
         grammar=message.grammar,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        logprob_token_ids=tuple(message.logprob_token_ids),
     )
     check_sampling(params)
     return params
@@ -191,6 +191,14 @@ def logprobs_from_proto(message: common_pb2.TokenLogprobs, top: int, vocab_size:
     return TokenLogprobs(message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top))
 
 
+def output_logprobs_from_proto(
+    found: Iterable[common_pb2.TokenLogprobs], asked: common_pb2.SamplingParams, vocab_size: int
+) -> list[TokenLogprobs]:
+    """The log probabilities of some output tokens; raises IncompatibleError where others came than were asked for."""
+    top = len(asked.logprob_token_ids) or asked.logprobs
+    return [logprobs_from_proto(each, top, vocab_size) for each in found]
+
+
 def first_tokens_from_proto(
     message: prefill_pb2.FirstToken, params: SamplingParams, vocab_size: int
 ) -> list[tuple[int, TokenLogprobs | None]]:
@@ -207,7 +215,7 @@ def first_tokens_from_proto(
     check_tokens("a first token", message.token_ids, vocab_size)
     if params.logprobs is None:
         return [(token_id, None) for token_id in message.token_ids]
-    found = [logprobs_from_proto(each, params.logprobs, vocab_size) for each in message.logprobs]
+    found = [logprobs_from_proto(each, params.listed_logprobs, vocab_size) for each in message.logprobs]
     return list(zip(message.token_ids, found, strict=True))
 
 
@@ -280,23 +288,23 @@ def layout_from_proto(message: common_pb2.KVLayout) -> KVLayout:
     )
 
 
-def marks_to_proto(marks: Iterable[tuple[Stage, float]]) -> list[common_pb2.Mark]:
+def marks_to_proto(marks: Iterable[tuple[Moment, float]]) -> list[common_pb2.Mark]:
     """Moments of a request's life, in seconds since the hop began."""
-    return [common_pb2.Mark(stage=stage.value, seconds=seconds) for stage, seconds in marks]
+    return [common_pb2.Mark(moment=moment.value, seconds=seconds) for moment, seconds in marks]
 
 
-def marks_from_proto(messages: Sequence[common_pb2.Mark]) -> list[tuple[Stage, float]]:
-    """Read a peer's marks; raises IncompatibleError for too many, an unknown stage or a time that no request has."""
-    check_number("the number of marks", len(messages), len(Stage))
+def marks_from_proto(messages: Sequence[common_pb2.Mark]) -> list[tuple[Moment, float]]:
+    """Read a peer's marks; raises IncompatibleError for too many, an unknown moment or a time that no request has."""
+    check_number("the number of marks", len(messages), len(Moment))
     marks = []
     for message in messages:
         try:
-            stage = Stage(message.stage)
+            moment = Moment(message.moment)
         except ValueError:
-            known, said = ", ".join(Stage), message.stage[:MAX_NAME_CHARS]
-            raise IncompatibleError(f"the peer marks the unknown stage {said!r}; known are {known}") from None
-        check_number(f"the time of {stage}", message.seconds, MAX_SECONDS)
-        marks.append((stage, message.seconds))
+            known, said = ", ".join(Moment), message.moment[:MAX_NAME_CHARS]
+            raise IncompatibleError(f"the peer marks the unknown moment {said!r}; known are {known}") from None
+        check_number(f"the time of {moment}", message.seconds, MAX_SECONDS)
+        marks.append((moment, message.seconds))
     return marks
 
 

@@ -1,13 +1,13 @@
 """How many tokens go into an engine's step, by its device and its part in the cluster."""
 
 from kvrail.config.settings import WorkerSettings
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 
 MIXED_TOKENS = 512
 """Tokens of a step on a GPU in which chunks of prompts go beside decodes. With an 8B model on an H200 a step of 2,048
 tokens takes 50 ms, one of 512 some 13, and decodes add little to either. Small steps are four times as many, and in
 each of them decodes get a token: 32 streams of 1,024 tokens in and 128 out need 1.35 s of the GPU instead of 1.65, by
-arithmetic, and nobody waits 50 ms for a token. Smaller chunks would fill the chip less well."""
+arithmetic, and no stream waits 50 ms for a token. Smaller chunks would fill the chip less well."""
 HELPING_TOKENS = 256
 """The same beside many on a decode worker that has prefill workers: prompts are the exception there, even decoding is
 what it is for. With an 8B model on an H100 a step of 256 tokens takes 10.5 ms, one of 512 some 14, decoding alone 8."""
@@ -30,9 +30,9 @@ def helping_tokens(settings: WorkerSettings) -> int:
     return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else HELPING_TOKENS)
 
 
-def limits_of(settings: WorkerSettings, vocab_size: int) -> Limits:
+def limits_of(settings: WorkerSettings, vocab_size: int) -> StepBudget:
     """What a worker's engine computes at once, and how many may wait; vocab_size: of its model."""
-    return Limits(
+    return StepBudget(
         settings.max_batch_tokens,
         settings.max_running,
         settings.max_waiting,

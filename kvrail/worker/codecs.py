@@ -47,7 +47,7 @@ class Codecs:
         self._all = {name: registry.get(name, self._codebook) for name in registry.names()}
         self._loaded: LoadedModel | None = None
         self._metrics: CodecMetrics | None = None
-        self._ahead: CompilerProcess | None = None  # compiles and measures all, at low priority
+        self._ahead: CompilerProcess | None = None  # compiles and measures those of `auto`, at low priority
         self._urgent: CompilerProcess | None = None  # compiles what was asked for
         self._closed = False
         self._used: set[str] = set()  # once, here
@@ -92,11 +92,10 @@ class Codecs:
         return codec
 
     @property
-    def exact(self) -> tuple[str, ...]:
-        """Names of those that restore every bit, the plain bytes first."""
-        return tuple(
-            sorted((name for name in self.names if self._all[name].exact), key=lambda name: name != WITHOUT_CODE)
-        )
+    def automatic(self) -> tuple[str, ...]:
+        """Names of those among which codec `auto` chooses: exact ones, the plain bytes first."""
+        chosen = (name for name in self.names if registry.info(name).auto and self._all[name].exact)
+        return tuple(sorted(chosen, key=lambda name: name != WITHOUT_CODE))
 
     @property
     def usual(self) -> str:
@@ -112,37 +111,37 @@ class Codecs:
 
     def check_codebook(self, loaded: LoadedModel) -> None:
         """Raise ConfigError where the codebook was made for another model, or has no windows for these pages."""
-        book = self._codebook
-        if book is None:
+        codebook = self._codebook
+        if codebook is None:
             return
-        if book.model_fingerprint not in ("", loaded.fingerprint):
+        if codebook.model_fingerprint not in ("", loaded.fingerprint):
             raise ConfigError(
-                f"codebook {self._path} was calibrated on {book.model} with fingerprint {book.model_fingerprint}, but"
-                f" the model here has {loaded.fingerprint}; calibrate one on this model (kvrail calibrate) or leave"
-                f" {flag_name('codebook')} out"
+                f"codebook {self._path} was calibrated on {codebook.model} with fingerprint"
+                f" {codebook.model_fingerprint}, but the model here has {loaded.fingerprint}; calibrate one on"
+                f" this model (kvrail calibrate) or leave {flag_name('codebook')} out"
             )
         try:
-            book.tops(self._dtype, "keys", range(loaded.layout.num_layers))
+            codebook.tops(self._dtype, "keys", range(loaded.layout.num_layers))
         except CodebookError as error:
             raise ConfigError(f"{flag_name('codebook')} {self._path}: {error}") from None
 
     def prepare(self, first: str, loaded: LoadedModel, metrics: CodecMetrics) -> None:
-        """Compile what plain bytes and codec `first` need, here, before requests come; the others beside them.
+        """Compile what plain bytes and codec `first` need, here, before requests come; those of `auto` beside them.
 
-        Those are compiled and measured in a process of its own (kvrail/codec/compiling.py). In this process nothing is
+        These are compiled and measured in a process of its own (kvrail/codec/compiling.py). In this process nothing is
         compiled or loaded until it is asked for. Raises CodecChoiceError as `get`.
         """
         for name in {WITHOUT_CODE, first}:
             use_once(self.get(name), sample_pages(_measured_spec(loaded), loaded.device))
             self._used.add(name)
         self._loaded, self._metrics = loaded, metrics
-        if names := tuple(name for name in self.names if not self.usable(name)):
+        if names := tuple(name for name in self.automatic if not self.usable(name)):
             self._ahead = CompilerProcess(self._order(loaded, *names))
 
     def usable(self, name: str) -> bool:
         """Whether nothing is left to be compiled or loaded for a codec here, so that no request waits for it."""
         loaded = self._loaded
-        return loaded is None or name in self._used or not registry.compiles(name, loaded.device.type)
+        return loaded is None or name in self._used or loaded.device.type not in registry.info(name).compiles_on
 
     def ask_for(self, name: str) -> str:
         """Begin at once what is left to make a codec usable, in a thread; returns how that stands, empty once it is."""
@@ -192,7 +191,8 @@ class Codecs:
         metrics.compiling(name, True)
         try:
             with self._compiling:
-                outcome = self._ahead.outcome(name) if self._ahead is not None else None
+                ahead = self._ahead
+                outcome = ahead.outcome(name) if ahead is not None and ahead.knows(name) else None
                 if not self._closed and (outcome is None or not outcome.done() or outcome.result() is None):
                     self._urgent = CompilerProcess(self._order(loaded, name), urgent=True)
                     self._urgent.outcome(name).result()

@@ -1,23 +1,33 @@
 """What transfers tell of themselves, put into a worker's metrics and, where one is asked for, a request's trace."""
 
+from dataclasses import dataclass
+
 from kvrail.codec.base import EncodingStats
 from kvrail.codec.frame import FrameHeader
 from kvrail.telemetry.spans import SpanLog
-from kvrail.worker.process import Worker
+from kvrail.telemetry.worker import CodecMetrics, TransferMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class KVMeters:
+    """The metrics of a worker's transfers, and of its codecs."""
+
+    transfers: TransferMetrics
+    coding: CodecMetrics
 
 
 class SentKV:
     """Counts what one transfer sends. spans: where a trace is asked for."""
 
-    def __init__(self, worker: Worker, spans: SpanLog | None = None) -> None:
-        self._worker = worker
+    def __init__(self, meters: KVMeters, spans: SpanLog | None = None) -> None:
+        self._meters = meters
         self._spans = spans
 
     def encoded(self, header: FrameHeader, seconds: float, stats: EncodingStats) -> None:
         """A block was encoded."""
         if self._spans is not None:
             self._spans.add("encode", _pages(header), seconds, bytes=header.spec.raw_bytes)
-        self._worker.coding.encoded(
+        self._meters.coding.encoded(
             header.codec, seconds, values=stats.values, escapes=stats.escapes, raw_tensors=stats.raw_tensors
         )
 
@@ -26,23 +36,23 @@ class SentKV:
         if self._spans is not None:
             self._spans.add("send", _pages(header), seconds, bytes=payload_bytes, stage=header.stage)
         raw_bytes = header.spec.raw_bytes if header.stage == 0 else 0
-        self._worker.transfers.sent(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
+        self._meters.transfers.sent(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
 
     def held(self, change: int) -> None:
         """Later stages wait in memory, or do no more."""
-        self._worker.transfers.held_bytes.inc(change)
+        self._meters.transfers.held_bytes.inc(change)
 
 
 class ReceivedKV:
     """Counts what one transfer brings, for metrics and for the request's usage. spans: where a trace is asked for."""
 
-    def __init__(self, worker: Worker, spans: SpanLog | None = None) -> None:
-        self._worker = worker
+    def __init__(self, meters: KVMeters, spans: SpanLog | None = None) -> None:
+        self._meters = meters
         self._spans = spans
         self.payload_bytes = 0
         self.raw_bytes = 0
 
-    def arrived(self, payload_bytes: int, waited_s: float, flight_s: float) -> None:
+    def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
         """A frame is here."""
         if self._spans is not None:
             self._spans.add("wait for a frame", "wait", waited_s, bytes=payload_bytes)
@@ -52,14 +62,14 @@ class ReceivedKV:
         if self._spans is not None:
             self._spans.add("decode", _pages(header), seconds, bytes=payload_bytes, stage=header.stage)
         raw_bytes = header.spec.raw_bytes if header.stage == header.num_stages - 1 else 0
-        self._worker.coding.decoded(header.codec, seconds)
-        self._worker.transfers.received(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
+        self._meters.coding.decoded(header.codec, seconds)
+        self._meters.transfers.received(header.codec, raw_bytes=raw_bytes, payload_bytes=payload_bytes)
         self.raw_bytes += raw_bytes
         self.payload_bytes += payload_bytes
 
     def kept(self, change: int) -> None:
         """Earlier stages are kept until the last has come, or are no more."""
-        self._worker.transfers.kept_bytes.inc(change)
+        self._meters.transfers.kept_bytes.inc(change)
 
 
 def _pages(header: FrameHeader) -> str:

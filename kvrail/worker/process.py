@@ -7,19 +7,19 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from kvrail import __version__
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.aio import EventRouter
-from kvrail.engine.engine import Engine, LayerObserver
+from kvrail.engine.engine import Engine
 from kvrail.engine.kv.cache import PagedCache, pages_that_fit
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
-from kvrail.engine.kv.streams import SideStream
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
-from kvrail.engine.request.events import Delivery
+from kvrail.engine.request.events import Delivery, LayerListener
 from kvrail.engine.request.requests import ModelLimits
 from kvrail.engine.sampling.sampler import Sampler
 from kvrail.engine.schedule.scheduler import Scheduler
@@ -41,10 +41,13 @@ from kvrail.telemetry.series import Registry
 from kvrail.telemetry.tracing import Tracing
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
 from kvrail.text import Tokenizer, load_tokenizer
+from kvrail.transfer.streams import SideStream
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
+from kvrail.worker.access import EngineAccess
 from kvrail.worker.budgets import limits_of
+from kvrail.worker.observing import KVMeters
 
 logger = logging.getLogger("kvrail.worker")
 
@@ -54,13 +57,12 @@ MAX_DIGESTS = 8192
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 FULL_DISK = "compiled kernels need room: free some, or name a folder elsewhere in TRITON_CACHE_DIR, HOME and TMPDIR"
 
-
 WARMING_CPU = "warming up: CPU kernels are compiled at the first start, about 30 s, and loaded at later ones"
 WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
 
 
 class _BrokenError(KvrailError):
-    """The engine has given up or hangs: the process must end, so that whoever watches it starts another."""
+    """The engine has given up or hangs: the process must end, so that its supervisor starts another."""
 
 
 @dataclass
@@ -72,10 +74,9 @@ class Ports:
 
 @dataclass(frozen=True)
 class Worker:
-    """An engine and its surroundings; built once, before the first request.
+    """An engine and its surroundings; built once, before the first request. Services hand their parts what those need.
 
-    numerics: see engine.invariance.Finding. codecs: by name, the number of its parameters. instance: tells this start
-    of the process from others.
+    numerics: see `Finding`. codecs: by name, the number of its parameters. instance: of this start of the process.
     """
 
     settings: WorkerSettings
@@ -96,6 +97,16 @@ class Worker:
     instance: int = field(default_factory=lambda: secrets.randbits(64))
     ports: Ports = field(default_factory=Ports)
 
+    @cached_property
+    def access(self) -> EngineAccess:
+        """What services do with the engine."""
+        return EngineAccess(self.engine, self.events, self.cache, self.side)
+
+    @cached_property
+    def meters(self) -> KVMeters:
+        """What transfers count in."""
+        return KVMeters(self.transfers, self.coding)
+
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
         if name != self.settings.model_name:
@@ -105,7 +116,7 @@ class Worker:
         """Identity, limits and load of a worker that has these transports, and the news of pages that are asked for."""
         load, settings, loaded = self.engine.status(), self.settings, self.loaded
         counts = load.pages
-        prefill, decode = self.engine.pace.prefill, self.engine.pace.decode
+        prefill, decode = self.engine.step_cost.prefill, self.engine.step_cost.decode
         return common_pb2.WorkerStatus(
             model=common_pb2.ModelInfo(
                 name=settings.model_name,
@@ -129,12 +140,12 @@ class Worker:
             instance=self.instance,
             codec_parameters=self.codecs,
             kv_events=self._kv_events(asked),
-            pace=common_pb2.Pace(
+            step_cost=common_pb2.StepCost(
                 prefill_base=prefill.base,
                 prefill_each=prefill.each,
                 decode_base=decode.base,
                 decode_each=decode.each,
-                prefill_full=self.engine.pace.full_prefill,
+                prefill_full=self.engine.step_cost.full_prefill,
             ),
             max_batch_tokens=settings.max_batch_tokens,
             metrics_port=self.ports.metrics,
@@ -155,10 +166,10 @@ class Worker:
             complete=events.complete,
         )
 
-    def render_metrics(self, path: str) -> tuple[bytes, str]:
+    async def render_metrics(self, path: str) -> tuple[bytes, str]:
         """Body and content type of a metrics path."""
         self.engine.report_load()
-        return self.exposition.render(path)
+        return await self.exposition.answer(path)
 
     def healthy(self) -> bool:
         """Whether requests can be sent here."""
@@ -171,7 +182,7 @@ def build_engine(
     deliver: Callable[[Delivery], None],
     tokenizer: Tokenizer | None,
     *,
-    on_layer: LayerObserver | None = None,
+    listener: LayerListener | None = None,
     max_drafts: int = 0,
     weights: WeightForms | None = None,
 ) -> tuple[LoadedModel, ModelRunner, Engine]:
@@ -204,7 +215,7 @@ def build_engine(
         tokenizer,
         measured,
         deliver,
-        on_layer,
+        listener,
         max_drafts,
     )
     return loaded, runner, engine
@@ -214,21 +225,22 @@ def build_worker(
     settings: WorkerSettings,
     *,
     codecs: Mapping[str, int],
-    on_layer: LayerObserver | None = None,
+    side: SideStream | None = None,
+    listener: LayerListener | None = None,
     max_drafts: int = 0,
     detokenize: bool,
     weights: WeightForms | None = None,
 ) -> Worker:
     """Build the engine and what surrounds it; called inside the loop that will serve. Raises from kvrail.errors.
 
-    codecs: those that can be asked for, with the number of their parameters. weights: see build_engine.
+    codecs: those that can be asked for, with the number of their parameters. side: of its transfers; None: a new one.
     """
     tracing = Tracing.start(settings.otlp_endpoint, settings.table)
     registry, name, decodes = Registry(), settings.model_name, settings.table == "decode"
     tokenizer = load_tokenizer(settings.model) if detokenize else None
     events = EventRouter(asyncio.get_running_loop())
     loaded, runner, engine = build_engine(
-        settings, registry, events.deliver, tokenizer, on_layer=on_layer, max_drafts=max_drafts, weights=weights
+        settings, registry, events.deliver, tokenizer, listener=listener, max_drafts=max_drafts, weights=weights
     )
     show_process(registry, __version__, PROTOCOL_VERSION)
     return Worker(
@@ -238,10 +250,10 @@ def build_worker(
         engine=engine,
         events=events,
         cache=runner.cache,
-        side=SideStream(loaded.device),
+        side=side or SideStream(loaded.device),
         calls=ActiveCalls(),
         registry=registry,
-        exposition=Exposition(registry, settings.metrics_names, vllm=decodes),
+        exposition=Exposition(registry, vllm=decodes),
         transfers=TransferMetrics(registry, name, (), ("received",) if decodes else ("sent",)),
         coding=CodecMetrics(registry, name, encodes=not decodes, decodes=decodes),
         codecs=codecs,
@@ -269,17 +281,17 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
     page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
     if page_bytes > settings.max_frame_bytes:
         raise ConfigError(
-            f"max_frame_bytes is {settings.max_frame_bytes}, but a page of one layer has {page_bytes} bytes;"
-            " raise it or lower page_size"
+            f"a frame has at most {settings.max_frame_bytes} bytes, but a page of one layer has {page_bytes};"
+            " raise the decode workers' transfer_memory_mib or lower page_size"
         )
-    num_pages = settings.num_pages or pages_that_fit(loaded.layout, loaded.device, settings.kv_memory_gib)
+    num_pages = pages_that_fit(loaded.layout, loaded.device, settings.kv_memory_gib)
     runner = ModelRunner(
         loaded,
         num_pages,
         max_running=settings.max_running,
         max_batch_tokens=settings.max_batch_tokens,
-        cuda_graphs=settings.cuda_graphs,
-        compile=settings.compile,
+        cuda_graphs=not settings.eager,
+        compile=not settings.eager,
         invariant=settings.invariant != "off",
     )
     logger.info("%s", WARMING_CPU if settings.device == "cpu" else WARMING_CUDA)
@@ -302,11 +314,11 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
 def _tell_of(finding: Finding, settings: WorkerSettings) -> None:
     """Log what was found. Raises ConfigError where the operator asked for more than holds."""
     if finding.holds:
-        logger.info("a token gets the same bits in any company (numerics %s)", finding.numerics)
+        logger.info("output is batch-invariant (numerics %s)", finding.numerics)
     elif settings.invariant == "on":
         raise ConfigError(f"invariant is 'on', but {finding.reason}; set it to auto to serve all the same")
     elif settings.invariant == "auto":
-        logger.warning("tokens may differ with a batch's company: %s", finding.reason)
+        logger.warning("output is not batch-invariant: %s", finding.reason)
 
 
 def certificate(settings: WorkerSettings, role: Literal["prefill", "decode"]) -> Tls | None:
@@ -354,13 +366,13 @@ async def serve(worker: Worker, port: int, add: Callable[[RpcServer], None], tls
     look_at_certificate = show_certificates(worker.registry, {} if tls is None else {"services": tls.end})
     stop_side = None
 
-    def render_metrics(path: str) -> tuple[bytes, str]:
+    async def render_metrics(path: str) -> tuple[bytes, str]:
         look_at_certificate()
-        return worker.render_metrics(path)
+        return await worker.render_metrics(path)
 
     try:
         await rpc.start()
-        # The last thing before signals are taken: whoever reads that this worker is healthy may send one at once.
+        # The last thing before signals are taken: a supervisor that sees this worker healthy may send one at once.
         metrics_port, stop_side = await start_side_server(
             settings.host,
             settings.metrics_port,

@@ -14,11 +14,11 @@ from kvrail.codec.compact.gpu import prepare as compact_prepare
 from kvrail.codec.compact.gpu_op import compact_product
 from kvrail.codec.compact.torch_ops import compress as compact
 from kvrail.codec.fused.builds import unsupported
-from kvrail.codec.tbe.cpu import compress
-from kvrail.codec.tbe.format import UNIT, TbeWeight
-from kvrail.codec.tbe.format import refusal as tbe_refusal
-from kvrail.codec.tbe.gpu import prepare as tbe_prepare
-from kvrail.codec.tbe.gpu_op import tbe_product
+from kvrail.codec.papers.tbe.cpu import compress
+from kvrail.codec.papers.tbe.format import UNIT, TbeWeight
+from kvrail.codec.papers.tbe.format import refusal as tbe_refusal
+from kvrail.codec.papers.tbe.gpu import prepare as tbe_prepare
+from kvrail.codec.papers.tbe.gpu_op import tbe_product
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.model.fusion import join_projections
 from kvrail.engine.model.linear import PLAIN, LinearMethod, linear_layers
@@ -181,7 +181,7 @@ def forms_of(settings: WorkerSettings) -> WeightForms:
         raise ConfigError(f"weights is {name!r}, but {why}; set it to plain")
     if settings.dtype == "float32":
         raise ConfigError(f"weights is {name!r}, but dtype is 'float32'; only bfloat16 can be held so")
-    return WeightForms(PackedWeights(), lambda loaded: hold(loaded, method, join=settings.compile))
+    return WeightForms(PackedWeights(), lambda loaded: hold(loaded, method, join=not settings.eager))
 
 
 def hold(loaded: LoadedModel, method: LinearMethod, *, join: bool) -> LoadedModel:

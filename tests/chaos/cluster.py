@@ -13,6 +13,7 @@ import httpx
 import psutil
 
 from tests.chaos.ground import HUB_HOST, Ground
+from tests.models import kv_gib
 
 ROOT = Path(__file__).parents[2]
 PORT = 7000
@@ -48,7 +49,8 @@ class Cluster:
     def start(self, number: int, other_weights: bool = False) -> None:
         """Start a worker at the address that it always has."""
         role = "prefill" if number in PREFILL else "decode"
-        flags = ["--kv-dtype", "bfloat16", "--num-pages", str(PAGES), "--transport", self._transport]
+        memory = str(kv_gib(self._models[0], PAGES))
+        flags = ["--kv-dtype", "bfloat16", "--kv-memory-gib", memory, "--transport", self._transport]
         if role == "decode":
             flags += ["--local-prefill-tokens", "16"]
         inside = self.ground.inside(self.ground.workers[number])

@@ -16,7 +16,7 @@ PROPER = {"rate_limit_error", "service_unavailable_error", "timeout_error"}
 BETWEEN = "\n---\n"
 """Between the texts of several sequences."""
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "from", "its", "bark")
-CODECS = ("raw", "splitzip", "splitzip-progressive", "splitzip-progressive-ans", "auto")
+CODECS = ("raw", "splitzip", "splitzip-progressive-ans", "auto")
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser()
     parser.add_argument("scenario", choices=SCENARIOS)
-    parser.add_argument("transport", choices=("grpc", "ucx"))
+    parser.add_argument("transport", choices=("tcp", "ucx"))
     parser.add_argument("--hub", required=True)
     parser.add_argument("--workers", required=True)
     parser.add_argument("--models", required=True)

@@ -13,6 +13,7 @@ import psutil
 
 from tests.chaos.cluster import ROOT
 from tests.e2e.test_worker_end import free_port
+from tests.models import kv_gib
 
 START_S = 240
 
@@ -26,7 +27,7 @@ class Processes:
         self._model = model
         self._processes: list[subprocess.Popen[bytes]] = []
         prefill, decode, http = (free_port() for _ in range(3))
-        pages = ["--kv-dtype", "bfloat16", "--num-pages", "96", "--transport", "grpc"]
+        pages = ["--kv-dtype", "bfloat16", "--kv-memory-gib", str(kv_gib(model, 96)), "--transport", "tcp"]
         self._start("prefill", prefill, *pages)
         self._start("decode", decode, *pages, "--local-prefill-tokens", "16")
         targets = ["--prefill-workers", f"127.0.0.1:{prefill}", "--decode-workers", f"127.0.0.1:{decode}"]

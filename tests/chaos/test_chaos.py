@@ -32,8 +32,8 @@ IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades")
 @pytest.mark.parametrize(
     ("name", "transport"),
     [
-        ("everything", "grpc"),
-        *(pytest.param(name, "grpc", marks=chaos) for name in SCENARIOS if name != "everything"),
+        ("everything", "tcp"),
+        *(pytest.param(name, "tcp", marks=chaos) for name in SCENARIOS if name != "everything"),
         *(pytest.param(name, "ucx", marks=chaos) for name in IN_ONE_MACHINE),
     ],
 )

@@ -38,7 +38,7 @@ def calibrate(capsys, text, tmp_path):
     """Runs the command on a tiny model; `flags` come after those that a run needs."""
 
     def run(*flags):
-        given = ["--model", str(tiny_model("llama")), "--text", str(text), "--out", str(tmp_path / "book.json")]
+        given = ["--model", str(tiny_model("llama")), "--text", str(text), "--out", str(tmp_path / "codebook.json")]
         try:
             status = main(["calibrate", *given, *flags])
         except SystemExit as ended:
@@ -104,14 +104,14 @@ def test_a_model_with_a_short_context_is_measured_in_short_sequences():
 def test_the_codebook_covers_at_least_what_the_default_covers(calibrate, text, tmp_path, dtype, flag):
     status, out, error = calibrate(flag, "--kv-dtype", dtype)
     assert (status, error) == (0, "")
-    book = Codebook.load(tmp_path / "book.json")
-    windows = book.dtypes[dtype]
+    codebook = Codebook.load(tmp_path / "codebook.json")
+    windows = codebook.dtypes[dtype]
     folder = tiny_model("llama")
     ids = load_tokenizer(str(folder)).encode(text.read_text(), add_special_tokens=True)
     measured = measuring.measure(load(folder, dtype), [ids])
     assert windows.tokens == len(ids)
     for kind, tensor, counts in (("keys", windows.keys, measured.keys), ("values", windows.values, measured.values)):
-        own, default = (each.tops(dtype, kind, range(LAYERS)) for each in (book, default_codebook()))
+        own, default = (each.tops(dtype, kind, range(LAYERS)) for each in (codebook, default_codebook()))
         covered = [coverage(counts[layer], own[layer], WINDOWS[dtype]) for layer in range(LAYERS)]
         assert tensor.coverage == pytest.approx(covered, abs=1e-6)
         shipped = [coverage(counts[layer], default[layer], WINDOWS[dtype]) for layer in range(LAYERS)]
@@ -124,39 +124,39 @@ def test_the_codebook_covers_at_least_what_the_default_covers(calibrate, text, t
         assert all(a <= b for a, b in zip(tensor.coverage, tensor.best_set_coverage, strict=True))
         for layer in range(LAYERS):
             assert f"  {own[layer]:>5}  {tensor.coverage[layer]:>9.3%}" in out.splitlines()[3 + layer]
-    assert f"codebook {book.id:016x} of model {book.model_fingerprint[:12]}" in out.splitlines()[-1]
+    assert f"codebook {codebook.id:016x} of model {codebook.model_fingerprint[:12]}" in out.splitlines()[-1]
 
 
 async def test_the_fingerprint_is_what_a_worker_reports(calibrate, tmp_path):
     assert calibrate()[0] == 0
-    settings = DecodeSettings(model=str(tiny_model("llama")), num_pages=4)
+    settings = DecodeSettings(model=str(tiny_model("llama")), kv_memory_gib=0.01)
     worker = build_worker(settings, codecs={"raw": 0}, detokenize=False)
     assert (
-        Codebook.load(tmp_path / "book.json").model_fingerprint
+        Codebook.load(tmp_path / "codebook.json").model_fingerprint
         == worker.status(common_pb2.StatusRequest(), []).model.fingerprint
     )
-    other = Codebook.load(tmp_path / "book.json").model_fingerprint
+    other = Codebook.load(tmp_path / "codebook.json").model_fingerprint
     assert other != load(tiny_model("llama", seed=1)).fingerprint
 
 
 def test_an_existing_file_is_kept_unless_forced(calibrate, tmp_path):
-    book = tmp_path / "book.json"
-    book.write_text("mine")
+    codebook = tmp_path / "codebook.json"
+    codebook.write_text("mine")
     status, out, error = calibrate()
     assert (status, out) == (2, "")
-    assert error.startswith(f"kvrail calibrate: --out {book} exists already; add --force to overwrite it")
-    assert book.read_text() == "mine"
+    assert error.startswith(f"kvrail calibrate: --out {codebook} exists already; add --force to overwrite it")
+    assert codebook.read_text() == "mine"
     assert calibrate("--force")[0] == 0
-    assert Codebook.load(book).num_layers == LAYERS
+    assert Codebook.load(codebook).num_layers == LAYERS
 
 
 def test_tokens_are_shared_out_among_texts(calibrate, text, tmp_path):
     second = tmp_path / "second.txt"
     second.write_text("words " * 2000)
     assert calibrate("--text", str(second), "--tokens", "1500")[0] == 0
-    book = Codebook.load(tmp_path / "book.json")
-    assert book.dtypes["bfloat16"].tokens == 1500
-    assert book.comment == "text: text.txt, second.txt"
+    codebook = Codebook.load(tmp_path / "codebook.json")
+    assert codebook.dtypes["bfloat16"].tokens == 1500
+    assert codebook.comment == "text: text.txt, second.txt"
 
 
 def test_badly_covered_layers_are_named():
@@ -166,8 +166,8 @@ def test_badly_covered_layers_are_named():
     good = np.zeros_like(counts)
     good[:, 130] = 1000
     measured = measuring.Measurement(keys=counts, values=good, tokens=1024)
-    book = make_codebook(measured, model="m", fingerprint="", dtype="bfloat16", shared=True, comment="")
-    lines = [line for line in report(book, "bfloat16", Path("book.json")).splitlines() if "warning" in line]
+    codebook = make_codebook(measured, model="m", fingerprint="", dtype="bfloat16", shared=True, comment="")
+    lines = [line for line in report(codebook, "bfloat16", Path("codebook.json")).splitlines() if "warning" in line]
     assert lines == [
         "warning: the window covers less than 99% of the keys of layers 2, 3; worst is layer 3 with 0.000%"
     ]
@@ -183,7 +183,11 @@ def test_badly_covered_layers_are_named():
         (["--kv-dtype", "float32"], 2, "argument --kv-dtype: invalid choice: 'float32'"),
         (["--device", "tpu"], 2, "device is 'tpu'; choose cpu, cuda or cuda:N"),
         (["--model", "./nowhere"], 2, "--model: there is no folder ./nowhere; name a folder"),
-        (["--out", "/nowhere/book.json"], 2, "--out /nowhere/book.json is no file in a folder that exists; name one"),
+        (
+            ["--out", "/nowhere/codebook.json"],
+            2,
+            "--out /nowhere/codebook.json is no file in a folder that exists; name one",
+        ),
         (["--out", "/"], 2, "--out / is no file in a folder that exists; name one"),
         (["--shared", "--per-layer"], 2, "argument --per-layer: not allowed with argument --shared"),
         (["--tokns", "9"], 2, "unknown argument --tokns; did you mean --tokens?"),
@@ -199,9 +203,9 @@ def test_a_mistake_is_one_line_and_nothing_is_written(calibrate, tmp_path, flags
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
 def test_a_file_that_cannot_be_written_is_told_before_torch_is_imported(calibrate, monkeypatch):
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"{name} was imported"))
-    status, _, error = calibrate("--out", "/proc/book.json")
+    status, _, error = calibrate("--out", "/proc/codebook.json")
     assert (status, error.count("\n")) == (2, 1)
-    assert error.startswith("kvrail calibrate: --out /proc/book.json: ")
+    assert error.startswith("kvrail calibrate: --out /proc/codebook.json: ")
 
 
 @pytest.mark.parametrize("missing", ["--text", "--out"])
@@ -238,7 +242,7 @@ def test_weights_that_are_torn_and_models_that_cannot_run(calibrate, tmp_path):
     status, _, error = calibrate("--model", str(torn))
     assert status == 1
     assert error.startswith("kvrail calibrate: transformers does not know the configuration")
-    assert not (tmp_path / "book.json").exists()
+    assert not (tmp_path / "codebook.json").exists()
 
 
 def test_the_help_names_every_type_and_the_defaults(capsys, monkeypatch):

@@ -238,12 +238,16 @@ def roles(body):
 
 def test_a_conversation_remembers_and_forgets(server, terminal):
     terminal.until("> ")
-    for line in ("first thing", "second thing", "/reset", "third thing"):
+    for line in ("first thing", "second thing", "/reset", "/help", "/wrong", "third thing"):
         terminal.type(line)
         if not line.startswith("/"):
             terminal.until(line.upper())
+        if line == "/help":
+            terminal.until("/quit    end it")
+        if line == "/wrong":
+            terminal.until("/wrong is no command; /help lists them")
         terminal.until("> ")
-    terminal.type("/exit")
+    terminal.type("/quit")
     assert terminal.process.wait(PATIENCE_S) == 0
     assert [roles(body) for body in server.asked] == [
         ["system", "user"],

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvrail.cli.drafts import DraftScreen, shows_drafts
+from kvrail.cli.remote.drafts import DraftScreen, shows_drafts
 
 COLUMNS, ROWS = 12, 8
 ESCAPE = re.compile(r"\x1b\[(\d*)([A-Za-z])")

@@ -75,6 +75,10 @@ def test_the_help_of_up_shows_every_flag_that_it_takes(capsys, monkeypatch):
         (["decode", "--codec", "zip"], "kvrail decode: --codec: codec 'zip' is unknown; choose auto or one of raw, "),
         (["decode", "--codec", "lynx"], "kvrail decode: --codec: codec 'lynx' is lossy"),
         (["prefill", "--model", "/"], "kvrail prefill: --model: / has no config.json"),
+        (["serve"], "kvrail serve: the following arguments are required: MODEL"),
+        (["serve", "./nowhere"], "kvrail serve: --model: there is no folder ./nowhere"),
+        (["serve", "/", "--model", "m"], "kvrail serve: unknown argument --model"),
+        (["/"], "kvrail serve: --model: / has no config.json"),
         (["servce"], "kvrail: argument COMMAND: invalid choice: 'servce'"),
     ],
 )
@@ -111,7 +115,7 @@ def test_values_survive_the_way_through_a_command_line():
     values = {
         "port": 9,
         "prefix_cache": False,
-        "cuda_graphs": True,
+        "eager": True,
         "kv_memory_gib": 0.5,
         "model": "a b=c",
         "device": "cuda:3",

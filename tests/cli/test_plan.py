@@ -1,6 +1,8 @@
 """What `kvrail up` would start."""
 
 import socket
+import subprocess
+import sys
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -9,7 +11,7 @@ from kvrail.cli.cluster import gpus
 from kvrail.cli.cluster.plan import LOOPBACK, plan_cluster, threads_each
 from kvrail.cli.flags import given_flags
 from kvrail.cli.main import build_parser
-from kvrail.cli.up import up_fields, welcome
+from kvrail.cli.up import program, up_fields, welcome
 from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings
 from kvrail.errors import ConfigError
 
@@ -139,6 +141,7 @@ def test_api_keys_stay_out_of_the_list_of_processes(model):
     assert not any("secret" in word for process in cluster.processes for word in process.command)
     assert cluster.processes[0].environment == {"KVRAIL_ROUTER_API_KEYS": "secret"}
     assert "$KVRAIL_API_KEY" in welcome(cluster)
+    assert f"{cluster.url}/docs" in welcome(cluster)
     assert "secret" not in welcome(cluster)
 
 
@@ -168,8 +171,8 @@ def test_gpus_are_taken_in_turn(model, monkeypatch):
 
 
 def test_memory_that_was_asked_for_is_kept_on_a_shared_gpu(model):
-    cluster = plan("--num-pages", "100", gpus="0", model=model)
-    assert {settings_of(process).num_pages for process in cluster.processes[1:]} == {100}
+    cluster = plan("--kv-memory-gib", "0.7", gpus="0", model=model)
+    assert {settings_of(process).kv_memory_gib for process in cluster.processes[1:]} == {0.7}
 
 
 def test_the_device_follows_the_machine_unless_named(model):
@@ -223,3 +226,23 @@ def test_workers_on_one_gpu_share_its_memory(tmp_path, monkeypatch, model):
     assert gpus.shared_kv_memory_gib("0", 2, model) == pytest.approx(6.0)
     with pytest.raises(ConfigError, match="too little"):
         gpus.shared_kv_memory_gib("0", 8, model)
+
+
+@pytest.mark.parametrize("place", ["on the path", "in the folder", "elsewhere", "not installed"])
+def test_what_up_proposes_starts_as_printed(place, tmp_path, monkeypatch):
+    """Whether or not its virtual environment is active."""
+    folder = tmp_path / "my work" / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    if place != "not installed":
+        (folder / "kvrail").write_text("#!/bin/sh\necho started\n")
+        (folder / "kvrail").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.chdir(tmp_path if place == "elsewhere" else tmp_path / "my work")
+    monkeypatch.setenv("PATH", f"{folder if place == 'on the path' else ''}:/usr/bin:/bin")
+    if place == "not installed":
+        assert program().endswith("python' -m kvrail")
+        return
+    assert program() == ("kvrail" if place == "on the path" else program())
+    assert place != "in the folder" or program() == ".venv/bin/kvrail"
+    said = subprocess.run(program(), shell=True, capture_output=True, text=True, check=True).stdout
+    assert said == "started\n"

@@ -89,6 +89,12 @@ def test_an_unknown_environment_variable_is_refused(monkeypatch):
         DecodeSettings.load({})
 
 
+@pytest.mark.parametrize(("mib", "frame"), [(1, 1 << 17), (8, 1 << 20), (512, 64 << 20), (4096, 64 << 20)])
+def test_transfer_memory_holds_several_frames(mib, frame):
+    assert DecodeSettings.load({"transfer_memory_mib": mib}).max_frame_bytes == frame
+    assert PrefillSettings.load({"transfer_memory_mib": mib}).max_frame_bytes == 64 << 20
+
+
 def test_variables_that_kubernetes_makes_of_services_are_explained(monkeypatch):
     monkeypatch.setenv("KVRAIL_ROUTER_SERVICE_HOST", "10.0.0.1")
     with pytest.raises(ConfigError, match="enableServiceLinks: false"):

@@ -1,4 +1,4 @@
-"""Processes that are kept together: whoever ends is started anew, and in the end nothing is left behind."""
+"""Processes that are kept together: those that exit are restarted, and in the end nothing is left behind."""
 
 import os
 import random
@@ -149,9 +149,9 @@ def test_a_child_that_ends_is_started_anew_and_the_others_do_not_hear_of_it(grou
     for turn in range(1, 4):
         before = pids()
         os.kill(before[-2], signal.SIGKILL)
-        wait_until(lambda wanted=2 * (turn + 1): len(pids()) == wanted, "not started anew")
+        wait_until(lambda wanted=2 * (turn + 1): len(pids()) == wanted, "not restarted")
         wait_until(lambda gone=before: not any(map(alive, gone)), "what it has started is left behind")
-    assert running.log.read_text().count(f"parent-{port} ended by SIGKILL; it is started anew") == 3
+    assert running.log.read_text().count(f"parent-{port} ended by SIGKILL; restarting") == 3
     assert all(map(alive, running.pids()[-2:]))
     running.process.send_signal(signal.SIGTERM)
     assert running.end()[0] == 0
@@ -169,8 +169,8 @@ def test_a_child_that_ends_again_and_again_stops_all(group):
     assert (status, f"mortal-{port} ended with status 3; the others are stopped" in error) == (1, True)
     assert f"mortal-{port}: the last words" in error
     log = running.log.read_text()
-    assert log.count(f"mortal-{port} ended with status 3; it is started anew\n") == 1  # at once, then after a pause
-    assert log.count(f"mortal-{port} ended with status 3; it is started anew in 0.3 s") == 1
+    assert log.count(f"mortal-{port} ended with status 3; restarting\n") == 1  # at once, then after a pause
+    assert log.count(f"mortal-{port} ended with status 3; restarting in 0.3 s") == 1
     running.all_gone()
 
 

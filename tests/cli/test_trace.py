@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrail.cli.trace import chrome_trace, summary
+from kvrail.cli.remote.trace import chrome_trace, summary
 
 
 def span(begin, seconds, name="frame", track="send", **sizes):

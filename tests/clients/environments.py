@@ -1,7 +1,7 @@
 """Where clients are installed: beside the tests' own packages, apart where some forbid what others need.
 
-`python -m tests.clients.environments` installs all of them ahead of the tests. Wheels alone are taken, so nothing is
-compiled; uv resolves and unpacks them in seconds.
+`python -m tests.clients.environments` installs all of them ahead of the tests. Nothing is compiled, and almost all are
+wheels; uv resolves and unpacks them in seconds.
 """
 
 import hashlib
@@ -27,10 +27,22 @@ PYTHON: dict[str, tuple[str, ...]] = {
         "pydantic-ai-slim[openai]>=2.0",
     ),
     "litellm": ("litellm>=1.80", "mcp"),
+    "aiperf": ("aiperf>=0.13",),
+    "evalscope": ("evalscope[perf]>=1.14",),
     "guidellm": ("guidellm>=0.8",),
+    "lm_eval": ("lm-eval[api]>=0.4.13",),
+    # what the parts of them import that ask
+    "vllm": ("aiohttp", "regex", "tqdm"),
+    "sglang": ("aiohttp", "msgspec", "numpy", "orjson", "requests", "tqdm", "transformers"),
     "llm_comply": ("llm-comply>=0.5",),
     "parsers": ("aiohttp-sse-client2>=0.3", "httpx-sse>=0.4", "requests>=2.32", "sseclient-py>=1.8"),
 }
+ALONE = {"vllm": "vllm>=0.33", "sglang": "sglang>=0.5.23"}
+"""Installed beside these without what they need to serve."""
+WITH_SOURCES = frozenset({"evalscope", "lm_eval"})
+"""Need packages in pure Python of which the index has no wheels."""
+LARGE = frozenset({"aiperf", "evalscope", "vllm"})
+"""Left out where CI is set: gigabytes to fetch."""
 CLIENTS = {"instructor": "frameworks", "langchain": "frameworks", "llm": "frameworks", "pydantic_ai": "frameworks"}
 """Clients that share an environment; the others have their own."""
 WITHOUT_TORCH = 'torch; sys_platform == "none"'
@@ -69,7 +81,8 @@ def _with_pip(name: str, *needs: str) -> Path:
 def python_with(client: str) -> str:
     """An interpreter that has the client, installed first where it is not."""
     name = CLIENTS.get(client, client)
-    folder, done = _installed(name, PYTHON[name])
+    needs = PYTHON[name]
+    folder, done = _installed(name, (*needs, ALONE[name]) if name in ALONE else needs)
     python = folder / "bin" / "python"
     if not done:
         uv = _with_pip("uv", "uv") / "uv"
@@ -78,8 +91,12 @@ def python_with(client: str) -> str:
         index = os.environ.get("PIP_INDEX_URL")  # uv reads none of pip's settings
         env = {**os.environ, **({"UV_DEFAULT_INDEX": index} if index else {})}
         subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
-        command = [uv, "pip", "install", "--quiet", "--only-binary", ":all:", "--override", override]
-        subprocess.run([*command, "--python", python, *PYTHON[name]], check=True, env=env)
+        command = [uv, "pip", "install", "--quiet", "--override", override, "--python", python]
+        if name not in WITH_SOURCES:
+            command += ["--only-binary", ":all:"]
+        subprocess.run([*command, *needs], check=True, env=env)
+        if name in ALONE:
+            subprocess.run([*command, "--no-deps", ALONE[name]], check=True, env=env)
         torch = importlib.util.find_spec("torch")
         if torch is not None and torch.origin is not None:
             (packages,) = folder.glob("lib/python*/site-packages")
@@ -119,7 +136,8 @@ def main() -> None:
     PLACE.mkdir(parents=True, exist_ok=True)
     _with_pip("uv", "uv")
     with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(node_with_clients), *(pool.submit(python_with, name) for name in PYTHON)]:
+        names = PYTHON.keys() - (LARGE if os.environ.get("CI") else set())
+        for each in [pool.submit(node_with_clients), *(pool.submit(python_with, name) for name in sorted(names))]:
             each.result()
 
 

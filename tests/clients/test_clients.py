@@ -14,7 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from tests.clients.environments import node_with_clients, python_with
+from tests.clients.environments import LARGE, node_with_clients, python_with
 from tests.e2e.cluster import MODEL, ROOT, Cluster
 
 ASKING = Path(__file__).with_name("asking")
@@ -44,10 +44,19 @@ def test_official_clients(cluster: Cluster, client: str, objects: int):
 @pytest.mark.clients
 @pytest.mark.parametrize(
     ("client", "objects"),
-    [("litellm", 0), ("langchain", 2), ("llm", 0), ("guidellm", 0), ("instructor", 3), ("pydantic_ai", 2)],
+    [("litellm", 0), ("langchain", 2), ("llm", 0), ("instructor", 3), ("pydantic_ai", 2)],
 )
 def test_python(cluster: Cluster, client: str, objects: int):
     run(cluster, [python_with(client), str(ASKING / f"ask_{client}.py")], objects=objects)
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("generator", ["aiperf", "evalscope", "guidellm", "lm_eval", "sglang", "vllm"])
+def test_load_generators_and_evaluations(cluster: Cluster, generator: str):
+    """Each asks a few times: no request fails, and its own report is full."""
+    if generator in LARGE and os.environ.get("CI"):
+        pytest.skip(f"{generator} is gigabytes to fetch; `make test-clients` has it")
+    run(cluster, [python_with(generator), str(ASKING / f"ask_{generator}.py")])
 
 
 @pytest.mark.clients

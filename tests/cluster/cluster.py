@@ -8,31 +8,34 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.prefill.client import InprocPrefillClient
 from kvrail.rpc.server import build_server
-from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
+from kvrail.transfer.streams import SideStream
 from kvrail.transport import ucx
-from kvrail.transport.inproc import InprocCarrier
+from kvrail.transport.inproc import InprocTransport
 from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
-from kvrail.worker.carriers import Carriers
 from kvrail.worker.codecs import AUTO, Codecs
 from kvrail.worker.process import Worker, build_worker
+from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
+from tests.models import kv_gib
 
 MODEL = "tiny"
 WITHOUT_UCX = ucx.available()
 assert not (WITHOUT_UCX and os.environ.get("CI")), WITHOUT_UCX
-TRANSPORTS = ["inproc", "grpc", pytest.param("ucx", marks=pytest.mark.skipif(bool(WITHOUT_UCX), reason=WITHOUT_UCX))]
+TRANSPORTS = ["inproc", "tcp", pytest.param("ucx", marks=pytest.mark.skipif(bool(WITHOUT_UCX), reason=WITHOUT_UCX))]
 
 
 @dataclass
@@ -75,6 +78,7 @@ class Cluster:
         provisional=False,
         fingerprint="",
         timeout_s=120.0,
+        cache_salt="",
         **params,
     ) -> Answer:
         params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **params}
@@ -88,6 +92,7 @@ class Cluster:
             resumed=[decode_pb2.Resumed(token_ids=ids, ended=ended) for ids, ended in resumed],
             provisional=provisional,
             model_fingerprint=fingerprint,
+            cache_salt=cache_salt,
         )
         answer = Answer()
         async with self.client.generate(request, timeout_s=timeout_s) as replies:
@@ -117,30 +122,34 @@ class Cluster:
             worker.engine.check()
 
 
-def settings(cls, folder, **changes):
+def settings(cls, folder, *, num_pages=200, max_frame_bytes=0, **changes):
+    """num_pages, max_frame_bytes: of exactly this many pages and this size of frames, which no setting gives."""
+    if max_frame_bytes:
+        cls = type(cls.__name__, (cls,), {"max_frame_bytes": property(lambda _: max_frame_bytes)})
     defaults = {
         "model": str(folder),
         "served_model_name": MODEL,
         "dtype": "float32",
         "kv_dtype": "float32",
-        "num_pages": 200,
         "page_size": 64,
         "max_batch_tokens": 512,
     }
-    own = {"local_prefill_tokens": 0} if cls is DecodeSettings else {}
-    return cls(**{**defaults, **own, **{k: v for k, v in changes.items() if k in cls.model_fields}})
+    own = {"local_prefill_tokens": 0} if issubclass(cls, DecodeSettings) else {}
+    values = {**defaults, **own, **{k: v for k, v in changes.items() if k in cls.model_fields}}
+    values["kv_memory_gib"] = kv_gib(folder, num_pages, values["kv_dtype"], values["page_size"])
+    return cls(**values)
 
 
-async def carriers_for(transport, options, device):
+async def transports_for(transport, options, device):
     """Of one worker, or in process of all."""
-    if isinstance(transport, InprocCarrier):
-        return Carriers([transport])
-    start = Carriers.to_send if isinstance(options, PrefillSettings) else Carriers.to_receive
+    if isinstance(transport, InprocTransport):
+        return Transports([transport])
+    start = Transports.to_send if isinstance(options, PrefillSettings) else Transports.to_receive
     return await start(options.model_copy(update={"transport": transport}), device)
 
 
 def _certificates(authority, shared):
-    """What gives a role its certificate; that settings name any is what carriers look for."""
+    """What gives a role its certificate; that settings name any is what transports look for."""
     if authority is not None:
         shared |= authority.settings("decode")
     return lambda role: None if authority is None else authority.tls(role)
@@ -148,30 +157,31 @@ def _certificates(authority, shared):
 
 @asynccontextmanager
 async def cluster(
-    folder, transport="grpc", prefill_count=1, prefill=None, decode=None, authority=None, **shared
+    folder, transport="tcp", prefill_count=1, prefill=None, decode=None, authority=None, **shared
 ) -> AsyncIterator[Cluster]:
     tls = _certificates(authority, shared)
     loop = asyncio.get_running_loop()
     stops = []
     here = transport == "inproc"
-    transport = InprocCarrier() if here else transport
+    transport = InprocTransport() if here else transport
     prefills, servicers = {}, {}
     for number in range(prefill_count):
         options = settings(PrefillSettings, folder, **{**shared, **(prefill or {})})
-        observer = PageObserver(loop)
+        side = SideStream(torch.device(options.device))
+        observer = PageObserver(loop, side)
         codecs = Codecs(options, allow_lossy=True)
         worker = build_worker(
             options,
             codecs=codecs.parameters,
-            on_layer=observer.layers_written,
+            side=side,
+            listener=observer,
             detokenize=False,
             weights=forms_of(options),
         )
         codecs.check_codebook(worker.loaded)
-        observer.attach(worker)
-        carriers = await carriers_for(transport, options, worker.loaded.device)
-        stops.append(carriers.aclose)
-        servicer = PrefillServicer(worker, options, codecs, carriers, observer)
+        transports = await transports_for(transport, options, worker.loaded.device)
+        stops.append(transports.aclose)
+        servicer = PrefillServicer(worker, options, codecs, transports, observer)
         address = f"inproc-{number}"
         if not here:
             rpc = await build_server(tls=tls("prefill"))
@@ -193,10 +203,10 @@ async def cluster(
     codecs.check_codebook(worker.loaded)
     channels = GrpcPrefillWorkers(tls("decode"))
     reach = InprocWorkers(servicers) if here else channels
-    carriers = await carriers_for(transport, options, worker.loaded.device)
+    transports = await transports_for(transport, options, worker.loaded.device)
     asked = codecs.check(options.codec)
-    fetcher = Fetcher(worker, options, codecs, carriers, asked, codecs.usual if asked == AUTO else asked, reach)
-    servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
+    fetcher = Fetcher(worker, options, codecs, transports, asked, codecs.usual if asked == AUTO else asked, reach)
+    servicer = DecodeServicer(worker, fetcher, transports.names, codecs.withheld)
     rpc = await build_server(tls=tls("decode"))
     rpc.add_decode(servicer)
     channel = open_channel(f"127.0.0.1:{rpc.bind('127.0.0.1', 0)}", tls=tls("router"))
@@ -208,7 +218,7 @@ async def cluster(
         await channel.close()
         await rpc.stop()
         await channels.close()
-        await carriers.aclose()
+        await transports.aclose()
         for stop in stops:
             await stop()
         for each in (worker, *prefills.values()):

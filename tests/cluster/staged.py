@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvrail.codec.core.digest import digest_of
 from kvrail.errors import WorkerUnavailableError
-from kvrail.transfer.order import Link
+from kvrail.transfer.send_queue import SendQueue
 from kvrail.transfer.sending import PageSender
 from kvrail.transfer.sizes import first_recent_page
 
@@ -15,17 +15,17 @@ SHARED = {"kv_dtype": "bfloat16", "page_size": PAGE, "max_batch_tokens": 256, "m
 
 
 def hold_later_stages(monkeypatch, until):
-    """Later stages get no turn on the link before `until` has returned."""
-    turn = Link.turn
+    """Later stages get no turn on the queue before `until` has returned."""
+    turn = SendQueue.turn
 
     @asynccontextmanager
-    async def waiting(link, order, *, later=False):
+    async def waiting(queue, order, *, later=False):
         if later:
             await until()
-        async with turn(link, order, later=later):
+        async with turn(queue, order, later=later):
             yield
 
-    monkeypatch.setattr(Link, "turn", waiting)
+    monkeypatch.setattr(SendQueue, "turn", waiting)
 
 
 def on_send(monkeypatch, hook):

@@ -27,7 +27,7 @@ CASES = [
     for number, dtype in enumerate(DTYPE_BYTES)
     for name in NAMES
     if dtype in registry.get(name).dtypes
-    for transport in (("inproc", "grpc") if dtype == "bfloat16" else (("inproc", "grpc")[number % 2],))
+    for transport in (("inproc", "tcp") if dtype == "bfloat16" else (("inproc", "tcp")[number % 2],))
 ]
 PAGE = 16
 PROMPTS = (prompt_of(65), prompt_of(500), prompt_of(500)[:230] + prompt_of(700, seed=1))  # the last hits a prefix
@@ -246,7 +246,7 @@ async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypat
     monkeypatch.setattr(
         kvrail.services.prefill.servicer, "frame_bytes", lambda *given: told.append(given) or sized(*given)
     )
-    async with cluster(tiny_model("llama"), "grpc", decode={"max_frame_bytes": decode_bytes}, **SHARED) as c:
+    async with cluster(tiny_model("llama"), "tcp", decode={"max_frame_bytes": decode_bytes}, **SHARED) as c:
         answer = await c.ask(prompt_of(300), max_tokens=2)
     assert answer.summary.prefill_worker
     assert told == [(1234, min(decode_bytes, SHARED["max_frame_bytes"]), 1)]
@@ -255,10 +255,10 @@ async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypat
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 async def test_an_answer_of_one_token_says_who_computed_it_and_how_its_kv_crosses(codec):
     """The request ends with the first token, before its KV is here."""
-    async with cluster(tiny_model("llama"), "grpc", decode={"allow_lossy": True}, **SHARED) as c:
+    async with cluster(tiny_model("llama"), "tcp", decode={"allow_lossy": True}, **SHARED) as c:
         summary = (await c.ask(prompt_of(300), max_tokens=1, codec=codec)).summary
         (address,) = c.prefills
-        assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, "grpc")
+        assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, "tcp")
         assert summary.lossy == (codec == "int8") and summary.numerics == ("" if summary.lossy else c.decode.numerics)
         assert summary.completion_tokens == 1
         await c.settled()
@@ -269,7 +269,7 @@ async def test_where_a_prefill_worker_fails_behind_its_first_token_the_answer_na
         raise TransferAbortedError("broken on purpose")
 
     on_send(monkeypatch, fail)
-    async with cluster(tiny_model("llama"), "grpc", **SHARED) as c:
+    async with cluster(tiny_model("llama"), "tcp", **SHARED) as c:
         summary = (await c.ask(prompt_of(300), codec="raw")).summary
         assert (summary.prefill_worker, summary.codec, summary.transport, summary.kv_bytes) == ("", "", "", 0)
         await c.settled()
@@ -342,7 +342,7 @@ async def test_plain_bytes_serve_where_nothing_else_is_compiled(uncompiled):
     missing, _ = uncompiled
     missing |= {("prefill", name) for name in registry.names() if name != "raw"}
     async with cluster(
-        tiny_model("llama"), "grpc", kv_dtype="bfloat16", decode={"codec": "int8", "allow_lossy": True}, **SHARED
+        tiny_model("llama"), "tcp", kv_dtype="bfloat16", decode={"codec": "int8", "allow_lossy": True}, **SHARED
     ) as c:
         summary = (await c.ask(PROMPTS[1])).summary
         assert (summary.codec, summary.lossy) == ("raw", False) and "int8" in summary.codec_reason

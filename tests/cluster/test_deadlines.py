@@ -41,11 +41,11 @@ async def late(c, prompt, **options):
 
 
 async def test_what_is_left_of_it_reaches_each_prefill_worker(llama, monkeypatch):
-    seen, story = [], PrefillServicer.Prefill
+    seen, prefill = [], PrefillServicer.Prefill
 
     async def noting(self, request, context):
         seen.append(context.time_remaining())
-        await story(self, request, context)
+        await prefill(self, request, context)
 
     monkeypatch.setattr(PrefillServicer, "Prefill", noting)
 

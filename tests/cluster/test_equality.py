@@ -31,7 +31,7 @@ async def test_greedy_tokens_equal_generate(family, transport):
             cold = await c.ask(prompt, max_tokens=24)
             assert cold.tokens == {0: expected}, length
             assert cold.summary.cached_tokens == 0 and cold.summary.prefill_worker
-            marks = {mark.stage: mark.seconds for mark in cold.summary.marks}
+            marks = {mark.moment: mark.seconds for mark in cold.summary.marks}
             exposed = marks["kv_complete"] - marks["prefill_finished"]
             assert cold.summary.transport == transport and cold.summary.exposed_s == pytest.approx(max(0, exposed))
             warm = await c.ask(prompt, max_tokens=24)  # pages that the decode worker holds do not cross again
@@ -57,7 +57,7 @@ async def test_the_demo_model_says_what_generate_says(transport):
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 async def test_chunk_size_changes_nothing(family, chunk):
     folder = tiny_model(family)
-    async with cluster(folder, "grpc", max_batch_tokens=chunk, max_running=16) as c:
+    async with cluster(folder, "tcp", max_batch_tokens=chunk, max_running=16) as c:
         for length in (63, 65, 500):
             prompt = prompt_of(length)
             answer = await c.ask(prompt)
@@ -69,7 +69,7 @@ async def test_shared_prefixes_and_tiny_frames():
     """Hits on both sides, at different depths; frames of one page of one layer each."""
     folder = tiny_model("qwen3")
     page_bytes = 64 * 2 * 2 * 16 * 4  # one layer of one page, keys and values, float32
-    async with cluster(folder, "grpc", max_frame_bytes=page_bytes) as c:
+    async with cluster(folder, "tcp", max_frame_bytes=page_bytes) as c:
         base = prompt_of(400)
         for cut in (400, 390, 200, 130, 64, 400):
             prompt = [*base[:cut], *prompt_of(90, seed=cut)]

@@ -12,8 +12,8 @@ from kvrail.codec.raw.codec import RawCodec
 from kvrail.errors import InvalidRequestError, KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.breaker import FAILURES
-from kvrail.services.decode import fetching
-from kvrail.services.prefill import story
+from kvrail.services.decode import fetcher, prompt_fetch
+from kvrail.services.prefill import handler
 from kvrail.wire.v1 import prefill_pb2
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import on_send, with_payload
@@ -63,7 +63,8 @@ async def test_a_worker_that_fails_time_and_again_is_not_asked_for_a_while(llama
 
 
 async def test_prompts_that_nobody_takes_are_computed_here_up_to_a_bound(llama, monkeypatch):
-    async with cluster(llama, decode={"local_fallback_tokens": 400}) as c:
+    monkeypatch.setattr(fetcher, "LOCAL_FALLBACK_TOKENS", 400)
+    async with cluster(llama) as c:
         compute_here, held = c.decode.engine.compute_here, []
         monkeypatch.setattr(c.decode.engine, "compute_here", held.append)
         prompts = [prompt_of(310)[number:] for number in range(3)]
@@ -110,7 +111,7 @@ async def test_a_worker_lost_mid_transfer(llama, monkeypatch, transport, after):
 async def test_once_the_pages_are_complete_the_calls_end_matters_to_nobody(llama, monkeypatch, transport, ending):
     """The engine decodes on the KV though the prefill worker never says that this was all."""
     complete, reached = asyncio.Event(), asyncio.Event()
-    receive = fetching.Fetcher._commit
+    receive = prompt_fetch.PromptFetch._commit
 
     def received(*arguments):
         receive(*arguments)
@@ -123,9 +124,9 @@ async def test_once_the_pages_are_complete_the_calls_end_matters_to_nobody(llama
             raise WorkerUnavailableError("the worker died")
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(fetching.Fetcher, "_commit", received)
+    monkeypatch.setattr(prompt_fetch.PromptFetch, "_commit", received)
     monkeypatch.setattr(PrefillReplies, "commit", commit)
-    monkeypatch.setattr(fetching, "HEARD_S", 0.1)
+    monkeypatch.setattr(prompt_fetch, "CALL_END_S", 0.1)
     async with cluster(llama, transport, decode={"transfer_timeout_s": 3600}) as c, asyncio.timeout(60):
         answer = await c.ask(prompt_of(300))
         assert reached.is_set() and answer.summary.prefill_worker
@@ -138,11 +139,11 @@ async def test_once_the_pages_are_complete_the_calls_end_matters_to_nobody(llama
 class Slow:
     """A mark of a GPU's stream that happens a while after it was made."""
 
-    def __init__(self):
+    def __init__(self, *, awaited=False):
         self.at = time.monotonic() + 0.05
 
-    def query(self):
-        return time.monotonic() >= self.at
+    def synchronize(self):
+        time.sleep(max(0.0, self.at - time.monotonic()))
 
 
 async def test_layers_that_are_told_late_are_sent_all_the_same(llama, monkeypatch):
@@ -244,7 +245,7 @@ async def test_a_request_id_that_would_forge_log_lines_is_refused_by_both(llama,
             await c.ask(prompt_of(20), request_id=request_id)
         ((address, _),) = c.prefills.items()
         request = prefill_pb2.PrefillRequest(request_id=request_id, prompt_token_ids=prompt_of(20))
-        async with c.fetcher._prefill_workers.client(address).prefill(request, timeout_s=30) as call:
+        async with c.fetcher.workers.client(address).prefill(request, timeout_s=30) as call:
             with pytest.raises(InvalidRequestError, match="printable"):
                 await call.accepted()
         await c.settled()
@@ -264,7 +265,7 @@ async def test_a_silent_worker_counts_as_lost(llama, monkeypatch):
 
 
 async def test_to_wait_for_ones_turn_is_no_silence(llama, monkeypatch):
-    monkeypatch.setattr(story, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(handler, "HEARTBEAT_S", 0.1)
     async with cluster(llama, decode={"transfer_timeout_s": 1.0}, prefill={"max_running": 1}) as c:
         (prefill,) = c.prefills.values()
         execute = prefill.engine._runner.execute
@@ -281,8 +282,8 @@ async def test_to_wait_for_ones_turn_is_no_silence(llama, monkeypatch):
 
 
 async def test_a_hung_prefill_worker_counts_as_lost(llama, monkeypatch):
-    monkeypatch.setattr(story, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(story, "HUNG_S", 0.3)
+    monkeypatch.setattr(handler, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(handler, "HUNG_S", 0.3)
     async with cluster(llama, decode={"transfer_timeout_s": 1.0}) as c:
         (prefill,) = c.prefills.values()
         go_on, execute = threading.Event(), prefill.engine._runner.execute

@@ -76,6 +76,6 @@ async def test_auto_never_has_them_to_choose_from():
     async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **ALLOWED, **SHARED) as c:
         options = settings(DecodeSettings, "unread", kv_dtype="bfloat16", allow_lossy=True, codec="auto")
         codecs = Codecs(options, allow_lossy=options.allow_lossy)
-        assert set(NAMES) < set(codecs.names) and not set(NAMES) & set(codecs.exact)
-        assert codecs.exact[0] == "raw" and all(registry.get(name).exact for name in codecs.exact)
+        assert set(NAMES) < set(codecs.names) and not set(NAMES) & set(codecs.automatic)
+        assert codecs.automatic[0] == "raw" and all(registry.get(name).exact for name in codecs.automatic)
         await c.settled()

@@ -28,9 +28,10 @@ class Side:
     def __init__(self):
         self.marks = []
 
-    def mark(self):
+    def mark(self, *, awaited):
+        assert awaited
         mark = SimpleNamespace(done=threading.Event())
-        mark.query = mark.done.is_set
+        mark.synchronize = mark.done.wait
         self.marks.append(mark)
         return mark
 
@@ -44,8 +45,8 @@ async def told(sender, count):
 
 
 async def test_layers_of_a_step_enqueued_ahead_come_behind_all_of_the_step_before():
-    observer, first, second, side = PageObserver(asyncio.get_running_loop()), Sender(), Sender(), Side()
-    observer.attach(SimpleNamespace(side=side, loaded=SimpleNamespace(layout=LAYOUT)))
+    first, second, side = Sender(), Sender(), Side()
+    observer = PageObserver(asyncio.get_running_loop(), side)
     observer.watch("first", first)
     observer.watch("second", second)
     steps = [[WrittenPages("first", 0, 3)], [WrittenPages("second", 0, 3)], [WrittenPages("second", 3, 6)]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvrail.engine.kv.cache import PagedCache
-from kvrail.engine.kv.streams import SideStream
+from kvrail.transfer.streams import SideStream
 from kvrail.values.layout import DTYPE_BYTES, KVLayout
 from kvrail.worker.pages import LeasedPages, paged_block
 

@@ -10,7 +10,7 @@ from kvrail.codec.base import Block, PagedBlock
 from kvrail.codec.raw.codec import RawCodec
 from kvrail.rpc.prefill.replies import PrefillReplies
 from kvrail.runtime.breaker import FAILURES
-from kvrail.transport.sockets.messages import Address
+from kvrail.transport.tcp.messages import Address
 from kvrail.wire.v1 import common_pb2
 from tests.cluster.cluster import cluster
 from tests.cluster.test_equality import prompt_of
@@ -49,7 +49,7 @@ def no_number(message):
 
 
 def next_year(message):
-    message.marks.append(common_pb2.Mark(stage="first_token", seconds=3e7))
+    message.marks.append(common_pb2.Mark(moment="first_token", seconds=3e7))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvrail.engine.engine import Engine
-from kvrail.transfer.order import LATER_SLOTS, SLOTS, Link
 from kvrail.transfer.receiving import PageReceiver
+from kvrail.transfer.send_queue import LATER_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sizes import first_recent_page
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.halves import staged_codecs  # noqa: F401  a fixture
@@ -79,7 +79,7 @@ async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_co
         assert answer.tokens == raw.tokens
         summary = answer.summary
         assert summary.drafts_proposed == 12 and 0 < summary.drafts_accepted <= 12
-        marks = {mark.stage: mark.seconds for mark in summary.marks}
+        marks = {mark.moment: mark.seconds for mark in summary.marks}
         # Which of the first two comes first is not said: they are taken by tasks of their own.
         assert max(marks["first_token"], marks["kv_coarse"]) < marks["kv_complete"]
         assert marks["kv_complete"] < marks["verified"] < marks["finished"]
@@ -95,7 +95,7 @@ async def test_frames_of_one_request_come_first_stages_first_and_recent_pages_wh
     for length in (100, 304, 305, 700):
         recent = first_recent_page(length, PAGE)
         headers.clear()
-        async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+        async with cluster(llama, "tcp", prefix_cache=False, **SHARED) as c:
             await c.ask(prompt_of(length), codec="halves")
             await c.settled()
         assert [header.sequence for header in headers] == list(range(len(headers)))
@@ -108,7 +108,7 @@ async def test_frames_of_one_request_come_first_stages_first_and_recent_pages_wh
         assert len(late) == sum(not w for w in whole) / 2
         places = {(header.stage, header.first_layer, header.first_page): n for n, header in enumerate(headers)}
         for (stage, layer, page), number in places.items():
-            if stage and page >= recent:  # but for frames that had a slot of the link already
+            if stage and page >= recent:  # but for frames that had a slot of the queue already
                 assert 0 < number - places[0, layer, page] <= SLOTS
         assert late and stage_0
 
@@ -116,7 +116,7 @@ async def test_frames_of_one_request_come_first_stages_first_and_recent_pages_wh
 async def test_first_stages_of_a_cached_prompt_leave_first_and_later_ones_from_its_end(llama, monkeypatch):
     headers = note_frames(monkeypatch)
     options = {**SHARED, "decode": {"prefix_cache": False}}
-    async with cluster(llama, "grpc", **options) as c:
+    async with cluster(llama, "tcp", **options) as c:
         await c.ask(prompt_of(700), codec="halves")
         headers.clear()
         answer = await c.ask(prompt_of(700), codec="halves")
@@ -141,7 +141,7 @@ async def test_a_later_stage_is_framed_while_the_one_before_leaves(llama, monkey
 
     on_send(monkeypatch, patiently)
     hold_later_stages(monkeypatch, lambda: first_stages_left(headers, -(-length // PAGE)))
-    async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+    async with cluster(llama, "tcp", prefix_cache=False, **SHARED) as c:
         answer = asyncio.create_task(c.ask(prompt_of(length), codec="halves"))
         async with asyncio.timeout(20):
             while most < LATER_SLOTS:
@@ -176,15 +176,15 @@ async def test_a_later_request_drafts_before_an_earlier_ones_later_stages_leave(
 
 async def test_held_payloads_stay_below_their_bound(llama, monkeypatch):
     most, now = 0, []
-    hold = Link.hold
+    hold = SendQueue.hold
 
-    def noting(link, payload_bytes):
+    def noting(queue, payload_bytes):
         nonlocal most
-        hold(link, payload_bytes)
+        hold(queue, payload_bytes)
         now.append(payload_bytes)
-        most = max(most, link.held_bytes)
+        most = max(most, queue.held_bytes)
 
-    monkeypatch.setattr(Link, "hold", noting)
+    monkeypatch.setattr(SendQueue, "hold", noting)
 
     async def bound_reached():
         while most < bound:
@@ -192,8 +192,10 @@ async def test_held_payloads_stay_below_their_bound(llama, monkeypatch):
 
     hold_later_stages(monkeypatch, bound_reached)
     bound = 20_000
+    begin = SendQueue.__init__
+    monkeypatch.setattr(SendQueue, "__init__", lambda link, _, **options: begin(link, bound, **options))
     prompts = [prompt_of(900, seed) for seed in range(4)]
-    async with cluster(llama, "grpc", prefix_cache=False, prefill={"held_kv_gib": bound / (1 << 30)}, **SHARED) as c:
+    async with cluster(llama, "tcp", prefix_cache=False, **SHARED) as c:
         answers = await asyncio.gather(*(c.ask(prompt, codec="halves") for prompt in prompts))
         await c.settled()
         assert not held_bytes(c)
@@ -243,13 +245,13 @@ async def test_leaving_between_stages_returns_every_page_and_payload(llama, monk
 async def test_what_a_transfer_refined_serves_as_prefix(llama):
     """Pages that were coarse for a while are exact when they are cached."""
     prompt = prompt_of(400)
-    async with cluster(llama, "grpc", **SHARED) as c:
+    async with cluster(llama, "tcp", **SHARED) as c:
         await c.ask(prompt, codec="halves")
         longer = [*prompt, *prompt_of(50, seed=2)]
         answer = await c.ask(longer, codec="raw")
         assert answer.summary.cached_tokens == 400
         await c.settled()
-    async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+    async with cluster(llama, "tcp", prefix_cache=False, **SHARED) as c:
         assert (await c.ask(longer, codec="raw")).tokens == answer.tokens
 
 
@@ -276,7 +278,7 @@ async def test_recent_pages_are_never_written_after_drafting_began(llama, monkey
     hold_later_stages(monkeypatch, drafting_began)
     for length in (300, 304, 310):
         written.clear()
-        async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+        async with cluster(llama, "tcp", prefix_cache=False, **SHARED) as c:
             await c.ask(prompt_of(length), codec="halves")
             await c.settled()
         begun = written.index("coarse")
@@ -307,7 +309,7 @@ async def test_sixteen_requests_of_mixed_stages_with_random_cancellation(llama, 
 async def test_pages_are_the_prefill_workers_bit_for_bit(llama):
     from tests.cluster.test_codecs import content
 
-    async with cluster(llama, "grpc", **SHARED) as c:
+    async with cluster(llama, "tcp", **SHARED) as c:
         (prefill,) = c.prefills.values()
         for length in LENGTHS:
             prompt = prompt_of(length)

@@ -41,7 +41,7 @@ def settled(told, expected):
     return found
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
 @pytest.mark.parametrize("after", [0, 3])
 async def test_an_alternate_takes_over_between_stages(llama, monkeypatch, transport, after):
     prompt = prompt_of(300)
@@ -59,7 +59,7 @@ async def test_an_alternate_takes_over_between_stages(llama, monkeypatch, transp
         assert not held_bytes(c)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
 async def test_without_an_alternate_the_prompt_is_computed_here(llama, monkeypatch, transport):
     prompt = prompt_of(300)
     async with cluster(llama, transport, prefill_count=2, prefix_cache=False, **SHARED) as c:
@@ -79,7 +79,7 @@ async def test_provisional_replies_add_up_to_the_output(llama, monkeypatch, code
     gate = asyncio.Event()
     hold_later_stages(monkeypatch, gate.wait)
     asked = {"codec": codec, "max_tokens": 40, "temperature": 0.6, "seed": 4}
-    async with cluster(llama, "grpc", prefix_cache=False, decode={"max_drafts": 10}, **SHARED) as c:
+    async with cluster(llama, "tcp", prefix_cache=False, decode={"max_drafts": 10}, **SHARED) as c:
         told = asyncio.create_task(c.ask(prompt_of(300), provisional=True, **asked))
         await drafted(c.decode, 10)
         gate.set()
@@ -101,12 +101,12 @@ async def test_provisional_replies_add_up_to_the_output(llama, monkeypatch, code
 
 async def test_a_lossy_codec_needs_the_operators_leave(llama):
     prompt = prompt_of(300)
-    async with cluster(llama, "grpc", prefix_cache=False, **SHARED) as c:
+    async with cluster(llama, "tcp", prefix_cache=False, **SHARED) as c:
         with pytest.raises(InvalidRequestError, match=r"'lossy-halves' is lossy: .*--allow-lossy") as refused:
             await c.ask(prompt, codec="lossy-halves")
         assert refused.value.param == "codec"
         await c.settled()
-    async with cluster(llama, "grpc", prefix_cache=False, decode={"allow_lossy": True}, **SHARED) as c:
+    async with cluster(llama, "tcp", prefix_cache=False, decode={"allow_lossy": True}, **SHARED) as c:
         answer = await c.ask(prompt, codec="lossy-halves")
         assert answer.summary.lossy and answer.summary.codec == "lossy-halves"
         assert not (await c.ask(prompt, codec="halves")).summary.lossy
@@ -120,7 +120,7 @@ async def test_auto_chooses_by_what_it_measured_and_says_why(llama, monkeypatch)
     for least in ("LEAST_SAMPLE_BYTES", "LEAST_PAYLOAD_BYTES"):
         monkeypatch.setattr(kvrail.services.decode.choice, least, 1000)
     prompt = prompt_of(700)
-    async with cluster(llama, "grpc", prefix_cache=False, decode={"codec": "auto"}, **SHARED) as c:
+    async with cluster(llama, "tcp", prefix_cache=False, decode={"codec": "auto"}, **SHARED) as c:
         await c.fetcher.measure_codecs()
         expected = await c.ask(prompt, local=True)
         first = await c.ask(prompt)

@@ -1,4 +1,4 @@
-"""What real workers report of their pages and their pace, as the router takes it in."""
+"""What real workers report of their pages and step costs, as the router takes it in."""
 
 from kvrail.services.router.fleet.prefixes import WorkerPages
 from kvrail.values.pagehash import page_digest, page_hashes
@@ -30,8 +30,8 @@ async def test_pages_are_reported_under_the_names_that_the_router_gives_them():
         assert len(DIGESTS) == 3
         assert all(digest in pages for digest in DIGESTS for pages in (decode, prefill))
         assert (await c.ask(PROMPT)).summary.cached_tokens == 192
-        assert worker.engine.pace.prefill.each > 0
-        assert (await c.client.get_status(timeout_s=10)).pace.decode_each > 0
+        assert worker.engine.step_cost.prefill.each > 0
+        assert (await c.client.get_status(timeout_s=10)).step_cost.decode_each > 0
         for number in range(100, 110):  # what is not used any more goes
             await c.ask([number, *PROMPT[1:]])
         await hear()

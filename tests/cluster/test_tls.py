@@ -4,8 +4,8 @@ import pytest
 
 from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.errors import ConfigError
-from kvrail.transport.sockets.sealed import SealedStream
-from kvrail.worker.carriers import Carriers
+from kvrail.transport.tcp.sealed import SealedStream
+from kvrail.worker.transports import Transports
 from tests.certificates import Authority
 from tests.cluster.cluster import WITHOUT_UCX, cluster, settings
 from tests.cluster.test_equality import prompt_of
@@ -26,12 +26,12 @@ async def test_tokens_are_the_same_and_payloads_sealed(authority, monkeypatch):
     sealed = []
     send = SealedStream.send
     monkeypatch.setattr(SealedStream, "send", lambda self, *parts: sealed.append(len(parts[-1])) or send(self, *parts))
-    async with cluster(FOLDER, "grpc", authority=authority) as c:
+    async with cluster(FOLDER, "tcp", authority=authority) as c:
         for length in (65, 500):
             prompt = prompt_of(length)
             answer = await c.ask(prompt, max_tokens=24)
             assert answer.tokens == {0: generate(str(FOLDER), tuple(prompt), 24)}, length
-            assert answer.summary.prefill_worker and answer.summary.transport == "grpc"
+            assert answer.summary.prefill_worker and answer.summary.transport == "tcp"
             assert sum(sealed) == answer.summary.kv_bytes > 0
             sealed.clear()
         await c.settled()
@@ -42,12 +42,12 @@ async def test_ucx_has_to_be_asked_for_beside_tls(authority):
     import torch
 
     paths = authority.settings("decode")
-    for cls, start in ((PrefillSettings, Carriers.to_send), (DecodeSettings, Carriers.to_receive)):
+    for cls, start in ((PrefillSettings, Transports.to_send), (DecodeSettings, Transports.to_receive)):
         with pytest.raises(ConfigError, match="--ucx-in-clear"):
             await start(settings(cls, FOLDER, transport="ucx", **paths), torch.device("cpu"))
         auto = await start(settings(cls, FOLDER, transport="auto", **paths), torch.device("cpu"))
-        assert auto.names == ["grpc"]
+        assert auto.names == ["tcp"]
         await auto.aclose()
         asked = await start(settings(cls, FOLDER, transport="auto", ucx_in_clear=True, **paths), torch.device("cpu"))
-        assert asked.names == ["ucx", "grpc"]
+        assert asked.names == ["ucx", "tcp"]
         await asked.aclose()

@@ -37,7 +37,7 @@ class Emulated:
             sources.append(_CODECS / "fused" / "product.cuh")
             defines += [f"-DTOKEN_TILES={build.token_tiles}", f"-DPRODUCERS={build.producers}"]
             defines += [f"-DSTRIPS={build.strips}", f"-DSTAGES={build.stages}"]
-        path = folder / f"{form.name}-{build}.cpp".replace(" ", "")
+        path = folder / f"{form.name}-{build}.cpp".replace(" ", "").replace("/", "-")
         path.write_text("".join(f'#include "{source}"\n' for source in sources) + (_PRODUCT if build else _UNPACK))
         library = path.with_suffix(".so")
         command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", *defines, str(path), "-o", str(library)]

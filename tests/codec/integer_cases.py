@@ -105,5 +105,5 @@ def coded(block, name):
     bits, key_axis, value_axis = GROUPS[name]
     with np.errstate(over="ignore"):
         keys, values = coded_tensor(block.keys, key_axis, bits), coded_tensor(block.values, value_axis, bits)
-    header = struct.pack("<4s4B2I", b"INTQ", 1, bits, keys[2] | values[2] << 1, 0, keys[3], values[3])
+    header = struct.pack("<5I12x", keys[2] | values[2] << 1, keys[3], 0, values[3], 0)
     return header + keys[0] + values[0] + keys[1] + values[1], [keys[4], values[4]]

@@ -7,11 +7,11 @@ import torch
 from kv_blocks import random_block, scattered
 
 from kvrail.codec.base import Block
-from kvrail.codec.lynx import reference
-from kvrail.codec.lynx.payload import (
+from kvrail.codec.papers.lynx import reference
+from kvrail.codec.papers.lynx.payload import (
     plans_of,
 )
-from kvrail.codec.lynx.plan import Coding
+from kvrail.codec.papers.lynx.plan import Coding
 
 INT_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 

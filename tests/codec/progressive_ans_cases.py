@@ -1,18 +1,40 @@
 """What the backends of `splitzip-progressive-ans` are tested with: the formula of a first stage, and pages."""
 
+import dataclasses
 import struct
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from progressive_cases import kv_pages
-from splitzip_cases import int_type
+import torch
+from kv_blocks import random_block, scattered
+from splitzip_cases import int_type, kv_block
 
-from kvrail.codec.base import Block
+from kvrail.codec.base import Block, BlockSpec
 from kvrail.codec.core.floats import FLOATS
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.core.sections import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.format import FORMATS
 
 LENGTHS = struct.Struct("<5Q")
 KEPT = [(3, 1), (1, 6), (2, 2)]
+
+
+def kv_pages(spec, seed=0, outliers=0.01):
+    """Scattered pages of a pool of real-looking KV, with layers before and after."""
+    layout = scattered(spec, seed)
+    return dataclasses.replace(layout, pools=kv_block(layout.pools.spec, seed, outliers))
+
+
+def every_pattern(dtype):
+    """A block with all patterns, in the order of their exponents, so that no tensor travels raw."""
+    form = FORMATS[dtype]
+    patterns = torch.arange(1 << 8 * form.item_bytes)
+    spec = BlockSpec(dtype, 1, patterns.numel() // 32, 32, 1, 64, 64, scaled=form.item_bytes == 1)
+    block = random_block(spec)
+    order = torch.argsort(patterns >> form.mantissa_bits & form.exponents - 1, stable=True)
+    for tensor in (block.keys, block.values):
+        bits = tensor.view(int_type(tensor)).view(-1)
+        bits[:] = order.repeat_interleave(bits.numel() // patterns.numel()).to(bits.dtype)
+    return block
 
 
 def pages_with_escapes(spec, seed=0):
@@ -33,7 +55,7 @@ def coarse(block, kept, second):
     tensors = []
     for number, (tensor, bits) in enumerate(zip((block.keys, block.values), kept, strict=True)):
         form, given = FLOATS[block.spec.dtype], tensor.clone()
-        if form.item_bytes == 2 and not second[5] >> number & 1 and given.numel():
+        if form.item_bytes == 2 and not second[0] >> number & 1 and given.numel():
             low, view = form.mantissa_bits - bits, given.view(int_type(given))
             view[:] = view & -1 << low | 1 << low - 1
         tensors.append(given)

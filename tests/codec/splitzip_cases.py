@@ -47,12 +47,12 @@ def int_type(tensor):
     return torch.uint8 if tensor.element_size() == 1 else torch.int16
 
 
-def reference_payload(pages, code, tops, codebook_id):
+def reference_payload(pages, code, tops):
     """The payload that README.md asks for, value by value."""
-    return bytes(reference.encode(pages, Coding(plans_of(pages.spec, code), tops, codebook_id)).stages()[0])
+    return bytes(reference.encode(pages, Coding(plans_of(pages.spec, code), tops)).stages()[0])
 
 
 def reference_decode(payload, layout, tops, out):
     """Write a payload into `out`."""
-    coding = Coding((layout.keys.plan, layout.values.plan), tops, layout.codebook_id)
+    coding = Coding((layout.keys.plan, layout.values.plan), tops)
     reference.decode(0, [np.frombuffer(payload, dtype=np.uint8)], [layout], coding, out)

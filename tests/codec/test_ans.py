@@ -23,17 +23,11 @@ from kvrail.codec.splitzip.entropy.format import (
 from kvrail.codec.splitzip.entropy.payload import head_bytes
 
 GOLDEN = Path(__file__).parent / "golden" / "ans_piece.bin"
-CODER = cpu.AnsCoder()
-
-
-def compressed(piece):
-    (coded,) = CODER.compress([piece])
-    return coded
 
 
 def decompressed(coded, size):
     piece = np.full(size, 0xA5, dtype=np.uint8)
-    CODER.decompress([coded], [piece])
+    cpu.decompress(coded, piece)
     return piece
 
 
@@ -45,7 +39,7 @@ def entropy_bytes(piece):
 
 
 def equals_the_reference(piece):
-    coded = compressed(piece)
+    coded = cpu.compress(piece)
     assert coded.tobytes() == reference.encode(piece)
     assert decompressed(coded, piece.size).tobytes() == piece.tobytes() == reference.decode(coded, piece.size)
 
@@ -68,12 +62,12 @@ def test_equals_the_reference_on_any_piece(size, symbols, skew, seed):
 @pytest.mark.parametrize("blocks", [2, 5, 9])
 def test_several_threads_give_the_same_bytes(blocks, monkeypatch):
     pieces = [codes(blocks * BLOCK_BYTES + 77, seed) for seed in range(3)]
-    coded = CODER.compress(pieces)
+    coded = [cpu.compress(piece) for piece in pieces]
     monkeypatch.setattr(core_cpu, "MAX_THREADS", 4)
     monkeypatch.setattr(core_cpu, "BYTES_PER_THREAD", 1 << 10)
-    assert [each.tobytes() for each in CODER.compress(pieces)] == [each.tobytes() for each in coded]
+    assert [each.tobytes() for each in map(cpu.compress, pieces)] == [each.tobytes() for each in coded]
     outs = [np.zeros_like(piece) for piece in pieces]
-    CODER.decompress(coded, outs)
+    cpu.restore_pieces(coded, outs)
     assert all(np.array_equal(out, piece) for out, piece in zip(outs, pieces, strict=True))
 
 
@@ -81,12 +75,12 @@ def test_several_threads_give_the_same_bytes(blocks, monkeypatch):
 def test_size_is_near_the_entropy(spread):
     piece = codes(1 << 20, 3, spread)
     head = head_bytes(piece.size) + 4 * LANES * num_blocks(piece.size)
-    assert compressed(piece).size < 1.006 * entropy_bytes(piece) + head
+    assert cpu.compress(piece).size < 1.006 * entropy_bytes(piece) + head
 
 
 def test_symbols_that_occur_once_in_a_million_come_back():
     piece = rare(1 << 20)
-    coded = compressed(piece)
+    coded = cpu.compress(piece)
     assert coded.size < 0.12 * piece.size
     assert np.array_equal(decompressed(coded, piece.size), piece)
 
@@ -122,7 +116,7 @@ def refused(coded, size):
 
 def test_any_cut_and_any_other_size_is_refused():
     piece = codes(3000)
-    coded = compressed(piece).tobytes()
+    coded = cpu.compress(piece).tobytes()
     for end in [*range(0, head_bytes(piece.size) + 8), *range(0, len(coded), 61), len(coded) - 1]:
         refused(coded[:end], piece.size)
     refused(coded + bytes(8), piece.size)
@@ -132,7 +126,7 @@ def test_any_cut_and_any_other_size_is_refused():
 
 def test_any_byte_changed_is_refused():
     piece = codes(700)
-    coded = compressed(piece)
+    coded = cpu.compress(piece)
     for at in range(coded.size):
         for change in (1, 0x80, 0xFF):
             wrong = coded.copy()
@@ -146,20 +140,20 @@ def test_any_byte_changed_is_refused():
 
 def test_ends_that_cross_are_refused():
     piece = codes(3 * BLOCK_BYTES)
-    coded = compressed(piece)
+    coded = cpu.compress(piece)
     for number, end in wrong_ends(coded, piece.size):
         refused(with_end(coded, piece.size, number, end).tobytes(), piece.size)
 
 
 def test_words_that_no_lane_asks_for_are_refused():
     piece = codes(700)
-    refused(with_words_before(compressed(piece), piece.size).tobytes(), piece.size)
+    refused(with_words_before(cpu.compress(piece), piece.size).tobytes(), piece.size)
 
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 400))
 def test_noise_behind_a_good_head_is_refused(seed, size):
-    coded = compressed(codes(size)).copy()
+    coded = cpu.compress(codes(size)).copy()
     noise = np.random.default_rng(seed).integers(0, 256, coded.size - head_bytes(size), dtype=np.uint8)
     coded[head_bytes(size) :] = noise
     refused(coded.tobytes(), size)
@@ -167,7 +161,7 @@ def test_noise_behind_a_good_head_is_refused(seed, size):
 
 def test_a_piece_may_begin_at_any_address():
     piece = codes(1000)
-    coded = compressed(piece)
+    coded = cpu.compress(piece)
     for shift in range(1, 8):
         memory = np.zeros(coded.size + 8, dtype=np.uint8)
         memory[shift : shift + coded.size] = coded
@@ -183,6 +177,6 @@ def golden_piece():
 
 def test_golden_piece():
     coded = GOLDEN.read_bytes()
-    assert compressed(golden_piece()).tobytes() == coded
+    assert cpu.compress(golden_piece()).tobytes() == coded
     assert reference.decode(np.frombuffer(coded, dtype=np.uint8), golden_piece().size) == golden_piece().tobytes()
     assert len(coded) % 8 == 0

@@ -15,13 +15,15 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_entropy.py covers these kernels on a GPU", allow_module_level=True)
 
 from kvrail.codec.base import CodecError
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy import cpu, gpu, gpu_launch, reference
-from kvrail.codec.splitzip.entropy.codec import splitzip_ans
+from kvrail.codec.splitzip.entropy.codec import AnsCodec
 from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks
 from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, TABLE_BYTES, coded_bytes, head_bytes, pieces_of
-from kvrail.codec.splitzip.one_stage.payload import parse_header
+from kvrail.codec.splitzip.one_stage.codec import WindowCodec
 from kvrail.codec.splitzip.tiles.format import WindowCode
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import parse_header
+from kvrail.codec.splitzip.tiles.plan import plans_of
 
 CODE = WindowCode(4, True)
 POISON = 0xA5
@@ -121,14 +123,14 @@ def test_words_that_no_lane_asks_for_are_seen():
 @pytest.mark.heavy
 def test_ends_that_cross_are_seen():
     piece = codes(3 * BLOCK_BYTES)
-    (coded_piece,) = cpu.AnsCoder().compress([piece])
+    coded_piece = cpu.compress(piece)
     for number, end in wrong_ends(coded_piece, piece.size)[3:6:2]:
         assert decoded_alone(with_end(coded_piece, piece.size, number, end), piece.size), (number, end)
 
 
 def test_a_corrupt_piece_leaves_the_pages_alone():
     block = kv_block(CODED)
-    payload, out = bytearray(splitzip_ans().encode(in_pool(block)).stages()[0]), scattered(block.spec, 3)
+    payload, out = bytearray(AnsCodec().encode(in_pool(block)).stages()[0]), scattered(block.spec, 3)
     before = bits_of(out.pools)
     significands, codes_length = LENGTHS.unpack_from(payload, HEADER_BYTES)[:2]
     assert codes_length < significands // 2
@@ -142,11 +144,11 @@ def test_an_encoder_may_have_coded_any_piece():
     block = kv_block((1, 1, 64, 2, 16, 16))
     for tensor in (block.keys, block.values):
         tensor.copy_(2.0 ** tensor.view(torch.int16).bitwise_and(1).float())  # significands all alike
-    codec, out = splitzip_ans(), scattered(block.spec, 3)
+    codec, out = AnsCodec(), scattered(block.spec, 3)
     payload = codec.encode(in_pool(block)).stages()[0]
     pieces = pieces_in(payload)
     significands = [np.frombuffer(piece, dtype=np.uint8) for piece in (pieces[0], pieces[2])]
-    coded_pieces = [bytes(each) for each in cpu.AnsCoder().compress(significands)]
+    coded_pieces = [bytes(cpu.compress(each)) for each in significands]
     assert len(coded_pieces[0]) < len(pieces[0]) and len(coded_pieces[1]) < len(pieces[2])
     other = joined(payload, [coded_pieces[0], pieces[1], coded_pieces[1], *pieces[3:]])
     wanted = copy_of(out)
@@ -166,7 +168,7 @@ def test_payload_is_the_cpus_and_restores_pages(shape, noise, dtype):
         pages, out = in_pool(block), scattered(block.spec, 3)
         wanted = copy_of(out)
         wanted.scatter(block)
-        expected = splitzip_ans().encode(pages)
+        expected = AnsCodec().encode(pages)
         payload = bytes(expected.stages()[0])
         for on_device in (False, True):
             encoding = gpu.AnsEncoding(pages, CODE, on_device)
@@ -183,9 +185,9 @@ def test_counts_offsets_and_records_are_checked_as_on_the_host():
     """Escapes are in no coded piece here, so that what is wrong is found by the check alone."""
     block = kv_block((1, 2, 15, 1, 40, 48))
     block.keys.view(torch.int16)[:, :, ::5, :, ::9] ^= 0x2000
-    pages, codec = in_pool(block), splitzip_ans()
-    inner = np.frombuffer(codec._on_cpu._inner.encode(pages).stages()[0], dtype=np.uint8)
-    layout = parse_header(inner, block.spec, CODE, 0, entropy_coded=False)
+    inner_codec = WindowCodec("inner", {"bfloat16": CODE}, None)
+    inner = np.frombuffer(inner_codec.encode(in_pool(block)).stages()[0], dtype=np.uint8)
+    layout = parse_header(inner, block.spec, plans_of(block.spec, CODE))
     assert layout.keys.records > 4 and not layout.keys.raw
 
     def verdict(payload):
@@ -210,8 +212,8 @@ def test_counts_offsets_and_records_are_checked_as_on_the_host():
 def test_head_and_lengths_are_checked_before_any_launch():
     block = kv_block((1, 2, 16, 1, 32, 48))
     pages, out = in_pool(block), scattered(block.spec, 3)
-    payload, before = bytes(splitzip_ans().encode(pages).stages()[0]), bits_of(out.pools)
-    assert parse_header(np.frombuffer(payload, np.uint8), block.spec, CODE, 0, entropy_coded=True)
+    payload, before = bytes(AnsCodec().encode(pages).stages()[0]), bits_of(out.pools)
+    assert parse_header(np.frombuffer(payload, np.uint8), block.spec, plans_of(block.spec, CODE))
     wrongs = [payload[:BODY], payload[:-1], payload + b"\0", b"", payload[:40]]
     for at in range(0, BODY, 7):
         wrongs.append(payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :])
@@ -222,4 +224,4 @@ def test_head_and_lengths_are_checked_before_any_launch():
         with pytest.raises(CodecError, match="contiguous bytes"):
             gpu.decode(tensor, CODE, out)
     assert bits_of(out.pools) == before
-    assert len(pieces_of(parse_header(np.frombuffer(payload, np.uint8), block.spec, CODE, 0, entropy_coded=True))) == 5
+    assert len(pieces_of(parse_header(np.frombuffer(payload, np.uint8), block.spec, plans_of(block.spec, CODE)))) == 5

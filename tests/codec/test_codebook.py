@@ -283,7 +283,7 @@ def check_refused(tmp_path, data, expected):
     message = str(caught.value)
     assert message.startswith(f"codebook {path}")
     assert expected.lower() in message.lower()
-    assert message.endswith("correct the file or make it anew with kvrail calibrate")
+    assert message.endswith("correct the file or make it again with kvrail calibrate")
     assert "\n" not in message
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -52,7 +53,7 @@ def alive(pid):
 
 @pytest.mark.parametrize("name", registry.names())
 def test_using_a_codec_once_is_what_a_transfer_does(name):
-    if registry.get(name).exact and not registry.compiles(name, "cpu"):
+    if registry.get(name).exact and "cpu" not in registry.info(name).compiles_on:
         pages = sample_pages(SPEC, torch.device("cpu"))
         before = pages.pools.keys.clone()
         use_once(registry.get(name), pages)
@@ -101,10 +102,12 @@ def test_it_ends_when_its_parent_is_killed(end):
 def codecs(monkeypatch):
     """A worker's codecs, each of which counts as compiled, and those that were used in this process."""
     used = []
-    monkeypatch.setattr(registry, "compiles", lambda name, kind: True)
+    compiled = {name: replace(registry.info(name), compiles_on=registry.DEVICES) for name in registry.names()}
+    monkeypatch.setattr(registry, "_codecs", compiled)
     monkeypatch.setattr("kvrail.worker.codecs.use_once", lambda codec, pages: used.append(codec.name))
     made = Codecs(PrefillSettings(model="unread", kv_dtype="bfloat16"), allow_lossy=True)
-    monkeypatch.setattr(Codecs, "names", property(lambda self: ("raw", "int8", "int4")))
+    for chosen in ("names", "automatic"):
+        monkeypatch.setattr(Codecs, chosen, property(lambda self: ("raw", "int8", "int4")))
     yield made, used
     made.close()
 
@@ -159,6 +162,16 @@ async def test_what_is_asked_for_is_compiled_at_once_whatever_is_compiled_ahead(
     for name in ("int4", "int8"):
         assert f"codec {name} was asked for and is compiled now; meanwhile others are used in its place" in told
         assert any(re.fullmatch(rf"codec {name} is compiled and in use after [0-9.]+ s", each) for each in told)
+
+
+async def test_what_auto_leaves_out_is_compiled_only_when_it_is_asked_for(codecs, niceness, monkeypatch):
+    made, used = codecs
+    monkeypatch.setattr(Codecs, "automatic", property(lambda self: ("raw", "int8")))
+    prepare(made)
+    assert made._ahead.knows("int8") and not made._ahead.knows("int4") and not made.usable("int4")
+    made.ask_for("int4")
+    await until(lambda: made.usable("int4"))
+    assert used == ["raw", "int4"] and niceness == [10, 0]
 
 
 async def test_where_no_process_can_compile_a_thread_does(codecs, monkeypatch):

@@ -41,11 +41,24 @@ def headers(draw):
         first_layer=draw(uint32),
         first_page=draw(uint32),
         sequence=draw(uint32),
+        first_head=draw(uint32),
+        parameters_id=draw(st.integers(0, 2**64 - 1)),
     )
 
 
 HEADER = FrameHeader("req-0123456789abcdef", "raw", 0, 1, BlockSpec("bfloat16", 2, 3, 4, 2, 8, 8, False), 5, 6, 7)
-SCALED = FrameHeader("größe", "lynx-exact", 2, 3, BlockSpec("float8_e4m3fn", 1, 2, 64, 3, 5, 9, True), 0, 1 << 31, 0)
+SCALED = FrameHeader(
+    "größe",
+    "lynx-exact",
+    2,
+    3,
+    BlockSpec("float8_e4m3fn", 1, 2, 64, 3, 5, 9, True),
+    0,
+    1 << 31,
+    0,
+    4,
+    0x123456789ABCDEF,
+)
 PAYLOAD = bytes(range(256)) * 3
 GOLDEN_HEADS = {"head_raw_bf16.bin": (HEADER, PAYLOAD), "head_scaled_empty.bin": (SCALED, b"")}
 
@@ -55,12 +68,14 @@ def by_the_table(header, payload, kind=1, digest=None):
     spec, texts = header.spec, [header.codec.encode(), header.spec.dtype.encode(), header.request_id.encode()]
     item = 1 if "float8" in spec.dtype else 4 if spec.dtype == "float32" else 2
     heads = spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads
-    head = b"KVRF" + struct.pack("<HHQQ", 2, 85 + sum(map(len, texts)), 0, len(payload))
+    head = b"KVRF" + struct.pack("<HHQQ", 3, 97 + sum(map(len, texts)), 0, len(payload))
     head += struct.pack("<Q", xxhash.xxh3_64_intdigest(payload) if digest is None else digest)
     head += struct.pack("<Q", heads * ((spec.key_dim + spec.value_dim) * item + 8 * spec.scaled))
+    head += struct.pack("<Q", header.parameters_id)
     head += struct.pack("<IHH", header.sequence, header.stage, header.num_stages)
     head += struct.pack("<4I", spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads)
-    head += struct.pack("<4I", spec.key_dim, spec.value_dim, header.first_layer, header.first_page)
+    head += struct.pack("<2I", spec.key_dim, spec.value_dim)
+    head += struct.pack("<3I", header.first_layer, header.first_head, header.first_page)
     head += bytes([spec.scaled, kind, *map(len, texts)]) + b"".join(texts)
     return head[:8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)) + head[16:]
 
@@ -132,7 +147,7 @@ def test_damage_anywhere_is_refused(header, payload, data):
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise):
     with pytest.raises(FrameFormatError):
-        unpack_head(b"KVRF\2\0" + noise, 0, LIMIT)
+        unpack_head(b"KVRF\3\0" + noise, 0, LIMIT)
 
 
 def test_payload_bound_is_checked_before_the_checksum():
@@ -144,7 +159,11 @@ def test_payload_bound_is_checked_before_the_checksum():
 
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
-    [(0, b"KVRG", "magic b'KVRG'"), (4, b"\1\0", "version 1"), (6, b"\xff\xff", "that it has 65535")],
+    [
+        (0, b"KVRG", "magic b'KVRG'"),
+        (4, b"\2\0", "version 2; this build reads 3: run all workers with the same release"),
+        (6, b"\xff\xff", "that it has 65535"),
+    ],
 )
 def test_message_names_field_and_value(offset, value, message):
     torn = bytearray(pack_head(HEADER, digest_of(memoryview(b"x"))))
@@ -166,18 +185,18 @@ def resealed(offset, value):
     ("offset", "value", "message"),
     [
         (32, b"\xff" * 8, "raw length"),
-        (44, b"\1\0", "stage 1 of 1"),
-        (46, b"\0\0", "stage 0 of 0"),
-        (48, b"\0" * 4, "num_layers 0"),
-        (48, b"\xff" * 24, "raw length"),
-        (80, b"\2", "scaled 2"),
-        (81, b"\0", "digest kind 0"),
-        (81, b"\3", "digest kind 3"),
-        (82, b"\xff", "strings"),
-        (82, b"\0\x0b", "dtype 'rawbfloat16'"),
-        (85, b"\xff", "not text"),
-        (88, b"complex9", "dtype 'complex9"),
-        (98, b"\xff\xff", "not text"),
+        (52, b"\1\0", "stage 1 of 1"),
+        (54, b"\0\0", "stage 0 of 0"),
+        (56, b"\0" * 4, "num_layers 0"),
+        (56, b"\xff" * 24, "raw length"),
+        (92, b"\2", "scaled 2"),
+        (93, b"\0", "digest kind 0"),
+        (93, b"\3", "digest kind 3"),
+        (94, b"\xff", "strings"),
+        (94, b"\0\x0b", "dtype 'rawbfloat16'"),
+        (97, b"\xff", "not text"),
+        (100, b"complex9", "dtype 'complex9"),
+        (110, b"\xff\xff", "not text"),
     ],
 )
 def test_wrong_field_under_a_right_checksum_is_refused(offset, value, message):
@@ -210,6 +229,8 @@ def test_digest_of_a_device_is_checked_on_a_host_too(payload):
         {"sequence": 2**32},
         {"sequence": -1},
         {"first_page": 2**32},
+        {"first_head": 2**32},
+        {"parameters_id": 2**64},
         {"stage": 1},
         {"codec": ""},
         {"codec": "größe"},

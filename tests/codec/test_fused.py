@@ -13,8 +13,8 @@ from kvrail.codec.compact import gpu as compact_gpu
 from kvrail.codec.compact.torch_ops import compress as compact
 from kvrail.codec.fused import launch
 from kvrail.codec.fused.builds import Build
-from kvrail.codec.tbe import gpu as tbe_gpu
-from kvrail.codec.tbe.cpu import compress
+from kvrail.codec.papers.tbe import gpu as tbe_gpu
+from kvrail.codec.papers.tbe.cpu import compress
 from tests.codec.emulated import Emulated
 from tests.codec.test_compact import bits, normal, of_bits
 

@@ -14,8 +14,9 @@ from test_integer import NAMES, PROPERTY
 
 from kvrail.codec import registry
 from kvrail.codec.base import CodecError
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.integer.format import INT4, INT8
-from kvrail.codec.integer.payload import HEADER_BYTES, parse
+from kvrail.codec.integer.payload import parse
 
 CODES = {"int8": INT8, "int4": INT4}
 SPEC = spec_of((2, 5, 33, 1, 35, 24), "bfloat16")
@@ -82,7 +83,7 @@ def test_another_stage_codec_or_spec_is_refused(name):
     for stage in (-1, 1):
         assert_refused(name, PAYLOADS[name], f"{name} has stage 0 alone, not {stage}", stage=stage)
     (other,) = set(NAMES) - {name}
-    assert_refused(other, PAYLOADS[name], f"codes of {CODES[name].bits} bits")
+    assert_refused(other, PAYLOADS[name])
     for change in ({"key_dim": 60}, {"num_pages": 2}, {"dtype": "float32"}, {"page_size": 70}):
         assert_refused(name, PAYLOADS[name], spec=dataclasses.replace(SPEC, **change))
 
@@ -101,7 +102,7 @@ def test_a_flag_that_counts_twice_is_refused(name):
     """Their sum is what the header says and the bytes are there, but one page would be given two."""
     layout, where = layout_of(name), section_at(name, 0, "flags")
     page = layout.parts[0].plan.page_bytes
-    payload = bytearray(with_bytes(name, 8, struct.pack("<I", 2)))
+    payload = bytearray(with_bytes(name, 4, struct.pack("<I", 2)))
     payload[where : where + 10] = PAYLOADS[name][where : where + 10].replace(b"\1", b"\2")
     payload[layout.tails[1] : layout.tails[1]] = bytes(-(-2 * page // 16) * 16 - layout.parts[0].tail_bytes)
     assert_refused(name, bytes(payload), "2 raw pages")
@@ -124,11 +125,11 @@ def test_numbers_of_raw_pages_are_bounded(name):
     """More than pay off, also where their bytes would be there; or some in a tensor that travels as it is."""
     for tensor in (0, 1):
         for count in (2, 10, 2**32 - 1):
-            assert_refused(name, with_bytes(name, 8 + 4 * tensor, struct.pack("<I", count)), r"raw pages|by its header")
+            assert_refused(name, with_bytes(name, 4 + 8 * tensor, struct.pack("<I", count)), r"raw pages|by its header")
     page = layout_of(name).parts[0].plan.page_bytes
-    many = with_bytes(name, 8, struct.pack("<I", 10)) + bytes(-(-9 * page // 16) * 16)
-    assert_refused(name, many, "flags 0 and 10 raw pages of 10")
-    assert_refused(name, with_bytes(name, 6, b"\1"), "flags 1 and 1 raw pages")
+    many = with_bytes(name, 4, struct.pack("<I", 10)) + bytes(-(-9 * page // 16) * 16)
+    assert_refused(name, many, "raw False and 10 raw pages of 10")
+    assert_refused(name, with_bytes(name, 0, b"\1"), "raw True and 1 raw pages")
 
 
 @PROPERTY

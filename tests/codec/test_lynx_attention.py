@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import anchor_drafts
 from benchmarks.attention_error import LIMITS, Candidate, check, exact_outputs, measure
-from kvrail.codec.lynx.codec import lynx_exact
+from kvrail.codec.papers.lynx.codec import lynx_exact
 
 CONTEXTS = 3
 

@@ -12,10 +12,10 @@ from lynx_cases import kv_pages
 from test_lynx import PROPERTY
 
 from kvrail.codec.base import CodecError
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.lynx.codec import lynx, lynx_exact
-from kvrail.codec.lynx.format import LynxCode
-from kvrail.codec.lynx.payload import ANCHOR, EXACT, HEADER_BYTES, RESIDUAL, parse
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
+from kvrail.codec.papers.lynx.codec import lynx, lynx_exact
+from kvrail.codec.papers.lynx.format import LynxCode
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, parse
 
 CODE = LynxCode(alpha=0.5, chunk=16)  # every section there is
 CODEC = lynx_exact(CODE)
@@ -84,15 +84,10 @@ def test_any_truncation_or_extension_is_refused(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_another_stage_is_refused(stage):
     for due in {0, 1, 2} - {stage}:
-        assert_refused(due, PAYLOADS[stage], f"stage {stage}; stage {due} is due")
+        assert_refused(due, PAYLOADS[stage])
     for due in (-1, 3):
         assert_refused(due, PAYLOADS[stage], "stages 0 to 2")
     assert_refused(2, PAYLOADS[2], "stages 0 to 1", codec=lynx(CODE))
-
-
-def test_other_parameters_are_refused():
-    other = lynx_exact()
-    assert_refused(0, PAYLOADS[0], f"{CODE.id:016x}.*{other.parameters_id:016x}", codec=other)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -154,9 +149,9 @@ def test_the_cases_have_a_tile_with_padding():
 
 @pytest.mark.parametrize("field", range(4))
 def test_numbers_of_words_and_escapes_are_bounded(field):
-    assert_refused(EXACT, with_bytes(EXACT, 16 + 8 * field, b"\xff" * 8), "words and")
+    assert_refused(EXACT, with_bytes(EXACT, 4 + 4 * field, b"\xff" * 4), "words and")
     for stage in (ANCHOR, RESIDUAL):
-        assert_refused(stage, with_bytes(stage, 16 + 8 * field, b"\x01"), "words and")
+        assert_refused(stage, with_bytes(stage, 4 + 4 * field, b"\x01"), "words and")
 
 
 def test_an_anchor_that_is_not_this_residual_s_is_refused():
@@ -165,7 +160,7 @@ def test_an_anchor_that_is_not_this_residual_s_is_refused():
         assert_all_refused(RESIDUAL, [anchors[:end], residuals])
     for offset in range(HEADER_BYTES):
         assert_all_refused(RESIDUAL, [with_bytes(ANCHOR, offset, bytes([anchors[offset] ^ 1])), residuals])
-    assert_all_refused(RESIDUAL, [residuals, residuals], "stage 1; stage 0 is due")
+    assert_all_refused(RESIDUAL, [residuals, residuals])
     for change in ({"key_dim": 60}, {"num_pages": 1}, {"dtype": "float32"}, {"page_size": 70}):
         other = kv_pages(dataclasses.replace(SPEC, **change), 1, noise=0.005)
         assert_all_refused(RESIDUAL, [CODEC.encode(other).stages()[0], residuals])

@@ -16,11 +16,10 @@ from splitzip_cases import codebook, int_type, kv_block, reference_decode, refer
 from kvrail.codec.base import Block, BlockSpec, CodecError, PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core import cpu as core_cpu
-from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.one_stage.codec import WindowCodec, splitzip, splitzip_channel
-from kvrail.codec.splitzip.one_stage.payload import parse
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import parse
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -64,7 +63,7 @@ def assert_equals_reference(pages, dtype, per_channel, bits, chunk=4096):
     encoding = codec.encode(pages)
     (payload,) = encoding.stages()
     tops = tops_of(pages, per_channel)
-    assert bytes(payload) == reference_payload(pages, code, tops, codec.parameters_id)
+    assert bytes(payload) == reference_payload(pages, code, tops)
     assert bits_of(pages.pools) == bits_of(before.pools)
     out = scattered(pages.spec, 99)  # poisoned: random bits everywhere
     expected = copy_of(out)
@@ -154,7 +153,7 @@ def test_wide_tiles_have_extensions():
     pages = kv_pages(spec_of((1, 2, 64, 1, 64, 64), "bfloat16"), 8, outliers=0.01)
     codec = codec_of("bfloat16", False, 4)
     payload = np.frombuffer(codec.encode(pages).stages()[0], dtype=np.uint8)
-    layout = parse(payload, pages.spec, WindowCode(4, False), BOOK.id)
+    layout = parse(payload, pages.spec, plans_of(pages.spec, WindowCode(4, False)))
     assert 0 < layout.keys.extensions <= layout.keys.records
     out = scattered(pages.spec, 9)
     reference_decode(payload, layout, tops_of(pages, False), out)
@@ -256,6 +255,6 @@ def test_golden_payloads(name, dtype):
 def test_plans_cover_the_payload():
     pages = kv_pages(spec_of((2, 3, 16, 2, 24, 8), "float8_e5m2"), 14)
     (payload,) = codec_of("float8_e5m2", False, 4).encode(pages).stages()
-    layout = parse(np.frombuffer(payload, dtype=np.uint8), pages.spec, WindowCode(4, False), BOOK.id)
+    layout = parse(np.frombuffer(payload, dtype=np.uint8), pages.spec, plans_of(pages.spec, WindowCode(4, False)))
     plans = plans_of(pages.spec, WindowCode(4, False))
     assert payload.nbytes == layout.size < HEADER_BYTES + sum(aligned(plan.raw_bytes) for plan in plans) + 2**12

@@ -14,12 +14,11 @@ if torch.cuda.is_available():
 from kvrail.codec.base import Block, CodecError
 from kvrail.codec.splitzip.one_stage import gpu
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_encode
-from kvrail.codec.splitzip.one_stage.payload import parse
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles import gpu as tiles_gpu
 from kvrail.codec.splitzip.tiles import gpu_launch, reference
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
-from kvrail.codec.splitzip.tiles.payload import scale_bytes_of, travels_raw
+from kvrail.codec.splitzip.tiles.payload import parse, scale_bytes_of, travels_raw
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 FIXED, FIXED_NARROW, CHANNEL = WindowCode(4, False, 256), WindowCode(3, False, 256), WindowCode(3, True, 256)
@@ -131,12 +130,12 @@ def test_payload_decodes_into_the_pages_named_and_no_others(shape, dtype, code):
     before, wanted = bits_of(pages.pools), copy_of(out)
     wanted.scatter(pages.gather())
     tops = tops_of(pages, code)
-    encoding = gpu.encode(pages, Coding(plans_of(pages.spec, code), tops, 7))
+    encoding = gpu.encode(pages, Coding(plans_of(pages.spec, code), tops))
     payload = np.frombuffer(encoding.stages()[0], dtype=np.uint8)
-    layout = parse(payload, pages.spec, code, 7)
+    layout = parse(payload, pages.spec, plans_of(pages.spec, code))
     assert not (layout.keys.raw and layout.values.raw)
     assert encoding.stats().escapes == layout.keys.records + layout.values.records
-    gpu.decode(0, [payload], [layout], Coding(plans_of(pages.spec, code), tops, 7), out)
+    gpu.decode(0, [payload], [layout], Coding(plans_of(pages.spec, code), tops), out)
     assert bits_of(out.pools) == bits_of(wanted.pools)
     assert bits_of(pages.pools) == before
 
@@ -160,14 +159,14 @@ def test_a_tensor_that_would_grow_travels_raw_by_itself(code):
     noise = scattered(spec_of(shape, "bfloat16"), 1).pools
     pages = replace(pages, pools=Block(noise.keys, pages.pools.values))
     tops = tops_of(pages, code)
-    encoding = gpu.encode(pages, Coding(plans_of(pages.spec, code), tops, 7))
+    encoding = gpu.encode(pages, Coding(plans_of(pages.spec, code), tops))
     payload = np.frombuffer(encoding.stages()[0], dtype=np.uint8)
-    layout = parse(payload, pages.spec, code, 7)
+    layout = parse(payload, pages.spec, plans_of(pages.spec, code))
     assert (layout.keys.raw, layout.values.raw, encoding.stats().raw_tensors) == (True, False, 1)
     out = scattered(pages.spec, 3)
     wanted = copy_of(out)
     wanted.scatter(pages.gather())
-    gpu.decode(0, [payload], [layout], Coding(plans_of(pages.spec, code), tops, 7), out)
+    gpu.decode(0, [payload], [layout], Coding(plans_of(pages.spec, code), tops), out)
     assert bits_of(out.pools) == bits_of(wanted.pools)
 
 
@@ -176,16 +175,16 @@ def test_pages_whose_rows_are_not_contiguous_are_refused():
     pools = Block(pages.pools.keys.transpose(2, 3), pages.pools.values.transpose(2, 3))
     pages = replace(pages, pools=pools)
     with pytest.raises(CodecError, match="contiguous"):
-        gpu.encode(pages, Coding(plans_of(pages.spec, FIXED), tops_of(pages, FIXED), 7))
+        gpu.encode(pages, Coding(plans_of(pages.spec, FIXED), tops_of(pages, FIXED)))
 
 
 @pytest.mark.parametrize(("shape", "dtype", "code"), CASES[:2], ids=str)
 def test_more_escapes_than_there_is_room_for_take_larger_memory(shape, dtype, code, monkeypatch):
     pages = pages_of(shape, dtype, code, 1, 0.5)
     plans, tops = plans_of(pages.spec, code), tops_of(pages, code)
-    usual = gpu.encode(pages, Coding(plans, tops, 7))
+    usual = gpu.encode(pages, Coding(plans, tops))
     monkeypatch.setattr(tiles_gpu, "ESCAPE_SHARE", 1 << 40)
-    encoding = gpu.encode(pages, Coding(plans, tops, 7))
+    encoding = gpu.encode(pages, Coding(plans, tops))
     room = encoding._host.numel()
     payload = bytes(encoding.stages()[0])
     assert payload == bytes(usual.stages()[0]) and len(payload) > room

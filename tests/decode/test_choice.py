@@ -24,7 +24,7 @@ RAW = CodecCost(1e-10, 1e-10, (1.0,))
 SPLITZIP = CodecCost(5e-10, 3e-10, (0.72,))
 PROGRESSIVE = CodecCost(6e-10, 3e-10, (0.36, 0.36))
 THREE = CodecCost(3e-9, 1e-9, (0.3, 0.25, 0.4))
-COSTS = {"raw": RAW, "splitzip": SPLITZIP, "splitzip-progressive": PROGRESSIVE, "lynx-exact": THREE}
+COSTS = {"raw": RAW, "splitzip": SPLITZIP, "splitzip-progressive-ans": PROGRESSIVE, "lynx-exact": THREE}
 FRAMES = 400
 
 
@@ -89,10 +89,10 @@ def test_the_choice_is_the_best_of_all_by_simulation(link, raw_bytes):
 
 def test_slow_links_take_stages_and_fat_links_take_raw():
     slow = Situation(100_000_000, 2.5e7, 0.01, 64, 0.6)
-    assert choose(COSTS, slow).codec == "splitzip-progressive"
+    assert choose(COSTS, slow).codec == "splitzip-progressive-ans"
     assert choose(COSTS, Situation(100_000_000, 5e10, 0.01, 64, 0.6)).codec == "raw"
     hopeless = Situation(100_000_000, 2.5e7, 0.01, 0, 0.0)  # without drafts two stages gain nothing over one
-    assert choose(COSTS, hopeless).codec in ("splitzip", "splitzip-progressive")
+    assert choose(COSTS, hopeless).codec in ("splitzip", "splitzip-progressive-ans")
     assert expected_s(PROGRESSIVE, slow) < 0.95 * expected_s(SPLITZIP, slow) < expected_s(RAW, slow)
     assert "25.0 MB/s" in choose(COSTS, slow).sentence
 
@@ -119,9 +119,9 @@ def test_an_unknown_link_takes_the_fallback_and_one_transfer_tells_it():
     assert (first.codec, first.reason) == ("splitzip", "link_unknown")
     assert chooser.link_bytes_per_s("p:1") == 0
     chooser.observe_link("p:1", LinkSample(10_000_000, 0.4))
-    assert chooser.choose("p:1", 100_000_000).codec == "splitzip-progressive"
+    assert chooser.choose("p:1", 100_000_000).codec == "splitzip-progressive-ans"
     assert chooser.choose("p:2", 100_000_000).reason == "link_unknown"
-    labels = {"model_name": "m", "codec": "splitzip-progressive", "reason": "fastest"}
+    labels = {"model_name": "m", "codec": "splitzip-progressive-ans", "reason": "fastest"}
     assert registry.get_sample_value("kvrail_kv_codec_choices_total", labels) == 1
     rate = {"model_name": "m", "prefill_worker": "p:1"}
     assert registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate) == pytest.approx(2.5e7)
@@ -170,8 +170,8 @@ def test_drafts_and_steps_are_learnt():
     at = 100_000_000
     chooser, _ = make()
     chooser.observe_link("p", LinkSample(10_000_000, 0.4))
-    chooser.costs = {**COSTS, "splitzip-progressive": CodecCost(6e-10, 3e-10, (0.37, 0.37))}
-    assert chooser.choose("p", at).codec == "splitzip-progressive"
+    chooser.costs = {**COSTS, "splitzip-progressive-ans": CodecCost(6e-10, 3e-10, (0.37, 0.37))}
+    assert chooser.choose("p", at).codec == "splitzip-progressive-ans"
     for _ in range(40):
         chooser.observe_drafts(64, 0)
     assert chooser.choose("p", at).codec == "splitzip"

@@ -3,7 +3,7 @@
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvrail.engine.schedule.pace import Line
+from kvrail.engine.schedule.cost import Line
 from kvrail.services.decode.local import UNMEASURED_TOKENS, LocalPrefill, local_tokens
 
 SECONDS = st.floats(1e-6, 0.1)
@@ -33,11 +33,11 @@ def test_more_streams_beside_it_leave_less_to_compute_here():
 
 
 def test_what_is_not_measured_is_the_old_constant_and_a_number_of_the_operators_holds():
-    pace = Line()
-    local = LocalPrefill(-1, lambda: pace, 256)
+    line = Line()
+    local = LocalPrefill(-1, lambda: line, 256)
     assert local.tokens(3) == UNMEASURED_TOKENS
     local.fetched(1000, 0.05)
     assert local.tokens(0) == UNMEASURED_TOKENS
-    pace = Line(1e-3, 1e-5)
+    line = Line(1e-3, 1e-5)
     assert local.tokens(0) == 256
-    assert LocalPrefill(7, lambda: pace, 256).tokens(0) == 7
+    assert LocalPrefill(7, lambda: line, 256).tokens(0) == 7

@@ -7,7 +7,7 @@ import pytest
 from kvrail.rpc import names
 from kvrail.runtime.breaker import FAILURES
 from kvrail.services.decode import prefill_workers
-from kvrail.services.decode.prefill_workers import AllowedWorkers, Asked, Breakers, GrpcPrefillWorkers
+from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, GrpcPrefillWorkers, PrefillTarget
 
 NAMED = [
     "10.1.2.3:7001",
@@ -98,10 +98,10 @@ async def test_channels_that_nobody_uses_are_closed(monkeypatch):
 
 
 def test_failures_are_those_of_one_start_of_a_worker():
-    breakers, first, anew = Breakers(), Asked("p:1", 5), Asked("p:1", 6)
+    breakers, first, anew = Breakers(), PrefillTarget("p:1", 5), PrefillTarget("p:1", 6)
     for _ in range(FAILURES):
         breakers.of(first).failed(breakers.of(first).begin())
     assert not breakers.of(first).allows
-    assert breakers.of(Asked("p:2", 5)).allows
+    assert breakers.of(PrefillTarget("p:2", 5)).allows
     assert breakers.of(anew).allows
     assert breakers.of(first).allows  # nothing is kept of what was there before

@@ -16,7 +16,8 @@ from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.worker import EngineMetrics
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "kvrail"
-CASES = ("minimal", "gpu", "everything")
+CASES = ("minimal", "gpu", "hpa", "gateway", "metrics", "everything")
+GPU_CASES = ("gpu", "everything")
 OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
 ROLES = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
 
@@ -44,7 +45,8 @@ def fields(**properties):
 
 TEXT, LABELS, SECRET = {"type": "string"}, {"type": "object"}, fields(name={}, key={})
 CUSTOM = {
-    # From the API references of KEDA 2, the Prometheus operator and cert-manager: no field may be misspelt.
+    # From the API references of KEDA 2, the Prometheus operator, cert-manager and the Gateway API with its inference
+    # extension: no field may be misspelt.
     "ScaledObject": fields(
         scaleTargetRef=fields(name=TEXT),
         minReplicaCount={"type": "integer"},
@@ -75,6 +77,30 @@ CUSTOM = {
                 ),
             ),
         },
+    ),
+    "PrometheusRule": fields(groups={"type": "array", "minItems": 1}),
+    "HTTPRoute": fields(
+        parentRefs={"type": "array", "minItems": 1, "items": fields(name=TEXT, namespace=TEXT)},
+        hostnames={"type": "array", "items": TEXT},
+        rules={
+            "type": "array",
+            "items": fields(
+                timeouts=fields(request=TEXT),
+                backendRefs={
+                    "type": "array",
+                    "items": fields(group=TEXT, kind=TEXT, name=TEXT, port={"type": "integer"}),
+                },
+            ),
+        },
+    ),
+    "InferencePool": fields(
+        selector=fields(matchLabels=LABELS),
+        targetPorts={"type": "array", "maxItems": 8, "items": fields(number={"type": "integer"})},
+        endpointPickerRef=fields(
+            name={"type": "string", "minLength": 1},
+            port=fields(number={"type": "integer"}),
+            failureMode={"enum": ["FailOpen", "FailClose"]},
+        ),
     ),
     "Certificate": fields(
         secretName=TEXT,
@@ -151,12 +177,12 @@ def test_a_process_takes_the_environment_that_it_is_given(cases, case, role):
     assert not pod["enableServiceLinks"], "Kubernetes would add variables KVRAIL_..., which are no settings"
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     if role == "router":
-        assert ports == {"http": settings.port}
+        assert ports == {"http": settings.port, "metrics": settings.admin_port}
     else:
         assert ports["grpc"] == settings.port
         assert ports["metrics"] == settings.metrics_port
-        assert settings.device == ("cpu" if case == "minimal" else "cuda")
-        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (case != "minimal")
+        assert settings.device == ("cuda" if case in GPU_CASES else "cpu")
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (case in GPU_CASES)
     if role == "prefill":
         assert ports["data"] == settings.data_port
     if case == "everything":
@@ -181,12 +207,14 @@ def test_names_selectors_and_ports_fit_together(cases, case):
     for role in ROLES:
         pod = deployments[role]["spec"]["template"]
         labels, (container,) = pod["metadata"]["labels"], pod["spec"]["containers"]
-        assert services[role]["spec"]["selector"].items() <= labels.items()
+        for name in (role, "router-admin") if role == "router" else (role,):
+            assert services[name]["spec"]["selector"].items() <= labels.items()
         assert deployments[role]["spec"]["selector"]["matchLabels"].items() <= labels.items()
         budget = of_kind(objects, "PodDisruptionBudget")[role]
         assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
         names = {each["name"] for each in container["ports"]}
-        assert {each["targetPort"] for each in services[role]["spec"]["ports"]} <= names
+        for name in (role, "router-admin") if role == "router" else (role,):
+            assert {each["targetPort"] for each in services[name]["spec"]["ports"]} <= names
         volumes = {each["name"] for each in pod["spec"]["volumes"]}
         assert {each["name"] for each in container["volumeMounts"]} == volumes
         others = [other for other in ROLES if other != role]
@@ -252,13 +280,14 @@ def test_only_those_who_must_reach_a_worker_do(cases, case):
         assert reaches(objects, labels[source], "decode", 7002) == (source == "router")
         assert reaches(objects, labels[source], "prefill", 7001) == (source in ("router", "decode"))
         assert reaches(objects, labels[source], "prefill", 7003) == (source == "decode")
-        assert reaches(objects, labels[source], "decode", 9100), "metrics, unless metricsFrom says by whom"
+        for target in ROLES:
+            assert reaches(objects, labels[source], target, 9100), "metrics, unless metricsFrom says by whom"
 
 
 def test_with_everything_strangers_get_nothing_and_workers_speak_ucx(cases):
     objects, _ = cases["everything"]
     labels = {role: of_kind(objects, "Deployment")[role]["spec"]["template"]["metadata"]["labels"] for role in ROLES}
-    for target, port in (("router", 8000), ("decode", 9100), ("prefill", 9100), ("decode", 7002)):
+    for target, port in (("router", 8000), ("router", 9100), ("decode", 9100), ("prefill", 9100), ("decode", 7002)):
         assert not reaches(objects, {"app": "stranger"}, target, port)
     assert reaches(objects, labels["decode"], "prefill", 40000)
     assert reaches(objects, labels["prefill"], "decode", 40000)
@@ -283,12 +312,112 @@ def test_pools_are_scaled_by_metrics_that_exist(cases):
         {"worker": {"gpus": 2}},
         {"router": {"settings": {"Policy": "least-load"}}},
         {"model": {"name": ""}},
+        {"router": {"httpRoute": {"enabled": True}}},
+        {"inferencePool": {"enabled": True}},
+        {"monitoring": {"rules": {"docsUrl": "docs"}}},
+        {"decode": {"autoscaling": {"kind": "cron"}}},
     ],
     ids=str,
 )
 def test_wrong_values_are_refused(wrong):
     with pytest.raises(helm.HelmError):
         rendered(wrong)
+
+
+def test_clients_reach_no_metrics(cases):
+    services = of_kind(cases["minimal"][0], "Service")
+    assert [port["name"] for port in services["router"]["spec"]["ports"]] == ["http"]
+    assert services["router-admin"]["spec"]["clusterIP"] == "None"
+
+
+def test_what_prometheus_scrapes_has_the_labels_that_rules_and_boards_ask_for(cases):
+    objects, _ = cases["metrics"]
+    services = {service["metadata"]["name"]: service for service in objects if service["kind"] == "Service"}
+    for role, monitor in of_kind(objects, "ServiceMonitor").items():
+        (endpoint,) = monitor["spec"]["endpoints"]
+        found = [
+            service["metadata"]["name"]
+            for service in services.values()
+            if monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+            and endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+        ]
+        assert found == ["demo-kvrail-router-admin" if role == "router" else f"demo-kvrail-{role}"]
+        labels = {each["targetLabel"]: each["replacement"] for each in endpoint["relabelings"]}
+        assert labels == {"service": role, "job": "kvrail"}
+
+
+def test_alerts_and_boards_are_those_of_the_compose_cluster(cases, tmp_path, promtool):
+    deploy = CHART.parents[1]
+    objects, _ = cases["everything"]
+    rules = of_kind(objects, "PrometheusRule")
+    for name in ("alerts", "recording"):
+        written = yaml.safe_load((deploy / "prometheus" / "rules" / f"{name}.yml").read_text())
+        made = json.loads(json.dumps(rules[name]["spec"]).replace("https://docs.example.com/kvrail/", "docs/"))
+        assert made == written
+        (tmp_path / f"{name}.yml").write_text(yaml.safe_dump(rules[name]["spec"]))
+        checked = promtool("check", "rules", str(tmp_path / f"{name}.yml"))
+        assert checked.returncode == 0, checked.stderr
+    links = re.findall(r"runbook_url\W+([^\s\"]+)", json.dumps(rules["alerts"]["spec"]))
+    assert links
+    assert all(link.startswith("https://docs.example.com/kvrail/operations.md#") for link in links)
+    boards = {path.name: json.loads(path.read_text()) for path in (deploy / "grafana" / "boards").glob("*.json")}
+    maps = of_kind(objects, "ConfigMap").values()
+    made = {name: json.loads(text) for each in maps for name, text in each["data"].items()}
+    assert made == {f"kvrail-{name}": board for name, board in boards.items()}
+    assert all(each["metadata"]["labels"]["grafana_dashboard"] == "1" for each in maps)
+    assert all(each["metadata"]["annotations"] == {"grafana_folder": "kvrail"} for each in maps)
+
+
+def test_pools_are_scaled_without_keda(cases):
+    objects, notes = cases["hpa"]
+    scalers = of_kind(objects, "HorizontalPodAutoscaler")
+    assert not of_kind(objects, "ScaledObject")
+    assert "KEDA" not in notes
+    assert scalers["decode"]["spec"]["metrics"] == [
+        {
+            "type": "Pods",
+            "pods": {
+                "metric": {"name": "kvrail_engine_sequences", "selector": {"matchLabels": {"state": "running"}}},
+                "target": {"type": "AverageValue", "averageValue": "24"},
+            },
+        }
+    ]
+    assert scalers["prefill"]["spec"]["metrics"][0]["resource"]["name"] == "cpu"
+    assert all("replicas" not in of_kind(objects, "Deployment")[role]["spec"] for role in scalers)
+
+
+def test_the_ways_in_lead_to_the_routers(cases):
+    (rule,) = of_kind(cases["hpa"][0], "Ingress")["router"]["spec"]["rules"]
+    assert rule["host"] == "llm.example.com"
+    assert rule["http"]["paths"][0]["backend"] == {"service": {"name": "demo-kvrail-router", "port": {"name": "http"}}}
+    objects, _ = cases["gateway"]
+    (rule,) = of_kind(objects, "HTTPRoute")["router"]["spec"]["rules"]
+    pool = of_kind(objects, "InferencePool")["router"]
+    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    pod = of_kind(objects, "Deployment")["router"]["spec"]["template"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert pool["spec"]["targetPorts"] == [{"number": settings_of(objects, "router")[0].port}]
+    assert of_kind(objects, "Service")["router"]["spec"]["sessionAffinity"] == "ClientIP"
+    assert settings_of(objects, "router")[0].api_keys_file == "/keys/keys.toml"
+    objects, _ = rendered({"router": {"httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]}}})
+    (rule,) = of_kind(objects, "HTTPRoute")["router"]["spec"]["rules"]
+    assert rule["backendRefs"] == [{"name": "demo-kvrail-router", "port": 80}]
+
+
+def test_downloads_are_made_once_and_kept(cases):
+    objects, _ = cases["everything"]
+    claim = of_kind(objects, "PersistentVolumeClaim")["hub"]
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    (job,) = of_kind(objects, "Job").values()
+    pods = [of_kind(objects, "Deployment")[role]["spec"]["template"]["spec"] for role in ROLES]
+    for pod in (job["spec"]["template"]["spec"], *pods):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes["hub"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-1] == "Qwen/Qwen3-8B"
+    assert container["image"] == pods[1]["containers"][0]["image"], "the Hub's client of the workers"
+    other, _ = rendered({"model": {"name": "a/b", "download": {"enabled": True}}})
+    assert of_kind(other, "Job").keys() != of_kind(objects, "Job").keys()
 
 
 def test_without_prefill_workers_routers_look_for_none():

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 PROJECT = f"kvrail-test-{os.getpid()}"
+VERSION = "9.9.9.dev1+gabcdef0"
 SERVICES = ("router", "prefill", "decode")
 CONFINED = (*SERVICES, "prometheus")
 PATIENCE_S = 180.0
@@ -67,7 +68,7 @@ class Cluster:
 
     def __init__(self):
         ports = {f"KVRAIL_{name}PORT": free_port() for name in ("", "ADMIN_", "PROMETHEUS_")}
-        self.env = {**os.environ, **{name: str(port) for name, port in ports.items()}}
+        self.env = {**os.environ, **{name: str(port) for name, port in ports.items()}, "KVRAIL_VERSION": VERSION}
         self.api, self.admin, self.prometheus = (
             httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S)
             for port in ports.values()
@@ -189,6 +190,13 @@ def test_a_container_is_confined(cluster, service):
 def test_an_image_has_what_traces_need(cluster, service):
     code = "from kvrail.telemetry.tracing import check_tracing; check_tracing('http://collector:4317')"
     cluster.compose("exec", "-T", service, "python3", "-c", code)
+
+
+def test_images_know_the_version_that_they_were_built_as(cluster):
+    assert cluster.api.get("/version").json() == {"version": VERSION}
+    answer = cluster.prometheus.get("/api/v1/query", params={"query": "kvrail_build_info"}).raise_for_status().json()
+    versions = {each["metric"]["service"]: each["metric"]["version"] for each in answer["data"]["result"]}
+    assert versions == dict.fromkeys(("router", "prefill", "decode"), VERSION)
 
 
 def test_the_routers_image_has_no_torch(cluster):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.e2e.processes import Processes
-from tests.models import tiny_model
+from tests.models import kv_gib, tiny_model
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 12
 BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 250, "temperature": 0.7, "seed": 3, "ignore_eos": True}
@@ -13,8 +13,9 @@ BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 250, "temperature": 0.7
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    flags = ("--kv-dtype", "float32", "--num-pages", "64", "--no-prefix-cache")
-    started = Processes(tmp_path_factory.mktemp("lost"), tiny_model("llama"), *flags, decodes=3)
+    model = tiny_model("llama")
+    flags = ("--kv-dtype", "float32", "--kv-memory-gib", str(kv_gib(model, 64, "float32")), "--no-prefix-cache")
+    started = Processes(tmp_path_factory.mktemp("lost"), model, *flags, decodes=3)
     yield started
     started.close()
 

@@ -13,7 +13,7 @@ IMPOSED = 3
 LIMIT_S = 270
 SMALL = {f"KVRAIL_{role}_KV_MEMORY_GIB": "0.5" for role in ("PREFILL", "DECODE")}
 """Other tests' clusters run beside this one."""
-FLAGS = ("--rates", "20mbit", "--tokens", "1000", "--rounds", "1", "--codecs", "raw,splitzip-progressive")
+FLAGS = ("--rates", "20mbit", "--tokens", "1000", "--rounds", "1", "--codecs", "raw,splitzip-progressive-ans")
 
 
 def test_a_run_imposes_what_it_says(tmp_path):
@@ -35,5 +35,5 @@ def test_a_run_imposes_what_it_says(tmp_path):
     raw, staged = (dict(zip(times["header"], row, strict=True)) for row in times["rows"])
     assert (raw["same text"], staged["same text"]) == ("1 of 1", "")
     assert 0 < float(staged["accepted"]) == min(IMPOSED, float(staged["drafts"]))
-    assert f"splitzip-progressive: {IMPOSED}" in times["notes"]
+    assert f"splitzip-progressive-ans: {IMPOSED}" in times["notes"]
     assert times["notes"] in path.with_suffix(".md").read_text()

@@ -16,14 +16,17 @@ TOKENS, OUTPUT_TOKENS = 700, 40
 RATE = "10mbit"
 """The second stage of so many tokens takes more than a second: there is time to draft on any machine."""
 PORTS = range(18720, 18724)
-CODECS = ("splitzip-progressive", "splitzip-progressive-ans")
+CODECS = "splitzip-progressive-ans"
 
 
 def in_namespace(spaces, folder):
     """What a client gets with raw on an open link, then on a slow one with CODECS: one quietly, then each."""
     # a later stage's frame that left early holds up little
-    flags = ["--max-frame-bytes", "524288", "--transfer-timeout-s", "200"]
-    cluster = Cluster(folder, PREFILL_HOST, DECODE_HOST, spaces[0], PORTS, prefill_flags=flags, decode_flags=flags)
+    flags = ["--transfer-timeout-s", "200"]
+    small = ["--transfer-memory-mib", "4"]
+    cluster = Cluster(
+        folder, PREFILL_HOST, DECODE_HOST, spaces[0], PORTS, prefill_flags=flags, decode_flags=[*small, *flags]
+    )
     client = httpx.Client(base_url=cluster.url, timeout=TIMEOUT_S)
     try:
         asked = client, cluster.model, prompt_of(TOKENS), OUTPUT_TOKENS

@@ -33,7 +33,7 @@ def free_port() -> int:
 async def start(*command: str, port: int) -> asyncio.subprocess.Process:
     """A worker with the demo model, healthy."""
     metrics_port = free_port()
-    flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--num-pages", "50"]
+    flags = ["--port", str(port), "--metrics-port", str(metrics_port), "--kv-memory-gib", "0.025"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *command, *flags, stderr=asyncio.subprocess.PIPE
     )

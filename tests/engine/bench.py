@@ -10,7 +10,7 @@ from kvrail.engine.engine import Engine
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.request.events import Admitted, Output
 from kvrail.engine.request.requests import EngineRequest, ModelLimits
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.telemetry.worker import EngineMetrics
 from kvrail.values.sampling import SamplingParams
@@ -23,7 +23,7 @@ class Bench:
         num_pages=32,
         page_size=4,
         prefix_cache=True,
-        on_layer=None,
+        listener=None,
         max_drafts=64,
         ahead=False,
         tier=None,
@@ -34,7 +34,7 @@ class Bench:
         self.machine = PageMachine(num_pages, page_size, ahead=ahead)
         self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache, tier=tier and tier(self.machine.cells))
         self.events: dict[str, list] = {}
-        self.scheduler = Scheduler(self.pool, Limits(**settings))
+        self.scheduler = Scheduler(self.pool, StepBudget(**settings))
         self.engine = Engine(
             self.machine,
             FirstIndexShift(),
@@ -43,7 +43,7 @@ class Bench:
             None,
             EngineMetrics(self.registry, "machine"),
             self.deliver,
-            on_layer,
+            listener,
             max_drafts,
         )
 
@@ -79,7 +79,7 @@ class Bench:
 
 
 class Transfer:
-    """What a transfer does to one request. It writes whole pages, so that slots behind the prompt suffer too."""
+    """A transfer into one request's pages. It writes whole pages, so it overwrites slots behind the prompt too."""
 
     def __init__(self, bench: Bench, name: str, prompt: list[int]) -> None:
         self.bench, self.name, self.prompt = bench, name, prompt

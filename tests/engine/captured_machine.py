@@ -1,4 +1,4 @@
-"""Captured steps on a CPU: what a GPU replays is computed anew, over a model that reads token ids from its pages.
+"""Captured steps on a CPU: a step that a GPU replays is computed again, over a model whose pages hold token ids.
 
 The runner, the sizes, the buffers and the order of launches are those that serve on a GPU; only CUDA is replaced. The
 model's logits behind a token are noise, seeded by a checksum of all tokens that its page table leads to. So any
@@ -29,7 +29,7 @@ from tests.models import VOCAB
 
 MAX_LEN = 96
 QUERIES = 16
-"""Of a block, as kernels take them."""
+"""Queries of a block, as kernels take them."""
 
 
 @functools.lru_cache(1 << 16)
@@ -117,7 +117,7 @@ class Stream:
 
 
 def capture(self: StepGraphs, size: StepSize, cuts: set[int]) -> graphs._Captured:
-    """In place of a graph what computes the step again, into the same memory."""
+    """In place of a graph: computes the step again, into the same memory."""
     buffer = StepBuffer(size, torch.device("cpu"))
     logits = torch.empty(size.logit_rows or size.extents.tokens, VOCAB)
     parts = [SimpleNamespace(replay=lambda: logits.copy_(self._compute(buffer, None)))]
@@ -137,7 +137,7 @@ def launch_draw(logits: torch.Tensor, words: torch.Tensor, out: torch.Tensor) ->
 
 
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace what captures and replays."""
+    """Replace capture and replay."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -14,7 +14,7 @@ from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.engine.request.events import Admitted, Drafted, Event, Finished, Output, Verified
 from kvrail.engine.request.requests import EngineRequest, ModelLimits
 from kvrail.engine.sampling.sampler import Sampler
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.runner import ModelRunner
 from kvrail.telemetry.worker import EngineMetrics
@@ -50,7 +50,7 @@ def loaded(family: str, device: str = "cpu") -> tuple[LoadedModel, Tokenizer]:
 
 
 class DecodeSite:
-    """An engine stepped by hand, and what it said."""
+    """An engine stepped by hand, and its events."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class DecodeSite:
         self.engine = Engine(
             self.runner,
             self.sampler,
-            Scheduler(self.pool, Limits(**size, max_waiting=99, prompt_rows=prompt_rows)),
+            Scheduler(self.pool, StepBudget(**size, max_waiting=99, prompt_rows=prompt_rows)),
             ModelLimits(self.model.vocab_size, self.model.max_model_len, self.model.eos_token_ids),
             self.tokenizer,
             EngineMetrics(CollectorRegistry(), "tiny"),
@@ -98,7 +98,7 @@ class DecodeSite:
         return [event for event in self.events[name] if isinstance(event, kind)]
 
     def answer(self, name: str) -> tuple[list[int], str, object, str, int]:
-        """Tokens, text, why it ended, and how many tokens were counted."""
+        """Tokens, text, finish reason, stop reason and the number of tokens that were counted."""
         outputs = self.of(name, Output)
         tokens = [token for output in outputs for token in output.token_ids]
         text = "".join(output.text for output in outputs)
@@ -109,15 +109,15 @@ class DecodeSite:
         return [entry for output in self.of(name, Output) for entry in output.logprobs]
 
     def drafted(self, name: str) -> tuple[list[int], str]:
-        heard = self.of(name, Drafted)
-        return [token for event in heard for token in event.token_ids], "".join(event.text for event in heard)
+        drafts = self.of(name, Drafted)
+        return [token for event in drafts for token in event.token_ids], "".join(event.text for event in drafts)
 
     def accepted(self, name: str) -> int:
         (verdict,) = self.of(name, Verified)
         return verdict.accepted
 
     def cached_pages(self, token_ids: list[int]) -> Pages:
-        """What the prefix cache would serve to a prompt that begins so."""
+        """The pages that the prefix cache would serve to a prompt that begins with these tokens."""
         found = self.pool.match(page_hashes(token_ids, PAGE_SIZE))
         return self.runner.cache.tensors["keys"][:, found].clone(), self.runner.cache.tensors["values"][
             :, found
@@ -164,7 +164,7 @@ class Transfer:
 
 
 def deliver(site: DecodeSite, transfers: list[Transfer], form: Coarse) -> None:
-    """All at once: drafts on one form of KV, then the exact one."""
+    """All transfers at once: drafts on one form of KV, then the exact one."""
     for transfer in transfers:
         transfer.send_coarse(form)
     site.run()
@@ -174,7 +174,7 @@ def deliver(site: DecodeSite, transfers: list[Transfer], form: Coarse) -> None:
 
 
 def banned_first(site: DecodeSite, params: SamplingParams) -> tuple[int, ...]:
-    """What the prefill worker must not draw."""
+    """Tokens that the prefill worker must not draw."""
     return (*params.stop_token_ids, *site.model.eos_token_ids) if params.min_tokens else ()
 
 

@@ -17,7 +17,7 @@ from kvrail.engine.sampling.draw import GREEDY, DrawParams
 
 VOCAB = 101
 POISON = 1_000_000
-"""In a cell: KV that is not finite. Logits of what reads it are NaN, and nothing is drawn from them."""
+"""In a cell: KV that is not finite. A token that reads it has NaN as logits, from which nothing is drawn."""
 
 
 def next_token(tokens: Sequence[int], index: int = 0) -> int:
@@ -81,7 +81,7 @@ class PageMachine:
         for piece in slices:
             self.write(piece.page_table, piece.start, piece.token_ids)
             tokens = self.read(piece.page_table, piece.start + len(piece.token_ids))
-            assert -1 not in tokens, "KV was read that nobody wrote"
+            assert -1 not in tokens, "KV was read that was never written"
             for end in range(len(tokens) - piece.num_logits + 1, len(tokens) + 1):
                 row = torch.nn.functional.one_hot(torch.tensor(next_token(tokens[:end])), VOCAB).float()
                 rows.append(torch.full_like(row, torch.nan) if POISON in tokens[:end] else row)
@@ -99,7 +99,7 @@ class PageMachine:
 
 @dataclass
 class Drawn:
-    """Draws that are known at once and asked for once."""
+    """A sample that is known at once and waited for once."""
 
     tokens: torch.Tensor
     known: list[int] = field(init=False)

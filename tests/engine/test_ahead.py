@@ -1,4 +1,4 @@
-"""Steps that are enqueued before the draws of the step before are known give the output of steps that are not."""
+"""Steps that are enqueued ahead, before earlier draws are known, give the same output as steps that are not."""
 
 import random
 
@@ -22,7 +22,7 @@ def test_decode_steps_are_enqueued_before_tokens_are_known():
     assert bench.events["r"][-1] == Finished(20)
 
 
-def test_who_drafts_or_waits_with_its_drafts_holds_up_nobody():
+def test_drafting_sequences_delay_no_other():
     prompt, other = [4] * 9, [1, 2, 3]
     bench = Bench(ahead=True, max_drafts=10, **LIMITS)
     bench.submit("drafts", prompt, max_tokens=30, remote=True)
@@ -39,7 +39,7 @@ def test_who_drafts_or_waits_with_its_drafts_holds_up_nobody():
     assert bench.tokens("drafts") == expected(prompt, 30)
 
 
-def test_an_end_that_nobody_foresaw_costs_one_row_and_changes_nothing():
+def test_an_unforeseen_end_costs_one_row_and_changes_nothing():
     prompt, other = [1, 2, 3], [9, 8]
     tokens = expected(prompt, 20)
     stop = next(token for i, token in enumerate(tokens) if i > 4 and token not in tokens[:i])
@@ -52,7 +52,7 @@ def test_an_end_that_nobody_foresaw_costs_one_row_and_changes_nothing():
     assert sum(len(step) for step in bench.machine.steps) == 20 + tokens.index(stop) + 1 + 1
 
 
-def test_chunks_follow_one_another_ahead():
+def test_chunks_are_enqueued_ahead_too():
     bench = Bench(ahead=True, **LIMITS)
     bench.submit("first", [1] * 5, max_tokens=40)
     bench.step(1)
@@ -71,7 +71,7 @@ def test_first_tokens_of_several_are_waited_for():
         assert bench.tokens("three", index) == expected(range(21), 6, index)
 
 
-def test_pages_are_kept_as_long_as_a_step_that_is_enqueued_writes_them():
+def test_pages_are_kept_while_an_enqueued_step_writes_them():
     bench = Bench(ahead=True, **{**LIMITS, "prefix_cache": False})
     bench.submit("r", [1, 2, 3], max_tokens=20)
     bench.step(2)  # and the third is enqueued
@@ -83,7 +83,7 @@ def test_pages_are_kept_as_long_as_a_step_that_is_enqueued_writes_them():
 
 
 @pytest.mark.parametrize("where", ["enqueue", "land"])
-def test_a_step_that_fails_takes_its_own_requests_along(where, monkeypatch):
+def test_a_failing_step_fails_its_own_requests(where, monkeypatch):
     bench = Bench(ahead=True, **LIMITS)
     bench.submit("r", [1, 2, 3], max_tokens=20)
     bench.submit("s", [4], max_tokens=20)
@@ -112,7 +112,7 @@ KINDS = ("plain", "plain", "stops", "several", "prefill", "remote")
 
 
 class Traffic:
-    """Requests of all kinds over one engine; their transfers and ends come at any moment."""
+    """Requests of all kinds over one engine; their transfers and their ends come at any moment."""
 
     def __init__(self, bench: Bench, seed: int) -> None:
         self.bench, self.rng = bench, random.Random(seed)
@@ -140,7 +140,7 @@ class Traffic:
         self.bench.engine.abort(name)
 
     def advance(self) -> None:
-        """One transfer that can, ends; leases that nobody claims return."""
+        """End one transfer, if one can end; return leases that no transfer claims."""
         for name in self.prompts:
             if self.bench.of(name, Prefilled):
                 self.bench.engine.abort(name)
@@ -191,7 +191,7 @@ def test_traffic_of_all_kinds(seed, num_pages):
     traffic.check()
 
 
-def test_steps_that_fail_only_where_they_are_enqueued_ahead_end_the_engine(monkeypatch):
+def test_steps_that_fail_only_when_enqueued_ahead_end_the_engine(monkeypatch):
     bench = Bench(ahead=True, **LIMITS)
     execute = bench.machine.execute
 

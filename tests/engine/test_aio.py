@@ -1,4 +1,4 @@
-"""Events cross from threads to the loop: all of them, in order, and with one wake-up for what waits."""
+"""Events cross from threads to the loop: all of them, in order, with one wake-up for all that wait."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ async def numbers(stream) -> list[int]:
     return [each.token_ids[0] async for each in stream if isinstance(each, Drafted)]
 
 
-async def test_what_is_delivered_before_the_loop_looks_wakes_it_once(monkeypatch):
+async def test_events_before_the_loop_looks_wake_it_once(monkeypatch):
     loop = asyncio.get_running_loop()
     router = EventRouter(loop)
     streams = [router.open(ENGINE, SimpleNamespace(request_id=name)) for name in "ab"]

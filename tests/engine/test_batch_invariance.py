@@ -41,7 +41,7 @@ def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_chunks_and_company_change_nothing(name: str) -> None:
+def test_chunks_and_other_sequences_change_nothing(name: str) -> None:
     loaded = tiny_models.load(name)
     sequences = [tokens(90, 1), tokens(11, 2), tokens(70, 3)]
     chunks = [[47, 27, 13, 1, 1, 1], [7, 1, 1, 2], [1, 1, 65, 3]]

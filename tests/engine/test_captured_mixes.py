@@ -20,7 +20,7 @@ from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Pre
 from kvrail.engine.request.requests import EngineRequest, ModelLimits, Resumed
 from kvrail.engine.sampling.draw import DrawParams, draw_words
 from kvrail.engine.sampling.sampler import Sampler
-from kvrail.engine.schedule.chunks import Limits
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.step.buffers import StepBuffer, decode_size, mixed_size
 from kvrail.engine.step.runner import ModelRunner
@@ -45,7 +45,7 @@ def grammar(text: str):
 
 @dataclass
 class Answer:
-    """What one sequence of a request came to."""
+    """The output of one sequence of a request."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -54,12 +54,12 @@ class Answer:
 
 
 class Site:
-    """An engine stepped by hand, and what it said."""
+    """An engine stepped by hand, and its events."""
 
     def __init__(self, runner: ModelRunner, **limits: int) -> None:
         self.runner, self.events = runner, {}
         self.pool = PagePool(runner.cache.num_pages, PAGE, prefix_cache=limits.pop("prefix_cache", True))
-        self.scheduler = Scheduler(self.pool, Limits(**{"max_waiting": 99, "prompt_rows": 16, **limits}))
+        self.scheduler = Scheduler(self.pool, StepBudget(**{"max_waiting": 99, "prompt_rows": 16, **limits}))
         self.engine = Engine(
             runner,
             Sampler(VOCAB, torch.device("cpu")),
@@ -149,7 +149,7 @@ def any_params(rng: random.Random) -> SamplingParams:
     return replace(params, min_tokens=min(params.min_tokens, params.max_tokens))
 
 
-class Company:
+class Traffic:
     """Requests that come, draft, move and leave at any moment, over a decode engine and one that computes prompts."""
 
     def __init__(self, seed: int, num_pages: int) -> None:
@@ -258,11 +258,11 @@ def assert_same_logprobs(found: list, wanted: list) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_each_request_gets_the_answer_that_it_gets_alone(seed, num_pages, monkeypatch):
     without_cuda(monkeypatch)
-    company = Company(seed, num_pages)
-    company.run(60)
-    assert company.decode.engine.status().pages.used == company.prefill.engine.status().pages.used == 0
-    assert company.decode.scheduler.preemptions > 0 or num_pages > 26
-    company.check()
+    traffic = Traffic(seed, num_pages)
+    traffic.run(60)
+    assert traffic.decode.engine.status().pages.used == traffic.prefill.engine.status().pages.used == 0
+    assert traffic.decode.scheduler.preemptions > 0 or num_pages > 26
+    traffic.check()
 
 
 def test_a_prompt_whose_rows_and_draws_are_of_equal_count_gets_its_own_draws(monkeypatch):
@@ -280,7 +280,7 @@ def test_a_prompt_whose_rows_and_draws_are_of_equal_count_gets_its_own_draws(mon
 @pytest.mark.parametrize("draws", range(9))
 @pytest.mark.parametrize("random_rows", [False, True])
 def test_every_size_takes_steps_with_any_draws(draws, random_rows):
-    """In turns with greedy steps, so that what a random one left behind is seen."""
+    """Alternates with greedy steps, so that anything that a random step leaves behind shows."""
     kinds = [DrawParams(0.0, 0, 1.0, -float("inf"), (0, 0)), DrawParams(0.7, 3, 0.9, -2.0, (1, 2))]
     params = [kinds[random_rows and row % 2] for row in range(draws)]
     decodes = [SequenceSlice([row], row, [0, 1, 2], 1) for row in range(max(1, draws))]

@@ -1,4 +1,4 @@
-"""Whose prompts a step computes: short ones do not wait for a long one, which gets on all the same."""
+"""The prompts that a step computes: short ones do not wait for a long one, and the long one still advances."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def prompt(length: int, first: int = 1) -> list[int]:
 
 
 def first_tokens(bench: Bench, names: str) -> dict[str, int]:
-    """After how many steps each had its first token."""
+    """The number of steps after which each had its first token."""
     found, steps = {}, 0
     while len(found) < len(names):
         bench.step(1)
@@ -39,7 +39,7 @@ def test_short_prompts_do_not_wait_for_a_long_one(ahead):
         assert bench.tokens(name) == expected(prompt(length, first), 2 if name == "l" else 1)
 
 
-def test_a_long_prompt_gets_half_of_each_step_however_many_short_ones_come():
+def test_a_long_prompt_gets_half_of_each_step_beside_any_number_of_short_ones():
     bench = Bench(num_pages=64, max_batch_tokens=BUDGET, max_running=64, max_waiting=1000)
     bench.submit("l", prompt(96), max_tokens=1)
     steps = 0
@@ -51,7 +51,7 @@ def test_a_long_prompt_gets_half_of_each_step_however_many_short_ones_come():
         assert steps <= 2 * 96 // BUDGET + 2
 
 
-def test_equal_prompts_end_in_the_order_in_which_they_came():
+def test_equal_prompts_end_in_the_order_of_arrival():
     took = {}
     for names in ("a", "abc"):
         bench = Bench(num_pages=64, max_batch_tokens=BUDGET)
@@ -59,10 +59,10 @@ def test_equal_prompts_end_in_the_order_in_which_they_came():
             bench.submit(name, prompt(2 * BUDGET, number), max_tokens=1)
         took[names] = first_tokens(bench, names)
     assert took["abc"]["a"] < took["abc"]["b"] < took["abc"]["c"]
-    assert took["abc"]["a"] == took["a"]["a"]  # nobody takes from who came first and lacks the least
+    assert took["abc"]["a"] == took["a"]["a"]  # the prompt that came first and lacks the fewest tokens loses nothing
 
 
-def test_all_of_a_step_is_used():
+def test_the_whole_budget_of_a_step_is_used():
     bench = Bench(num_pages=64, max_batch_tokens=BUDGET)
     for number, name in enumerate("abcd"):
         bench.submit(name, prompt((40, 3, 30, 5)[number], number), max_tokens=1)
@@ -72,7 +72,7 @@ def test_all_of_a_step_is_used():
 
 
 def test_a_request_of_many_sequences_leaves_places_for_others():
-    """Of eight places one; and what waits behind it is no reason to refuse others."""
+    """They leave one of eight places; those that wait for it are no reason to refuse other requests."""
     bench = Bench(num_pages=64, max_batch_tokens=64, max_running=8, max_waiting=2)
     bench.submit("many", [1, 2, 3], max_tokens=20, n=32)
     bench.step(4)

@@ -1,4 +1,4 @@
-"""Events reach whoever waits for them in the order of the changes, whichever thread hands them over."""
+"""Events are delivered in the order of the changes, whichever thread delivers them."""
 
 import threading
 
@@ -6,7 +6,7 @@ from tests.engine.bench import Bench
 
 
 def test_events_of_a_later_change_do_not_overtake():
-    """One thread is held up while it delivers; another changes the books meanwhile."""
+    """One thread is held up while it delivers; another one submits meanwhile."""
     bench, seen = Bench(), []
     begun, go_on = threading.Event(), threading.Event()
 

@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from kvrail.engine.batch.batch import NOT_DRAWN, SampleRow, SequenceSlice
-from kvrail.engine.request.events import Admitted, Failed, Finished, Output, Prefilled, PrefillStarted
-from kvrail.engine.request.requests import EngineRequest
-from kvrail.engine.schedule.chunks import MANY, Limits
+from kvrail.engine.request.events import Admitted, Failed, Finished, LayerProgress, Output, Prefilled, PrefillStarted
+from kvrail.engine.request.requests import EngineRequest, WrittenPages
+from kvrail.engine.schedule.chunks import BUSY_DECODES, StepBudget
 from kvrail.errors import ContextLengthError, InvalidRequestError, KvrailError, OverloadedError
 from kvrail.values.sampling import FinishReason, SamplingParams
 from tests.engine.bench import Bench, prompts
@@ -41,13 +41,18 @@ def test_decoding_is_never_stalled_by_a_prompt():
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preemption_recomputes_and_nobody_starves(prefix_cache):
+def test_preemption_recomputes_and_starves_no_request(prefix_cache):
     bench = Bench(num_pages=12, prefix_cache=prefix_cache, max_batch_tokens=64)
     asked = prompts(10, longest=12, seed=3)
     for number, prompt in enumerate(asked):
         bench.submit(str(number), prompt, max_tokens=24)
     bench.run()
     assert bench.scheduler.preemptions > 0
+    told = "kvrail_engine_sequence_preemptions"
+    values = {
+        name: bench.registry.get_sample_value(f"{told}_{name}", {"model_name": "machine"}) for name in ("sum", "count")
+    }
+    assert values == {"sum": bench.scheduler.preemptions, "count": len(bench.events)}
     for number, prompt in enumerate(asked):
         assert bench.tokens(str(number)) == expected(prompt, 24)
 
@@ -76,14 +81,14 @@ def test_prefix_hits_skip_work_and_change_nothing():
     assert sum(map(sum, bench.machine.steps)) - computed == 30 - 28 + 7
 
 
-def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_computed():
+def test_one_token_of_a_fully_cached_prompt_is_computed():
     bench = Bench(num_pages=64, max_batch_tokens=64)
     prompt = list(range(32))
     bench.submit("cold", prompt)
     bench.run()
     computed = sum(map(sum, bench.machine.steps))
     for name in ("warm", "as well"):
-        bench.submit(name, prompt, max_tokens=4)  # in company: each has a copy of the last page
+        bench.submit(name, prompt, max_tokens=4)  # together: each has a copy of the last page
     bench.run()
     for name in ("warm", "as well"):
         assert bench.tokens(name) == expected(prompt, 4)
@@ -94,7 +99,7 @@ def test_of_a_prompt_that_is_cached_to_its_end_one_token_is_computed():
     bench.engine.check()
 
 
-def test_a_pool_with_no_page_to_spare_serves_a_prompt_that_fills_it_again():
+def test_a_prompt_that_fills_the_whole_pool_is_served_twice():
     bench = Bench(num_pages=8, max_batch_tokens=64)
     prompt = list(range(32))
     for name in ("cold", "warm"):
@@ -127,7 +132,7 @@ def test_n_sequences_compute_the_prompt_once(ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_of_sequences_that_come_late_one_computes_the_end_of_the_prompt(ahead):
+def test_one_of_the_sequences_that_begin_later_computes_the_end_of_the_prompt(ahead):
     """Those that had no place end before the last two of six begin."""
     bench = Bench(num_pages=64, max_batch_tokens=64, max_running=4, ahead=ahead)
     bench.submit("six", list(range(23)), n=6, max_tokens=8)
@@ -139,7 +144,7 @@ def test_of_sequences_that_come_late_one_computes_the_end_of_the_prompt(ahead):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("prompt", "prefix_cache"), [(range(3), True), (range(3), False), (range(23), False)])
-def test_n_sequences_that_come_back_copy_the_end_of_the_prompt_once(ahead, prompt, prefix_cache):
+def test_preempted_sequences_copy_the_end_of_the_prompt_once(ahead, prompt, prefix_cache):
     """They lose their pages to an older request, and its pages are theirs when it ends."""
     bench = Bench(num_pages=20, max_batch_tokens=8, ahead=ahead, prefix_cache=prefix_cache)
     bench.submit("older", [50] * 8, max_tokens=22)
@@ -210,7 +215,7 @@ def test_chunks_are_smaller_beside_decodes():
     bench = Bench(num_pages=200, max_batch_tokens=40, mixed_batch_tokens=10, max_running=16)
     bench.submit("first", [1] * 60, max_tokens=30)
     bench.step(2)
-    assert bench.machine.steps == [[40], [20]]  # nobody decodes
+    assert bench.machine.steps == [[40], [20]]  # nothing decodes
     for number in range(4):
         bench.submit(f"long {number}", [2 + number] * 20, max_tokens=30)
     bench.step(3)
@@ -219,7 +224,7 @@ def test_chunks_are_smaller_beside_decodes():
     assert bench.tokens("long 3") == expected([5] * 20, 30)
 
 
-def test_chunks_get_on_beside_any_number_of_decodes():
+def test_chunks_advance_beside_any_number_of_decodes():
     bench = Bench(num_pages=200, max_batch_tokens=24, mixed_batch_tokens=8, max_running=16)
     for number in range(10):
         bench.submit(str(number), [number], max_tokens=30)
@@ -233,15 +238,15 @@ def test_chunks_get_on_beside_any_number_of_decodes():
     ("others", "tokens"), [(0, 2048), (1, 511), (384, 128), (400, 128), (1000, 128), (2000, 48), (2048, 0)]
 )
 def test_tokens_of_chunks_beside_others(others, tokens):
-    assert Limits(2048, 64, 64, mixed_batch_tokens=512).chunk_tokens(others, beside=others > 0) == tokens
-    assert Limits(2048, 64, 64).chunk_tokens(others, beside=True) == 2048 - others
-    small, others = Limits(256, 64, 64, mixed_batch_tokens=512), min(others, 256)
+    assert StepBudget(2048, 64, 64, mixed_batch_tokens=512).chunk_tokens(others, beside=others > 0) == tokens
+    assert StepBudget(2048, 64, 64).chunk_tokens(others, beside=True) == 2048 - others
+    small, others = StepBudget(256, 64, 64, mixed_batch_tokens=512), min(others, 256)
     assert small.chunk_tokens(others, beside=True) == 256 - others
 
 
-def test_beside_many_whose_prompts_others_computed_chunks_are_those_of_a_helper():
+def test_beside_many_decodes_of_remote_prompts_chunks_are_small():
     limits = {"max_batch_tokens": 80, "mixed_batch_tokens": 40, "helping_batch_tokens": 20, "max_running": 64}
-    assert MANY == 16
+    assert BUSY_DECODES == 16
     for others, remote, chunk in ((16, True, 5), (15, True, 25), (16, False, 24)):
         bench = Bench(num_pages=200, **limits)
         for number in range(others):
@@ -252,7 +257,7 @@ def test_beside_many_whose_prompts_others_computed_chunks_are_those_of_a_helper(
         assert bench.machine.steps[-1] == [1] * others + [chunk]
 
 
-def test_prompts_beside_those_who_await_kv_come_in_chunks():
+def test_prompts_beside_sequences_that_await_kv_come_in_chunks():
     bench = Bench(num_pages=64, max_batch_tokens=40, mixed_batch_tokens=8)
     bench.submit("elsewhere", [3] * 9, remote=True)
     bench.submit("here", [7] * 30, max_tokens=2)
@@ -271,12 +276,21 @@ def test_short_remote_prompts_are_computed_here():
     bench.engine.check()
 
 
+class Written:
+    def __init__(self):
+        self.written = []
+
+    def layers_written(self, layers, written):
+        assert layers == range(1)
+        self.written.extend(written)
+
+
 def test_prefill_only_reports_pages_as_they_fill():
-    seen = []
-    bench = Bench(num_pages=64, max_batch_tokens=10, on_layer=lambda layer, written: seen.extend(written))
+    listener = Written()
+    bench = Bench(num_pages=64, max_batch_tokens=10, listener=listener)
     bench.submit("p", list(range(25)), prefill_only=True, n=2)
     bench.run()
-    pages = [page for w in seen for page in range(w.first_page, w.end_page)]
+    pages = [page for w in listener.written for page in range(w.first_page, w.end_page)]
     assert pages == list(range(7))
     (done,) = bench.of("p", Prefilled)
     assert [t.token_id for t in done.tokens] == [expected(range(25), 1, 0)[0], expected(range(25), 1, 1)[0]]
@@ -284,6 +298,22 @@ def test_prefill_only_reports_pages_as_they_fill():
     assert bench.machine.read(lease.pages, 25) == list(range(25))
     bench.engine.release_lease(lease)
     bench.engine.check()
+
+
+def test_layers_are_reported_as_ranges_that_follow_each_other():
+    class Listener:
+        def __init__(self):
+            self.calls = []
+
+        def layers_written(self, layers, written):
+            self.calls.append((layers, written))
+
+    listener, written = Listener(), [WrittenPages("p", 0, 2)]
+    progress = LayerProgress(listener, written)
+    for layer in (0, 2, 3):
+        progress(layer)
+    assert [layers for layers, _ in listener.calls] == [range(1), range(1, 3), range(3, 4)]
+    assert all(pages is written for _, pages in listener.calls)  # a listener tells steps apart by this object
 
 
 def test_random_aborts_leak_nothing():
@@ -334,7 +364,7 @@ def test_a_row_that_cannot_be_drawn_fails_its_request_and_no_other(ahead):
 
 
 class Pausing:
-    """A lock behind whose release one thread is held up."""
+    """A lock that holds one thread up each time it has released it."""
 
     def __init__(self, lock):
         self.lock, self.thread = lock, None
@@ -358,7 +388,7 @@ def test_events_come_in_the_order_of_the_changes():
     lock = bench.engine._changed = Pausing(bench.engine._changed)
     lock.thread = threading.Thread(target=bench.submit, args=("r", [1, 2, 3]), kwargs={"prefill_only": True})
     lock.thread.start()
-    assert lock.released.wait(10)  # it is admitted, and nobody was told
+    assert lock.released.wait(10)  # it is admitted, and no event was delivered
     bench.step(2)
     lock.go_on.set()
     lock.thread.join()

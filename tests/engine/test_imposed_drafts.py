@@ -1,4 +1,4 @@
-"""The benchmark's decode worker accepts as many drafts as it is told; behind them the model itself goes on."""
+"""The benchmark's decode worker accepts as many drafts as the seed says; the model itself continues behind them."""
 
 import random
 
@@ -15,10 +15,10 @@ LENGTH = 75
 
 
 @pytest.mark.parametrize(("made", "imposed"), [(64, 0), (64, 32), (64, 64), (64, 1 << 63), (5, 3), (5, 32)])
-def test_so_many_drafts_are_output_and_the_rest_is_the_models(
+def test_the_imposed_drafts_are_output_and_the_rest_is_the_models(
     made: int, imposed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrail.engine.schedule.book.Drafting", ImposedDrafting)
+    monkeypatch.setattr("kvrail.engine.schedule.tracker.Drafting", ImposedDrafting)
     site = DecodeSite()
     params = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, seed=imposed)
     transfer = site.begin("r", PROMPT, params, provisional=True)

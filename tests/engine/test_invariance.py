@@ -1,4 +1,4 @@
-"""The trial at a worker's start: what holds is found to hold, and what does not is named."""
+"""The trial at a worker's start finds that output is batch-invariant, or names what is not."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_products_that_depend_on_their_rows_are_named(monkeypatch: pytest.Monkey
     original = OneDnnLinear.forward
 
     def by_rows(self: OneDnnLinear, x: torch.Tensor) -> torch.Tensor:
-        """As of a library that takes another kernel for many rows."""
+        """Products of a library that takes another kernel for many rows."""
         return original(self, x) * (1 + 2**-22 * (self.in_features == 96 and x.shape[-2] > 40))
 
     monkeypatch.setattr(OneDnnLinear, "forward", by_rows)
@@ -53,7 +53,7 @@ def test_products_that_depend_on_their_rows_are_named(monkeypatch: pytest.Monkey
 def test_a_pool_too_small_to_try_it_promises_nothing() -> None:
     runner = ModelRunner(tiny_models.load("llama"), 2, max_running=8, max_batch_tokens=128)
     runner.warm_up()
-    assert not runner.finding.holds and "too few to try it" in runner.finding.reason
+    assert not runner.finding.holds and "too few for a trial" in runner.finding.reason
 
 
 def test_whoever_does_not_ask_gets_no_promise() -> None:

@@ -1,4 +1,4 @@
-"""Masks: the same on CPU and GPU, and the same output where steps are enqueued before their tokens are known."""
+"""Masks: the same on CPU and GPU, and the same output if steps are enqueued before their tokens are known."""
 
 import asyncio
 import ctypes
@@ -83,7 +83,7 @@ def asked_of(site):
     return [sorted((event.index, event.token_ids) for event in events) for events in said]
 
 
-def test_steps_ahead_draw_what_steps_by_themselves_do(monkeypatch):
+def test_steps_ahead_draw_the_same_tokens(monkeypatch):
     """The model computes ahead; a constrained draw waits for the token before it, and for the masks."""
     plain = DecodeSite()
     expected = asked_of(plain)
@@ -154,3 +154,26 @@ def test_a_grammar_whose_masks_take_long_fails_its_own_request_alone(monkeypatch
     site.run()
     (failed,) = site.of("slow", Failed)
     assert "takes too long" in str(failed.error) and site.of("free", Finished)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_before_min_tokens_an_output_ends_only_where_nothing_else_is_allowed(ahead, monkeypatch):
+    monkeypatch.setattr(ModelRunner, "launches_async", property(lambda _: ahead))
+    _, tokenizer = loaded("llama")
+    end = next(iter(loaded("llama")[0].eos_token_ids))
+    free = texts.whole(texts.from_regex("[a-z ]{1,90}"))
+    bound = texts.whole(texts.from_choice(["yes"]))
+    site = DecodeSite()
+    for seed in range(4):
+        submit(site, f"free{seed}", seed, free, min_tokens=20, stop_token_ids=tuple(tokenizer.encode("abc", False)))
+        submit(site, f"early{seed}", seed, free, logit_bias={end: 100.0})
+        submit(site, f"late{seed}", seed, free, logit_bias={end: 100.0}, min_tokens=20)
+        submit(site, f"bound{seed}", seed, bound, min_tokens=20)
+    site.run()
+    for seed in range(4):
+        tokens, *_ = site.answer(f"free{seed}")
+        assert len(tokens) > 20 and not set(tokens[:20]) & {end, *tokenizer.encode("abc", False)}
+        assert len(site.answer(f"early{seed}")[0]) == 2
+        assert len(site.answer(f"late{seed}")[0]) == 21
+        _, text, reason, *_ = site.answer(f"bound{seed}")
+        assert (text, reason) == ("yes", "stop")

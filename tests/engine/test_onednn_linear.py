@@ -21,7 +21,7 @@ def test_equals_torchs_own(shape: tuple[int, ...], bias: bool) -> None:
     torch.testing.assert_close(found(x).double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_have_the_same_bits_in_any_company() -> None:
+def test_rows_are_batch_invariant() -> None:
     torch.manual_seed(1)
     layer, x = OneDnnLinear(nn.Linear(512, 960, bias=False)), torch.randn(264, 512)
     together = layer(x)

@@ -52,7 +52,7 @@ def test_releasing_twice_is_an_error():
 @given(
     st.lists(st.tuples(st.sampled_from(["new", "share", "drop"]), st.integers(0, 5), st.integers(1, 4)), max_size=60)
 )
-def test_any_history_keeps_the_books(history):
+def test_any_history_keeps_every_page_in_one_state(history):
     pool = PagePool(8, 1)
     held: list[list[int]] = []
     for action, prompt, count in history:
@@ -76,7 +76,7 @@ def test_any_history_keeps_the_books(history):
     assert pool.counts().used == 0
 
 
-def test_pages_whose_content_is_forgotten_serve_nobody():
+def test_pages_whose_content_is_forgotten_serve_no_request():
     pool = PagePool(4, 4)
     hashes = page_hashes(range(8), 4)
     pages = pool.allocate(2)

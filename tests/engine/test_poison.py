@@ -1,4 +1,4 @@
-"""KV that is not finite: it leaves the prefix cache, and what was not computed here is computed once more."""
+"""KV that is not finite leaves the prefix cache; a sequence that borrowed some computes all KV again."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def poison(bench, pages):
 
 
 def poison_cached(bench):
-    """All pages that the prefix cache has."""
+    """All pages in the prefix cache."""
     poison(bench, bench.pool._hash_of)
 
 
@@ -32,7 +32,7 @@ def served_as_before(bench, name="later", cached=28):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-def test_what_a_peer_sent_is_computed_here_once_more(ahead, n):
+def test_kv_that_a_peer_sent_is_computed_here_again(ahead, n):
     bench = Bench(num_pages=64, max_batch_tokens=64, ahead=ahead)
     bench.submit("beside", [1, 2], max_tokens=20)
     bench.submit("asked", PROMPT, remote=True, n=n)
@@ -51,7 +51,7 @@ def test_what_a_peer_sent_is_computed_here_once_more(ahead, n):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_cached_prefix_is_computed_once_more_and_leaves_the_cache(ahead):
+def test_a_cached_prefix_is_computed_again_and_leaves_the_cache(ahead):
     bench = Bench(num_pages=64, max_batch_tokens=64, ahead=ahead)
     bench.submit("first", PROMPT)
     bench.run()
@@ -69,7 +69,7 @@ def test_a_cached_prefix_is_computed_once_more_and_leaves_the_cache(ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_what_was_computed_here_fails_and_leaves_the_cache(ahead):
+def test_kv_that_was_computed_here_fails_and_leaves_the_cache(ahead):
     bench = Bench(num_pages=64, max_batch_tokens=64, ahead=ahead)
     bench.submit("asked", PROMPT, max_tokens=20)
     bench.step(4)
@@ -81,7 +81,7 @@ def test_what_was_computed_here_fails_and_leaves_the_cache(ahead):
     served_as_before(bench)
 
 
-def test_what_stays_poisoned_fails_the_second_time():
+def test_kv_that_is_poisoned_again_fails_the_request():
     bench = Bench(num_pages=64, max_batch_tokens=64)
     bench.submit("first", PROMPT)
     bench.run()
@@ -99,7 +99,7 @@ def test_what_stays_poisoned_fails_the_second_time():
     assert bench.pool.match(page_hashes(PROMPT, 4)) == [] and bench.pool.counts().used == 0
 
 
-def test_a_prefill_worker_fails_for_its_pages_are_on_their_way():
+def test_a_prefill_worker_fails_since_its_pages_are_already_sent():
     bench = Bench(num_pages=64, max_batch_tokens=64)
     bench.submit("first", PROMPT)
     bench.run()
@@ -132,7 +132,7 @@ def test_drafts_are_withdrawn():
     assert [event.accepted for event in bench.of("asked", Verified)] == [0] and bench.of("asked", Recomputed)
 
 
-def test_an_aborted_request_is_not_begun_again():
+def test_an_aborted_request_is_not_computed_again():
     bench = Bench(num_pages=64, max_batch_tokens=64)
     bench.submit("first", PROMPT)
     bench.run()

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from kvrail.engine.kv import prefix_events
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor, PrefixEvents
-from kvrail.engine.schedule.pace import LineFit, StepPace
 from kvrail.values.pagehash import page_digest, page_hashes
 
 
@@ -72,25 +71,6 @@ def test_a_reader_that_missed_too_much_gets_a_snapshot(monkeypatch):
         pass
     assert reader.pages == {page_digest(page_hash) for page_hash in hashes[3:]}
     assert events.since(Cursor(10**9, 10**9), 10).snapshot  # of another start of the process
-
-
-def test_a_line_through_steps():
-    fit = LineFit()
-    assert (fit.line().base, fit.line().each) == (0, 0)
-    fit.note(8, 0.4)
-    assert (fit.line().base, fit.line().each) == (0, 0.05)
-    for size in (1, 4, 16, 8, 2):
-        fit.note(size, 0.1 + 0.02 * size)
-    for size in (1, 4, 16, 8, 2) * 40:
-        fit.note(size, 0.1 + 0.02 * size)
-    assert abs(fit.line().base - 0.1) < 1e-4 and abs(fit.line().each - 0.02) < 1e-5
-    pace = StepPace()
-    pace.note(0, 4, 0.02)
-    pace.note(100, 4, 0.5)
-    assert (pace.decode.each, pace.prefill.each, pace.full_prefill) == (0.005, 0.005, 0.0)
-    pace.note(300, 4, 0.5)
-    pace.note(500, 4, 1.1)
-    assert abs(pace.full_prefill - 0.002) < 1e-9
 
 
 def test_two_pages_of_one_digest_break_nothing():

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts: those of transformers' own forward pass, and all of them once, whatever happens."""
+"""Log probabilities of prompts equal transformers' own, and each is reported once, whatever happens."""
 
 import functools
 

@@ -259,6 +259,17 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert last.top == () and last.logprob == pytest.approx(float(expected[2].max()), abs=1e-5)
 
 
+def test_logprobs_of_named_tokens() -> None:
+    logits = random_logits(2, 500)
+    rows = [row(logprobs=0, logprob_token_ids=(7, 499, 3)), row(logprobs=1, temperature=0.0)]
+    expected = logits.log_softmax(-1)
+    first, second = (token.logprobs for token in Sampler(500, CPU).sample(logits, rows))
+    assert first is not None and second is not None
+    assert [token_id for token_id, _ in first.top] == [7, 499, 3]
+    assert [value for _, value in first.top] == pytest.approx(expected[0, [7, 499, 3]].tolist(), abs=1e-5)
+    assert [token_id for token_id, _ in second.top] == [int(logits[1].argmax())]
+
+
 def test_logprob_ties_go_to_the_lower_id() -> None:
     logits = torch.full((1, 300), -1.0)
     logits[0, [250, 20, 100, 30]] = 2.0

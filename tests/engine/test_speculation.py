@@ -1,4 +1,4 @@
-"""Drafts and their verification against the page machine: whatever was drafted, the output is that without drafts."""
+"""Drafts and their verification on the page machine: the output is the same as without drafts."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ PROMPT = list(range(40, 61))
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "ahead"])
 def ahead(request, monkeypatch) -> bool:
-    """Whether a step is enqueued before the draws of the one before it are known. Then one more draft is on its way."""
+    """Whether steps are enqueued before the draws of earlier ones are known; then one more draft is in flight."""
     monkeypatch.setattr("tests.engine.test_speculation.Bench", partial(Bench, ahead=request.param))
     return request.param
 
@@ -96,7 +96,7 @@ def test_drafting_may_begin_before_the_first_token() -> None:
     assert bench.tokens("r") == expected(PROMPT, 8)
 
 
-def test_exact_kv_before_any_draft_is_verified_by_nobody() -> None:
+def test_exact_kv_before_any_draft_verifies_nothing() -> None:
     bench = Bench(num_pages=64)
     transfer = started(bench)
     transfer.coarse()
@@ -165,7 +165,7 @@ def test_drafts_end_where_the_output_would(exact_at: int, ahead: bool) -> None:
     assert bench.of("r", Output)[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_provisional_requests_hear_their_drafts(ahead: bool) -> None:
+def test_provisional_requests_get_their_drafts(ahead: bool) -> None:
     bench = Bench(num_pages=64, max_batch_tokens=100)
     transfer = started(bench, max_tokens=40, provisional=True)
     silent = started(bench, "silent", PROMPT[::-1], max_tokens=40)
@@ -196,7 +196,7 @@ def drop_and_draft_again(transfer: Transfer) -> None:
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 5, 64])
 @pytest.mark.parametrize("change", [Transfer.exact, Transfer.lose, drop, drop_and_draft_again])
-def test_news_of_the_transfer_at_any_moment(change, steps: int, in_flight: bool) -> None:
+def test_the_transfer_may_report_at_any_moment(change, steps: int, in_flight: bool) -> None:
     bench = Bench(num_pages=64, max_batch_tokens=100)
     transfer = started(bench, max_tokens=80, provisional=True)
     transfer.coarse(wrong=True)
@@ -300,7 +300,7 @@ def test_accepted_drafts_are_cached_for_the_next_turn() -> None:
     assert bench.tokens("next") == expected(turn, 8)
 
 
-def test_drafts_give_up_their_pages_before_anyone_is_preempted() -> None:
+def test_drafts_give_up_their_pages_before_a_sequence_is_preempted() -> None:
     bench = Bench(num_pages=16, prefix_cache=False, max_batch_tokens=100)
     transfer = started(bench, max_tokens=30, provisional=True)  # 6 pages for the prompt
     transfer.coarse()

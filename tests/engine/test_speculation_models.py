@@ -15,7 +15,7 @@ from tests.models import generate, tiny_model
 
 LENGTH = 75
 TOLERANCE = 1e-4
-"""Of log probabilities and KV: steps of other shapes sum float32 in other orders."""
+"""Tolerance of log probabilities and KV: steps of other shapes sum float32 in other orders."""
 LONG = {"max_tokens": LENGTH, "ignore_eos": True}
 SAMPLED = {**LONG, "temperature": 0.8, "seed": 11}
 CASES = {

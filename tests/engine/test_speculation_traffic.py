@@ -1,4 +1,4 @@
-"""Requests of mixed stages, with random cancellation and losses, in fewer pages than they would like."""
+"""Requests of mixed stages, with random cancellations and losses, over fewer pages than they need at once."""
 
 import random
 
@@ -12,7 +12,7 @@ AT_ONCE = 16
 
 
 class Traffic:
-    """Asks, and brings news of transfers in any order that can occur, between steps and while one computes."""
+    """Submits requests and reports on transfers in any possible order, between steps and while one computes."""
 
     def __init__(self, bench: Bench, seed: int) -> None:
         self.bench = bench
@@ -38,14 +38,14 @@ class Traffic:
                 self.transfers[name] = None
 
     def run(self, at_most: int) -> None:
-        """Step until no more than so many requests are left."""
+        """Step until at most `at_most` requests are left."""
         scheduler = self.bench.scheduler
         while scheduler.num_running + scheduler.num_waiting > at_most:
             self.news()
             self.bench.step(1)
 
     def cancel_one(self) -> None:
-        """Cancel a request that no transfer writes for."""
+        """Cancel a request for which no transfer writes."""
         names = [name for name, transfer in self.transfers.items() if transfer is None]
         self.bench.engine.abort(self.rng.choice(names or ["nobody"]))
 
@@ -74,7 +74,7 @@ class Traffic:
 
 @pytest.mark.parametrize("launches_async", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_leaks_and_nobody_starves(seed: int, launches_async: bool) -> None:
+def test_nothing_leaks_and_no_request_starves(seed: int, launches_async: bool) -> None:
     bench = Bench(num_pages=70, max_running=AT_ONCE, max_batch_tokens=48)
     bench.machine.launches_async = launches_async
     traffic = Traffic(bench, seed)

@@ -51,7 +51,7 @@ def test_a_library_that_cannot_be_loaded(compiler, tmp_path):
         try_build(lambda: load(library), tmp_path / "cache")
 
 
-def test_a_cache_that_nobody_may_load_from(compiler, tmp_path, monkeypatch):
+def test_a_cache_that_may_not_be_loaded_from(compiler, tmp_path, monkeypatch):
     flags = os.statvfs(tmp_path)
     told = os.statvfs_result([*flags[:8], flags.f_flag | os.ST_NOEXEC, *flags[9:]])
     monkeypatch.setattr(os, "statvfs", lambda path: told)

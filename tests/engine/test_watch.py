@@ -1,4 +1,4 @@
-"""An engine that requests wait for must take steps; whoever watches it is told where it does not."""
+"""An engine must take steps while requests wait for one; the watch reports an engine that does not."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ def looks_often(monkeypatch):
 
 
 async def said(engine, within_s: float = 1.0) -> str | None:
-    """What the watch says within so many seconds, if anything."""
+    """What the watch reports within these seconds, if anything."""
     try:
         async with asyncio.timeout(within_s):
             return await watch.broken(engine, 60.0)
@@ -23,13 +23,13 @@ async def said(engine, within_s: float = 1.0) -> str | None:
         return None
 
 
-async def test_who_has_nothing_to_do_is_well():
+async def test_an_idle_engine_is_healthy():
     assert await said(Bench().engine) is None
 
 
 @pytest.mark.parametrize("remote", [False, True])
-async def test_who_takes_no_step_that_a_request_waits_for_is_broken(remote):
-    """One that awaits KV after its transfer has let go waits for nothing either."""
+async def test_an_engine_that_takes_no_step_though_a_request_waits_is_broken(remote):
+    """A request that awaits KV after its transfer has released the lease waits for nothing either."""
     bench = Bench()
     bench.submit("r", [1, 2, 3], remote=remote)
     if remote:
@@ -37,7 +37,7 @@ async def test_who_takes_no_step_that_a_request_waits_for_is_broken(remote):
     assert await said(bench.engine) == "0 sequences wait and 1 run, but for 0.3 s no step was taken"
 
 
-async def test_steps_without_work_are_none():
+async def test_steps_without_work_do_not_count():
     bench = Bench()
     bench.submit("r", [1, 2, 3])
     bench.scheduler.schedule = list
@@ -52,13 +52,13 @@ async def test_a_transfer_may_take_its_time():
     bench.submit("needs its pages", [2] * 20)
     lease = bench.engine.claim_lease("r")
     assert await said(bench.engine) is None
-    bench.engine.abort("r")  # the writer may still be at it
+    bench.engine.abort("r")  # the transfer may still write
     assert await said(bench.engine) is None
     bench.engine.release_lease(lease)
     assert "0 sequences wait and 1 run" in await said(bench.engine)
 
 
-async def test_steps_that_follow_one_another_are_well():
+async def test_an_engine_whose_steps_follow_each_other_is_healthy():
     bench = Bench()
     bench.submit("r", [1, 2, 3], max_tokens=100)
     watching = asyncio.create_task(said(bench.engine))

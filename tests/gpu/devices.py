@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrail.codec import registry
-from kvrail.transport.ucx import UcxCarrier
+from kvrail.transport.ucx import UcxTransport
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.staged import held_bytes
 
@@ -23,9 +23,8 @@ LEAN = {
     "max_batch_tokens": 256,
     "max_frame_bytes": 1 << 13,  # so that a transfer has many
     "max_running": 8,
-    "receive_pool_mib": 8,
-    "cuda_graphs": False,
-    "compile": False,
+    "transfer_memory_mib": 8,
+    "eager": True,
 }
 """What starts at once and computes exactly."""
 EXACT = [name for name in registry.names() if registry.get(name).exact]
@@ -54,11 +53,11 @@ def landed(device):
 def _kept(c):
     """Memory of transfers that is not back in its place."""
     yield held_bytes(c)
-    for carrier in c.fetcher._carriers.all:
-        ucx = isinstance(carrier, UcxCarrier)
-        for pool in (carrier.pools.host, carrier.pools.device) if ucx else (carrier.pool,):
+    for transport in c.fetcher.parts.transports.all:
+        ucx = isinstance(transport, UcxTransport)
+        for pool in (transport.pools.host, transport.pools.device) if ucx else (transport.pool,):
             yield 0 if pool is None else pool.buffer.numel() - pool.free_bytes
-        yield carrier.quarantined_bytes if ucx else 0
+        yield transport.retired_bytes if ucx else 0
 
 
 async def at_rest(c):

@@ -19,10 +19,10 @@ from kvrail.codec.compact import gpu as compact_gpu  # noqa: E402
 from kvrail.codec.compact import reference as compact_reference  # noqa: E402
 from kvrail.codec.compact.torch_ops import compress as compact  # noqa: E402
 from kvrail.codec.fused.builds import unsupported  # noqa: E402
-from kvrail.codec.tbe import gpu as tbe_gpu  # noqa: E402
-from kvrail.codec.tbe import reference as tbe_reference  # noqa: E402
-from kvrail.codec.tbe.cpu import compress  # noqa: E402
-from kvrail.codec.tbe.format import TbeWeight  # noqa: E402
+from kvrail.codec.papers.tbe import gpu as tbe_gpu  # noqa: E402
+from kvrail.codec.papers.tbe import reference as tbe_reference  # noqa: E402
+from kvrail.codec.papers.tbe.cpu import compress  # noqa: E402
+from kvrail.codec.papers.tbe.format import TbeWeight  # noqa: E402
 from kvrail.config.settings import DEMO_MODEL  # noqa: E402
 from kvrail.engine.batch.batch import SequenceSlice  # noqa: E402
 from kvrail.engine.model.loader import load_model  # noqa: E402

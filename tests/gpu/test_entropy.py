@@ -25,7 +25,7 @@ from kvrail.codec.splitzip.entropy.format import BLOCK_BYTES, num_blocks  # noqa
 from kvrail.codec.splitzip.entropy.payload import coded_bytes  # noqa: E402
 from kvrail.codec.splitzip.tiles.format import FORMATS  # noqa: E402
 
-HEADER_BYTES, LENGTHS = 64, struct.Struct("<5Q")
+HEADER_BYTES, LENGTHS = 32, struct.Struct("<5Q")
 SHAPES = [
     (2, 3, 64, 8, 128, 128),
     (1, 33, 64, 8, 128, 64),
@@ -85,7 +85,7 @@ def test_pieces_are_the_cpus_and_come_back(name):
     sources = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=False)]
     payload = torch.full((begins[-1],), 0xA5, dtype=torch.uint8, device="cuda")
     gpu_launch.launch_place(found, begins[:-1], payload)
-    for source, wanted in zip(sources, cpu.AnsCoder().compress(pieces), strict=True):
+    for source, wanted in zip(sources, map(cpu.compress, pieces), strict=True):
         assert payload[source].cpu().numpy().tobytes() == wanted.tobytes()
     out, wrong = torch.full_like(inner, 0xA5), torch.zeros(1, dtype=torch.int32, device="cuda")
     gpu_launch.launch_decode_pieces(payload, sources, out, places, wrong)
@@ -108,7 +108,7 @@ def test_payloads_are_the_cpus_and_decode_at_either_end(codec, shape, dtype):
 
 def test_ends_that_cross_and_words_that_no_lane_asks_for_are_seen():
     large, small = codes(3 * BLOCK_BYTES), codes(256)
-    coded_large, coded_small = cpu.AnsCoder().compress([large, small])
+    coded_large, coded_small = cpu.compress(large), cpu.compress(small)
     cases = [(with_end(coded_large, large.size, *where), large) for where in wrong_ends(coded_large, large.size)]
     cases += [(with_words_before(coded_small, small.size), small), (coded_large, large), (coded_small, small)]
     verdicts = []
@@ -124,10 +124,9 @@ def test_it_is_smaller_than_any_fixed_width(codec):
     pages = log_normal(spec_of(SHAPES[1], "bfloat16"))
     sizes = {
         name: registry.get(name).encode(pages).stages()[0].nbytes
-        for name in ("splitzip", "splitzip-channel", "splitzip-zstd", "splitzip-ans")
+        for name in ("splitzip", "splitzip-channel", "splitzip-ans")
     }
     assert sizes["splitzip-ans"] < 0.97 * sizes["splitzip-channel"]
-    assert sizes["splitzip-ans"] < 1.005 * sizes["splitzip-zstd"]
 
 
 def test_random_bits_grow_by_the_lengths_alone(codec):

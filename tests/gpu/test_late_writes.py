@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvrail.codec.raw.codec import RawCodec
-from kvrail.engine.kv.streams import SideStream
 from kvrail.errors import WorkerUnavailableError
+from kvrail.transfer.streams import SideStream
 from tests.cluster.staged import on_send, with_payload
 from tests.cluster.test_codecs import content
 from tests.cluster.test_equality import prompt_of
@@ -141,7 +141,7 @@ async def test_a_prompt_is_computed_here_after_the_late_write(monkeypatch, devic
 async def test_pages_go_to_others_after_the_late_write(monkeypatch, device, waits):
     """The client leaves while the write is enqueued; another prompt needs the same pages."""
     late = LateWrites(monkeypatch, device)
-    async with lean_cluster(tiny_model("llama"), "grpc", device, decode=DECODE, **FRAME) as c:
+    async with lean_cluster(tiny_model("llama"), "tcp", device, decode=DECODE, **FRAME) as c:
         late.side, other = c.decode.side, prompt_of(LENGTH, seed=1)
         undisturbed = await c.ask(other, local=True)
         pages = await pages_of(c, late, other)

@@ -22,7 +22,7 @@ TOKENS = 400
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    flags = ("--device", "cuda", "--num-pages", "600", "--max-batch-tokens", "512", "--max-running", "32")
+    flags = ("--device", "cuda", "--kv-memory-gib", "0.3", "--max-batch-tokens", "512", "--max-running", "32")
     started = Processes(tmp_path_factory.mktemp("lost"), DEMO, *flags, prefills=1, decodes=4)
     yield started
     started.close()

@@ -22,9 +22,9 @@ CPU = pytest.param("cpu", marks=pytest.mark.chaos)
 @contextlib.asynccontextmanager
 async def prefill_process(order, folder, device, transport):
     """Its address and the process."""
-    numbers = ("page_size", "max_batch_tokens", "max_frame_bytes", "max_running")
+    numbers = ("page_size", "max_batch_tokens", "max_running")
     flags = [part for name in numbers for part in (f"--{name.replace('_', '-')}", str(LEAN[name]))]
-    flags += ["--dtype", LEAN["dtype"], "--kv-dtype", "bfloat16", "--no-cuda-graphs", "--no-compile"]
+    flags += ["--dtype", LEAN["dtype"], "--kv-dtype", "bfloat16", "--eager"]
     flags += ["--model", str(folder), "--served-model-name", "tiny", "--device", device, "--transport", transport]
     port = free_port()
     process = await start("tests.gpu.signalled_prefill", str(order), *flags, port=port)
@@ -59,11 +59,11 @@ async def test_stopped_then_killed_in_the_middle(tmp_path, device, transport):
                 assert "compiled on the prefill worker" in summary.codec_reason
                 await asyncio.sleep(1)
             assert (summary.prefill_worker, summary.codec, summary.transport) == (address, codec, transport)
-        c.fetcher._silence_s = SILENCE_S
+        c.fetcher.parts.silence_s = SILENCE_S
         order.write_text(f"{int(signal.SIGSTOP)} {FRAMES}")
-        assert not (await ask("splitzip-progressive")).prefill_worker
+        assert not (await ask("splitzip-progressive-ans")).prefill_worker
         os.kill(process.pid, signal.SIGCONT)
-        assert (await ask("splitzip-progressive")).prefill_worker == address  # what it did before is forgotten
+        assert (await ask("splitzip-progressive-ans")).prefill_worker == address  # what it did before is forgotten
         await at_rest(c)
         order.write_text(f"{int(signal.SIGKILL)} {FRAMES}")
         assert not (await ask("raw")).prefill_worker

@@ -73,7 +73,7 @@ async def test_the_demo_model_says_what_generate_says(device, transport):
 async def test_captured_steps_send_what_they_computed(device, transport):
     """Steps replay graphs, as they are served; pages leave while the layers behind them are computed."""
     folder = tiny_model("llama")
-    options = {"kv_dtype": "float32", "cuda_graphs": True, "prefix_cache": False}
+    options = {"kv_dtype": "float32", "eager": False, "prefix_cache": False}
     async with lean_cluster(folder, transport, device, **options) as c:
         prompts = [prompt_of(length) for length in (33, 70, 130, 200, 300, 500, 65, 90)]
         for _ in range(2):

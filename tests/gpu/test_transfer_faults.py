@@ -20,15 +20,15 @@ PATIENCE_S = 60.0
 SILENCE_S = 0.5
 """Of the fault `silent`."""
 CASES = [
-    ("cpu", "grpc", "raw", 1),
-    pytest.param("cpu", "ucx", "splitzip-progressive", 1, marks=CARRIED[1].marks),
+    ("cpu", "tcp", "raw", 1),
+    pytest.param("cpu", "ucx", "splitzip-progressive-ans", 1, marks=CARRIED[1].marks),
     *(
-        pytest.param("cuda", "grpc", codec, 3, marks=CUDA.marks, id=f"cuda-grpc-{codec}")
-        for codec in ("raw", "splitzip-progressive")
+        pytest.param("cuda", "tcp", codec, 3, marks=CUDA.marks, id=f"cuda-tcp-{codec}")
+        for codec in ("raw", "splitzip-progressive-ans")
     ),
     *(
         pytest.param("cuda", "ucx", codec, 3, marks=(*CUDA.marks, *CARRIED[1].marks), id=f"cuda-ucx-{codec}")
-        for codec in ("raw", "splitzip-progressive")
+        for codec in ("raw", "splitzip-progressive-ans")
     ),
 ]
 """Device, transport, codec, and how often. After the first round all memory has been taken that such faults take."""
@@ -51,7 +51,7 @@ async def lost(sender, stage):
 
 
 async def cut_off(sender, stage):
-    await sender._outlet.aclose()
+    await sender._payload_sender.aclose()
 
 
 async def flipped(sender, stage):
@@ -100,7 +100,7 @@ async def test_no_fault_shows_and_nothing_is_kept(monkeypatch, device, transport
             """A prompt whose transfers fail so often, then come from `sender`, or nowhere from."""
             forget(c.decode, *c.prefills.values())
             faulty.next(fault, attempts)
-            c.fetcher._silence_s = SILENCE_S if fault is silent else PATIENCE_S
+            c.fetcher.parts.silence_s = SILENCE_S if fault is silent else PATIENCE_S
             before = [value(c.decode, reason) for reason in ("alternate", "local")]
             answer = await c.ask(prompts[number], codec=codec)
             assert answer.tokens == tokens[number], (fault, attempts)

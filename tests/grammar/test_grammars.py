@@ -173,8 +173,6 @@ async def test_bounds(checker):
         await checker.check(long, "a")
     with pytest.raises(InvalidRequestError, match="bytes"):
         sampling_to_proto(row(0, grammar=long).params)
-    with pytest.raises(InvalidRequestError, match="min_tokens"):
-        sampling_to_proto(row(0, grammar="x", min_tokens=1).params)
     with pytest.raises(InvalidRequestError, match="surrogate"):
         await checker.check(texts.whole(texts.from_choice(["\ud800"])), "a")
 

@@ -11,6 +11,7 @@ TELLING = {
     "kvrail/security/tls.py",
     "kvrail/cli/bench.py",
     "kvrail/cli/certs.py",
+    "kvrail/services/router/answer/calls.py",
     "kvrail/services/router/answer/service.py",
     "kvrail/services/router/responses/service.py",
     "kvrail/services/router/responses/writer.py",

@@ -13,13 +13,14 @@ OTHERS = {"core", "fused"}
 WEIGHTS = {"compact", "tbe"}
 """Forms in a GPU's memory; others are turned into bytes by a codec."""
 OWNERS = {"numba": "cpu", "triton": "gpu"}
-FAMILY, SHARED = "splitzip", "tiles"
-FORMS = [each for each in sorted((CODEC / FAMILY).iterdir()) if (each / "__init__.py").exists()]
+FAMILIES, SHARED = ("papers", "splitzip"), "tiles"
+"""Folders of codecs; SHARED is what the forms of splitzip have in common."""
+FORMS = [each for family in FAMILIES for each in sorted((CODEC / family).iterdir()) if (each / "__init__.py").exists()]
 FOLDERS = [
     *(
         each
         for each in sorted(CODEC.iterdir())
-        if (each / "__init__.py").exists() and each.name not in OTHERS | {FAMILY}
+        if (each / "__init__.py").exists() and each.name not in OTHERS | {*FAMILIES}
     ),
     *FORMS,
 ]
@@ -63,12 +64,10 @@ def test_a_codec_has_the_files_of_the_plan(folder):
         assert misplaced(name, (folder / name).read_text()) == [], name
 
 
-def test_a_family_has_its_forms_and_a_readme():
-    assert {each.name for each in (CODEC / FAMILY).iterdir()} - {"__pycache__"} == {
-        "README.md",
-        "__init__.py",
-        *(form.name for form in FORMS),
-    }
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_has_its_forms_and_a_readme(family):
+    forms = {form.name for form in FORMS if form.parent.name == family}
+    assert {each.name for each in (CODEC / family).iterdir()} - {"__pycache__"} == {"README.md", "__init__.py", *forms}
 
 
 def test_the_plan_can_be_broken():

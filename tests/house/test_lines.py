@@ -1,10 +1,11 @@
-"""`make lines`: what counts as shipped code, and the difference to another commit."""
+"""`make lines`: what counts as shipped code, its budgets, and the difference to another commit."""
 
 import runpy
 import subprocess
 from pathlib import Path
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "lines.py"))
+ROOT = Path(__file__).parents[2]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "lines.py"))
 
 
 def git(folder, *arguments):
@@ -26,11 +27,24 @@ def test_lines_by_room_and_their_difference(tmp_path):
     git(tmp_path, "commit", "-m", "one")
     write(tmp_path, {"kvrail/engine/kv/a.py": 4, "kvrail/codec/k.cu": 5, "kvrail/codec/README.md": 99})
     git(tmp_path, "add", ".")
-    rows = SCRIPT["table"](SCRIPT["lines"](tmp_path), SCRIPT["lines"](tmp_path, "HEAD"))
+    allowed = {"kvrail": 5, "kvrail/codec": 5, "kvrail/engine": 20}
+    rows = SCRIPT["table"](SCRIPT["lines"](tmp_path), SCRIPT["lines"](tmp_path, "HEAD"), allowed)
     assert [row.split() for row in rows] == [
-        ["kvrail", "3", "+0"],
-        ["kvrail/codec", "5", "+5"],
-        ["kvrail/engine", "4", "-6"],
-        ["total", "12", "-1"],
+        ["kvrail", "3", "5", "+0"],
+        ["kvrail/codec", "5", "5", "+5"],
+        ["kvrail/engine", "4", "20", "-6"],
+        ["total", "12", "30", "-1"],
     ]
-    assert [row.split() for row in SCRIPT["table"](SCRIPT["lines"](tmp_path), None)][-1] == ["total", "12"]
+    assert SCRIPT["table"](SCRIPT["lines"](tmp_path), None, allowed)[-1].split() == ["total", "12", "30"]
+
+
+def test_each_room_keeps_its_budget():
+    assert SCRIPT["over_budget"](SCRIPT["lines"](ROOT), SCRIPT["budgets"](ROOT)) == []
+
+
+def test_a_budget_can_be_broken():
+    assert SCRIPT["over_budget"]({"a": 11, "b": 1}, {"a": 10, "c": 5}) == [
+        "a has 11 lines, its budget is 10",
+        "b has no budget",
+        "c has a budget and no lines",
+    ]

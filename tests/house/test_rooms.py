@@ -10,7 +10,7 @@ CODE = {".cu", ".cuh", ".js", ".py"}
 HALLS = ["kvrail", "kvrail/engine", "kvrail/services/router"]
 """Folders of rooms."""
 GENERATED = "kvrail/wire/v1"
-LARGER = {"kvrail/codec/lynx": 17}
+LARGER = {"kvrail/codec/papers/lynx": 17}
 """A codec's files are those of the plan in kvrail/codec/README.md, one for each backend and kind; this one has three
 stages. The number may only shrink."""
 

@@ -26,7 +26,7 @@ from tests.models import generate, reference_model, tiny_model
 ROOT = Path(__file__).parents[2]
 EOS = 256
 TEXTS = ["the quick", "the lazy dog jumps over the fox " * 6, "o", "brown"]
-OPTIONS = {"device": "cpu", "kv_dtype": "float32", "page_size": 16, "num_pages": 64}
+OPTIONS = {"device": "cpu", "kv_dtype": "float32", "page_size": 16, "kv_memory_gib": 0.00074}  # 64 pages
 CHAT = [{"role": "user", "content": "the fox"}]
 
 

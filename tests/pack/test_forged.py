@@ -276,7 +276,7 @@ def test_a_journal_with_other_lines_is_refused_by_its_name(model, tmp_path, caps
     for changed in (*wrong, *(json.dumps(value).encode() for value in WRONG), b"[" * 100_000, b"\xff", b""):
         journal.write_bytes(first + changed + b"\n" + b"".join(rest))
         assert main(["pack", str(model), str(tmp_path / "out")]) == 2
-        assert f"{journal} is damaged: it tells of a part" in capsys.readouterr().err
+        assert f"{journal} is damaged: it names a part" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
 
 

@@ -28,7 +28,7 @@ except ModuleNotFoundError:  # `make test` collects this module and runs nothing
 pytestmark = [pytest.mark.page, pytest.mark.timeout(900)]
 
 TEXT = (ROOT / "models" / "kvrail-demo" / "heldout.txt").read_text()
-CODECS = ("splitzip-progressive", "splitzip-channel", "raw")
+CODECS = ("splitzip-progressive-ans", "splitzip-channel", "raw")
 SHOTS = os.environ.get("KVRAIL_PAGE_SHOTS")
 """A folder for screenshots of every look."""
 PATIENCE_MS = 60_000

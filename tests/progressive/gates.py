@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvrail.engine.request.events import Drafted, Event
 from kvrail.runtime.logs import request_id
 from kvrail.services.decode.progress import Progress
-from kvrail.transfer.order import Link
+from kvrail.transfer.send_queue import SendQueue
 from tests.cluster.staged import hold_later_stages
 
 
@@ -15,28 +15,28 @@ class Gates:
     """A request's later stages leave once it has made as many drafts as it was told to make.
 
     on_event: called with each request's id and event, after a gate may have opened. drafts: made so far, by request,
-    those included that were dropped. links: those that held later stages.
+    those included that were dropped. queues: those that held later stages.
     """
 
     def __init__(self, monkeypatch, on_event: Callable[[str, Event], None] = lambda name, event: None) -> None:
         self.drafts: Counter[str] = Counter()
-        self.links: set[Link] = set()
+        self.queues: set[SendQueue] = set()
         self._wanted: dict[str, int] = {}
         self._open: dict[str, asyncio.Event] = {}
         self._on_event = on_event
-        take, hold = Progress.take, Link.hold
+        take, hold = Progress.take, SendQueue.hold
 
         def heard(progress: Progress, event: Event):
             reply = take(progress, event)
             self._hear(progress.request.caller_id, event)
             return reply
 
-        def held(link: Link, payload_bytes: int) -> None:
-            self.links.add(link)
-            hold(link, payload_bytes)
+        def held(queue: SendQueue, payload_bytes: int) -> None:
+            self.queues.add(queue)
+            hold(queue, payload_bytes)
 
         monkeypatch.setattr(Progress, "take", heard)
-        monkeypatch.setattr(Link, "hold", held)
+        monkeypatch.setattr(SendQueue, "hold", held)
         hold_later_stages(monkeypatch, self._passed)
 
     def close(self, name: str, drafts: int) -> None:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvrail.codec import registry
-from kvrail.engine.schedule.book import RequestBook
+from kvrail.engine.schedule.tracker import RequestTracker
 from kvrail.text import load_tokenizer
 from tests.cluster.cluster import cluster
 from tests.cluster.staged import held_bytes, hold_later_stages
@@ -41,13 +41,13 @@ async def test_the_output_is_raws(monkeypatch, codec, least, most):
 @pytest.mark.usefixtures("broken_anchors")
 async def test_where_no_draft_can_be_made_the_request_waits_for_its_kv(monkeypatch):
     refused, loop = asyncio.Event(), asyncio.get_running_loop()
-    drop = RequestBook.drop_drafts
+    drop = RequestTracker.drop_drafts
 
-    def dropped(book, request_id):
+    def dropped(tracker, request_id):
         loop.call_soon_threadsafe(refused.set)
-        return drop(book, request_id)
+        return drop(tracker, request_id)
 
-    monkeypatch.setattr(RequestBook, "drop_drafts", dropped)
+    monkeypatch.setattr(RequestTracker, "drop_drafts", dropped)
     hold_later_stages(monkeypatch, refused.wait)
     async with cluster(DEMO, "inproc", decode=DECODE, **SHARED) as c:
         (prompt,) = prompts(1)

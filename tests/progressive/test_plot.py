@@ -8,7 +8,7 @@ import pytest
 from benchmarks.progressive_plot import main, panels, points
 
 HEADER = ["codec", "first token", "2 verified", "32 verified", "2 shown", "32 shown", "drafts"]
-DRAFTS = ["splitzip-progressive", "0.4", "1.5", "1.6", "0.5", "1.2", "40.0"]
+DRAFTS = ["splitzip-progressive-ans", "0.4", "1.5", "1.6", "0.5", "1.2", "40.0"]
 PLAIN = ["raw", "0.3", "1.0", "2.0", "", "", ""]
 TIMES = {"title": "4,096 tokens at 1gbit", "header": HEADER, "rows": [PLAIN, DRAFTS]}
 RATIOS = {"title": "ratios", "header": ["codec", "2 shown, over raw"], "rows": [["raw", "1.00"]]}
@@ -30,7 +30,7 @@ def test_a_result_becomes_a_drawing(tmp_path):
     assert main([str(path)]) == 0
     drawing = path.with_suffix(".svg").read_text()
     assert ElementTree.fromstring(drawing).tag.endswith("svg")
-    assert all(f"<!-- {words} -->" in drawing for words in (TIMES["title"], "raw", "splitzip-progressive"))
+    assert all(f"<!-- {words} -->" in drawing for words in (TIMES["title"], "raw", "splitzip-progressive-ans"))
 
 
 def test_a_result_without_times_is_refused(tmp_path):

@@ -30,8 +30,7 @@ MAX_DRAFTS = 64
 EXACT = (
     "splitzip",
     "splitzip-channel",
-    "splitzip-zstd",
-    "splitzip-progressive",
+    "splitzip-ans",
     "splitzip-progressive-ans",
     "lynx-exact",
 )
@@ -101,7 +100,7 @@ async def compare(c, gates, prompt, codecs, tally, rng):
 async def compare_all(monkeypatch, codecs, count):
     tally, rng = Tally(), random.Random(1)
     gates = Gates(monkeypatch)
-    async with cluster(DEMO, "grpc", decode=DECODE, dtype=DTYPE, device=DEVICE, **SHARED) as c:
+    async with cluster(DEMO, "tcp", decode=DECODE, dtype=DTYPE, device=DEVICE, **SHARED) as c:
         for number, prompt in enumerate(prompts(count), 1):
             await compare(c, gates, prompt, codecs, tally, rng)
             logger.info(

@@ -6,6 +6,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import tokenizers
@@ -15,14 +16,15 @@ from kvrail.config.settings import RouterSettings
 from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.server import build_server
 from kvrail.security.tls import Tls
+from kvrail.services.router.fleet import workers
 from kvrail.services.router.fleet.worker import NOT_ASKED
 from kvrail.services.router.http.app import build_app
 from kvrail.services.router.main import RouterServer, listen, open_admin
 from kvrail.services.router.plan.defaults import Defaults
-from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.moments import Moment
 from kvrail.text import Tokenizer
 from kvrail.wire import PROTOCOL_VERSION
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from kvrail.wire.v1 import common_pb2, decode_pb2, prefill_pb2_grpc
 
 OPENAIS = Defaults()
 MODEL = "tiny"
@@ -30,15 +32,15 @@ VOCABULARY = 300
 CONTEXT = 512
 OUTPUT = "Hello world"
 MARKS = (
-    (Stage.ADMITTED, 0.001),
-    (Stage.PREFILL_QUEUED, 0.002),
-    (Stage.PREFILL_STARTED, 0.003),
-    (Stage.PREFILL_FINISHED, 0.004),
-    (Stage.FIRST_TOKEN, 0.005),
-    (Stage.KV_COARSE, 0.0055),
-    (Stage.KV_COMPLETE, 0.006),
-    (Stage.VERIFIED, 0.0065),
-    (Stage.FINISHED, 0.007),
+    (Moment.ADMITTED, 0.001),
+    (Moment.PREFILL_QUEUED, 0.002),
+    (Moment.PREFILL_STARTED, 0.003),
+    (Moment.PREFILL_FINISHED, 0.004),
+    (Moment.FIRST_TOKEN, 0.005),
+    (Moment.KV_COARSE, 0.0055),
+    (Moment.KV_COMPLETE, 0.006),
+    (Moment.VERIFIED, 0.0065),
+    (Moment.FINISHED, 0.007),
 )
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'forbidden' %}{{ raise_exception('not this word') }}{% endif %}"
@@ -69,7 +71,7 @@ def write_tokenizer(folder: Path, template: str = TEMPLATE, special: Sequence[st
 
 def summary(prompt_tokens: int, completion_tokens: int) -> decode_pb2.GenerateSummary:
     """What a worker says at the end."""
-    marks = [common_pb2.Mark(stage=stage.value, seconds=seconds) for stage, seconds in MARKS]
+    marks = [common_pb2.Mark(moment=moment.value, seconds=seconds) for moment, seconds in MARKS]
     return decode_pb2.GenerateSummary(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
@@ -155,7 +157,7 @@ def status(**changes: object) -> common_pb2.WorkerStatus:
     return common_pb2.WorkerStatus(**(fields | changes))
 
 
-class FakeDecode(decode_pb2_grpc.DecodeServicer):
+class FakeDecode:
     """A decode worker that follows `script` and keeps what it was asked."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -168,8 +170,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.target = ""
         self.hung = False
 
-    @maps_errors
-    async def Generate(self, request, context):
+    async def generate(self, request, context):
         self.requests.append(request)
         self.deadlines.append(context.time_remaining())
         try:
@@ -254,6 +255,7 @@ async def run_cluster(
     decode: int = 1,
     prefill: int = 1,
     wait_healthy: bool = True,
+    status_interval_s: float = 0.05,
     tls: Callable[[str], Tls | None] = lambda role: None,
     defaults: Defaults = OPENAIS,
     **settings: object,
@@ -275,19 +277,19 @@ async def run_cluster(
         # Tests tell statuses and bytes, so a slow machine must not make a stream speak early.
         values = {
             "served_model_name": MODEL,
-            "status_interval_s": 0.05,
             "stream_head_s": 60.0,
             **targets,
             **settings,
         }
         chosen = RouterSettings(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-        server = RouterServer(build_app(chosen, tokenizer, defaults), chosen)
+        with patch.object(workers, "STATUS_INTERVAL_S", status_interval_s):
+            server = RouterServer(build_app(chosen, tokenizer, defaults), chosen)
         listener = listen("127.0.0.1", 0)
         open_admin(server, chosen, server._app.state.tls)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await until(lambda: server.started or task.done())
         port = listener.getsockname()[1]
-        url = f"https://localhost:{port}" if chosen.ssl_cert else f"http://127.0.0.1:{port}"
+        url = f"https://localhost:{port}" if chosen.tls_http_cert else f"http://127.0.0.1:{port}"
         cluster = Cluster(server, url, decoders_, prefills, chosen.tls_ca)
         try:
             if wait_healthy:

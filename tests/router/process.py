@@ -17,9 +17,11 @@ from tests.router.cluster import FakeDecode, Script, until
 RUN = """
 import sys
 from kvrail.config.settings import RouterSettings
+from kvrail.services.router.fleet import workers
 from kvrail.services.router.main import run
+workers.STATUS_INTERVAL_S = 0.05
 sys.exit(run(RouterSettings(model=sys.argv[1], decode_workers=(sys.argv[2],), prefill_workers=(), port=0,
-                            grace_period_s=20, status_interval_s=0.05)))
+                            grace_period_s=20)))
 """
 
 

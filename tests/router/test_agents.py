@@ -158,7 +158,7 @@ async def test_items_are_referred_to_by_id(client: openai.AsyncOpenAI, cluster: 
 
 
 async def test_references_are_bounded_and_each_keys_own(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, api_keys=["a", "b"], max_body_bytes=32 << 20, stored_responses_mib=64) as cluster:
+    async with run_cluster(tokenizer, api_keys=["a", "b"], max_body_bytes=32 << 20) as cluster:
 
         async def ask(key: str, **fields: Any):
             headers = {"authorization": f"Bearer {key}"}

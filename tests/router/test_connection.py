@@ -65,7 +65,7 @@ async def said(cluster: Cluster, *parts: bytes) -> tuple[int, dict]:
     ],
 )
 async def test_what_is_unfinished_or_ambiguous_is_refused(tokenizer: Tokenizer, parts, status, told):
-    async with run_cluster(tokenizer, head_timeout_s=0.3, body_timeout_s=0.3) as cluster:
+    async with run_cluster(tokenizer, client_timeout_s=0.3) as cluster:
         found, error = await said(cluster, *parts)
         assert (found, error["type"]) == (status, "invalid_request_error")
         assert told in error["message"]
@@ -95,7 +95,7 @@ async def test_http_before_1_1_gets_no_chunks(cluster: Cluster, version: bytes, 
 
 async def test_a_slow_body_that_goes_on_is_waited_for(tokenizer: Tokenizer):
     body = json.dumps({"model": MODEL, "prompt": "x", "user": "a" * 1000, "metadata": "b" * 90_000}).encode()
-    async with run_cluster(tokenizer, body_timeout_s=0.3) as cluster:
+    async with run_cluster(tokenizer, client_timeout_s=0.3) as cluster:
         reader, writer = await connect(cluster)
         writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
         for begin in range(0, len(body), 8192):  # 91 KB bring another second and a half
@@ -111,7 +111,7 @@ async def test_a_request_that_waits_for_its_answer_has_no_deadline_of_a_connecti
         yield decode_pb2.GenerateReply(token_ids=[10], text="x", finish_reason=decode_pb2.FINISH_REASON_STOP)
         yield decode_pb2.GenerateReply(summary=decode_pb2.GenerateSummary(prompt_tokens=1, completion_tokens=1))
 
-    async with run_cluster(tokenizer, head_timeout_s=0.2, body_timeout_s=0.2, write_timeout_s=0.2) as cluster:
+    async with run_cluster(tokenizer, client_timeout_s=0.2) as cluster:
         cluster.decode[0].script = slow
         reader, writer = await connect(cluster)
         writer.write(HEAD + LENGTH + BODY + b"POST /v1")  # the next request has begun already
@@ -125,7 +125,7 @@ async def test_a_client_that_reads_nothing_loses_its_place(tokenizer: Tokenizer)
             yield decode_pb2.GenerateReply(token_ids=[10], text="x" * 8000)
             await asyncio.sleep(0.001)
 
-    async with run_cluster(tokenizer, write_timeout_s=0.3) as cluster:
+    async with run_cluster(tokenizer, client_timeout_s=0.3) as cluster:
         worker = cluster.decode[0]
         worker.script = much
         reading = socket.create_connection(("127.0.0.1", int(cluster.url.rpartition(":")[2])))
@@ -139,7 +139,7 @@ async def test_a_client_that_reads_nothing_loses_its_place(tokenizer: Tokenizer)
 
 
 async def test_beside_many_that_never_finish_others_are_answered(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, head_timeout_s=1, body_timeout_s=1) as cluster:
+    async with run_cluster(tokenizer, client_timeout_s=1) as cluster:
         slow = [asyncio.create_task(said(cluster, HEAD if i % 2 else HEAD + LENGTH)) for i in range(LORIS)]
         for _ in range(20):
             answer = await cluster.chat()
@@ -148,20 +148,21 @@ async def test_beside_many_that_never_finish_others_are_answered(tokenizer: Toke
 
 
 async def test_connections_are_bounded(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, max_connections=3) as cluster:
+    async with run_cluster(tokenizer, max_concurrent_requests=1) as cluster:
         assert (await cluster.chat()).status_code == 200  # the client keeps its connection
-        held = [await connect(cluster) for _ in range(2)]
-        await until(lambda: len(cluster.server.server_state.connections) == 3)
+        held = [await connect(cluster) for _ in range(3)]
+        await until(lambda: len(cluster.server.server_state.connections) == 4)
         status, error = await said(cluster)
         assert (status, error["type"], error["code"]) == (503, "service_unavailable_error", "overloaded")
         assert (await cluster.chat()).status_code == 200
         held[0][1].close()
-        await until(lambda: len(cluster.server.server_state.connections) == 2)
+        await until(lambda: len(cluster.server.server_state.connections) == 3)
         reader, writer = await connect(cluster)
         writer.write(HEAD + LENGTH + BODY)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.close()
-        held[1][1].close()
+        for _, each in held[1:]:
+            each.close()
 
 
 async def test_half_received_bodies_take_so_much_memory_and_no_more(tokenizer: Tokenizer, monkeypatch):

@@ -33,6 +33,7 @@ class Zone:
 def zone(monkeypatch: pytest.MonkeyPatch) -> Zone:
     made = Zone()
     monkeypatch.setattr(names, "resolve", made.resolve)
+    monkeypatch.setattr(workers, "DNS_INTERVAL_S", 0.05)
     return made
 
 
@@ -42,7 +43,6 @@ async def discovering(tokenizer: Tokenizer, zone: Zone, *, decode: int, prefill:
     settings = {
         "decode_workers": (DECODE,),
         "prefill_workers": (PREFILL,) if prefill else (),
-        "dns_interval_s": 0.05,
     }
     async with run_cluster(tokenizer, decode=decode, prefill=prefill, wait_healthy=False, **settings) as cluster:
         zone.records["decode"] = [cluster.decode[0].target]
@@ -57,9 +57,7 @@ async def health(cluster: Cluster) -> dict:
 
 async def test_a_name_that_does_not_resolve_yet(tokenizer: Tokenizer, zone: Zone, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workers, "STARTUP_WAIT_S", 0.1)
-    waiting = run_cluster(
-        tokenizer, prefill=0, wait_healthy=False, decode_workers=(DECODE,), prefill_workers=(), dns_interval_s=0.05
-    )
+    waiting = run_cluster(tokenizer, prefill=0, wait_healthy=False, decode_workers=(DECODE,), prefill_workers=())
     async with waiting as cluster:
         said = await health(cluster)
         assert said["status"] == "starting"

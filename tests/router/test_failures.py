@@ -269,3 +269,18 @@ async def test_end_of_the_grace_period_is_an_error(tokenizer: Tokenizer):
         events = (await stream).text.split("\n\n")
         assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "cancelled"
         error_of(await whole, 503, "cancelled")
+
+
+async def test_the_end_of_the_grace_period_ends_requests_that_are_still_planned(tokenizer: Tokenizer, monkeypatch):
+    async with run_cluster(tokenizer, grace_period_s=0.2) as cluster:
+        planning = asyncio.Event()
+
+        async def endless(*_):
+            planning.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(cluster.service.planner, "chat", endless)
+        task = asyncio.create_task(cluster.chat())
+        await planning.wait()
+        cluster.server.stop()
+        error_of(await asyncio.wait_for(task, 10), 503, "cancelled")

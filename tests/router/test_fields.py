@@ -1,7 +1,8 @@
 """Each field that OpenAI's, Anthropic's and vLLM's requests have: supported, refused by name, or told harmless."""
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +12,25 @@ from anthropic.types.beta import message_create_params as beta_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
+from pydantic import BaseModel
 
 from kvrail.services.router.messages import translate as messages
 from kvrail.services.router.messages.schema import MessagesRequest, Prompted
 from kvrail.services.router.plan import fields
 from kvrail.services.router.responses import translate as responses
 from kvrail.services.router.responses.schema import ResponsesRequest
-from kvrail.services.router.schema import ChatRequest, CompletionRequest, OpenBody
+from kvrail.services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.router.cluster import MODEL, Cluster
 
 API = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
-VLLM = (
-    "allowed_token_ids bad_words cache_salt data_parallel_rank ignore_eos include_stop_str_in_output "
-    "kv_transfer_params length_penalty logits_processors min_p min_tokens priority prompt_logprobs "
-    "logprob_token_ids repetition_detection repetition_penalty request_id return_prompt_text return_token_ids "
-    "return_token_offsets return_tokens_as_token_ids skip_special_tokens "
-    "spaces_between_special_tokens stop_token_ids structured_outputs thinking_token_budget top_k "
-    "truncate_prompt_tokens truncation_side use_beam_search vllm_xargs"
-)
-VLLM_CHAT = (
-    "add_generation_prompt chat_template chat_template_kwargs continue_final_message documents echo include_reasoning "
-    "mm_processor_kwargs"
-)
-VLLM_COMPLETION = "add_special_tokens prompt_embeds"
+VLLM = json.loads(Path(__file__).with_name("vllm_fields.json").read_text())
+"""Of the release that it names. A newer one's are read off the classes that it names."""
 CHAT = {**fields.BOTH, **fields.CHAT}
 COMPLETION = {**fields.BOTH, **fields.COMPLETION}
-APIS: list[tuple[str, Iterable[str], type[OpenBody], Iterable[str], frozenset[str]]] = [
+MESSAGES = {*messages.HARMLESS, *messages.PASSED}
+APIS: list[tuple[str, Iterable[str], type[BaseModel], Collection[str], Collection[str]]] = [
     ("chat", chat_create_params.CompletionCreateParamsBase.__annotations__, ChatRequest, CHAT, fields.HARMLESS),
-    ("vllm chat", f"{VLLM} {VLLM_CHAT}".split(), ChatRequest, CHAT, frozenset()),
+    ("vllm chat", VLLM["chat"]["fields"], ChatRequest, CHAT, fields.HARMLESS),
     (
         "completion",
         completion_create_params.CompletionCreateParamsBase.__annotations__,
@@ -46,7 +38,7 @@ APIS: list[tuple[str, Iterable[str], type[OpenBody], Iterable[str], frozenset[st
         (),
         frozenset(),
     ),
-    ("vllm completion", f"{VLLM} {VLLM_COMPLETION}".split(), CompletionRequest, COMPLETION, frozenset()),
+    ("vllm completion", VLLM["completion"]["fields"], CompletionRequest, COMPLETION, fields.HARMLESS),
     (
         "responses",
         response_create_params.ResponseCreateParamsBase.__annotations__,
@@ -54,6 +46,17 @@ APIS: list[tuple[str, Iterable[str], type[OpenBody], Iterable[str], frozenset[st
         {**CHAT, **responses.REFUSED},
         fields.HARMLESS,
     ),
+    (
+        "vllm responses",
+        VLLM["responses"]["fields"],
+        ResponsesRequest,
+        {**CHAT, **responses.REFUSED},
+        fields.HARMLESS,
+    ),
+    ("vllm messages", VLLM["messages"]["fields"], MessagesRequest, messages.REFUSED, MESSAGES),
+    ("vllm count", VLLM["count"]["fields"], Prompted, messages.REFUSED, MESSAGES),
+    ("vllm tokenize", VLLM["tokenize"]["fields"], TokenizeRequest, fields.TOKENIZE, ()),
+    ("vllm detokenize", VLLM["detokenize"]["fields"], DetokenizeRequest, (), ()),
     (
         "messages",
         message_create_params.MessageCreateParamsBase.__annotations__,
@@ -79,14 +82,14 @@ APIS: list[tuple[str, Iterable[str], type[OpenBody], Iterable[str], frozenset[st
 
 
 @pytest.mark.parametrize(
-    ("names", "schema", "refused", "harmless"), [row[1:] for row in APIS], ids=[row[0] for row in APIS]
+    ("names", "schema", "refused", "taken"), [row[1:] for row in APIS], ids=[row[0] for row in APIS]
 )
 def test_each_field_is_decided(
-    names: Iterable[str], schema: type[OpenBody], refused: Iterable[str], harmless: frozenset[str]
+    names: Iterable[str], schema: type[BaseModel], refused: Collection[str], taken: Collection[str]
 ):
     told = set(re.findall(r"`([a-z_]+)[`.]", API))
     for name in names:
-        assert name in schema.model_fields or (name in refused) != (name in harmless), name
+        assert name in schema.model_fields or (name in refused) != (name in taken), name
         assert name in told, f"docs/api.md does not tell of {name}"
 
 

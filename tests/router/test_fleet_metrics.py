@@ -1,6 +1,7 @@
 """What the router's metrics say of HTTP and of its workers, and where it tells Prometheus to look."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvrail.services.router.fleet.policy import WorkerState
 from kvrail.text import Tokenizer
+from kvrail.wire.v1 import common_pb2
 from tests.router.cluster import MODEL, Cluster, run_cluster, status, until, write_output
 from tests.router.scripts import hanging
 
@@ -102,7 +104,10 @@ async def test_workers_as_the_router_sees_them(tokenizer: Tokenizer):
         assert set((await samples(cluster, "kvrail_worker_requests_in_flight")).values()) == {0}
         assert (await samples(cluster, "kvrail_worker_requests_total"))["prefill", prefill] == 2
         cluster.decode[0].status = status(draining=True, running=5)
-        cluster.decode[1].status = status(running=2, waiting=3, pages_total=100, pages_free=40, pages_cached=35)
+        report = common_pb2.WorkerReport(prefix_queried_tokens=70, prefix_hit_tokens=64)
+        cluster.decode[1].status = status(
+            running=2, waiting=3, pages_total=100, pages_free=40, pages_cached=35, report=report
+        )
         cluster.prefill[0].status = status(protocol_version=1)
         pool = cluster.service.pool
         await until(lambda: [worker.state for worker in pool.workers] == ["draining", "healthy", "incompatible"])
@@ -120,6 +125,56 @@ async def test_workers_as_the_router_sees_them(tokenizer: Tokenizer):
         assert await samples(cluster, "kvrail_cluster_cache_info") == {("0", "100"): 1}
 
 
+SUMS = {
+    "vllm:num_requests_running": (("0",), 6),
+    "vllm:num_requests_waiting": (("0",), 4),
+    "vllm:num_requests_waiting_by_reason": (("0", "capacity"), 4),
+    "vllm:kv_cache_usage_perc": (("0",), 0.25),
+    "vllm:prefix_cache_queries_total": (("0",), 170),
+    "vllm:prefix_cache_hits_total": (("0",), 64),
+    "vllm:cache_config_info": (("16", "0", "200"), 1),
+}
+
+
+async def test_who_scrapes_the_router_alone_gets_sums_over_decode_workers(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, decode=2) as cluster:
+        report = common_pb2.WorkerReport(prefix_queried_tokens=70, prefix_hit_tokens=64)
+        shared = {"layout": common_pb2.KVLayout(page_size=16), "pages_total": 100, "pages_cached": 35}
+        cluster.decode[0].status = status(running=4, waiting=1, pages_free=40, report=report, **shared)
+        report = common_pb2.WorkerReport(prefix_queried_tokens=100)
+        cluster.decode[1].status = status(running=2, waiting=3, pages_free=40, report=report, **shared)
+        cluster.prefill[0].status = status(layout=common_pb2.KVLayout(page_size=16), running=9)
+        pool = cluster.service.pool
+        await until(lambda: sum(worker.answer.running for worker in pool.decode.values()) == 6)
+        for name, (labels, value) in SUMS.items():
+            assert await samples(cluster, name, "/metrics/vllm") == {labels: value}, name
+        text = (await cluster.http.get("/metrics/vllm")).text
+        for family in text_string_to_metric_families(text):
+            if family.name.removesuffix("_total") in {name.removesuffix("_total") for name in SUMS}:
+                assert re.match("Sum over|Over all decode", family.documentation), family.name
+        # Where the workers are scraped too, nothing is counted twice.
+        without = (await cluster.http.get("/metrics/vllm?sums=off")).text
+        found = {family.name for family in text_string_to_metric_families(without)}
+        assert found & {name.removesuffix("_total") for name in SUMS} == {
+            "vllm:num_requests_waiting",
+            "vllm:num_requests_waiting_by_reason",
+        }
+        assert await samples(cluster, "vllm:num_requests_waiting", "/metrics/vllm?sums=off") == {("0",): 0}
+        assert (await cluster.http.get("/metrics/vllm?sums=maybe")).status_code == 400
+
+
+async def test_refusals_for_want_of_room(tokenizer: Tokenizer):
+    async with run_cluster(tokenizer, max_concurrent_requests=1) as cluster:
+        cluster.decode[0].script = hanging()
+        asked = asyncio.create_task(cluster.complete(prompt=[1]))
+        await until(lambda: bool(cluster.decode[0].requests))
+        assert (await cluster.complete(prompt=[1])).status_code == 429
+        asked.cancel()
+        assert await samples(cluster, "vllm:admission_rejections_total", "/metrics/vllm") == {
+            ("max_num_queued_reqs",): 1
+        }
+
+
 async def test_prometheus_finds_all_metrics(tokenizer: Tokenizer):
     async with run_cluster(tokenizer, decode=1, prefill=2) as cluster:
         decode, prefill = cluster.decode[0], cluster.prefill[0]  # the other says no port
@@ -129,7 +184,7 @@ async def test_prometheus_finds_all_metrics(tokenizer: Tokenizer):
         await until(lambda: any(bool(each.answer.metrics_port) for each in pool.prefill.values()))
         router = cluster.url.removeprefix("http://")
         assert (await cluster.http.get("/metrics/targets")).json() == [
-            {"targets": [router], "labels": {"service": "router"}},
+            {"targets": [router], "labels": {"service": "router", "__param_sums": "off"}},
             {"targets": ["127.0.0.1:9102"], "labels": {"service": "decode", "worker": decode.target}},
             {"targets": ["127.0.0.1:9101"], "labels": {"service": "prefill", "worker": prefill.target}},
         ]
@@ -138,10 +193,3 @@ async def test_prometheus_finds_all_metrics(tokenizer: Tokenizer):
         assert {group["labels"]["__metrics_path__"] for group in theirs} == {"/metrics/vllm"}
         assert {group["labels"]["instance"] for group in theirs} == {router}
         assert (await cluster.http.get("/metrics/targets", params={"names": "ours"})).status_code == 400
-
-
-async def test_vllms_names_on_metrics(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, metrics_names="both") as cluster:
-        text = (await cluster.http.get("/metrics")).text
-        assert "\nkvrail_requests_total{" in text and "\nvllm:request_success_total{" in text
-        assert text.count("# TYPE process_open_fds ") == 1

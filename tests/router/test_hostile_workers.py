@@ -63,7 +63,7 @@ async def test_a_worker_whose_answers_cannot_be_is_left_alone_for_a_while(cluste
 
 
 async def test_a_status_that_cannot_be_takes_its_worker_out(cluster: Cluster):
-    cluster.prefill[0].status = status(pace=common_pb2.Pace(prefill_each=math.nan))
+    cluster.prefill[0].status = status(step_cost=common_pb2.StepCost(prefill_each=math.nan))
     (worker,) = cluster.service.pool.prefill.values()
     await until(lambda: worker.state is WorkerState.DOWN)
     assert "prefill_each is nan" in worker.detail

@@ -142,7 +142,7 @@ async def test_a_changed_file_is_taken_over_and_a_broken_one_is_not(cluster, fil
     assert (await post(cluster, "new")).status_code == 200
     file.write_text(table("free") + "[[keys]]\nname = 7\n")
     assert (await post(cluster, "new")).status_code == 200
-    assert "keys.toml not read anew" in caplog.text and "key 2 (7): name" in caplog.text
+    assert "keys.toml: reload failed" in caplog.text and "key 2 (7): name" in caplog.text
     assert await cluster.metric("kvrail_key_file_errors_total{}") == 1
     file.write_text(good)
     error_of(await post(cluster, "new"), 401, "invalid_api_key")

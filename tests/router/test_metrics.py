@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrail.telemetry.exposition import Exposition
-from kvrail.telemetry.lifecycle import PARTS
 from kvrail.telemetry.making import show_process
+from kvrail.telemetry.moments import PARTS
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Registry
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics

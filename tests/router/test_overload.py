@@ -238,7 +238,7 @@ async def test_a_prompt_that_waits_too_long_for_a_prefill_worker_is_computed_by_
     """All at once: one is computed, one that waited is sent without prefill workers; then nobody has time."""
     async with run_cluster(tokenizer, prefill_wait_s=0.2, status_interval_s=60) as cluster:
         for fake in (*cluster.decode, *cluster.prefill):
-            fake.status.max_batch_tokens, fake.status.pace.prefill_each = 1, 1e-6
+            fake.status.max_batch_tokens, fake.status.step_cost.prefill_each = 1, 1e-6
         for each in cluster.service.pool.workers:
             await each.ask()
         decode = cluster.decode[0]

@@ -6,17 +6,25 @@ from dataclasses import replace
 import pytest
 
 from kvrail.services.router.fleet.compatibility import Identity, choose_fingerprint, codec_mismatch, incompatibility
-from kvrail.services.router.fleet.policy import POLICIES, Ask, Candidate, Load, WorkerState, cached_tokens, choose
+from kvrail.services.router.fleet.policy import (
+    POLICIES,
+    Candidate,
+    Load,
+    PlacementRequest,
+    WorkerState,
+    cached_tokens,
+    choose,
+)
 
-ASK = Ask(prompt_tokens=2048, pages=range(32), page_size=64, output_tokens=128)
+ASK = PlacementRequest(prompt_tokens=2048, pages=range(32), page_size=64, output_tokens=128)
 
 
 def worker(target: str, state: WorkerState = WorkerState.HEALTHY, holds=(), **load: float) -> Candidate:
     return Candidate(target, state, Load(**({"max_running": 8} | load)), frozenset(holds))
 
 
-def order(policy: str, ask: Ask, *candidates: Candidate) -> list[str]:
-    return [placement.target for placement in POLICIES[policy].order(ask, candidates)]
+def order(policy: str, ask: PlacementRequest, *candidates: Candidate) -> list[str]:
+    return [placement.target for placement in POLICIES[policy].rank(ask, candidates)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -59,12 +67,12 @@ def test_of_two_that_are_drawn_the_less_busy():
 def test_a_prefix_is_worth_what_it_saves_and_no_more():
     token_s = 1e-4
     idle, holder = worker("idle", token_s=token_s), worker("holder", token_s=token_s, holds=range(20), backlog=1)
-    chosen = POLICIES["prefix-aware"].order(ASK, [idle, holder])[0]
+    chosen = POLICIES["prefix-aware"].rank(ASK, [idle, holder])[0]
     assert (chosen.target, chosen.reason, chosen.cached_tokens) == ("holder", "prefix", 1280)
     for backlog, best in ((1279, "holder"), (1281, "idle")):  # tokens that wait there, against those that it holds
         hot = replace(holder, load=replace(holder.load, backlog=backlog))
         assert order("prefix-aware", ASK, idle, hot)[0] == best
-    placement = POLICIES["prefix-aware"].order(ASK, [idle, replace(holder, load=replace(holder.load, backlog=9999))])[0]
+    placement = POLICIES["prefix-aware"].rank(ASK, [idle, replace(holder, load=replace(holder.load, backlog=9999))])[0]
     assert placement.reason == "load"
     slow = replace(holder, load=replace(holder.load, token_s=10 * token_s))
     assert order("prefix-aware", ASK, idle, slow)[0] == "idle"
@@ -82,7 +90,7 @@ def test_equal_workers_get_prompts_that_begin_alike():
     for seed, first in firsts.items():
         assert order("prefix-aware", replace(ASK, pages=[seed, 6], draw=2), *workers)[0] == first
     assert all(30 <= count <= 80 for count in Counter(firsts.values()).values())  # about 50 of 400 each
-    assert len({order("prefix-aware", Ask(3, draw=draw), *workers)[0] for draw in range(100)}) == 8
+    assert len({order("prefix-aware", PlacementRequest(3, draw=draw), *workers)[0] for draw in range(100)}) == 8
 
 
 def test_fingerprint_of_the_most_decode_workers():
@@ -114,7 +122,7 @@ def test_prompts_are_handed_out_as_they_are_computed():
     ask = replace(ASK, prompt_tokens=2048)
     decode = [worker("d", token_s=1e-6)]
 
-    def chosen(*prefill: Candidate, urgent: bool = False, asked: Ask = ask) -> list[str] | None:
+    def chosen(*prefill: Candidate, urgent: bool = False, asked: PlacementRequest = ask) -> list[str] | None:
         choice = choose(POLICIES["prefix-aware"], asked, decode, prefill, urgent=urgent)
         return None if choice is None else [choice.decode.target, *(each.target for each in choice.prefill)]
 
@@ -135,16 +143,18 @@ def test_prompts_are_handed_out_as_they_are_computed():
 
 def test_a_decode_worker_computes_what_would_wait_too_long():
     """Where it has time and would be sooner; a prompt that still may wait waits, and what has a worker goes there."""
-    ask, pace = replace(ASK, prompt_tokens=4096, pages=()), {"compute_s": 1e-4, "step_tokens": 2048}
-    busy, idle = worker("busy", backlog=8192, **pace), worker("idle", **pace)  # 0.82 s of work, and none
+    ask, costs = replace(ASK, prompt_tokens=4096, pages=()), {"compute_s": 1e-4, "step_tokens": 2048}
+    busy, idle = worker("busy", backlog=8192, **costs), worker("idle", **costs)  # 0.82 s of work, and none
 
-    def chosen(*decode: Candidate, spare_s: float, urgent: bool = False, prefill=(busy,), asked: Ask = ask):
+    def chosen(
+        *decode: Candidate, spare_s: float, urgent: bool = False, prefill=(busy,), asked: PlacementRequest = ask
+    ):
         choice = choose(POLICIES["least-load"], asked, decode, prefill, urgent=urgent, spare_s=spare_s)
         return (
             None if choice is None else (choice.decode.target, choice.decode.reason, [p.target for p in choice.prefill])
         )
 
-    here = worker("d", **pace)
+    here = worker("d", **costs)
     assert chosen(here, spare_s=0.8) == ("d", "overflow", [])
     assert chosen(here, spare_s=-1.0) == ("d", "overflow", [])  # it has waited here, too
     assert chosen(here, spare_s=0.8, urgent=True) == ("d", "overflow", [])
@@ -152,13 +162,13 @@ def test_a_decode_worker_computes_what_would_wait_too_long():
     assert chosen(here, spare_s=0.9, urgent=True) == ("d", "load", ["busy"])
     assert chosen(here, spare_s=-1.0, prefill=(busy, idle)) == ("d", "load", ["idle", "busy"])
     assert chosen(here, spare_s=-1.0, asked=replace(ask, local=True)) == ("d", "load", [])
-    engaged = worker("d", **pace, backlog=1)
+    engaged = worker("d", **costs, backlog=1)
     assert chosen(engaged, spare_s=-1.0) is None
-    assert chosen(engaged, worker("e", **pace, sequences=1), spare_s=-1.0) == ("e", "overflow", [])
-    assert chosen(worker("d", sequences=8, **pace), spare_s=-1.0) is None
-    slow = worker("d", **pace | {"compute_s": 3.1e-4})  # 1.27 s, where the other has done all in 1.23 s
+    assert chosen(engaged, worker("e", **costs, sequences=1), spare_s=-1.0) == ("e", "overflow", [])
+    assert chosen(worker("d", sequences=8, **costs), spare_s=-1.0) is None
+    slow = worker("d", **costs | {"compute_s": 3.1e-4})  # 1.27 s, where the other has done all in 1.23 s
     assert chosen(slow, spare_s=-1.0) is None
-    assert chosen(worker("d", **pace | {"compute_s": 2.9e-4}), spare_s=-1.0) == ("d", "overflow", [])
+    assert chosen(worker("d", **costs | {"compute_s": 2.9e-4}), spare_s=-1.0) == ("d", "overflow", [])
     assert chosen(worker("d", step_tokens=2048), spare_s=0.8) == ("d", "overflow", [])  # not measured: as the other
     assert chosen(here, spare_s=0.0, prefill=(worker("busy", backlog=8192, step_tokens=2048),)) is None
     assert chosen(here, spare_s=-1.0, prefill=()) == ("d", "load", [])

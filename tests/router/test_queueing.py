@@ -1,4 +1,4 @@
-"""The fair queue and the pace, on clocks and clients that a test moves."""
+"""The fair queue and the rate, on clocks and clients that a test moves."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvrail.runtime.queueing import PATIENCE, FairQueue, Ticket, fair
 from kvrail.services.router.fleet.prefixes import WorkerPages
-from kvrail.services.router.generate.rates import LONGEST_S, SHORTEST_S, Pace
+from kvrail.services.router.generate.rates import LONGEST_S, SHORTEST_S, CompletionRate
 from kvrail.services.router.http.clients import client_of
 from kvrail.wire.v1 import common_pb2
 
@@ -168,23 +168,23 @@ class Clock:
 
 def test_retry_after_is_what_the_queue_does():
     clock = Clock()
-    pace = Pace(clock)
-    assert pace.retry_after(1) == SHORTEST_S  # nothing is known
-    pace.ended(50)  # nobody waits: that says nothing
-    pace.waiting(True)
+    rate = CompletionRate(clock)
+    assert rate.retry_after(1) == SHORTEST_S  # nothing is known
+    rate.ended(50)  # nobody waits: that says nothing
+    rate.waiting(True)
     for _ in range(40):
         clock.now += 0.25
-        pace.ended(1)
-    assert pace.per_second == pytest.approx(4, rel=0.05)
-    assert [pace.retry_after(4) for _ in range(5)] == pytest.approx([1, 2, 3, 4, 5], rel=0.05)
+        rate.ended(1)
+    assert rate.per_second == pytest.approx(4, rel=0.05)
+    assert [rate.retry_after(4) for _ in range(5)] == pytest.approx([1, 2, 3, 4, 5], rel=0.05)
     clock.now += 3
-    assert pace.retry_after(4) == pytest.approx(3, rel=0.5)
-    assert pace.retry_after(1000) == LONGEST_S
+    assert rate.retry_after(4) == pytest.approx(3, rel=0.5)
+    assert rate.retry_after(1000) == LONGEST_S
     clock.now += 1000  # nothing ends any more
-    assert pace.retry_after(1) == LONGEST_S
-    pace.waiting(False)
+    assert rate.retry_after(1) == LONGEST_S
+    rate.waiting(False)
     clock.now += 1000
-    assert pace.retry_after(1) == LONGEST_S  # an idle time does not count
+    assert rate.retry_after(1) == LONGEST_S  # an idle time does not count
 
 
 def test_pages_that_a_worker_will_have_are_expected_until_it_says_otherwise():

@@ -14,7 +14,6 @@ VALUES: dict[str, Any] = {
     "add_special_tokens": True,
     "allowed_token_ids": [1],
     "background": True,
-    "bad_words": ["x"],
     "best_of": 2,
     "documents": [{"text": "x"}],
     "echo": True,
@@ -28,8 +27,14 @@ VALUES: dict[str, Any] = {
     "mcp_servers": ["x"],
     "modalities": ["audio"],
     "prompt_logprobs": 0,
+    "enable_response_messages": True,
+    "return_mm_kwargs": False,
     "return_prompt_text": True,
+    "return_token_ids": True,
     "return_token_offsets": True,
+    "return_tokens_as_token_ids": True,
+    "return_weight_versions": True,
+    "routed_experts_prompt_start": 5,
     "spaces_between_special_tokens": False,
     "store": True,
     "stream_options.include_obfuscation": True,
@@ -40,6 +45,7 @@ VALUES: dict[str, Any] = {
     "truncation": "auto",
     "use_beam_search": True,
     "verbosity": "low",
+    "watermarking": True,
 }
 """What asks for something; of the other fields a text does."""
 CHATS_ALONE = ["response_format", "structured_outputs", "n", "stop", "logprobs", "reasoning_effort", "presence_penalty"]

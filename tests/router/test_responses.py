@@ -9,6 +9,7 @@ import pytest
 
 from kvrail.errors import KvrailError
 from kvrail.services.router.answer.answer import Answer
+from kvrail.services.router.responses import store
 from kvrail.text import Tokenizer
 from tests.router.cluster import MODEL, OUTPUT, Cluster, run_cluster, until, write_output
 from tests.router.scripts import error_of, failing, hanging
@@ -124,8 +125,9 @@ async def test_what_is_kept(client: openai.AsyncOpenAI, cluster: Cluster, tokeni
         await client.responses.retrieve(forgotten.id)
 
 
-async def test_the_store_is_bounded_and_each_keys_own(tokenizer: Tokenizer):
-    async with run_cluster(tokenizer, api_keys=["a", "b"], stored_responses=2) as cluster:
+async def test_the_store_is_bounded_and_each_keys_own(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(store, "ENTRY_BYTES", 400 << 10)  # two in a MiB
+    async with run_cluster(tokenizer, api_keys=["a", "b"], stored_responses_mib=1) as cluster:
 
         def client(key: str) -> openai.AsyncOpenAI:
             return openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key=key, max_retries=0)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from kvrail.rpc import trunk
+from kvrail.rpc import events
 from kvrail.wire.v1 import decode_pb2
 from tests.router.cluster import MODEL, OUTPUT, Cluster, until, write_output
 
@@ -22,7 +22,7 @@ async def flood(worker, request):
 
 
 async def test_a_client_that_does_not_read_is_given_up(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trunk, "MAX_UNREAD_BYTES", 400_000)
+    monkeypatch.setattr(events, "MAX_UNREAD_BYTES", 400_000)
     worker = cluster.decode[0]
     worker.script = flood
     port = int(cluster.url.rpartition(":")[2])

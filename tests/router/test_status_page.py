@@ -14,7 +14,7 @@ from kvrail.rpc.report import report_of
 from kvrail.services.router.page.history import STEPS, History
 from kvrail.services.router.page.routes import FILES
 from kvrail.services.router.page.status import StatusPage
-from kvrail.telemetry.lifecycle import PARTS
+from kvrail.telemetry.moments import PARTS
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Family, Registry
 from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics

@@ -24,7 +24,7 @@ def authority(tmp_path_factory):
 
 def door(authority):
     paths = authority.settings("router")
-    return {"ssl_cert": paths["tls_cert"], "ssl_key": paths["tls_key"], "tls_ca": paths["tls_ca"]}
+    return {"tls_http_cert": paths["tls_cert"], "tls_http_key": paths["tls_key"], "tls_ca": paths["tls_ca"]}
 
 
 def trusting(authority, role=None):
@@ -167,7 +167,7 @@ async def test_metrics_tell_when_certificates_end(tokenizer, authority, monkeypa
 
     authority.write("router", "door", lives=20)
     paths = authority.settings("door")
-    settings = {**authority.settings("router"), "ssl_cert": paths["tls_cert"], "ssl_key": paths["tls_key"]}
+    settings = {**authority.settings("router"), "tls_http_cert": paths["tls_cert"], "tls_http_key": paths["tls_key"]}
     async with run_cluster(tokenizer, tls=lambda role: authority.tls(role), **settings) as cluster:
         metric = "kvrail_certificate_end_seconds"
         assert await cluster.metric(f'{metric}{{use="services"}}') == end("router")
@@ -205,11 +205,11 @@ async def test_a_router_with_anothers_certificate_does_not_start(tokenizer, auth
 @pytest.mark.parametrize(
     ("cert", "key", "match"),
     [
-        ("missing.pem", "router.key", "--ssl-cert .*missing.pem: No such file"),
-        ("router.pem", "decode.key", "--ssl-key .*decode.key does not belong to"),
-        ("router.key", "router.key", "--ssl-cert .*holds no certificate"),
-        ("router.pem", "router.pem", "--ssl-key .*is no PEM key"),
-        ("router.pem", "", "--ssl-cert and --ssl-key"),
+        ("missing.pem", "router.key", "--tls-http-cert .*missing.pem: No such file"),
+        ("router.pem", "decode.key", "--tls-http-key .*decode.key does not belong to"),
+        ("router.key", "router.key", "--tls-http-cert .*holds no certificate"),
+        ("router.pem", "router.pem", "--tls-http-key .*is no PEM key"),
+        ("router.pem", "", "--tls-http-cert and --tls-http-key"),
     ],
 )
 def test_files_of_the_door_are_checked_at_start(authority, cert, key, match):

@@ -6,7 +6,8 @@ import pytest
 
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill.client import GrpcPrefillClient, InprocPrefillClient, serve_prefill
+from kvrail.rpc.prefill.client import GrpcPrefillClient, InprocPrefillClient
+from kvrail.rpc.prefill.replies import serve
 from kvrail.rpc.server import build_server
 from kvrail.wire.v1 import prefill_pb2_grpc
 
@@ -17,25 +18,25 @@ class Servicer(prefill_pb2_grpc.PrefillServicer):
 
     @maps_errors
     async def Prefill(self, request, context):
-        await serve_prefill(context, lambda replies: self._handler(request, replies))
+        await serve(self._handler, request, context.write)
 
 
 class Inproc:
-    """A worker whose death is the end of the task that tells its story."""
+    """A worker whose death is the end of the tasks that handle its calls."""
 
     @asynccontextmanager
     async def connect(self, handler):
-        self._stories = set()
+        self._calls = set()
 
         async def remembered(request, replies):
-            self._stories.add(asyncio.current_task())
+            self._calls.add(asyncio.current_task())
             await handler(request, replies)
 
         yield InprocPrefillClient(remembered)
 
     async def kill(self):
-        for story in self._stories:
-            story.cancel()
+        for call in self._calls:
+            call.cancel()
 
 
 class Grpc:

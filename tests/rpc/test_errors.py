@@ -9,7 +9,7 @@ from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
 from kvrail.rpc.errors import MAX_MESSAGE_CHARS, TRAILER, from_rpc_error, maps_errors, to_status
 from kvrail.rpc.server import build_server
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from kvrail.wire.v1 import common_pb2, decode_pb2
 
 
 def subclasses(cls):
@@ -24,14 +24,13 @@ EXAMPLES = [
 ]
 
 
-class Raising(decode_pb2_grpc.DecodeServicer):
+class Raising:
     """Raises what it is told to, after one reply where the request names a model."""
 
     def __init__(self):
         self.error = None
 
-    @maps_errors
-    async def Generate(self, request, context):
+    async def generate(self, request, context):
         if request.model:
             yield decode_pb2.GenerateReply(text="one")
         raise self.error
@@ -178,7 +177,7 @@ async def test_deadline_and_unreachable_worker(unused_tcp_port):
 
 
 async def test_oversized_message_is_refused():
-    class Big(decode_pb2_grpc.DecodeServicer):
+    class Big:
         @maps_errors
         async def GetStatus(self, request, context):
             return common_pb2.WorkerStatus(codecs=["x" * 5000])

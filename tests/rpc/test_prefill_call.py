@@ -16,7 +16,7 @@ from kvrail.errors import (
 )
 from kvrail.rpc.prefill import replies as prefill_replies
 from kvrail.rpc.prefill.call import MAX_UNTAKEN
-from kvrail.rpc.prefill.replies import tell
+from kvrail.rpc.prefill.replies import serve
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, PrefillRequest
 
@@ -49,7 +49,7 @@ async def test_a_whole_call(transport):
     sent = [frame(bytes([number]) * number, size, bool(number % 2)) for number, size in enumerate(sizes)]
     seen = []
 
-    async def story(request, replies):
+    async def handler(request, replies):
         seen.append(request)
         replies.accept(Accepted(codec="raw", first_page=3, page_count=4))
         for each in sent[:5]:
@@ -59,7 +59,7 @@ async def test_a_whole_call(transport):
             replies.announce(each)
         await replies.commit()
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         assert (await call.accepted()).page_count == 4
         assert await receive_all(call) == sent
         assert (await call.first_token()).token_ids == [7]
@@ -68,11 +68,11 @@ async def test_a_whole_call(transport):
 
 
 async def test_empty_transfer(transport):
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         await replies.commit()
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         assert await call.announced() is None
         with pytest.raises(FrameError, match="without a first token"):
             await call.first_token()
@@ -80,13 +80,13 @@ async def test_empty_transfer(transport):
 
 @pytest.mark.parametrize("lie", [(2, 10), (1, 11)])
 async def test_summary_that_does_not_match(transport, lie):
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         replies.announce(frame())
         replies._frame_count, replies._payload_bytes = lie
         await replies.commit()
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         with pytest.raises(FrameError, match=f"{lie[0]} frames and {lie[1]} bytes; 1 and 10 were"):
             await receive_all(call)
 
@@ -95,7 +95,7 @@ async def test_a_receiver_that_takes_no_replies_is_given_up(monkeypatch):
     monkeypatch.setattr(prefill_replies, "TAKEN_WITHIN_S", 0.05)
     over = asyncio.Event()
 
-    async def story(replies):
+    async def handler(request, replies):
         try:
             replies.accept(Accepted())
             await replies.commit()
@@ -104,7 +104,7 @@ async def test_a_receiver_that_takes_no_replies_is_given_up(monkeypatch):
 
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(TransferAbortedError, match="took no reply for"):
-            await tell(story, lambda reply: asyncio.sleep(3600))
+            await serve(handler, REQUEST, lambda reply: asyncio.sleep(3600))
     assert over.is_set()
 
 
@@ -112,7 +112,7 @@ async def test_a_receiver_that_takes_no_replies_is_given_up(monkeypatch):
 async def test_receiver_gives_up(transport, leave):
     ends, over = [], asyncio.Event()
 
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
 
         async def send_forever():
@@ -134,7 +134,7 @@ async def test_receiver_gives_up(transport, leave):
         finally:
             over.set()
 
-    async with transport.connect(story) as client:
+    async with transport.connect(handler) as client:
         async with client.prefill(REQUEST) as call:
             assert await call.announced() is not None
             waiting = asyncio.create_task(call.first_token())
@@ -149,10 +149,10 @@ async def test_receiver_gives_up(transport, leave):
 
 
 async def test_cancelled_before_it_opens(transport):
-    async def story(request, replies):
+    async def handler(request, replies):
         raise AssertionError("a call that nobody wants any more was opened")
 
-    async with transport.connect(story) as client:
+    async with transport.connect(handler) as client:
         call = client.prefill(REQUEST)
         call.cancel()
         with pytest.raises(RequestCancelledError):
@@ -162,7 +162,7 @@ async def test_cancelled_before_it_opens(transport):
 async def test_cancelling_the_receiving_task(transport):
     cancelled = asyncio.Event()
 
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         try:
             await asyncio.Event().wait()
@@ -170,7 +170,7 @@ async def test_cancelling_the_receiving_task(transport):
             cancelled.set()
             raise
 
-    async with transport.connect(story) as client:
+    async with transport.connect(handler) as client:
 
         async def decode():
             async with client.prefill(REQUEST) as call:
@@ -188,18 +188,18 @@ async def test_cancelling_the_receiving_task(transport):
 
 
 async def test_deadline(transport):
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         await asyncio.Event().wait()
 
-    async with transport.connect(story) as client, client.prefill(REQUEST, timeout_s=0.3) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST, timeout_s=0.3) as call:
         with pytest.raises(DeadlineError):
             await call.announced()
 
 
 @pytest.mark.parametrize("when", ["computing", "sending"])
 async def test_sender_is_lost(transport, when):
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         replies.announce(frame())
         while when == "sending":
@@ -207,7 +207,7 @@ async def test_sender_is_lost(transport, when):
             await asyncio.sleep(0.001)
         await asyncio.Event().wait()
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         assert await call.announced() == frame()
         await transport.kill()
         with pytest.raises(WorkerUnavailableError):
@@ -222,67 +222,67 @@ async def test_sender_is_lost(transport, when):
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("accepts", [False, True])
-async def test_error_of_the_story_reaches_everyone_who_waits(transport, error, accepts):
-    async def story(request, replies):
+async def test_error_of_the_handler_reaches_everyone_who_waits(transport, error, accepts):
+    async def handler(request, replies):
         if accepts:
             replies.accept(Accepted())
             replies.announce(frame())
         raise error
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         waits = [call.first_token(), receive_all(call)] if accepts else [call.accepted(), call.announced()]
         for caught in await asyncio.gather(*waits, return_exceptions=True):
             assert type(caught) is type(error) and str(caught) == str(error) and vars(caught) == vars(error)
 
 
-async def test_unexpected_error_of_the_story_is_logged_and_hidden(transport, caplog):
-    async def story(request, replies):
+async def test_unexpected_error_of_the_handler_is_logged_and_hidden(transport, caplog):
+    async def handler(request, replies):
         raise ZeroDivisionError("secret")
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         with pytest.raises(KvrailError, match="internal error") as caught:
             await call.accepted()
     assert "secret" not in str(caught.value) and "secret" in caplog.text
 
 
-async def test_story_that_ends_without_commit(transport):
-    async def story(request, replies):
+async def test_handler_that_ends_without_commit(transport):
+    async def handler(request, replies):
         replies.accept(Accepted())
         replies.announce(frame())
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         with pytest.raises(KvrailError, match="without a commit"):
             await receive_all(call)
 
 
 async def test_first_reply_must_be_accepted(transport):
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.first_token(FirstToken(token_ids=[1]))
         await replies.commit()
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         with pytest.raises(FrameError, match="before it accepted"):
             await call.first_token()
 
 
 @pytest.mark.parametrize("twice", ["accept", "first_token"])
 async def test_control_comes_once(transport, twice):
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         replies.first_token(FirstToken())
         getattr(replies, twice)(Accepted() if twice == "accept" else FirstToken())
         await replies.commit()
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         with pytest.raises(FrameError, match=r"twice|second"):
             await receive_all(call)
 
 
-async def test_nothing_follows_the_commit_and_the_story_may_tidy_up(transport):
+async def test_nothing_follows_the_commit_and_the_handler_may_tidy_up(transport):
     tidy = asyncio.Event()
     refused = []
 
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         replies.announce(frame())
         await replies.commit()
@@ -298,18 +298,18 @@ async def test_nothing_follows_the_commit_and_the_story_may_tidy_up(transport):
         await asyncio.sleep(0.1)
         tidy.set()
 
-    async with transport.connect(story) as client:
+    async with transport.connect(handler) as client:
         async with client.prefill(REQUEST) as call:
             assert await receive_all(call) == [frame()]
         await asyncio.wait_for(tidy.wait(), PATIENCE_S)
     assert len(refused) == 2
 
 
-async def test_a_receiver_that_leaves_with_the_commit_in_its_hands_ends_no_story():
+async def test_a_receiver_that_leaves_with_the_commit_in_its_hands_ends_no_call():
     """It has the last reply while the sender still waits for that to have left."""
     tidied = []
 
-    async def story(replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         await replies.commit()
         tidied.append(True)
@@ -319,14 +319,14 @@ async def test_a_receiver_that_leaves_with_the_commit_in_its_hands_ends_no_story
             telling.cancel()
             await asyncio.Event().wait()
 
-    telling = asyncio.create_task(tell(story, deliver))
+    telling = asyncio.create_task(serve(handler, REQUEST, deliver))
     with pytest.raises(asyncio.CancelledError):
         await telling
     assert tidied == [True]
 
 
 async def test_calls_side_by_side(transport):
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         for index in range(50):
             replies.announce(frame(f"{request.request_id}-{index}".encode(), index))
@@ -336,20 +336,20 @@ async def test_calls_side_by_side(transport):
         async with client.prefill(PrefillRequest(request_id=name)) as call:
             return await receive_all(call)
 
-    async with transport.connect(story) as client:
+    async with transport.connect(handler) as client:
         names = [f"r{index}" for index in range(8)]
         for name, frames in zip(names, await asyncio.gather(*(one(client, name) for name in names)), strict=True):
             assert frames == [frame(f"{name}-{index}".encode(), index) for index in range(50)]
 
 
 async def test_announcements_that_nobody_takes_are_bounded(transport):
-    async def story(request, replies):
+    async def handler(request, replies):
         replies.accept(Accepted())
         for _ in range(MAX_UNTAKEN + 1):
             replies.announce(frame())
         await replies.commit()
 
-    async with transport.connect(story) as client, client.prefill(REQUEST) as call:
+    async with transport.connect(handler) as client, client.prefill(REQUEST) as call:
         await call.accepted()
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.wait((call._task,))

@@ -25,17 +25,17 @@ FRAME = Announcement(b"head", 5, False)
 WORKER = """
 import asyncio
 from kvrail.rpc.server import build_server
-from kvrail.rpc.prefill.client import serve_prefill
+from kvrail.rpc.prefill.replies import serve
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1 import prefill_pb2, prefill_pb2_grpc
 
 class Servicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(self, request, context):
-        async def story(replies):
+        async def handler(request, replies):
             replies.accept(prefill_pb2.Accepted())
             replies.announce(Announcement(b"head", 5, False))
             await asyncio.Event().wait()
-        await serve_prefill(context, story)
+        await serve(handler, request, context.write)
 
 async def main():
     rpc = await build_server()
@@ -89,7 +89,7 @@ async def test_frozen_worker_is_noticed_by_keepalive(monkeypatch):
 
 
 @asynccontextmanager
-async def foreign(service, method, replies, *, streams=True):
+async def foreign(service, method, replies, *, kind="unary_stream"):
     """A server that answers `method` with the given bytes, whatever they are."""
 
     async def stream(request, context):
@@ -99,8 +99,9 @@ async def foreign(service, method, replies, *, streams=True):
     async def single(request, context):
         return replies[0]
 
-    make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
-    handler = grpc.method_handlers_generic_handler(service, {method: make(stream if streams else single)})
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    answer = single if kind == "unary_unary" else stream
+    handler = grpc.method_handlers_generic_handler(service, {method: make(answer)})
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -166,13 +167,13 @@ async def test_client_that_speaks_plain_protobuf():
 
 
 async def test_reply_that_cannot_be_read_is_no_end_of_output():
-    reply = decode_pb2.CallReplies(call=1, replies=[decode_pb2.GenerateReply(text="one")])
-    good = decode_pb2.TrunkReply(calls=[reply]).SerializeToString()
-    async with foreign("kvrail.v1.Decode", "GenerateMany", [good, b"\xff\xff"]) as channel:
+    reply = decode_pb2.RequestEvents(number=1, replies=[decode_pb2.GenerateReply(text="one")])
+    good = decode_pb2.EventBatch(requests=[reply]).SerializeToString()
+    async with foreign("kvrail.v1.Decode", "Events", [good, b"\xff\xff"], kind="stream_stream") as channel:
         stream = DecodeClient(channel).generate(decode_pb2.GenerateRequest())
         assert (await stream.read()).text == "one"
         with pytest.raises(IncompatibleError):
             await stream.read()
-    async with foreign("kvrail.v1.Prefill", "GetStatus", [b"\xff\xff"], streams=False) as channel:
+    async with foreign("kvrail.v1.Prefill", "GetStatus", [b"\xff\xff"], kind="unary_unary") as channel:
         with pytest.raises(IncompatibleError):
             await PrefillStatusClient(channel).get_status(timeout_s=10)

@@ -9,16 +9,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrail.errors import ConfigError, DeadlineError, KvrailError, RequestCancelledError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
-from kvrail.rpc.errors import maps_errors
 from kvrail.rpc.http_side import start_side_server
 from kvrail.rpc.server import build_server, serve_until_signal
-from kvrail.wire.v1 import decode_pb2, decode_pb2_grpc
+from kvrail.wire.v1 import decode_pb2
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-class Slow(decode_pb2_grpc.DecodeServicer):
+class Slow:
     """One reply at once, a second when released."""
 
     def __init__(self):
@@ -27,8 +26,7 @@ class Slow(decode_pb2_grpc.DecodeServicer):
         self.cancelled = asyncio.Event()
         self.idle = asyncio.Event()
 
-    @maps_errors
-    async def Generate(self, request, context):
+    async def generate(self, request, context):
         self.running += 1
         try:
             yield decode_pb2.GenerateReply(text="one")
@@ -148,11 +146,13 @@ async def test_failing_drain_is_raised_and_the_server_stops(running):
 
 async def test_side_server():
     ready = [True]
-    port, stop = await start_side_server(
-        "127.0.0.1", 0, lambda path: (f"metrics of {path}\n".encode(), "text/plain; version=1"), lambda: ready[0]
-    )
+
+    async def render(path):
+        return f"metrics of {path}\n".encode(), "text/plain; version=1"
+
+    port, stop = await start_side_server("127.0.0.1", 0, render, lambda: ready[0])
     with pytest.raises(ConfigError, match=str(port)):
-        await start_side_server("127.0.0.1", port, lambda path: (b"", ""), lambda: True)
+        await start_side_server("127.0.0.1", port, render, lambda: True)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         reply = await client.get("/metrics/vllm")
         assert reply.text == "metrics of /metrics/vllm\n"

@@ -128,7 +128,7 @@ async def _cluster(case: Case, model: Path, device: str, outcome: Outcome) -> As
     """The cluster's address, once it is healthy. Its log must tell of no fault."""
     log = model.parent / f"{re.sub('[^a-z0-9]+', '-', case.name.lower())}.log"
     flags = ["--model", str(model), "--served-model-name", "smoke", "--device", device, "--port", "0", *case.flags]
-    if "--num-pages" not in flags:
+    if "--kv-memory-gib" not in flags:
         flags += ["--kv-memory-gib", "0.5"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     with log.open("wb") as out:

@@ -11,21 +11,21 @@ from kvrail.rpc import channel as channel_module
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient, PrefillStatusClient
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill.client import GrpcPrefillClient, serve_prefill
+from kvrail.rpc.prefill.client import GrpcPrefillClient
+from kvrail.rpc.prefill.replies import serve
 from kvrail.rpc.server import build_server
 from kvrail.security.tls import Material, Tls
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvrail.wire.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.certificates import Authority
 
 
-class Decode(decode_pb2_grpc.DecodeServicer):
+class Decode:
     """Counts to two; the second one when released."""
 
     def __init__(self):
         self.release = asyncio.Event()
 
-    @maps_errors
-    async def Generate(self, request, context):
+    async def generate(self, request, context):
         yield decode_pb2.GenerateReply(text="one")
         await self.release.wait()
         yield decode_pb2.GenerateReply(text="two")
@@ -38,10 +38,10 @@ class Decode(decode_pb2_grpc.DecodeServicer):
 class Prefill(prefill_pb2_grpc.PrefillServicer):
     @maps_errors
     async def Prefill(self, request, context):
-        async def story(replies):
+        async def handler(request, replies):
             raise WorkerUnavailableError("let in")
 
-        await serve_prefill(context, story)
+        await serve(handler, request, context.write)
 
     @maps_errors
     async def GetStatus(self, request, context):

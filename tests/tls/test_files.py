@@ -131,11 +131,15 @@ def test_what_the_command_refuses(tmp_path, capsys, arguments, match):
     assert not list((tmp_path / "out").glob("*"))
 
 
+async def one_metric(path):
+    return b"m 1\n", "text/plain"
+
+
 async def test_the_metrics_port_of_a_worker(authority, monkeypatch):
     """Metrics for members of the CA, health for all; another CA is taken over while the port is open."""
     monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
     tls = authority.tls("decode")
-    port, stop = await start_side_server("127.0.0.1", 0, lambda path: (b"m 1\n", "text/plain"), lambda: True, tls)
+    port, stop = await start_side_server("127.0.0.1", 0, one_metric, lambda: True, tls)
 
     def client(of, role=None):
         context = ssl.create_default_context(cafile=str(of.folder / "ca.pem"))

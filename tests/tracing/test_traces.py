@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.link import once_compiled
 from kvrail.errors import ConfigError
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import Span
 from kvrail.telemetry.tracing import MAX_GROUPS, Tracing
 from tests.e2e.processes import Processes
@@ -39,7 +39,7 @@ def cluster(collector, tmp_path_factory):
     before = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector.endpoint
     os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "100"
-    flags = ("--num-pages", "100", "--dtype", "float32", "--page-size", "16")
+    flags = ("--kv-memory-gib", "0.001", "--dtype", "float32", "--page-size", "16")
     running = Processes(tmp_path_factory.mktemp("cluster"), tiny_model("llama"), *flags, prefills=1, decodes=1)
     if before is None:
         del os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"]

@@ -11,13 +11,13 @@ import torch
 from kvrail.codec import registry
 from kvrail.codec.base import Block, PagedBlock
 from kvrail.transfer.guard import Transfer
-from kvrail.transfer.order import Link
 from kvrail.transfer.pieces import Piece
 from kvrail.transfer.receiving import PageReceiver
+from kvrail.transfer.send_queue import SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
 from kvrail.transfer.sizes import block_spec, first_recent_page
 from kvrail.transport.base import Peer
-from kvrail.transport.inproc import InprocCarrier
+from kvrail.transport.inproc import InprocTransport
 from kvrail.values.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, key_dim=8, value_dim=6, page_size=16, dtype="bfloat16")
@@ -77,7 +77,7 @@ class Observer:
     def held(self, change):
         self.held_bytes += change
 
-    def arrived(self, payload_bytes, waited_s, flight_s):
+    def arrived(self, payload_bytes, waited_s, crossing_s):
         self.frames += 1
 
     def decoded(self, header, payload_bytes, seconds):
@@ -88,14 +88,14 @@ class Observer:
 
 
 class Transfers:
-    """Both ends of one transfer, joined by a carrier and a queue."""
+    """Both ends of one transfer, joined by a transport and a queue."""
 
     def __init__(self, codec, held_pages=0, silence_s=240.0, frame_bytes=4096, cached_pages=3):
         self.cached_pages = cached_pages
         self.codec = registry.get(codec)
         self.source, self.sink, self.observer = Memory(1), Memory(), Observer()
         self.announced = asyncio.Queue()
-        self.carrier, self.key = InprocCarrier(), next(keys)
+        self.transport, self.key = InprocTransport(), next(keys)
         self.held_pages = held_pages
         self.executor = ThreadPoolExecutor(2)
         self.coarse = 0
@@ -106,9 +106,15 @@ class Transfers:
         self.coarse += 1
 
     async def send(self):
-        outlet = await self.carrier.outlet(NEVER, self.key)
+        payload_sender = await self.transport.sender(NEVER, self.key)
         sender = PageSender(
-            self.outgoing, outlet, self.announced.put_nowait, Link(1 << 20), 1, self.executor, self.observer
+            self.outgoing,
+            payload_sender,
+            self.announced.put_nowait,
+            SendQueue(1 << 20),
+            1,
+            self.executor,
+            self.observer,
         )
         try:
             sending = asyncio.create_task(sender.run())
@@ -124,24 +130,26 @@ class Transfers:
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-            await outlet.aclose()
+            await payload_sender.aclose()
 
     def receiver(self):
         recent = first_recent_page(TOKENS, LAYOUT.page_size)
         spec = block_spec(LAYOUT, PAGES - self.held_pages)
-        transfer = Transfer("r", self.codec.name, self.codec.num_stages, spec, self.held_pages, recent)
+        transfer = Transfer(
+            "r", self.codec.name, self.codec.num_stages, spec, self.held_pages, recent, self.codec.parameters_id
+        )
         return PageReceiver(
             transfer, self.codec, self.sink, self.executor, self.observer, self.silence_s, self.began_coarse
         )
 
     async def receive(self):
-        while self.key not in self.carrier._attempts:
+        while self.key not in self.transport._attempts:
             await asyncio.sleep(0)
-        inlet = await self.carrier.inlet(NEVER, self.key)
+        payload_receiver = await self.transport.receiver(NEVER, self.key)
         try:
-            await self.receiver().run(self.announced.get, inlet)
+            await self.receiver().run(self.announced.get, payload_receiver)
         finally:
-            await inlet.aclose()
+            await payload_receiver.aclose()
 
     async def run(self):
         async with asyncio.timeout(250):

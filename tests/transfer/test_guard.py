@@ -1,4 +1,5 @@
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,10 @@ WHOLE = BlockSpec("bfloat16", 4, 6, 16, 2, 8, 8, False)  # layers 0 to 4, pages 
 TRANSFER = Transfer("r", "lynx", 2, WHOLE, 10)
 
 
-def frame(sequence, stage=0, layers=(0, 4), pages=(10, 16), **changes):
-    spec = replace(WHOLE, num_layers=layers[1] - layers[0], num_pages=pages[1] - pages[0])
-    return replace(FrameHeader("r", "lynx", stage, 2, spec, layers[0], pages[0], sequence), **changes)
+def frame(sequence, stage=0, layers=(0, 4), pages=(10, 16), heads=(0, 2), **changes):
+    sizes = [end - first for first, end in (layers, pages, heads)]
+    spec = replace(WHOLE, num_layers=sizes[0], num_pages=sizes[1], num_kv_heads=sizes[2])
+    return replace(FrameHeader("r", "lynx", stage, 2, spec, layers[0], pages[0], sequence, heads[0]), **changes)
 
 
 def land(guard, header):
@@ -34,11 +36,13 @@ def test_a_payload_that_no_stage_can_have_is_refused():
     land(guard, frame(0))
 
 
-@given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_each_page_exactly_once_in_any_order_of_blocks(layer_step, page_step, random):
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 2), st.randoms(use_true_random=False))
+def test_each_head_of_each_page_exactly_once_in_any_order_of_blocks(layer_step, page_step, head_step, random):
     blocks = [
-        ((layer, min(layer + layer_step, 4)), (page, min(page + page_step, 16)))
-        for layer, page in itertools.product(range(0, 4, layer_step), range(10, 16, page_step))
+        ((layer, min(layer + layer_step, 4)), (page, min(page + page_step, 16)), (head, head + head_step))
+        for layer, page, head in itertools.product(
+            range(0, 4, layer_step), range(10, 16, page_step), range(0, 2, head_step)
+        )
     ]
     order = [block for block in blocks for _ in range(2)]
     random.shuffle(order)
@@ -49,7 +53,7 @@ def test_each_page_exactly_once_in_any_order_of_blocks(layer_step, page_step, ra
         seen.append(block)
         for stage in range(2):
             assert guard.complete(stage) == all(seen.count(one) > stage for one in blocks)
-        left = sum((ls[1] - ls[0]) * (ps[1] - ps[0]) * (2 - seen.count((ls, ps))) for ls, ps in blocks)
+        left = sum((2 - seen.count(one)) * math.prod(end - first for first, end in one) for one in blocks)
         assert guard.missing() == left
     assert guard.complete()
 
@@ -61,9 +65,15 @@ def test_each_page_exactly_once_in_any_order_of_blocks(layer_step, page_step, ra
         (frame(0, pages=(10, 12)), frame(0, pages=(12, 14)), "sequence 0; the next is 1"),
         (frame(0), frame(1), "stage 0; its block's next is 1"),
         (None, frame(0, stage=1), "stage 1; its block's next is 0"),
-        (frame(0, pages=(10, 12)), frame(1, pages=(11, 13)), "come before"),
-        (frame(0, layers=(0, 2)), frame(1, layers=(1, 3), pages=(15, 16)), "of layer 1"),
+        (frame(0, pages=(10, 12)), frame(1, pages=(11, 13)), "of layer 0, head 0 for the second time"),
+        (frame(0, layers=(0, 2)), frame(1, layers=(1, 3), pages=(15, 16)), "of layer 1, head 0 for the second time"),
         (frame(0), frame(1, stage=1, pages=(10, 12)), "stage 1; its block's next is 0"),
+        (frame(0, heads=(0, 1)), frame(1), "of layer 0, head 0 for the second time"),
+        (frame(0, heads=(1, 2)), frame(1), "of layer 0, head 1 for the second time"),
+        (frame(0), frame(1, stage=1, heads=(0, 1)), "stage 1; its block's next is 0"),
+        (None, frame(0, heads=(1, 3)), "heads 1 to 3; this transfer has 2"),
+        (None, frame(0, first_head=(1 << 32) - 1), "heads 4294967295 to 4294967297"),
+        (None, frame(0, parameters_id=1), "parameters_id 1"),
         (None, frame(0, request_id="s"), "request_id 's'"),
         (None, frame(0, codec="raw"), "codec 'raw'"),
         (None, frame(0, num_stages=3), "num_stages 3"),
@@ -91,7 +101,7 @@ def test_refused_overlap_marks_none_of_its_pages():
     with pytest.raises(FrameFormatError):
         guard.admit(frame(1, layers=(0, 2), pages=(10, 11)), 1)
     land(guard, frame(1, layers=(0, 1), pages=(10, 11)))
-    assert guard.missing() == 2 * 24 - 2
+    assert guard.missing() == 2 * (2 * 24 - 2)
 
 
 @given(st.integers(8, 18), st.randoms(use_true_random=False))
@@ -111,3 +121,10 @@ def test_coarse_is_complete_with_stage_0_of_all_and_every_stage_of_the_recent_pa
         cells |= {(stage, layer, page) for layer in range(*layers) for page in range(*block)}
         assert guard.coarse_complete() == (wanted <= cells)
     assert guard.coarse_complete() and guard.complete()
+
+
+def test_a_head_that_never_came_is_missing():
+    guard = FrameGuard(TRANSFER)
+    for stage in range(2):
+        land(guard, frame(stage, stage, heads=(1, 2)))
+    assert guard.missing() == 2 * 4 * 6 and not guard.complete() and not guard.coarse_complete()

@@ -13,10 +13,10 @@ from kvrail.errors import FrameError, TransferAbortedError, WorkerUnavailableErr
 from kvrail.transfer import sending
 from kvrail.transfer.sending import Outgoing
 from kvrail.transfer.sizes import block_spec, first_recent_page
-from kvrail.transport.inproc import InprocCarrier
+from kvrail.transport.inproc import InprocTransport
 from tests.transfer.ends import LAYOUT, PAGES, TOKENS, Transfers
 
-CODECS = ("raw", "splitzip-channel", "splitzip-progressive", "splitzip-progressive-ans", "lynx-exact")
+CODECS = ("raw", "splitzip-channel", "splitzip-progressive-ans", "lynx-exact")
 
 
 @pytest.mark.parametrize("held_pages", [0, 2, 5])
@@ -36,16 +36,16 @@ async def test_every_page_arrives_bit_for_bit(name, held_pages):
     assert untouched.float().isnan().all()
 
 
-class Losing(InprocCarrier):
-    """An inlet that fails at its n-th payload."""
+class Losing(InprocTransport):
+    """A receiver that fails at its n-th payload."""
 
     def __init__(self, after, error):
         super().__init__()
         self.after, self.error = after, error
 
-    async def inlet(self, peer, key):
-        inlet = await super().inlet(peer, key)
-        receive, count = inlet.receive, 0
+    async def receiver(self, peer, key):
+        payload_receiver = await super().receiver(peer, key)
+        receive, count = payload_receiver.receive, 0
 
         async def failing(size, *, on_device):
             nonlocal count
@@ -56,15 +56,15 @@ class Losing(InprocCarrier):
                 raise self.error
             return await receive(size, on_device=on_device)
 
-        inlet.receive = failing
-        return inlet
+        payload_receiver.receive = failing
+        return payload_receiver
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-@pytest.mark.parametrize("name", ["raw", "splitzip-progressive", "splitzip-progressive-ans"])
-async def test_what_the_carrier_raises_ends_it_and_nothing_is_kept(name, after):
+@pytest.mark.parametrize("name", ["raw", "splitzip-progressive-ans"])
+async def test_what_the_transport_raises_ends_it_and_nothing_is_kept(name, after):
     both = Transfers(name)
-    both.carrier = Losing(after, TransferAbortedError("the sender is gone"))
+    both.transport = Losing(after, TransferAbortedError("the sender is gone"))
     with pytest.raises(TransferAbortedError, match="gone"):
         await both.run()
     assert not both.observer.held_bytes and not both.observer.kept_bytes
@@ -74,22 +74,22 @@ async def test_what_the_carrier_raises_ends_it_and_nothing_is_kept(name, after):
     )
 
 
-class AsOnDevice(InprocCarrier):
+class AsOnDevice(InprocTransport):
     """Takes host memory where memory of a device was announced."""
 
-    async def inlet(self, peer, key):
-        inlet = await super().inlet(peer, key)
-        receive = inlet.receive
-        inlet.receive = lambda size, *, on_device: receive(size, on_device=False)
-        return inlet
+    async def receiver(self, peer, key):
+        payload_receiver = await super().receiver(peer, key)
+        receive = payload_receiver.receive
+        payload_receiver.receive = lambda size, *, on_device: receive(size, on_device=False)
+        return payload_receiver
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("name", ["raw", "splitzip-progressive"])
+@pytest.mark.parametrize("name", ["raw", "splitzip-progressive-ans"])
 async def test_a_payload_of_another_digest_reaches_no_page(name, on_device):
     """Wherever it lies: on a device it is checked by the thread that decodes it."""
     both = Transfers(name, cached_pages=PAGES, frame_bytes=1 << 20)
-    both.carrier = AsOnDevice()
+    both.transport = AsOnDevice()
     announce = both.announced.put_nowait
 
     def wrong(announcement):
@@ -107,7 +107,7 @@ async def test_a_payload_of_another_digest_reaches_no_page(name, on_device):
 
 async def test_a_payload_that_never_comes_is_a_silence():
     both = Transfers("raw", silence_s=0.2)
-    both.carrier = Losing(2, None)
+    both.transport = Losing(2, None)
     with pytest.raises(WorkerUnavailableError, match=r"silent for 0\.2 s"):
         await both.run()
 
@@ -129,7 +129,7 @@ async def test_an_end_that_comes_too_early_is_told():
         put(announcement if count < 3 else None)
 
     both.announced.put_nowait = ending
-    with pytest.raises(FrameError, match="pages of layers missing"):
+    with pytest.raises(FrameError, match="heads of pages missing"):
         await both.run()
 
 
@@ -141,7 +141,7 @@ async def test_a_head_of_another_request_takes_no_memory():
     assert not both.observer.frames and not both.sink.writes
 
 
-@pytest.mark.parametrize("name", ["raw", "splitzip-progressive", "splitzip-progressive-ans"])
+@pytest.mark.parametrize("name", ["raw", "splitzip-progressive-ans"])
 async def test_cancelled_at_any_moment_it_leaves_nothing(name):
     for moment in range(1, 60, 3):
         both = Transfers(name)
@@ -158,7 +158,7 @@ async def test_cancelled_at_any_moment_it_leaves_nothing(name):
 
 async def test_a_later_stage_waits_for_first_stages_whose_turn_came_before(monkeypatch):
     """Encoding is slow here and the link idle: as soon as a first stage has left, its later ones could."""
-    both = Transfers("splitzip-progressive", frame_bytes=1 << 20, cached_pages=PAGES)
+    both = Transfers("splitzip-progressive-ans", frame_bytes=1 << 20, cached_pages=PAGES)
     encode = type(both.codec).encode
 
     def slow(*args, **named):

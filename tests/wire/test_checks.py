@@ -27,8 +27,8 @@ def status(**changes):
         ({"codecs": ["x"] * 1025}, "number of codecs is 1025"),
         ({"pages_cached": 7}, "free and cached pages is 11"),
         ({"metrics_port": 65536}, "metrics_port is 65536"),
-        ({"pace": common_pb2.Pace(prefill_each=math.nan)}, "prefill_each is nan"),
-        ({"pace": common_pb2.Pace(decode_base=-1.0)}, "decode_base is -1"),
+        ({"step_cost": common_pb2.StepCost(prefill_each=math.nan)}, "prefill_each is nan"),
+        ({"step_cost": common_pb2.StepCost(decode_base=-1.0)}, "decode_base is -1"),
         ({"kv_events": common_pb2.KVEvents(stored=[1, 2], removed=[3])}, "digests of pages is 3"),
         ({"report": common_pb2.WorkerReport(link_bytes_per_s={"p:1": math.inf})}, "rate of a link is inf"),
         ({"report": common_pb2.WorkerReport(link_bytes_per_s={"\x1b[2J": 1.0})}, "links in the report"),
@@ -90,6 +90,7 @@ def test_drafts_that_cannot_be_are_refused(reply, what):
         ({"drafts_accepted": 1}, "drafts_accepted is 1"),
         ({"exposed_s": math.nan}, "exposed_s is nan"),
         ({"codec_reason": "x" * 300}, "codec_reason"),
+        ({"local_reason": "x" * 300}, "local_reason"),
         ({"prefill_worker": "p:1\nERROR forged"}, "prefill_worker"),
     ],
 )

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrail.errors import IncompatibleError, InvalidRequestError
-from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.moments import Moment
 from kvrail.values.layout import DTYPE_BYTES, KVLayout
 from kvrail.values.sampling import FinishReason, SamplingParams, TokenLogprobs
 from kvrail.wire import convert
@@ -210,12 +210,12 @@ def test_wrong_layout_is_refused(name, value):
 
 
 def test_marks_round_trip():
-    marks = [(stage, index / 3) for index, stage in enumerate(Stage)]
+    marks = [(moment, index / 3) for index, moment in enumerate(Moment)]
     assert convert.marks_from_proto(convert.marks_to_proto(marks)) == marks
 
 
 @pytest.mark.parametrize(
-    ("stage", "seconds"),
+    ("moment", "seconds"),
     [
         ("lunch", 1.0),
         ("", 0.0),
@@ -225,9 +225,9 @@ def test_marks_round_trip():
         ("received", 1e9),
     ],
 )
-def test_wrong_mark_is_refused(stage, seconds):
+def test_wrong_mark_is_refused(moment, seconds):
     with pytest.raises(IncompatibleError):
-        convert.marks_from_proto([common_pb2.Mark(stage=stage, seconds=seconds)])
+        convert.marks_from_proto([common_pb2.Mark(moment=moment, seconds=seconds)])
 
 
 @pytest.mark.parametrize("reason", [None, *FinishReason])

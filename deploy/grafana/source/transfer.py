@@ -96,7 +96,7 @@ def _transfers() -> list[Panel]:
         ),
         lines(
             "Fallbacks",
-            "Prefills that went to an alternate worker, to the decode worker itself, or to nobody.",
+            "Prefills that an alternate worker or the decode worker itself computed, and prefills that none did.",
             "ops",
             Query(rate("kvrail_prefill_fallbacks_total", by="reason"), "{{reason}}"),
             width=8,

@@ -1,6 +1,6 @@
 """Asks a live Prometheus what vLLM's own Grafana dashboards would: python -m deploy.grafana.source.vllm URL.
 
-vllm_boards.yml has their panels as facts; dashboards that somebody put into deploy/grafana/vllm are asked as they are.
+vllm_boards.yml has their panels as facts; dashboards that were added to deploy/grafana/vllm are queried as they are.
 Variables are filled in from that Prometheus as Grafana does. A query that fails, or has no series, or none with a
 number, is a fault, but for the metrics that vllm_boards.yml lists as empty.
 """

@@ -39,9 +39,9 @@ class Output:
         self._write(f"{BOLD}{text}{RESET}" if self._colored else text)
 
     def _write(self, text: str) -> None:
-        """Write a line. A full disk must not end the cluster: the next line that can be written tells of those before.
+        """Write a line. A full disk must not end the cluster: the next line that can be written counts the lost ones.
 
-        Raises BrokenPipeError where nobody reads any more.
+        Raises BrokenPipeError where the reader has gone.
         """
         self._last = monotonic()
         try:

@@ -118,7 +118,7 @@ def _of(cls: type[RouterSettings | WorkerSettings | UpSettings], flags: Mapping[
 
 
 def _reserve(held: ExitStack, host: str, port: int, flag: str = "--port") -> int:
-    """A port of `host` that nobody listens on: `port`, or any where it is 0. It stays bound until `held` closes.
+    """A free port of `host`: `port`, or any where it is 0. It stays bound until `held` closes.
 
     flag: with which another one can be named.
     """
@@ -149,8 +149,7 @@ def _bind(held: ExitStack, host: str, port: int, flag: str = "--port", *, reuse:
 
 def _memory(worker: _Worker, sharing: int, gpus: list[str]) -> dict[str, object]:
     """Pages of a worker that shares its GPU: on its own, it would take most of what is free."""
-    chosen = {"kv_memory_gib", "num_pages"} & worker.settings.model_fields_set
-    if worker.device == "cpu" or sharing == 1 or chosen:
+    if worker.device == "cpu" or sharing == 1 or "kv_memory_gib" in worker.settings.model_fields_set:
         return {}
     gpu = gpus[int(worker.device.removeprefix("cuda:"))]
     return {"kv_memory_gib": shared_kv_memory_gib(gpu, sharing, worker.settings.model)}
@@ -165,7 +164,7 @@ def _router_process(
     }
     shown = {name: value for name, value in flags.items() if name != "api_keys"}  # any user may list processes
     keys = {"KVRAIL_ROUTER_API_KEYS": ",".join(router.api_keys)} if "api_keys" in flags else {}
-    scheme = "https" if router.ssl_cert else "http"
+    scheme = "https" if router.tls_http_cert else "http"
     reachable = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(router.host, router.host)
     return Process(
         "router",
@@ -197,6 +196,6 @@ def _worker_process(
 
 
 def _command(role: str, values: Mapping[str, object], config: Path | None) -> tuple[str, ...]:
-    """`kvrail ROLE` with `values`. The working folder is not on its path (-P): `services` there is somebody else's."""
+    """`kvrail ROLE` with `values`. The working folder is not on its path (-P): it may hold a `services` of its own."""
     from_file = (f"--config={config}",) if config else ()
     return (sys.executable, "-u", "-P", "-m", "kvrail", role, *flag_arguments(values), *from_file)

@@ -2,11 +2,11 @@
 
     start ──► all healthy ──► stop asked for ──► router drains ──► workers drain ──► all gone
       │            │ ▲
-      │            └─┴ one ended: it is started anew
+      │            └─┴ one ended: it is restarted
       └────────────┴──► one ended too early or too often, or the time to start is over ──► all stop, status 1
 
 Children lead process groups of their own, so a Ctrl-C in the terminal reaches the supervisor alone, which then stops
-them in order. A pipe tells them when the supervisor itself is gone (kvrail.cli.cluster.watch).
+them in order. A pipe closes when the supervisor itself is gone (kvrail.cli.cluster.watch).
 """
 
 import asyncio
@@ -33,13 +33,13 @@ SAME_SIGNAL_S = 0.5
 READ_MARGIN_S = 2.0
 """Seconds to read the last lines; a process that left its group may hold a child's output open for ever."""
 QUIET_S = 3.0
-"""While processes start, a line says who is waited for where none has come for so long."""
+"""While processes start, after this many seconds without a line, one names those that are not ready."""
 STEADY_S = 60.0
-"""Who ended after so long has not failed at its start: its earlier ends do not count any more."""
+"""A process that ran for longer has not failed at its start: its earlier ends no longer count."""
 MOST_PAUSE_S = 10.0
-"""Before a start of one that ends again and again; the first one is at once."""
+"""Longest pause before a restart; the first restart is immediate."""
 KILL_MARGIN_S = 10.0
-"""Longer than kvrail.cli.cluster.watch.EXIT_MARGIN_S: a child that is slow to end gets its own way first."""
+"""Longer than kvrail.cli.cluster.watch.EXIT_MARGIN_S: a slow child ends by itself first."""
 
 
 class ClusterError(KvrailError):
@@ -67,7 +67,7 @@ class Child:
 
 
 class Supervisor:
-    """Starts processes, waits until they are healthy, starts anew whoever ends, and ends them all at a signal.
+    """Starts processes, waits until they are healthy, restarts those that exit, and ends them all at a signal.
 
     restarts: times in a row that a process may end shortly after its start; once more, and all are ended.
     """
@@ -164,7 +164,7 @@ class Supervisor:
 
     async def _until_healthy(self) -> None:
         waiting = list(self._children)
-        telling = asyncio.create_task(self._tell_while_quiet(lambda: waiting))
+        reporting = asyncio.create_task(self._report_while_quiet(lambda: waiting))
         try:
             async with asyncio.timeout(self._startup_timeout_s), _asking() as client:
                 while waiting:
@@ -178,10 +178,10 @@ class Supervisor:
                 f"or wait longer with --startup-timeout-s{_tails(waiting)}"
             ) from None
         finally:
-            telling.cancel()
+            reporting.cancel()
 
-    async def _tell_while_quiet(self, waiting: Callable[[], Sequence[Child]]) -> None:
-        """Say for whom is waited where nobody else says anything."""
+    async def _report_while_quiet(self, waiting: Callable[[], Sequence[Child]]) -> None:
+        """Name the processes that are not ready, when no line has been written for QUIET_S."""
         begin = monotonic()
         while True:
             await asyncio.sleep(HEALTH_INTERVAL_S)
@@ -190,7 +190,7 @@ class Supervisor:
                 self._output.say(f"starting: {names} not ready yet, {monotonic() - begin:.0f} s so far")
 
     async def _keep_all(self, read_end: int) -> None:
-        """Start anew whoever ends; raises ClusterError where one does so too often."""
+        """Restart processes that exit; raises ClusterError where one does so too often."""
         keepers = [asyncio.create_task(self._keep(place, read_end)) for place in range(len(self._children))]
         try:
             done, _ = await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
@@ -216,7 +216,7 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)  # what it has left behind
             pause_s = min(MOST_PAUSE_S, 2.0 ** (ends - 2)) if ends > 1 else 0.0
             when = f" in {pause_s:g} s" if pause_s else ""
-            self._output.say(f"{child.plan.name} ended {_how(child.process.returncode)}; it is started anew{when}")
+            self._output.say(f"{child.plan.name} ended {_how(child.process.returncode)}; restarting{when}")
             await asyncio.sleep(pause_s)
             await self._start(place, child.plan, read_end)
 
@@ -243,7 +243,7 @@ class Supervisor:
                     reader.cancel()
 
     async def _end(self, children: Sequence[Child]) -> None:
-        """Send SIGTERM and wait for the end, for as long as draining may take and nobody is in a hurry."""
+        """Send SIGTERM and wait for the end, for as long as draining may take, or until a second signal."""
         running = [child for child in children if child.alive]
         if not running:
             return

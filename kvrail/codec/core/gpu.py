@@ -1,5 +1,6 @@
-"""What launches of Triton kernels share: pages as bytes, and what their addresses have in common."""
+"""What launches on CUDA share: pages as bytes, what their addresses have in common, streams and events."""
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -37,3 +38,18 @@ def alignment_of(pools: Iterable[torch.Tensor]) -> int:
 def next_power_of_2(value: int) -> int:
     """The least power of two that is no smaller; 1 for 0."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def record(device: torch.device) -> torch.cuda.Event | None:
+    """An event at the end of the device's current stream; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+@functools.cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for copies that shall not wait for what else is queued; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ _idle: defaultdict[torch.device, deque[_Summer]] = defaultdict(deque)
 
 
 def sum_of_words(payload: torch.Tensor) -> int:
-    """The sum of digest.py over the words of a payload, uint8 [n], contiguous and complete, modulo 2^64.
+    """The sum of lanes.py over the words of a payload, uint8 [n], contiguous and complete, modulo 2^64.
 
     Any thread may call it; other streams are not waited for.
     """
@@ -59,6 +59,6 @@ def sum_of_words(payload: torch.Tensor) -> int:
         summer = idle.pop()
     except IndexError:
         summer = _Summer(payload.device)
-    found = summer.sum(payload)  # where it raises, nobody knows what the total holds, and the summer goes
+    found = summer.sum(payload)  # where it raises, what the total holds is unknown, and the summer goes
     idle.append(summer)
     return found

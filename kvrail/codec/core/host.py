@@ -21,7 +21,7 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
     """Uninitialised memory for what comes from `device`, uint8 [size]; where that is CUDA, pinned.
 
     Pinned memory is torch's, which rounds it up to a power of two and gives it out again once nothing refers to it and
-    the copies have run; allocating it anew takes the driver about a millisecond a MiB.
+    the copies have run; allocating more takes the driver about a millisecond a MiB.
     """
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 

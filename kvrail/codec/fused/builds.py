@@ -18,7 +18,7 @@ _compiling = threading.Lock()
 class Form:
     """A form of weights: what product.cuh needs to know of it.
 
-    name: that of its folder beside this one, whose gpu_kernels.cu has its tiles and its `unpack`. types: ctypes of its
+    name: its folder in kvrail/codec, whose gpu_kernels.cu has its tiles and its `unpack`. types: ctypes of its
     PARAMETERS. scratch: bytes of shared memory that each producing warp needs. unpack_shared: those of a block of
     `unpack`.
     """

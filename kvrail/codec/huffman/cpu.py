@@ -32,16 +32,16 @@ _ALIGNMENT = 64
 _LEAST = 3
 """Chunks of a thread: to wake one takes as long as to decode one, and longer where cores are busy."""
 _PLAIN = 8
-"""So many chunks that are only copied, as 8-bit words without a base may be, count as one that is decoded.
+"""This many chunks that are only copied, as 8-bit words without a base may be, count as one that is decoded.
 
-They take a sixteenth of its time, but memory bounds them, of which two cores get more than one."""
+They take a sixteenth of its time, but memory bounds them, and two cores get more of that than one."""
 _MUCH = 8 << 20
 """Bytes a thread that are too many for its caches: see copied_digest."""
 _LIBRARY = ctypes.PyDLL(None)  # whose calls keep the interpreter's lock
 _CALL_BYTES = 1 << 26
-"""Of a tensor, coded or decoded by one call: between calls Python looks whether it is to stop."""
+"""Bytes of a tensor, coded or decoded by one call: between calls Python looks whether it is to stop."""
 _KEPT_ROOMS: list["Room"] = []
-"""Working memory of the last chunks, for the next: taking it anew from the system costs as much as coding a chunk."""
+"""Working memory of the last chunks, for the next: taking more from the system costs as much as coding a chunk."""
 _HELPERS: list["_Helper"] = []
 _IDLE: list["_Helper"] = []
 """Threads beside the callers', and those that have nothing to do: the one that had last is the first to be asked."""
@@ -96,7 +96,7 @@ def _core() -> int:
 
 
 def default_threads() -> int:
-    """Threads where nobody says how many: the cores this process may use, eight at most."""
+    """The number of threads where none is given: the cores this process may use, eight at most."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
@@ -220,7 +220,7 @@ os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def _useful(threads: int, chunks: int) -> int:
-    """How many of these threads get enough to do with so many chunks to code or decode."""
+    """How many of these threads get enough to do with this many chunks to code or decode."""
     return max(1, min(threads, _MAX_THREADS, chunks // _LEAST))
 
 
@@ -259,7 +259,7 @@ def encode(
         np.zeros(chunks, np.uint64),
     )
     head_bytes, most = layout.head_bytes, max(1, _CALL_BYTES // chunk_bytes)
-    out = np.empty(head_bytes + size, np.uint8)  # of which only what is written is taken from the system
+    out = np.empty(head_bytes + size, np.uint8)  # the system gives only the pages that are written
     places, numbers = np.full(chunks + 1, -1, np.int64), np.zeros(1, np.int64)
     places[0] = head_bytes
     tensor, index = (raw, taken_off, item, format.rotated, lengths), (layout.rows, layout.digests, places, out)

@@ -40,7 +40,7 @@ def count_bytes(source, counts):
 def count_lines(source, stride, counts):
     """How often each byte occurs in every `stride`-th line of 64 bytes, from the first one on; int64 [256].
 
-    Of what is left behind the last whole line nothing is counted, unless `stride` is 1.
+    Bytes behind the last whole line are counted only if `stride` is 1.
     """
     tables = np.zeros((8, 256), np.uint32)
     t0, t1, t2, t3 = tables[0], tables[1], tables[2], tables[3]

@@ -41,8 +41,8 @@ def code_bits(counts):
     """Bits of all symbols of a sample in an optimal code without a limit to its lengths, were it made for all.
 
     That is the sum of all weights that are merged, with two queues: symbols, and packages, which come in order by
-    themselves. Beside it 3/4 of a bit for each symbol but one: so much less the sample seems to take than what it
-    stands for, whose shares differ from its own (Miller 1955). counts: int64 [256].
+    themselves, plus 3/4 of a bit for each symbol but one: a sample's entropy is lower by that than the entropy of what
+    it was drawn from (Miller 1955). counts: int64 [256].
     """
     order, weights = np.empty(SYMBOLS, np.int64), np.empty(SYMBOLS, np.int64)
     found = _sorted_symbols(counts, order)
@@ -179,7 +179,7 @@ def _write_runs(symbol, code, bits, level, may_fill, lengths, levels):
 
     may_fill: whether that may have MAX_RUN symbols, whose last then has no place any more.
     """
-    behind = uint64(1) << uint64(level - bits)  # where runs of so many bits begin, and how many there are
+    behind = uint64(1) << uint64(level - bits)  # where runs of this many bits begin, and how many there are
     place, step = (uint64(1) << uint64(level)) | uint64(code), uint64(1) << uint64(bits)
     one = (u64(symbol) << u64(8)) + (u64(1) << u64(56)) + u64(bits)
     moved, kept = u64((1 << 48) - (1 << 8)), u64((255 << 56) | 63)
@@ -195,7 +195,7 @@ def _write_runs(symbol, code, bits, level, may_fill, lengths, levels):
 def write_tables(lengths, singles, levels):
     """What the next MAX_BITS bits stand for; False where the lengths are no prefix code.
 
-    singles: uint16 [WINDOW], a symbol, and from bit 8 on its length. levels: uint64 [2 * WINDOW], of which the upper
+    singles: uint16 [WINDOW], a symbol, and from bit 8 on its length. levels: uint64 [2 * WINDOW]; its upper
     half is the table of runs: all symbols that end within the window, up to MAX_RUN, the first from bit 8 on; their
     bits together from bit 0, their number from bit 56 on. From 2^b on lie the runs of windows of b bits: a run is its
     first symbol, and the run of the bits behind it, whose place is its own without that symbol's bits.
@@ -211,7 +211,7 @@ def write_tables(lengths, singles, levels):
     levels[1] = 0
     for level in range(1, MAX_BITS + 1):
         if MAX_BITS - shortest < level < MAX_BITS:
-            continue  # no run of a whole window goes on with so many bits
+            continue  # no run of a whole window continues with this many bits
         levels[1 << level : 2 << level] = 0
         for each in range(found):
             if codes[each, 2] <= level:

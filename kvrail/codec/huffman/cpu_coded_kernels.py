@@ -17,7 +17,7 @@ from kvrail.codec.huffman.cpu_code_kernels import WINDOW, code_lengths, write_co
 RAW, CONSTANT, HUFFMAN, STATIC, SPARSE, FIELDS = range(6)
 """How a block of bytes is coded."""
 LEAST_SAVING = 32
-"""A block is coded where that saves at least one of so many bytes: less is not worth the time of decoding."""
+"""A block is coded if that saves at least one byte in 32: less is not worth the time of decoding."""
 _ENDS = 4 * (STREAMS - 1)
 
 

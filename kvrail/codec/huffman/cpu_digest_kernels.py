@@ -167,7 +167,7 @@ def _folded(typing_context: Any, first: Any, second: Any) -> Any:
 
 @njit(nogil=True)
 def _digest_of(source, blocks, sums, secrets):
-    """XXH3-64 of `source`, of which `sums` have taken in the first `blocks` blocks: all that are not the last one."""
+    """XXH3-64 of `source`, whose first `blocks` blocks are in `sums`: all but the last one."""
     data, secret, out = uint64(source.ctypes.data), uint64(secrets.ctypes.data), uint64(sums.ctypes.data)
     for stripe in range((source.size - 1 - _BLOCK * blocks) // _STRIPE):
         _add_stripe(out, data + uint64(_BLOCK * blocks + _STRIPE * stripe), secret + uint64(8 * stripe))

@@ -1,7 +1,7 @@
 """Bytes cut into a field of bits that hardly shrink, which travel as they are, and the rest, which is coded.
 
-Of a byte of float8_e4m3fn, say, the lower bits of the mantissa and the sign. What is left has shorter codes, so that
-more of them are found with one look-up. README.md has the layout.
+In a byte of float8_e4m3fn, for example, the field is the lower bits of the mantissa and the sign. The rest has shorter
+codes, so that one look-up finds more of them. README.md has the layout.
 """
 
 # Numba gives arguments their types.
@@ -18,9 +18,9 @@ from kvrail.codec.huffman.cpu_word_kernels import words_at
 MOST_SHIFT = 1
 """Highest place of a field's lowest bit: below it is at most the sign, which rotation brought there."""
 DEAREST = 300
-"""A bit of a field may cost one bit in so many: it spares look-ups."""
+"""A bit of a field may cost one bit in 300: it saves look-ups."""
 NOTHING = 2000
-"""One bit in so many is as good as none."""
+"""One bit in 2,000 counts as none."""
 ENOUGH = 5
 """Bits of a code from which on look-ups are to be spared: of shorter ones each look-up gives more than two."""
 _BYTES = 0x0101010101010101

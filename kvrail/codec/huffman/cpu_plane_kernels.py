@@ -46,11 +46,11 @@ SPARSE_HEADER = 12
 SPARSE_LEAST = 256
 """Bytes of the smallest block with marks: header and marks of a smaller one may not fit into its place."""
 SAMPLED = 5
-"""Of so many lines one is looked at to find out whether, and how, a plane is coded."""
+"""One line in five is sampled to decide whether, and how, a plane is coded."""
 SAMPLE_LEAST = 1 << 14
-"""Bytes of the smallest plane of which only a sample is looked at, and that is cut into fields."""
+"""Bytes of the smallest plane that is decided by a sample and cut into fields."""
 SURPRISE = 64
-"""A block may be larger than its sample lets one expect by one byte in so many, and by as many."""
+"""A block may exceed the size that its sample predicts by one byte in 64, plus 64 bytes."""
 FIELDS_HEADER = 8
 
 

@@ -154,7 +154,7 @@ def choose_field(sample: bytes) -> tuple[int, int]:
 
 
 def _parts_of(bits: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Of each part of a field: its lowest bit in the field, its bits, and the bytes it takes."""
+    """For each part of a field: its lowest bit in the field, its bits, and the bytes it takes."""
     done = 0
     for part in (4, 2, 1):
         if bits & part:

@@ -16,11 +16,11 @@ from kvrail.codec.base import (
     check_stage,
 )
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.core.streams import record
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.integer.format import FORMATS, INT4, INT8, IntegerCode
-from kvrail.codec.integer.payload import HEADER_BYTES, Layout, Part, parse, plans_of, raw_pages_of
+from kvrail.codec.integer.payload import Layout, Part, parse, plans_of, raw_pages_of
 from kvrail.codec.integer.plan import TensorPlan
 from kvrail.codec.integer.torch_ops import dequantise, quantise
 

@@ -1,6 +1,5 @@
 """The payload of a block. README.md has the layout; nothing here computes codes."""
 
-import struct
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -10,14 +9,9 @@ import torch
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.sections import aligned
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
 from kvrail.codec.integer.format import FORMATS, IntegerCode
 from kvrail.codec.integer.plan import TensorPlan
-
-MAGIC = b"INTQ"
-VERSION = 1
-_HEADER = struct.Struct("<4s4B2I")
-HEADER_BYTES = _HEADER.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +59,9 @@ class Layout:
         return self.tails[1] + self.parts[1].tail_bytes
 
     def header(self) -> bytes:
-        """The first HEADER_BYTES bytes."""
+        """The first HEADER_BYTES bytes. Counts: raw pages of keys, zero, of values, zero."""
         keys, values = self.parts
-        flags = keys.raw | values.raw << 1
-        return _HEADER.pack(MAGIC, VERSION, keys.plan.code.bits, flags, 0, keys.raw_pages, values.raw_pages)
+        return packed_header((keys.raw, values.raw), (keys.raw_pages, 0, values.raw_pages, 0))
 
 
 @lru_cache(maxsize=256)
@@ -98,18 +91,13 @@ def raw_pages_of(fixed: Bytes, plan: TensorPlan) -> npt.NDArray[np.int64]:
 
 
 def _parse_header(payload: Bytes, spec: BlockSpec, code: IntegerCode) -> Layout:
-    if payload.size < HEADER_BYTES:
-        raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
-    magic, version, bits, flags, gap, *counts = _HEADER.unpack_from(payload.data)
-    if (magic, version, gap) != (MAGIC, VERSION, 0):
-        raise CodecError(f"a payload begins with {magic!r}, version {version}; it must be {MAGIC!r}, version {VERSION}")
-    if bits != code.bits or flags >> 2:
-        raise CodecError(f"a payload has codes of {bits} bits and flags {flags}; its codec has {code.bits} bits")
+    raws, (keys, gap, values, other_gap) = parsed_header(payload)
+    if gap or other_gap:
+        raise CodecError(f"a payload's header has {gap} and {other_gap} where zeros are due")
     parts = []
-    for number, (plan, raw_pages) in enumerate(zip(plans_of(spec, code), counts, strict=True)):
-        raw = bool(flags >> number & 1)
+    for raw, plan, raw_pages in zip(raws, plans_of(spec, code), (keys, values), strict=True):
         if raw_pages if raw else plan.travels_raw(raw_pages):
-            raise CodecError(f"a payload has flags {flags} and {raw_pages} raw pages of {plan.pages}")
+            raise CodecError(f"a payload has raw {raw} and {raw_pages} raw pages of {plan.pages}")
         parts.append(Part(plan, raw, raw_pages))
     return Layout((parts[0], parts[1]))
 

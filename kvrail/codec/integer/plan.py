@@ -59,7 +59,7 @@ class TensorPlan:
 
     @cached_property
     def sections(self) -> dict[str, Section]:
-        """Of a tensor that is coded, by name, in order."""
+        """The sections of a coded tensor, by name, in order."""
         groups = math.prod(self.group_shape)
         return sections_of(
             {
@@ -76,5 +76,5 @@ class TensorPlan:
         return aligned(self.sections["codes"].end)
 
     def travels_raw(self, raw_pages: int) -> bool:
-        """Whether the tensor travels as it is, because with so many raw pages its sections are no smaller."""
+        """Whether the tensor travels as it is, because with this many raw pages its sections are no smaller."""
         return self.coded_bytes + aligned(raw_pages * self.page_bytes) >= self.pages * self.page_bytes

@@ -17,8 +17,8 @@ from kvrail.codec.base import (
     check_stage,
 )
 from kvrail.codec.core.floats import FLOATS
+from kvrail.codec.core.gpu import record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.core.streams import record
 from kvrail.codec.raw import cpu
 
 

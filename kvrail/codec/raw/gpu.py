@@ -14,7 +14,7 @@ from kvrail.codec.core.gpu import check_rows
 from kvrail.codec.raw.gpu_pages_kernel import move_pages_kernel
 
 BLOCK_BYTES = 16 << 10
-"""Of a page, what a program moves."""
+"""What a program moves of a page."""
 WARPS = 4
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -46,7 +46,7 @@ busy engine takes longer than the copy."""
 
 
 def _view(pool: torch.Tensor, word: int) -> torch.Tensor:
-    """A pool as words of so many bytes [layers, pool pages, words of a page]."""
+    """A pool as words of `word` bytes [layers, pool pages, words of a page]."""
     views = _views.get(pool)
     if views is None:
         check_rows(pool)

@@ -1,1 +1,1 @@
-"""The arrays of one step: its slices, its packed inputs, and what is read back from the device."""
+"""The arrays of one step: its slices, its packed inputs, and the results that are read back from the device."""

@@ -1,10 +1,13 @@
-"""What the scheduler hands to the data plane for one step: plain integers, no tensors."""
+"""One step as the scheduler hands it to the data plane: plain integers, no tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from kvrail.values.sampling import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +16,9 @@ class SequenceSlice:
 
     token_ids: the new tokens; the KV of the `start` tokens before them is in the pages already.
     page_table: pages of the sequence in order, enough for `start + len(token_ids)` tokens.
-    num_logits: of how many of the new tokens, the last ones, the logits are needed: 0 for all but the last chunk of a
-    prompt, 1 for a token of decoding, more where drafts are verified.
-    copied_page: where the KV of the page that holds token `start` is copied from, before anything is computed.
+    num_logits: number of the last new tokens whose logits are needed: 0 for all but the last chunk of a prompt, 1 for a
+    decoded token, more if drafts are verified.
+    copied_page: page whose KV is copied into the page that holds token `start`, before anything is computed.
     """
 
     token_ids: Sequence[int]
@@ -27,7 +30,7 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What the sampler needs to know to draw one token from one row of logits.
+    """The sampler's input, beside the logits, to draw one token from one row of them.
 
     position: index in the whole sequence of the token to be drawn (prompt length + tokens generated so far); together
     with the seed and `index`, the number of the sequence among the request's n, it keys the random draw.
@@ -43,7 +46,7 @@ class SampleRow:
 
 
 NOT_DRAWN = -1
-"""In place of a token id: the row's logits hold NaN, or no finite maximum."""
+"""In place of a token id if the row's logits hold NaN or have no finite maximum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +61,20 @@ class SampledToken:
 class Feed:
     """Tokens that the host need not know: the one new token of the first len(rows) slices is tokens[rows[i]].
 
-    tokens: what the step before drew, int64 [its draws] on the device.
+    tokens: the draws of the step before, int64 [draws] on the device.
     """
 
-    tokens: Any
+    tokens: "torch.Tensor"
     rows: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What a step gives beside its logits, as long as they are valid; None: not this step.
+    """What a step gives beside its logits, valid as long as they are. None: this step gives none.
 
-    drawn: token ids that it draws by itself, int64 [rows] on the device. near_end: the event that little of it is left.
+    drawn: token ids that it draws by itself, int64 [rows] on the device. near_end: the event that little of the step is
+    left.
     """
 
-    drawn: Any = None
-    near_end: Any = None
-
-
-class Drawing(Protocol):
-    """Draws under way. tokens: the drawn ids on the device, int64 [rows], or None where only the host has them."""
-
-    @property
-    def tokens(self) -> Any:
-        """See above."""
-        ...
-
-    def wait(self) -> list[SampledToken]:
-        """The tokens, once they are here: one a row."""
-        ...
+    drawn: "torch.Tensor | None" = None
+    near_end: "torch.cuda.Event | None" = None

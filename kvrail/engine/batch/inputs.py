@@ -15,18 +15,18 @@ from kvrail.engine.kv.cache import PagedCache
 
 _ALIGN = 16
 ROWS = 4
-"""On a CPU a step's rows are padded to a multiple of this: linear layers give a row the same bits beside any others,
-but not alone."""
+"""On a CPU a step's rows are padded to a multiple of this: linear layers give a row the same bits beside any other
+rows, but not alone."""
 CUDA_ROWS = 32
-"""The least rows of a step on CUDA whose tokens are to get the same bits in any company. Products give a row these bits
-at fewer rows too, but take up to nine times as long (docs/decisions/0019-invariant-cuda.md)."""
+"""Fewest rows of a batch-invariant step on CUDA. With fewer rows, products give a row the same bits too, but take up to
+nine times as long (docs/decisions/0019-invariant-cuda.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """What one forward pass takes. token_ids, positions: int64 [tokens], padding behind the step's own.
+    """The inputs of one forward pass. token_ids, positions: int64 [tokens], the step's own first, then padding.
 
-    logit_rows: int64, the tokens whose logits are wanted, padding behind the first `num_rows`, or 0: all.
+    logit_rows: int64, the tokens whose logits are wanted, padding behind the first `num_rows`; or 0: all tokens.
     """
 
     token_ids: torch.Tensor
@@ -42,15 +42,15 @@ def step_inputs(
     dtype: torch.dtype,
     on_layer: Callable[[int], None] | None = None,
     feed: Feed | None = None,
-    least: int = 0,
+    min_rows: int = 0,
 ) -> StepInputs:
     """Inputs of `packed` over the pages of `cache`, for a model that computes in `dtype`.
 
-    On a CPU padded to a multiple of ROWS: there a token's float32 results do not depend on what else is computed.
-    least: on CUDA, rows to which tokens and logits are padded where they are fewer.
+    On a CPU rows are padded to a multiple of ROWS, so that a token's float32 results are batch-invariant. min_rows: on
+    CUDA, the fewest tokens and logits; fewer are padded to this.
     """
     if cache.device.type == "cuda":
-        return _cuda_inputs(cache, packed, dtype, on_layer, feed, least)
+        return _cuda_inputs(cache, packed, dtype, on_layer, feed, min_rows)
     arrays = [_padded(array, -len(array) % ROWS) for array in (packed.token_ids, packed.positions, packed.logit_rows)]
     ids, positions, rows = (torch.from_numpy(array) for array in arrays)
     if feed is not None:
@@ -71,11 +71,11 @@ def _cuda_inputs(
     dtype: torch.dtype,
     on_layer: Callable[[int], None] | None,
     feed: Feed | None,
-    least: int,
+    min_rows: int,
 ) -> StepInputs:
     from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
 
-    tokens = max(least, len(packed.token_ids))
+    tokens = max(min_rows, len(packed.token_ids))
     blocks = query_blocks(packed, queries_of_a_block(cache.layout, dtype, tokens), tokens)
     extents = Extents(
         tokens=tokens,
@@ -93,7 +93,7 @@ def _cuda_inputs(
         for array, size in (
             (packed.token_ids, tokens),
             (packed.positions, tokens),
-            (packed.logit_rows, least if len(packed.logit_rows) else 0),
+            (packed.logit_rows, min_rows if len(packed.logit_rows) else 0),
         )
     )
     ids, positions, rows, fed_rows, on_device = upload([*arrays, fed, data], cache.device)
@@ -104,19 +104,19 @@ def _cuda_inputs(
 
 
 def take_fed(token_ids: torch.Tensor, drawn: torch.Tensor, rows: torch.Tensor) -> None:
-    """Overwrite the first of `token_ids`, int64 [tokens], by drawn[rows]; where `rows`, int64, has -1, they stay.
+    """Overwrite the first of `token_ids`, int64 [tokens], by drawn[rows]; `rows`: int64, -1 leaves a token as it is.
 
-    Token 0 stands for what was not drawn, whose request is about to fail.
+    A token that was not drawn becomes token 0; its request is about to fail.
     """
     known = token_ids[: len(rows)]
     torch.where(rows < 0, known, drawn[rows.clamp(min=0)].clamp(min=0), out=known)
 
 
 def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints) -> None:
-    """Write a step into sections on the host, at least as long as it is; what is left of them becomes padding."""
+    """Write a step into sections on the host, which may be longer; the rest of them becomes padding."""
     rows, tokens = packed.decodes, len(packed.token_ids)
     sequences, width = packed.page_tables.shape
-    meta.slots[:rows] = -1  # attention of one new token stores it by itself
+    meta.slots[:rows] = -1  # attention over one new token stores its KV itself
     meta.slots[rows:tokens] = packed.slots[rows:]
     meta.slots[tokens:] = -1
     meta.page_tables[:sequences, :width] = packed.page_tables
@@ -143,5 +143,5 @@ def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> l
 
 
 def _padded(array: Ints, zeros: int) -> Ints:
-    """`array` and so many zeros behind it."""
+    """`array` with `zeros` zeros behind it."""
     return np.pad(array, (0, zeros))

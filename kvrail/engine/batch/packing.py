@@ -71,10 +71,10 @@ def _page_tables(slices: Sequence[SequenceSlice], used: Ints) -> Ints:
 
 
 def query_blocks(packed: PackedStep, most: int, padded: int = 0) -> Ints:
-    """The queries of the sequences with more than one new token, as attention.meta.StepMeta.blocks: [blocks, 4].
+    """Blocks of the queries of sequences with more than one new token: [blocks, 4], see attention.meta.StepMeta.blocks.
 
-    most: queries of a block. Blocks that see the most tokens come first: they take longest. Tokens from the step's own
-    up to `padded` are padding, in blocks of their own.
+    most: queries of a block. Blocks that see the most tokens come first, since they take longest. Tokens behind the
+    step's own, up to `padded`, are padding, in blocks of their own.
     """
     new, total = packed.plan[packed.decodes :].T
     counts = -(-new // most)
@@ -89,12 +89,12 @@ def query_blocks(packed: PackedStep, most: int, padded: int = 0) -> Ints:
 
 
 def idle_blocks(begin: int, end: int, most: int) -> Ints:
-    """Blocks of the padding from token `begin` to `end` - 1."""
+    """Blocks for padding, from token `begin` to `end` - 1."""
     first = np.arange(begin, end, most)
     return np.stack([first, np.minimum(end - first, most), np.zeros_like(first), np.full_like(first, -1)], axis=1)
 
 
 def most_blocks(tokens: int, sequences: int, most: int) -> int:
-    """The most blocks that `query_blocks` makes of a step padded to `tokens`, with at most so many sequences."""
+    """The most blocks that `query_blocks` makes of at most `sequences` sequences, padded to `tokens`."""
     several = min(sequences, tokens // 2)
     return tokens // most + several + 1

@@ -6,21 +6,21 @@ import torch
 
 
 def to_list(tensor: torch.Tensor) -> list[Any]:
-    """What `tensor.tolist()` gives, without its lock.
+    """Return what `tensor.tolist()` returns, without its lock.
 
-    From CUDA it comes by way of pinned memory and an event. A plain copy into pageable memory holds the driver while it
-    waits for the step to end, and with it every other thread that copies pages: transfers then advance by one frame a
-    decode step.
+    A copy from CUDA goes to pinned memory and ends with an event. A plain copy into pageable memory holds the driver
+    while it waits for the step to end, and with it every other thread that copies pages: transfers then advance by one
+    frame a decode step.
     """
     return Readback(tensor).wait()
 
 
 class Readback:
-    """A copy on its way to the host, enqueued behind what computes the tensor."""
+    """A copy to the host, enqueued behind the work that computes the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = tensor
-        self._done: Any = None
+        self._done: torch.cuda.Event | None = None
         if tensor.is_cuda:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
@@ -28,7 +28,7 @@ class Readback:
             self._done.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> list[Any]:
-        """Its elements, once they are here."""
+        """Wait for the elements."""
         if self._done is not None:
             self._done.synchronize()
         return self._host.tolist()

@@ -1,1 +1,1 @@
-"""What the engine is asked for, what a request has become, and what its caller is told."""
+"""Requests to the engine, their sequences, and the events that it reports."""

@@ -1,9 +1,11 @@
-"""What the engine tells whoever asked: one event after another for each request, ending in Finished or Failed."""
+"""What the engine reports: each request's events, up to Prefilled, Finished or Failed, and the layers of prefills."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvrail.engine.batch.batch import SampledToken
+from kvrail.engine.request.requests import WrittenPages
 from kvrail.errors import KvrailError
 from kvrail.values.sampling import FinishReason, PromptLogprobs, TokenLogprobs
 
@@ -12,12 +14,12 @@ from kvrail.values.sampling import FinishReason, PromptLogprobs, TokenLogprobs
 class Admitted:
     """The prompt has pages.
 
-    cached_tokens: leading tokens whose KV is in them already, or is copied there by the first step: whole pages, or all
-    tokens but the last.
-    awaits_kv: the engine waits for a transfer to fill the others (`receive_kv` or `compute_here` ends the wait); from
-    `receive_coarse_kv` on it drafts meanwhile.
+    cached_tokens: leading tokens whose KV is in the pages already, or is copied there by the first step: whole pages,
+    or all tokens but the last.
+    awaits_kv: a transfer has to fill the others (`receive_kv` or `compute_here` ends the wait); from
+    `receive_coarse_kv` on, the request drafts meanwhile.
 
-    Where it awaits KV or is prefill-only, a lease of its pages lies ready for `Engine.claim_lease`.
+    If it awaits KV or is prefill-only, a lease of its pages is ready for `Engine.claim_lease`.
     """
 
     cached_tokens: int
@@ -31,7 +33,7 @@ class PrefillStarted:
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Log probabilities of the next of the prompt's tokens; they come before the first Output."""
+    """Log probabilities of the next tokens of the prompt; they come before the first Output."""
 
     logprobs: PromptLogprobs
 
@@ -59,7 +61,7 @@ class Output:
 class Drafted:
     """Guesses of the next tokens of sequence `index`, made on a coarse form of the prompt's KV.
 
-    They follow the drafts reported since its last Output or Verified. Only for provisional requests.
+    They follow the drafts that were reported since its last Output or Verified. For provisional requests only.
     """
 
     index: int
@@ -69,10 +71,10 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What became of the drafts of sequence `index`; the next Output begins with the accepted ones.
+    """The outcome of the drafts of sequence `index`; the next Output begins with the accepted ones.
 
-    proposed: drafts that were verified, or dropped unverified; where pages are short, fewer than were made. accepted:
-    how many of the first ones the exact KV confirmed; all others are withdrawn.
+    proposed: drafts that were verified, or dropped unverified; fewer than were made if pages are short. accepted:
+    number of leading drafts that the exact KV confirmed; the others are withdrawn.
     """
 
     index: int
@@ -82,7 +84,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """KV that another worker sent, or that was cached, gave no finite logits: a sequence computes its own from now."""
+    """KV that another worker sent, or that was cached, gave no finite logits: a sequence computes all its KV again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +106,27 @@ Event = (
 )
 Delivery = Sequence[tuple[str, Event]]
 """Events of several requests, in order, each with its request id."""
+
+
+class LayerListener(Protocol):
+    """Learns which pages a prefill completes, layer by layer. Called on the engine's thread; must not block."""
+
+    def layers_written(self, layers: range, written: Sequence[WrittenPages]) -> None:
+        """The work of these layers of a step is enqueued, and completes these pages of each layer.
+
+        Over a step the ranges follow each other from the first layer to the last, and `written` is one object.
+        """
+
+
+class LayerProgress:
+    """Reports one step to a listener: called with the last layer whose work is enqueued, as a runner's `on_layer`."""
+
+    def __init__(self, listener: LayerListener, written: Sequence[WrittenPages]) -> None:
+        self._listener = listener
+        self._written = written
+        self._begin = 0
+
+    def __call__(self, layer: int) -> None:
+        """The work of all layers up to this one is enqueued."""
+        layers, self._begin = range(self._begin, layer + 1), layer + 1
+        self._listener.layers_written(layers, self._written)

@@ -1,4 +1,4 @@
-"""What the engine is asked for, and whether it can ever serve it."""
+"""Requests to the engine, and whether it can ever serve them."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from kvrail.engine.kv.pages import PagePool
 from kvrail.errors import ContextLengthError, InvalidRequestError
 from kvrail.grammar import Grammar
+from kvrail.values.pagehash import page_space
 from kvrail.values.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What one of a request's sequences has come to in another engine. ended: nothing follows."""
+    """The output of one of a request's sequences in another engine. ended: the sequence has ended."""
 
     token_ids: tuple[int, ...]
     ended: bool = False
@@ -22,13 +23,14 @@ class Resumed:
 class EngineRequest:
     """One prompt to continue.
 
-    request_id: of this call alone. caller_id: by which its caller and other workers know it. client: who asks, as the
-    router names it. remote: another worker computes the prompt's KV, unless no more than local_tokens of it are
-    missing. prefill_only: draw the first tokens, compute nothing further. resumed: of each of the n sequences, what
-    another engine generated before; it is continued, and the prompt computed here. provisional: report drafts as they
-    are made, before they are verified. cache_space: pages are shared with requests of the same space only; those of a
-    codec that loses bits are kept apart by its name. grammar: params.grammar, compiled. scored: see Sequence; more than
-    0 where another engine has told so many log probabilities.
+    request_id: of this call alone. caller_id: the name that its caller and other workers use. client: the client as the
+    router names it. remote: another worker computes the prompt's KV, unless at most local_tokens of it are missing.
+    prefill_only: draw the first tokens, compute nothing further. resumed: the output of each of the n sequences in
+    another engine; it is continued, and the prompt computed here. provisional: report drafts before they are verified.
+    cache_space, cache_salt: pages are shared with requests of the same ones only; a codec that loses bits has a space
+    of its own.
+    grammar: params.grammar, compiled. scored: see Sequence; more than 0 if another engine has reported log
+    probabilities of the prompt.
     """
 
     request_id: str
@@ -44,6 +46,12 @@ class EngineRequest:
     client: str = ""
     grammar: Grammar | None = None
     scored: int = 0
+    cache_salt: str = ""
+
+    @property
+    def space(self) -> str:
+        """Whose pages it shares, as hashes have it."""
+        return page_space(self.cache_space, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,7 @@ class WrittenPages:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What requests are checked against."""
+    """Limits of the model that requests are checked against."""
 
     vocab_size: int
     max_model_len: int
@@ -65,7 +73,7 @@ class ModelLimits:
 
 
 def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -> None:
-    """Raise InvalidRequestError or ContextLengthError where the request can never be served."""
+    """Raise InvalidRequestError or ContextLengthError if the request can never be served."""
     prompt = request.prompt_ids
     if request.params.grammar and request.grammar is None:
         raise InvalidRequestError("the grammar was not compiled; compile it before the request is submitted")
@@ -82,7 +90,7 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
         raise InvalidRequestError(
             f"{request.scored} tokens of a prompt of {len(prompt)} cannot be scored", param="scored_tokens"
         )
-    for name in ("logit_bias", "stop_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "logprob_token_ids"):
         unknown = [token for token in getattr(request.params, name) if not 0 <= token < limits.vocab_size]
         if unknown:
             raise InvalidRequestError(
@@ -109,8 +117,8 @@ def _check_resumed(resumed: Sequence[Resumed], params: SamplingParams) -> None:
     if len(resumed) != params.n or all(each.ended for each in resumed):
         ended = sum(each.ended for each in resumed)
         raise InvalidRequestError(
-            f"{len(resumed)} sequences, of which {ended} have ended, cannot be resumed with n {params.n}; give all n,"
-            " of which one goes on",
+            f"{len(resumed)} sequences ({ended} ended) cannot be resumed with n {params.n}; give all n,"
+            " at least one of them not ended",
             param="resumed",
         )
     longest = max(len(each.token_ids) for each in resumed if not each.ended)

@@ -13,7 +13,7 @@ class Status(Enum):
 
     WAITING = auto()  # holds no pages
     RECEIVING = auto()  # holds pages that a transfer is writing
-    DRAFTING = auto()  # likewise, and every step makes a draft from the coarse KV in them
+    DRAFTING = auto()  # the same, and every step makes a draft from the coarse KV in them
     RUNNING = auto()  # holds pages; every step computes some of its tokens
     FINISHED = auto()
 
@@ -26,13 +26,13 @@ class Sequence:
         |---- KV in pages ----|--- to compute ---|-- drafts --|
                                                  └ a decoding sequence has exactly one token to compute, and no drafts
 
-    leads: whether it gets pages before the others of its request, for it has the prompt computed. remote: whether
-    another worker computes the KV where more than local_tokens of the prompt lack it. copied_page: held too, until a
-    step has copied what it holds, KV up to `computed`, into the sequence's own last page. drafts: guesses of the
-    tokens that follow; nothing that was computed from them counts as KV before they are verified. matcher: where the
-    output must match a grammar. scored: leading tokens of the prompt for which the log probability of the token
-    behind has been told. borrowed: whether some of the KV was not computed for it: another worker sent it, or it was
-    cached. solitary: borrows nothing, since what it had borrowed before gave no finite logits.
+    leads: whether it gets pages before the others of its request, since it computes the prompt. remote: whether another
+    worker computes the KV if more than local_tokens of the prompt lack it. copied_page: held too, until a step has
+    copied its KV, up to `computed`, into the sequence's own last page. drafts: guesses of the tokens that follow; KV
+    that was computed from them does not count before they are verified. matcher: None unless the output must match a
+    grammar. scored: leading tokens of the prompt behind which the next token's log probability has been reported.
+    borrowed: whether some of the KV was not computed for it: another worker sent it, or it was cached. solitary:
+    borrows nothing, since KV that it had borrowed gave no finite logits. steps: those in flight that compute it.
     """
 
     request_id: str
@@ -58,14 +58,16 @@ class Sequence:
     known_hashes: list[PageHash] = field(default_factory=list)
     matcher: Matcher | None = None
     scored: int = 0
+    preemptions: int = 0
     borrowed: bool = False
     solitary: bool = False
+    steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.prompt_ids, *self.output_ids]
 
     def once_more(self) -> "Sequence":
-        """The same sequence from its begin: it holds nothing, and computes all KV itself."""
+        """The same sequence from its beginning: it holds no pages, and computes all KV itself."""
         return replace(
             self,
             remote=False,
@@ -109,7 +111,7 @@ class Sequence:
 
     @property
     def scoring(self) -> bool:
-        """Whether log probabilities of the prompt's tokens are still to be told."""
+        """Whether log probabilities of the prompt's tokens are still to be reported."""
         return self.params.prompt_logprobs is not None and self.scored < len(self.prompt_ids) - 1
 
     def hashes(self, page_size: int) -> list[PageHash]:

@@ -34,7 +34,7 @@ BINS_A_UNIT, NUM_BINS = 32, 1024
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """What one row's draw depends on besides its logits. temperature 0 is greedy; top_k 0 is off.
+    """The parameters of one row's draw, beside its logits. temperature 0 is greedy; top_k 0 is off.
 
     min_score: log(min_p), rounded to float32; -inf is off. top_p: rounded to float32.
     """
@@ -47,7 +47,7 @@ class DrawParams:
 
     @classmethod
     def of(cls, row: SampleRow) -> "DrawParams":
-        """Take them from the request's parameters and the row's place."""
+        """The parameters of a row: its request's and its position."""
         params = row.params
         if params.greedy:
             return GREEDY
@@ -62,7 +62,7 @@ class DrawParams:
 
 GREEDY = DrawParams(0.0, 0, 1.0, -math.inf, (0, 0))
 WORDS = 6
-"""Of a row's parameters where a kernel reads them: see `draw_words`."""
+"""Words of a row's parameters as a kernel reads them: see `draw_words`."""
 
 
 def draw_words(params: Sequence[DrawParams]) -> npt.NDArray[np.int32]:

@@ -22,8 +22,8 @@ def is_edited(row: SampleRow) -> bool:
 def edit_logits(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """Apply the edits of `rows` in vLLM's order: bias and bans, then the penalties.
 
-    logits: float32 [R, V]; left as it is. Returns a copy, or `logits` itself where no row asks for an edit. Token ids
-    outside the vocabulary can't be drawn anyway and are passed over.
+    logits: float32 [R, V]; left as it is. Returns a copy, or `logits` itself if no row asks for an edit. Token ids
+    outside the vocabulary cannot be drawn and are ignored.
     """
     if not any(is_edited(row) for row in rows):
         return logits
@@ -54,7 +54,7 @@ def _add_biases(logits: Tensor, rows: Sequence[SampleRow]) -> None:
 
 
 def _laid_out(biases: dict[int, float], vocab_size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Token ids in the vocabulary and their biases; kept with a LogitBias, which may be as wide as that."""
+    """Token ids in the vocabulary and their biases; a LogitBias keeps them, since it may be as wide as that."""
     if isinstance(biases, LogitBias) and biases.laid_out is not None:
         kept: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] = biases.laid_out
         return kept

@@ -1,7 +1,7 @@
 """Log probabilities of drawn tokens and of the most likely ones, of the model's own logits (vLLM's `raw_logprobs`).
 
-Those of a prompt's tokens come from the logits of the tokens before them. A step computes such logits for a bounded
-number of tokens, and they are worked on in pieces: a long prompt never has its whole [tokens, vocabulary] in memory.
+Those of a prompt token come from the logits of the token before it. A step computes them for a bounded number of tokens
+and in pieces, so that a long prompt never has its whole [tokens, vocabulary] in memory.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,13 @@ from kvrail.engine.schedule.scoring import Scoring
 from kvrail.values.sampling import PromptLogprobs, TokenLogprobs
 
 
-def token_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+def token_logprobs(
+    logits: Tensor, chosen: Sequence[int], counts: Sequence[int], named: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprobs]:
     """Return for each row the chosen token's log probability and those of the `count` most likely tokens.
 
     logits: float32 [R, V], before bias, penalties and temperature. Of equally likely tokens the lower id comes first.
+    named: of each row token ids of the vocabulary whose log probabilities are returned instead, if there are any.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     of_chosen = to_list(logprobs.gather(1, torch.tensor(chosen, device=logits.device)[:, None])[:, 0])
@@ -26,17 +29,22 @@ def token_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int])
         sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
         for ids, values in zip(to_list(top_ids), to_list(top_values), strict=True)
     ]
-    return [
+    found = [
         TokenLogprobs(logprob, tuple(top[:count]))
         for logprob, top, count in zip(of_chosen, ranked, counts, strict=True)
     ]
+    for row, token_ids in enumerate(named):
+        if token_ids:
+            values = to_list(logprobs[row, torch.tensor(token_ids, device=logits.device)])
+            found[row] = TokenLogprobs(of_chosen[row], tuple(zip(token_ids, values, strict=True)))
+    return found
 
 
 def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return ids and values of the `count` largest of each row, [R, count] each; of equal ones the lower ids."""
+    """Return ids and values of the `count` largest of each row, [R, count] each; among equals, the lower ids."""
     top = torch.topk(values, count, dim=1)
     if count and bool(((values >= top.values[:, -1:]).sum(dim=1) > count).any()):
-        ids = likeliest(values, count)  # some row's last place is disputed
+        ids = likeliest(values, count)  # in some row, equal values compete for the last place
         return ids, values.gather(1, ids)
     return top.indices, top.values
 
@@ -55,19 +63,19 @@ def likeliest(values: Tensor, count: int) -> Tensor:
 
 
 PIECE_ROWS = 32
-"""Rows that are worked on at once: 19 MiB of float32 log probabilities with 152,000 tokens, and a few times that."""
+"""Rows computed at once: 19 MiB of float32 log probabilities for 152,000 tokens, and temporaries a few times that."""
 
 
 class Scores:
-    """Log probabilities on their way to the host."""
+    """Log probabilities that are being copied to the host."""
 
     def __init__(self, logits: Tensor, wanted: Sequence[Scoring]) -> None:
-        """logits: float32 [R, V] of a step; not read any more once what is enqueued here has run."""
+        """logits: float32 [R, V] of a step; read by the work that is enqueued here, not later."""
         self._wanted = wanted
         self._found = [tuple(map(Readback, _score(logits, each))) for each in wanted]
 
     def wait(self) -> list[PromptLogprobs]:
-        """Those of each prompt, once they are here."""
+        """Wait for them: one result a prompt."""
         return [
             PromptLogprobs(each.first, logprobs.wait(), ranks.wait(), each.top, ids.wait(), tops.wait())
             for each, (logprobs, ranks, ids, tops) in zip(self._wanted, self._found, strict=True)
@@ -77,7 +85,7 @@ class Scores:
 def _score(logits: Tensor, wanted: Scoring) -> list[Tensor]:
     """Log probabilities float32 [T], ranks int64 [T], and the most likely tokens' ids and log probabilities [T × top].
 
-    Of equally likely tokens the lower id comes first.
+    Among equally likely tokens, lower ids come first.
     """
     count = len(wanted.token_ids)
     targets = torch.tensor(wanted.token_ids, dtype=torch.int64, pin_memory=logits.is_cuda)

@@ -1,7 +1,7 @@
-"""Which tokens a grammar allows in each row of a step, found beside the model's computation.
+"""The tokens that a grammar allows in each row of a step, found while the model computes.
 
 A row's mask depends on the output before it, drafts included, and on nothing else: a matcher (kvrail.grammar) moves to
-where the row is. What a step draws is therefore the same with drafts and without, and on whichever worker.
+the row's position. A step therefore draws the same with drafts and without, and on every worker.
 """
 
 import math
@@ -23,9 +23,9 @@ from kvrail.grammar import Matcher
 
 BITS = 32
 WARY_S = 0.02
-"""Masks of a step that take longer are found one by one in the next, to see whose do."""
+"""If the masks of a step take longer, those of the next are found and timed one by one."""
 ALLOWED_S, ALLOWED_S_A_TOKEN = 0.1, 0.002
-"""CPU time of one sequence's masks, when it is looked at: usual ones take 10 to 100 µs, the first some ms."""
+"""CPU seconds of one sequence's masks, if they are timed: most take 10 to 100 µs, the first one some ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Masks:
     """Masks of a step's rows.
 
     words: int32 [masks, ceil(V / 32)], bit i of word w is token 32 w + i. of_rows: int32 [R], each row's mask, or -1
-    where everything is allowed. stuck: sequences for which nothing is.
+    if all tokens are allowed. stuck: sequences for which none is.
     """
 
     words: npt.NDArray[np.int32]
@@ -42,7 +42,7 @@ class Masks:
 
 
 def mask_on_cpu(logits: Tensor, masks: Masks) -> Tensor:
-    """`logits`, float32 [R, V] on the CPU, with -inf wherever a row's mask forbids the token; a new tensor."""
+    """`logits`, float32 [R, V] on the CPU, with -inf for tokens that a row's mask forbids; a new tensor."""
     masked = logits.clone()
     bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     forbidden = torch.from_numpy(bits == 0)
@@ -56,7 +56,7 @@ def mask_on_cpu(logits: Tensor, masks: Masks) -> Tensor:
 class _Run:
     """Rows of one sequence: the first is drawn behind `tokens`, each further one behind one more of `drafts`.
 
-    first: the first's mask; the others' follow it.
+    first: the number of the first row's mask; those of the other rows follow it.
     """
 
     sequence: Sequence
@@ -67,9 +67,9 @@ class _Run:
 
 
 class MaskFinder:
-    """Finds masks in a thread of its own. One step at a time: the next may begin when the last was waited for.
+    """Finds masks in a thread of its own, for one step at a time: call `begin` again once the last future is done.
 
-    eos_token_ids: tokens that end an output, whatever text they stand for: allowed where the grammar is complete alone.
+    eos_token_ids: tokens that end an output, whatever their text is: allowed only if the grammar is complete.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -83,7 +83,7 @@ class MaskFinder:
         self._wary = False  # the last masks took long
 
     def begin(self, step: Step) -> "Future[Masks] | None":
-        """Find the masks of `step`, whose sequences' tokens are all known by now; None where it needs none.
+        """Begin to find the masks of `step`, whose sequences' tokens are all known; None if it needs none.
 
         The sequences must not change before the masks are here.
         """
@@ -115,7 +115,7 @@ class MaskFinder:
     def _fill(
         self, words: npt.NDArray[np.int32], runs: list[tuple[_Run, int]], stuck: dict[Sequence, KvrailError]
     ) -> None:
-        """Write the masks of the matchers' places, in parallel."""
+        """Write the masks of the matchers' states, in parallel."""
         begin = time.perf_counter()
         if self._wary:
             self._fill_one_by_one(words, runs, stuck)
@@ -126,13 +126,25 @@ class MaskFinder:
         for run, mask in runs:
             if not run.matcher.complete:
                 words[mask] &= self._no_end
+            self._keep_on(words, run, mask)
             if not words[mask].any():
                 stuck.setdefault(run.sequence, _no_way_on(run))
+
+    def _keep_on(self, words: npt.NDArray[np.int32], run: _Run, mask: int) -> None:
+        """Before min_tokens no token that ends the output is allowed, unless the grammar allows nothing else."""
+        params, count = run.sequence.params, len(run.tokens) + mask - run.first
+        if count >= params.min_tokens:
+            return
+        longer = words[mask] & self._no_end
+        for token_id in params.stop_token_ids:
+            longer.view(np.uint8)[token_id >> 3] &= ~(1 << (token_id & 7)) & 0xFF
+        if longer.any():
+            words[mask] = longer
 
     def _fill_one_by_one(
         self, words: npt.NDArray[np.int32], runs: list[tuple[_Run, int]], stuck: dict[Sequence, KvrailError]
     ) -> None:
-        """The same, and find out who takes long: a grammar that does for several tokens fails its request."""
+        """Write them one by one and time each: a grammar that takes long for several tokens fails its request."""
         for run, mask in runs:
             begin = time.thread_time()
             run.matcher.state.unsafe_compute_mask_ptr(words[mask].ctypes.data, 4 * self._words)
@@ -142,7 +154,7 @@ class MaskFinder:
                 words[mask] = 0
 
     def _fill_behind_drafts(self, words: npt.NDArray[np.int32], run: _Run, stuck: dict[Sequence, KvrailError]) -> None:
-        """Write the masks of a run with drafts. Behind one that does not match all is allowed: it will be rejected."""
+        """Write the masks of a run with drafts. Behind a draft that does not match all is allowed: it is rejected."""
         for count in range(len(run.drafts) + 1):
             before = [*run.tokens, *run.drafts[:count]]
             if run.matcher.move_to(before) < len(before):
@@ -158,7 +170,7 @@ def _runs(step: Step) -> tuple[list[_Run], npt.NDArray[np.int32]]:
     for number, (sequence, row) in enumerate(zip(step.drawn_for, step.rows, strict=True)):
         matcher, prompt = sequence.matcher, len(sequence.prompt_ids)
         if matcher is None or row.position > sequence.length() or sequence.finish_reason is not None:
-            continue  # of a sequence that has ended meanwhile nobody looks at the draw
+            continue  # the draw of a sequence that has ended is not read
         run = runs.get(sequence)
         if run is None:
             tokens = sequence.slice(prompt, row.position)

@@ -23,10 +23,10 @@ from kvrail.engine.sampling.masks import BITS, Masks, mask_on_cpu
 from kvrail.errors import ConfigError
 from kvrail.values.sampling import SamplingParams
 
-Draw = Callable[[Tensor, Sequence[DrawParams]], Tensor]
-"""Token ids, int64 [R], where the logits are."""
-Mask = Callable[[Tensor, Masks], Tensor]
-"""The logits, float32 [R, V], with -inf in place of tokens that a row's mask forbids; a new tensor."""
+DrawKernel = Callable[[Tensor, Sequence[DrawParams]], Tensor]
+"""From logits and parameters: token ids, int64 [R], on the device of the logits."""
+MaskKernel = Callable[[Tensor, Masks], Tensor]
+"""From logits, float32 [R, V], and masks: a new tensor with -inf for tokens that a row's mask forbids."""
 
 
 class Sampler:
@@ -41,7 +41,7 @@ class Sampler:
         self._draw, self._mask = _kernels_for(device)
 
     def warm_up(self) -> None:
-        """Have all that draws compiled and loaded, so that no request waits for it."""
+        """Compile and load all kernels, so that no request waits for it."""
         asked = SamplingParams(max_tokens=1, temperature=0.0)
         kinds = [
             asked,
@@ -67,37 +67,38 @@ class Sampler:
     def params_of(self, rows: Sequence[SampleRow]) -> list[DrawParams]:
         """What the rows' draws depend on beside their logits.
 
-        Empty where some row's logits are edited or its log probabilities asked.
+        Empty if some row's logits are edited or its log probabilities are asked for.
         """
         return [DrawParams.of(row) for row in rows] if _are_plain(rows) else []
 
     def begin(
         self, logits: Tensor, rows: Sequence[SampleRow], masks: Masks | None = None, drawn: Tensor | None = None
-    ) -> "Draws":
-        """The same, without waiting for the tokens unless some row's logits are edited or its log probabilities asked.
+    ) -> "PendingSample":
+        """Begin to draw one token for each row.
 
-        masks: which tokens may be drawn; None: all. drawn: int64 [R] on the device, the tokens, where the step itself
-        has drawn them as `params_of` says. On a CPU everything is done here.
+        Waits for the tokens only if some row's logits are edited or its log probabilities are asked for; on a CPU they
+        are drawn in this call. masks: which tokens may be drawn; None: all. drawn: int64 [R] on the device, the tokens,
+        if the step itself has drawn them by `params_of`.
         """
         if drawn is not None:
-            return Draws(drawn)
+            return PendingSample(drawn)
         if logits.shape != (len(rows), self._vocab_size) or logits.dtype != torch.float32:
             raise ValueError(
                 f"logits are {logits.dtype} {tuple(logits.shape)}; expected float32 {(len(rows), self._vocab_size)}"
             )
         if not rows:
-            return Draws(None, [])
+            return PendingSample(None, [])
         raw, logits = logits, logits if masks is None else self._mask(logits, masks)
         plain = _are_plain(rows)
         if plain and all(row.params.greedy for row in rows):
             peaks, token_ids = logits.max(dim=-1)
-            return Draws(token_ids.masked_fill_(~peaks.isfinite(), NOT_DRAWN))
+            return PendingSample(token_ids.masked_fill_(~peaks.isfinite(), NOT_DRAWN))
         token_ids = self._draw(edit_logits(logits, rows), [DrawParams.of(row) for row in rows])
-        return Draws(token_ids) if plain else Draws(None, _with_logprobs(raw, rows, to_list(token_ids)))
+        return PendingSample(token_ids) if plain else PendingSample(None, _with_logprobs(raw, rows, to_list(token_ids)))
 
 
-class Draws:
-    """Draws under way: kvrail.engine.batch.batch.Drawing."""
+class PendingSample:
+    """Draws in progress. tokens: the drawn ids on the device, int64 [rows], or None if only the host has them."""
 
     def __init__(self, tokens: Tensor | None, known: list[SampledToken] | None = None) -> None:
         self.tokens = tokens
@@ -105,7 +106,7 @@ class Draws:
         self._readback = None if tokens is None else Readback(tokens)
 
     def wait(self) -> list[SampledToken]:
-        """One token a row, once they are here."""
+        """Wait for the tokens: one a row."""
         if self._known is None:
             assert self._readback is not None
             self._known = [SampledToken(token_id) for token_id in self._readback.wait()]
@@ -117,7 +118,7 @@ def _are_plain(rows: Sequence[SampleRow]) -> bool:
     return not any(row.params.logprobs is not None or is_edited(row) for row in rows)
 
 
-def _kernels_for(device: torch.device) -> tuple[Draw, Mask]:
+def _kernels_for(device: torch.device) -> tuple[DrawKernel, MaskKernel]:
     if device.type == "cpu":
         return lambda logits, params: torch.tensor(draw_on_cpu(logits, params), dtype=torch.int64), mask_on_cpu
     if device.type == "cuda":
@@ -134,8 +135,9 @@ def _with_logprobs(logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequenc
     tokens = [SampledToken(token_id) for token_id in token_ids]
     if not wanting:
         return tokens
-    chosen = [max(0, token_ids[i]) for i in wanting]  # of what was not drawn nobody reads any
+    chosen = [max(0, token_ids[i]) for i in wanting]  # log probabilities of undrawn tokens are never read
     counts = [rows[i].params.logprobs or 0 for i in wanting]
-    for i, logprobs in zip(wanting, token_logprobs(logits[wanting], chosen, counts), strict=True):
+    named = [rows[i].params.logprob_token_ids for i in wanting]
+    for i, logprobs in zip(wanting, token_logprobs(logits[wanting], chosen, counts, named), strict=True):
         tokens[i] = SampledToken(token_ids[i], logprobs)
     return tokens

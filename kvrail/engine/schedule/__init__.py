@@ -1,1 +1,1 @@
-"""Which tokens the next step computes, and what its outcome means for each request. No kernels."""
+"""What the next step computes, and what its outcome means for each request. No kernels."""

@@ -1,23 +1,22 @@
-"""How many tokens of prompts go into a step, and how their chunks share what it has left."""
+"""How many tokens of prompts a step computes, and how the prompts share them."""
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from kvrail.engine.request.sequence import Sequence
 
-MANY = 16
-"""So many who decode are not held up for the sake of one prompt. Beside fewer a prompt gets on faster: 8 streams of
-8,000 tokens over a prefill worker that they overload had their first tokens in half the time."""
+BUSY_DECODES = 16
+"""From this many decoding sequences on, prompt chunks shrink so that these are not held up. Beside fewer, prompts get
+larger chunks: 8 streams of 8,000 tokens that overload a prefill worker had their first tokens in half the time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StepBudget:
     """Bounds of one step and of the queue.
 
-    mixed_batch_tokens: of a step that computes chunks of prompts beside other work; 0: max_batch_tokens.
-    helping_batch_tokens: the same beside MANY or more where there are prefill workers, whom this engine only helps; 0:
-    mixed_batch_tokens.
-    prompt_rows: tokens of a step from whose logits log probabilities of prompts are made.
+    max_batch_tokens: most tokens of a step. mixed_batch_tokens: the same if it computes chunks of prompts beside other
+    work; 0: max_batch_tokens. helping_batch_tokens: the same beside BUSY_DECODES or more, where prefill workers compute
+    most prompts; 0: mixed_batch_tokens. prompt_rows: most prompt tokens that a step scores.
     """
 
     max_batch_tokens: int
@@ -28,27 +27,28 @@ class Limits:
     helping_batch_tokens: int = 0
 
     def chunk_tokens(self, others: int, *, beside: bool, helping: bool = False) -> int:
-        """Tokens of prompts in a step that computes so many others. However many these are, prompts get on.
+        """Most prompt tokens in a step that computes `others` beside them; never 0 while the step has room.
 
-        beside: whether anyone waits for the end of this step, or will before it has come.
+        beside: whether a sequence waits for the end of this step, or will before it ends. helping: whether prefill
+        workers compute most prompts.
         """
         room, most = self.max_batch_tokens - others, self.mixed_batch_tokens
-        if helping and others >= MANY:
+        if helping and others >= BUSY_DECODES:
             most = self.helping_batch_tokens or most
         return min(room, max(most - others, -(-most // 4))) if beside and most else room
 
 
 def share(prompts: List[tuple[Sequence, int]], tokens: int, rows: int, page_size: int) -> list[int]:
-    """Tokens of the next chunk of each prompt: half of all is the oldest one's, the rest for who lacks the fewest.
+    """Tokens of each prompt's next chunk: half of them for the oldest prompt, then for those that lack the fewest.
 
-    prompts: oldest first, each with the number of its tokens that are computed. tokens: of all chunks at most. rows: of
-    logits, of which a prompt whose tokens' log probabilities are asked for takes one a token.
+    prompts: oldest first, each with the number of tokens that are computed. tokens: most tokens of all chunks. rows:
+    most rows of logits; a prompt that is scored takes one a token.
     """
     counts = [0] * len(prompts)
     if not prompts:
         return counts
     missing = [len(sequence.token_ids) - start for sequence, start in prompts]
-    turns = sorted(range(len(prompts)), key=missing.__getitem__)  # of equals the oldest
+    turns = sorted(range(len(prompts)), key=missing.__getitem__)  # the oldest first among equals
     for number, most in ((0, -(-tokens // 2)), *((number, tokens) for number in turns)):
         sequence, start = prompts[number]
         before, known = counts[number], max(0, sequence.scored - start)
@@ -63,9 +63,9 @@ def share(prompts: List[tuple[Sequence, int]], tokens: int, rows: int, page_size
 
 
 def _room(sequence: Sequence, start: int, tokens: int, page_size: int) -> int:
-    """At most `tokens` of a prompt from `start` on.
+    """At most `tokens` tokens of a prompt from `start` on.
 
-    A first token that came from elsewhere may lie behind the prompt's pages: it decodes after them.
+    A first token that another worker drew may lie behind the prompt's pages; it decodes after them.
     """
     in_pages = len(sequence.page_table) * page_size - start
     return min(tokens, len(sequence.token_ids) - start, in_pages)

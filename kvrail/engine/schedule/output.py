@@ -1,6 +1,5 @@
-"""From sampled tokens to output: when a sequence ends, and which text its tokens completed."""
+"""From sampled tokens to output: when a sequence ends, and the text that its tokens complete."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrail.engine.batch.batch import SampledToken
@@ -15,8 +14,8 @@ Ending = tuple[FinishReason | None, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Booked:
-    """A token that belongs to a sequence; its text is not made yet.
+class NewToken:
+    """A token that was appended to a sequence; its text is still to be made.
 
     count: the sequence's output tokens up to this one. ending: whether it ends the sequence.
     """
@@ -32,8 +31,10 @@ def ending_of(sequence: Sequence, newest: int, length: int, limits: ModelLimits)
     if count > params.min_tokens or not params.min_tokens:
         if newest in params.stop_token_ids:
             return FinishReason.STOP, str(newest)
-        if newest in limits.eos_token_ids and (params.grammar or not params.ignore_eos):
+        if newest in limits.eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP, ""
+    if params.grammar and newest in limits.eos_token_ids:  # before min_tokens it is drawn where nothing else is allowed
+        return FinishReason.STOP, ""
     if count >= params.max_tokens or length >= limits.max_model_len:
         return FinishReason.LENGTH, ""
     return None, ""
@@ -46,14 +47,17 @@ def ends_by_length(sequence: Sequence, limits: ModelLimits) -> bool:
 
 
 def banned_tokens(params: SamplingParams, count: int, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens."""
-    if count >= params.min_tokens:
+    """Tokens that must not be drawn after `count` output tokens: those that would end it before min_tokens.
+
+    Where a grammar binds the output its masks leave them out.
+    """
+    if count >= params.min_tokens or params.grammar:
         return ()
     return (*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids))
 
 
 class SequenceText:
-    """Text of one sequence as its tokens come, with stop strings cut out."""
+    """Text of one sequence, token by token, with stop strings cut out."""
 
     def __init__(self, tokenizer: Tokenizer, sequence: Sequence) -> None:
         params = sequence.params
@@ -64,7 +68,7 @@ class SequenceText:
     def push(
         self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], count: int, ending: Ending
     ) -> Output:
-        """The output that these tokens make, the last being number `count` of the sequence's output.
+        """The output of these tokens; the last is token number `count` of the sequence's output.
 
         A stop string that they complete turns into the finish reason.
         """
@@ -73,21 +77,18 @@ class SequenceText:
         text = self._detokenizer.push(token_ids[:-1] if stopped_by_token else token_ids)
         if reason is not None:
             text += self._detokenizer.flush()
-        if count <= self._sequence.params.min_tokens:
-            return self._output(token_ids, text, logprobs, reason, stop_reason)
-        found = self._matcher.push(text)
-        text = found.text_to_emit
-        if found.matched is not None:
-            return self._output(token_ids, text, logprobs, FinishReason.STOP, found.matched)
-        if reason is not None:
-            rest = self._matcher.flush()
-            text += rest.text_to_emit
-            if rest.matched is not None:
-                return self._output(token_ids, text, logprobs, FinishReason.STOP, rest.matched)
-        return self._output(token_ids, text, logprobs, reason, stop_reason)
+        if count > self._sequence.params.min_tokens:
+            found = self._matcher.push(text)
+            text, matched = found.text_to_emit, found.matched
+            if matched is None and reason is not None:
+                rest = self._matcher.flush()
+                text, matched = text + rest.text_to_emit, rest.matched
+            if matched is not None:
+                reason, stop_reason = FinishReason.STOP, matched
+        return Output(self._sequence.index, token_ids, text, logprobs, reason, stop_reason)
 
     def resume(self, token_ids: tuple[int, ...]) -> None:
-        """Take in output that another engine has said already; what it still held back comes with the next token.
+        """Take in output that another engine has emitted; text that it held back comes with the next token.
 
         As there, the text of the first min_tokens tokens is not searched for stop strings.
         """
@@ -95,13 +96,3 @@ class SequenceText:
         self.push(unsearched, (), len(unsearched), (None, ""))
         if len(token_ids) > len(unsearched):
             self.push(token_ids[len(unsearched) :], (), len(token_ids), (None, ""))
-
-    def _output(
-        self,
-        token_ids: Iterable[int],
-        text: str,
-        logprobs: tuple[TokenLogprobs, ...],
-        reason: FinishReason | None,
-        stop_reason: str,
-    ) -> Output:
-        return Output(self._sequence.index, tuple(token_ids), text, logprobs, reason, stop_reason)

@@ -12,17 +12,17 @@ from kvrail.engine.schedule.scoring import Scoring
 from kvrail.errors import KvrailError
 
 UNKNOWN = (0,)
-"""Stands for one token that the step before draws."""
+"""In place of one token that the step before draws."""
 
 
 @dataclass(slots=True)
 class Step:
     """One step: the scheduler's work as slices for the runner and rows for the sampler.
 
-    drawn_for: the sequence of each row. logit_rows: for each row, which row of the runner's logits it draws from; a
-    prompt's logits serve n rows. scoring: prompts whose log probabilities are made of rows of these logits. sources:
-    the first slices' tokens are these draws of the step before. stuck: sequences whose grammar leads nowhere, which is
-    why nothing is drawn for them.
+    drawn_for: the sequence of each row. logit_rows: for each row, the row of the runner's logits that it draws from; a
+    prompt's last logits serve n rows. scoring: prompts that rows of these logits score. sources: rows of the step
+    before, whose draws are the first slices' tokens. stuck: sequences for which nothing is drawn, since their grammar
+    allows no token.
     """
 
     work: list[Work]
@@ -40,7 +40,7 @@ class Step:
         return any(sequence.matcher is not None for sequence in self.drawn_for)
 
     def drawn_in_order(self) -> list[SampleRow]:
-        """The rows, where each slice has one and no grammar decides; else none."""
+        """The rows, if each slice has one and no grammar decides; otherwise none."""
         in_order = self.logit_rows == list(range(len(self.slices)))
         return self.rows if in_order and not self.constrained() else []
 
@@ -64,7 +64,7 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
             step.slices.append(SequenceSlice(UNKNOWN, item.start, sequence.page_table, 1))
             num_logits += 1
             continue
-        # The newest token and each draft behind it have a draw to make or to repeat; a step that drafts makes one.
+        # A draw follows the newest token and each draft behind it; a step that drafts makes one draw.
         draws = 1 if item.drafts is not None else max(0, end - len(sequence.token_ids) + 1)
         logits = draws
         if sequence.scoring and end > sequence.scored:
@@ -82,10 +82,10 @@ def plan_step(work: Iterable[Work], page_size: int, eos_token_ids: frozenset[int
 
 
 def draws_ahead(sequence: Seq) -> bool:
-    """Whether the draw behind the next token, or draft, can be laid out before that one is known.
+    """Whether the draw behind the next token or draft can be laid out before that one is known.
 
-    Not where the draw depends on it by way of penalties, where the host takes part in the draw, or where the next token
-    is the first of several sequences.
+    It cannot if penalties make the draw depend on it, if the host takes part in the draw, or if the next token is the
+    first of several sequences.
     """
     params = sequence.params
     several = params.n > 1 and not sequence.output_ids
@@ -95,7 +95,7 @@ def draws_ahead(sequence: Seq) -> bool:
 
 
 def _add_rows(step: Step, sequence: Seq, position: int, logit_row: int, eos_token_ids: frozenset[int]) -> None:
-    """Rows that draw the token at `position`: one, or one for each of n where it is the output's first."""
+    """Rows that draw the token at `position`: one, or n if it is the output's first."""
     prompt = len(sequence.prompt_ids)
     output = sequence.output_ids if position == len(sequence.token_ids) else sequence.slice(prompt, position)
     for index in (sequence.index,) if sequence.output_ids else range(sequence.params.n):
@@ -114,7 +114,7 @@ def _add_rows(step: Step, sequence: Seq, position: int, logit_row: int, eos_toke
 
 
 def _add_scoring(step: Step, sequence: Seq, start: int, end: int, row: int) -> None:
-    """Have the tokens behind those from `start` to `end` - 1 scored, as far as they are the prompt's."""
+    """Score the tokens from `start` + 1 to `end` that are the prompt's; the first one's logits are in `row`."""
     targets = sequence.prompt_ids[start + 1 : end + 1]
     if targets:
         step.scoring.append(Scoring(sequence, start + 1, targets, row))

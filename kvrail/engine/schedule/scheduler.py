@@ -1,14 +1,18 @@
 """What to compute next. Decides over sequences and pages; knows no tensors and no clock.
 
-Each step has a budget of tokens. Sequences that decode come first, one token each, so that prefills never stall them;
-then drafts are verified, then made, one a sequence; chunks of prompts share what is left: half of it is the oldest
-prompt's, the rest goes to those that lack the fewest tokens. So short prompts do not wait for a long one, which gets on
-all the same. Beside other work chunks may get less than that: a step lasts as long as its chunks take, and who decodes
-waits for it. Sequences wait first come, first served: the head of the queue is never overtaken, so none starves. A
-request's sequences beyond its first leave an eighth of the places free, for which they are overtaken: one request of
-many sequences does not make others wait for their first token. Where a decoding sequence needs a page and none can be
-had, drafts give up theirs, youngest first. Where there are none, the youngest running sequence gives up its pages and
-goes back to the head of the queue; it computes its KV again, or finds it cached.
+Each step has a budget of tokens. Decoding sequences come first, one token each, so that prefills never stall them. Then
+drafts are verified, then made, one a sequence. Chunks of prompts share the rest: half of it goes to the oldest prompt,
+the other half to the prompts that lack the fewest tokens. So short prompts do not wait for a long one, and the long one
+still advances. Beside other work chunks may get less than that: the step lasts as long as its chunks take, and decoding
+sequences wait for its end.
+
+Waiting is first come, first served: no sequence overtakes the head of the queue, so none starves. The exception is a
+request's sequences beyond its first. They leave an eighth of the places free and can be overtaken for these, so that
+one request of many sequences does not delay the first tokens of others.
+
+If a decoding sequence needs a page and there is none, drafts give up theirs, youngest first. If there are no drafts,
+the youngest running sequence is preempted: it gives up its pages and returns to the head of the queue. It will compute
+its KV again, or find it cached.
 """
 
 from collections import deque
@@ -17,15 +21,15 @@ from dataclasses import dataclass
 
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.request.sequence import Sequence, Status
-from kvrail.engine.schedule.chunks import Limits, share
+from kvrail.engine.schedule.chunks import StepBudget, share
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sequence's part of a step: its next `count` tokens, those after the `start` first ones.
+    """One sequence's part of a step: `count` tokens behind the first `start` ones.
 
-    drafts: the list to which the step adds a draft; None where the step computes what counts. source: where the one
-    token is not known yet: which draw of the step before it is.
+    drafts: the list to which the step adds a draft; None where it computes tokens rather than drafts. source: if the
+    one token is not known yet, the row of the step before that draws it.
     """
 
     sequence: Sequence
@@ -38,12 +42,13 @@ class Work:
 class Scheduler:
     """Queue, running set and pages of one engine."""
 
-    def __init__(self, pool: PagePool, limits: Limits) -> None:
+    def __init__(self, pool: PagePool, budget: StepBudget) -> None:
         self.pool = pool
-        self.limits = limits
+        self.budget = budget
         self.preemptions = 0
+        self.preemptions_of_ended: list[int] = []  # of each sequence, until somebody takes them
         self._waiting: deque[Sequence] = deque()
-        self._siblings: deque[Sequence] = deque()  # likewise; of requests whose first sequence was admitted
+        self._siblings: deque[Sequence] = deque()  # of requests whose first sequence was admitted; they wait too
         self._running: list[Sequence] = []  # oldest arrival first
         self._receiving: list[Sequence] = []  # status RECEIVING or DRAFTING
         self._dropped: list[tuple[Sequence, int]] = []
@@ -60,12 +65,12 @@ class Scheduler:
 
     @property
     def num_receiving(self) -> int:
-        """Of these, sequences that only wait for their KV: no step computes anything of them."""
+        """Running sequences that only wait for their KV: no step computes them."""
         return sum(sequence.status is Status.RECEIVING for sequence in self._receiving)
 
     @property
     def awaits_next_step(self) -> bool:
-        """Whether KV is about to come: its request's first token is here, which leaves when the prompt is computed."""
+        """Whether KV is about to arrive: the first token is here, which is sent once the prompt is computed."""
         return any(s.output_ids for s in self._receiving)
 
     def has_work(self) -> bool:
@@ -77,7 +82,7 @@ class Scheduler:
 
     def can_wait(self) -> bool:
         """Whether the queue has room for one more request."""
-        return len(self._waiting) < self.limits.max_waiting
+        return len(self._waiting) < self.budget.max_waiting
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; one that has run already comes first."""
@@ -99,9 +104,12 @@ class Scheduler:
         return admitted
 
     def schedule(self) -> list[Work]:
-        """The next step's work, in the order of the module's docstring. Takes pages, may drop drafts and preempt."""
+        """The next step's work, in the order that the module's docstring gives.
+
+        Takes pages, may drop drafts and preempt.
+        """
         work = self._decodes()
-        budget = self.limits.max_batch_tokens - len(work)
+        budget = self.budget.max_batch_tokens - len(work)
         for number, sequence in enumerate([s for s in self._running if s.drafts]):
             if budget < sequence.to_compute() and (number or not budget):
                 break  # the next step begins with this one
@@ -113,16 +121,16 @@ class Scheduler:
                 work.append(Work(sequence, sequence.length() - 1, 1, sequence.drafts))
                 budget -= 1
         prompts = [(s, s.computed) for s in self._running if not s.is_decoding() and not s.drafts]
-        return work + self._chunks(prompts, self._chunk_tokens(self.limits.max_batch_tokens - budget))
+        return work + self._chunks(prompts, self._chunk_tokens(self.budget.max_batch_tokens - budget))
 
     def schedule_ahead(
         self, current: Iterable[Work], rows: Mapping[Sequence, int], ending: Container[Sequence]
     ) -> list[Work] | None:
-        """The work of the step behind `current`, which computes now; tokens that it draws come first, as sources.
+        """The work of the step behind `current`, which computes now. Tokens that `current` draws come first.
 
-        rows: which of current's draws is a sequence's next token, or draft. ending: sequences that end with theirs, or
-        make no more drafts. None where the next step cannot be planned yet: drafts are to be verified, or pages are
-        short. Takes pages.
+        rows: the row of `current` that draws a sequence's next token or draft. ending: sequences whose next token or
+        draft is their last. None if the next step cannot be planned yet: drafts must be verified, or pages are short.
+        Takes pages.
         """
         current = list(current)
         made = {item.sequence: item.drafts for item in current if item.drafts is not None}
@@ -137,14 +145,14 @@ class Scheduler:
         ]  # drawn elsewhere, or just admitted
         work += [Work(s, len(s.token_ids) - 1, 1) for s in last]
         missing = sum(self._missing_pages(item.sequence, item.start + 1) for item in work)
-        if len(work) > self.limits.max_batch_tokens or not self.pool.can_allocate(missing):
+        if len(work) > self.budget.max_batch_tokens or not self.pool.can_allocate(missing):
             return None
         for item in work:
             self._extend(item.sequence, item.start + 1)
         for s in [s for s in self._receiving if s.status is Status.DRAFTING and s not in ending]:
-            continues = made.get(s) is s.drafts  # otherwise nothing is on its way that still counts
+            continues = made.get(s) is s.drafts  # otherwise the draft in flight does not count
             start = after[s] if continues else s.length() - 1
-            if len(work) < self.limits.max_batch_tokens and self._extend(s, start + 1):
+            if len(work) < self.budget.max_batch_tokens and self._extend(s, start + 1):
                 work.append(Work(s, start, 1, s.drafts, rows[s] if continues else None))
         work.sort(key=lambda item: item.source is None)
         decoding = {item.sequence for item in work}
@@ -152,10 +160,10 @@ class Scheduler:
         return work + self._chunks(prompts, self._chunk_tokens(len(work)))
 
     def computed(self, work: Iterable[Work]) -> None:
-        """Note that a step's KV is in the pages; full pages become known to the prefix cache.
+        """A step's KV is in the pages; full pages enter the prefix cache.
 
-        Called when the tokens that the step drew have been appended: what was computed from rejected drafts lies at or
-        behind the last of them and does not count.
+        Called once the tokens that the step drew are appended: KV of rejected drafts lies at or behind the last of
+        them and does not count.
         """
         for item in work:
             sequence = item.sequence
@@ -167,7 +175,7 @@ class Scheduler:
                 self._shrink(sequence, len(sequence.token_ids))
 
     def hand_over(self, receiving: Sequence, heir: Sequence) -> None:
-        """Let `heir`, a sequence of the same prompt, await the KV instead; it takes over the pages."""
+        """Let `heir`, another sequence of the request, await the KV instead; it takes over the pages."""
         if heir is receiving:
             return
         self._receiving[self._receiving.index(receiving)] = heir
@@ -182,21 +190,13 @@ class Scheduler:
         self._publish(sequence)
         self._run(sequence)
 
-    def draft(self, sequence: Sequence) -> None:
-        """The prompt's pages hold a coarse form of its KV: make drafts."""
-        sequence.status = Status.DRAFTING
-
-    def stop_drafting(self, sequence: Sequence) -> None:
-        """Make no more drafts; those that there are wait for the exact KV."""
-        sequence.status = Status.RECEIVING
-
     def drop_drafts(self, sequence: Sequence) -> None:
-        """Forget the drafts and make no more."""
+        """Forget a sequence's drafts and make no more; see `take_dropped`."""
         if sequence.status is Status.DRAFTING:
             sequence.status = Status.RECEIVING
         if sequence.drafts:
             self._dropped.append((sequence, len(sequence.drafts)))
-        sequence.drafts = []  # another list: a step that computes now adds its draft to the old one
+        sequence.drafts = []  # a new list: a step in flight adds its draft to the old one
 
     def take_dropped(self) -> list[tuple[Sequence, int]]:
         """Sequences whose drafts were dropped since the last call, and how many drafts."""
@@ -204,22 +204,23 @@ class Scheduler:
         return dropped
 
     def compute_here(self, sequence: Sequence) -> None:
-        """A transfer failed for good: the prompt's missing KV is computed here, in the pages already held."""
+        """A transfer failed for good: compute the prompt's missing KV here, in the pages that the sequence holds."""
         self.drop_drafts(sequence)
         self._receiving.remove(sequence)
         sequence.remote = False
         self._run(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and release its pages."""
+        """Remove a sequence from wherever it is, and release its pages."""
         for place in (self._running, self._receiving, self._waiting, self._siblings):
             if sequence in place:
                 place.remove(sequence)
         sequence.status = Status.FINISHED
+        self.preemptions_of_ended.append(sequence.preemptions)
         self._release(sequence)
 
     def check(self) -> None:
-        """Raise AssertionError unless the books are right."""
+        """Raise AssertionError unless the pages add up and only admitted sequences hold some."""
         self.pool.check()
         for sequence in [*self._running, *self._receiving]:
             assert len(sequence.page_table) * self.pool.page_size >= sequence.computed, "KV without pages"
@@ -230,14 +231,14 @@ class Scheduler:
         return -(-num_tokens // self.pool.page_size)
 
     def _awaits_kv(self, sequence: Sequence, uncached: int) -> bool:
-        """Whether another worker is to send the KV of a prompt of which so many tokens are not cached here."""
+        """Whether another worker sends the prompt's KV, if `uncached` tokens of it are not cached here."""
         return sequence.remote and not sequence.output_ids and uncached > sequence.local_tokens
 
     def _usable_prefix(self, sequence: Sequence) -> tuple[list[int], int | None]:
-        """Cached leading pages; and, where these hold all but the last page, that one too if it is cached.
+        """Cached leading pages; and the last page, if all others are cached and it is too.
 
-        The last token is computed even so, since its logits are needed. Its KV goes to a page of the sequence's own,
-        into which the cached one is copied. Cached tokens have no logits: where these are wanted, they are computed.
+        The last token is computed all the same, since its logits are needed. Its KV goes to a page of the sequence's
+        own, into which the cached page is copied. Cached tokens have no logits, so tokens to be scored are computed.
         """
         whole = (len(sequence.token_ids) - 1) // self.pool.page_size
         found = self.pool.match(sequence.shareable(self.pool.page_size))
@@ -247,8 +248,8 @@ class Scheduler:
         return self._waiting if sequence.leads else self._siblings
 
     def _next(self) -> Sequence | None:
-        """The waiting sequence that comes first, where it can have its pages now."""
-        most = self.limits.max_running
+        """The waiting sequence that comes first, if it can have its pages now."""
+        most = self.budget.max_running
         places = (self._waiting, most), (self._siblings, most - most // 8)
         heads = [queue[0] for queue, count in places if queue and self.num_running < count]
         heads = [sequence for sequence in heads if sequence.leads or not self._is_begun(sequence)]
@@ -256,12 +257,12 @@ class Scheduler:
         return first if first is not None and self._fits(first, self._usable_prefix(first)[0]) else None
 
     def _is_begun(self, sequence: Sequence) -> bool:
-        """Whether another sequence of the request computes their prompt, of which this one can have the end soon."""
+        """Whether another sequence of the request computes their prompt; this one can share its last page soon."""
         others = (s for s in self._running if s.request_id == sequence.request_id)
         return any(s.computed < len(s.prompt_ids) for s in others)
 
     def _fits(self, sequence: Sequence, held: list[int]) -> bool:
-        """Whether a waiting sequence can have its pages while it holds these cached ones."""
+        """Whether a waiting sequence can have its pages if it holds these cached ones."""
         shared = min(len(held), (len(sequence.token_ids) - 1) // self.pool.page_size)
         fresh = self._pages_for(len(sequence.token_ids)) - shared
         spare = sum(1 for s in self._running if s.is_decoding())  # each may need one more page at the next step
@@ -287,7 +288,7 @@ class Scheduler:
             sequence.cached_tokens = sequence.computed
 
     def _sibling_page(self, sequence: Sequence, number: int) -> int | None:
-        """Page `number`, of another sequence of the request, where it holds the end of their prompt and is not full."""
+        """Page `number` of another sequence of the request, if it holds the end of their prompt and is not full."""
         begun, rest = divmod(len(sequence.prompt_ids), self.pool.page_size)
         if number != begun or not rest or sequence.solitary:
             return None
@@ -300,10 +301,10 @@ class Scheduler:
         self._running.sort(key=lambda s: s.arrival)
 
     def _decodes(self) -> list[Work]:
-        """The newest token of every decoding sequence, as far as the budget goes."""
+        """The newest token of every decoding sequence, within the budget."""
         chosen: list[Sequence] = []
         for sequence in [s for s in self._running if s.is_decoding()]:
-            if len(chosen) == self.limits.max_batch_tokens:
+            if len(chosen) == self.budget.max_batch_tokens:
                 break
             if sequence.status is Status.RUNNING and self._grow(sequence):
                 chosen.append(sequence)
@@ -311,30 +312,30 @@ class Scheduler:
         return [Work(s, s.computed, 1) for s in chosen if s.status is Status.RUNNING]
 
     def _chunk_tokens(self, others: int) -> int:
-        """Tokens of prompts in a step that computes so many others; whoever awaits KV is as much company."""
+        """Tokens of prompts in a step that computes `others` beside them."""
         helping = any(sequence.remote for sequence in (*self._receiving, *self._running))
-        return self.limits.chunk_tokens(others, beside=bool(others or self._receiving), helping=helping)
+        return self.budget.chunk_tokens(others, beside=bool(others or self._receiving), helping=helping)
 
     def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
-        """Chunks of prompts in the order of the module's docstring; see chunks.share."""
-        counts = share(prompts, tokens, self.limits.prompt_rows, self.pool.page_size)
+        """Chunks of prompts; see chunks.share."""
+        counts = share(prompts, tokens, self.budget.prompt_rows, self.pool.page_size)
         return [Work(*prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
 
     def _missing_pages(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, self._pages_for(num_tokens) - len(sequence.page_table))
 
     def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether there are pages for so many tokens and drafts without taking any from others."""
+        """Whether there are pages for `num_tokens` tokens and drafts without taking any from others."""
         return self.pool.can_allocate(self._missing_pages(sequence, num_tokens))
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Take these pages; False where there are too few."""
+        """Take the pages that `num_tokens` tokens need; False if there are too few."""
         if room := self._has_room(sequence, num_tokens):
             sequence.page_table += self.pool.allocate(self._missing_pages(sequence, num_tokens))
         return room
 
     def _fit_drafts(self, sequence: Sequence, budget: int) -> bool:
-        """Keep as many drafts as pages and a budget of tokens allow; False where none are left to be verified."""
+        """Keep as many drafts as pages and `budget` tokens allow; False if none are left to be verified."""
         self._extend(sequence, sequence.length())
         in_pages = len(sequence.page_table) * self.pool.page_size - len(sequence.token_ids)
         room = min(in_pages, budget - sequence.to_compute() + len(sequence.drafts))
@@ -344,7 +345,7 @@ class Scheduler:
         return bool(sequence.drafts)
 
     def _reclaim(self) -> bool:
-        """Take the youngest drafts' pages; False where no sequence that awaits KV holds more than the prompt's."""
+        """Take the youngest drafts' pages; False if no sequence that awaits KV holds more than the prompt's."""
         for sequence in reversed(self._receiving):
             if self._shrink(sequence, len(sequence.prompt_ids)):
                 self.drop_drafts(sequence)
@@ -352,7 +353,7 @@ class Scheduler:
         return False
 
     def _shrink(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give back the pages behind those of `num_tokens` tokens; False where there are none."""
+        """Give back the pages behind those of `num_tokens` tokens; False if there are none."""
         kept = self._pages_for(num_tokens)
         if len(sequence.page_table) <= kept:
             return False
@@ -361,7 +362,7 @@ class Scheduler:
         return True
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Make room for the sequence's next token, preempting younger ones; False where itself had to give way."""
+        """Make room for the sequence's next token, preempting younger ones; False if it was preempted itself."""
         while len(sequence.page_table) < self._pages_for(len(sequence.token_ids)):
             if self.pool.can_allocate(1):
                 sequence.page_table += self.pool.allocate(1)
@@ -379,6 +380,7 @@ class Scheduler:
         sequence.status = Status.WAITING
         self._queue_of(sequence).appendleft(sequence)
         self.preemptions += 1
+        sequence.preemptions += 1
 
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self.pool.page_size

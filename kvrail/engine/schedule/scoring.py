@@ -1,4 +1,4 @@
-"""Which of a prompt's tokens a step scores, and the events with their log probabilities."""
+"""The tokens of a prompt that a step scores, and the events with their log probabilities."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from kvrail.engine.request.sequence import Status
 from kvrail.values.sampling import PromptLogprobs
 
 PIECE_ENTRIES = 1024
-"""Log probabilities in one event: whoever takes it is done with it in some milliseconds."""
+"""Log probabilities in one event: its reader is done with it in some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Some of a prompt's tokens in a step. first: the number of the first of them; its row of logits is `row`."""
+    """Tokens of a prompt that a step scores. first: the first one's position; its row of logits is `row`."""
 
     sequence: Seq
     first: int
@@ -24,14 +24,16 @@ class Scoring:
 
     @property
     def top(self) -> int:
-        """Of how many most likely tokens to tell."""
+        """Number of most likely tokens to report."""
         return self.sequence.params.prompt_logprobs or 0
 
 
-def told(wanted: Sequence[Scoring], found: Sequence[PromptLogprobs]) -> tuple[list[tuple[str, PromptScored]], set[str]]:
-    """Events that tell of a step's log probabilities, and ids of the requests for which there are none: NaN.
+def prompt_scores(
+    wanted: Sequence[Scoring], found: Sequence[PromptLogprobs]
+) -> tuple[list[tuple[str, PromptScored]], set[str]]:
+    """Events with a step's log probabilities, and ids of the requests for which some are NaN.
 
-    Takes note of it in the sequences.
+    Advances `scored` of the sequences.
     """
     events: list[tuple[str, PromptScored]] = []
     broken: set[str] = set()

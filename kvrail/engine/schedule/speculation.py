@@ -8,7 +8,7 @@
 The first draft that the draw does not repeat, and all behind it, are wrong. The draws up to there are the tokens of a
 run without drafts, whatever the temperature: they are what the exact logits of the true prefix give, and a draft is
 never more than a guess of them. Drafting on coarse KV is Lynx's (Han et al., sections 4.2 and 4.3), which keeps the
-distribution of the output; repeating the draw keeps the output.
+distribution of the output; repeating the draw keeps the output itself.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from kvrail.engine.request.requests import ModelLimits
 from kvrail.engine.request.sequence import Sequence as Seq
 from kvrail.engine.request.sequence import Status
 from kvrail.engine.schedule.output import Ending, ending_of
-from kvrail.engine.schedule.scheduler import Scheduler, Work
+from kvrail.engine.schedule.scheduler import Work
 from kvrail.telemetry.worker import EngineMetrics
 from kvrail.text import IncrementalDetokenizer, Tokenizer
 from kvrail.values.sampling import FinishReason
@@ -35,25 +35,23 @@ class Draft:
 
 
 class Drafting:
-    """When sequences draft, and what of it stands.
+    """When sequences draft, and which drafts are kept.
 
-    max_drafts: tokens that a sequence drafts at most; 0 turns drafting off.
+    max_drafts: most tokens that a sequence drafts; 0 turns drafting off.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: ModelLimits, metrics: EngineMetrics, max_drafts: int) -> None:
-        self._scheduler = scheduler
+    def __init__(self, limits: ModelLimits, metrics: EngineMetrics, max_drafts: int) -> None:
         self._limits = limits
         self._metrics = metrics
         self._max_drafts = max_drafts
 
-    def begin(self, sequence: Seq) -> None:
-        """The coarse KV and the first token are here: draft.
+    def can_begin(self, sequence: Seq) -> bool:
+        """Whether a sequence whose pages hold coarse KV drafts now: it has its first token and has not drafted yet.
 
-        Of a request with n > 1 one sequence holds the pages for all, and none drafts.
+        A request with n > 1 does not draft, since one sequence holds the pages for all.
         """
         fresh = sequence.status is Status.RECEIVING and not sequence.drafts
-        if fresh and sequence.output_ids and sequence.params.n == 1 and self._max_drafts:
-            self._scheduler.draft(sequence)
+        return fresh and bool(sequence.output_ids) and sequence.params.n == 1 and self._max_drafts > 0
 
     def add(self, work: Work, token_id: int) -> Draft | None:
         """Take in the draft that a step has drawn; None where it does not count."""
@@ -64,25 +62,22 @@ class Drafting:
         sequence.drafts.append(token_id)
         ending = ending_of(sequence, token_id, sequence.length(), self._limits)
         if (full or ending[0] is not None) and sequence.status is Status.DRAFTING:
-            self._scheduler.stop_drafting(sequence)
+            sequence.status = Status.RECEIVING  # the drafts wait for the exact KV
         return Draft(token_id, ending)
 
     def fills(self, sequence: Seq) -> bool:
-        """Whether its next draft is the last, whatever it is."""
+        """Whether its next draft is the last one, whatever token it is."""
         return sequence.status is Status.DRAFTING and len(sequence.drafts) + 1 >= self._max_drafts
 
     def wants(self, work: Work) -> bool:
-        """Whether a step's draft counts: those before it were not dropped meanwhile, and do not end the sequence.
-
-        The step was planned when that was not known yet.
-        """
+        """Whether a step's draft counts: earlier drafts were neither dropped since the step was planned, nor end it."""
         sequence, drafts = work.sequence, work.drafts
         if drafts is not sequence.drafts:
             return False
         return not drafts or ending_of(sequence, drafts[-1], sequence.length(), self._limits)[0] is None
 
     def verify(self, sequence: Seq, drawn: Sequence[SampledToken]) -> tuple[Verified, Sequence[SampledToken]]:
-        """Compare the drafts with what the exact logits give; returns the draws that stand.
+        """Compare the drafts with what the exact logits give; returns the tokens that are kept.
 
         drawn: one token for each draft, and one behind the last.
         """
@@ -99,7 +94,7 @@ class Drafting:
 class DraftText:
     """Text of one sequence's drafts, as if they were output; stop strings are not looked for.
 
-    It begins where the text of the tokens before ends, whether or not a stop string in the making holds that back.
+    It begins behind the text of all tokens so far, even if a possible stop string holds some of that text back.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, sequence: Seq) -> None:
@@ -110,7 +105,7 @@ class DraftText:
             self._detokenizer = IncrementalDetokenizer(tokenizer, before, skips)
 
     def push(self, draft: Draft) -> Drafted:
-        """What the client of a provisional request hears of a draft."""
+        """The event with one more draft, for the client of a provisional request."""
         silent = draft.ending[0] is FinishReason.STOP and not self._sequence.params.include_stop_in_output
         text = "" if self._detokenizer is None or silent else self._detokenizer.push((draft.token_id,))
         return Drafted(self._sequence.index, (draft.token_id,), text)

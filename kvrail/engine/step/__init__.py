@@ -1,1 +1,1 @@
-"""One step on the device: the runner, captured graphs, the step in flight, batch invariance."""
+"""One step on the device: the runner, captured graphs, the in-flight step, batch invariance."""

@@ -1,4 +1,4 @@
-"""The integers of a step of fixed size: filled on the host, read on the device at addresses that never change."""
+"""The integers of a step of fixed size: written on the host, read on the device at addresses that never change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step of fixed size holds at most.
+    """The size of a step that is captured: the most that it holds.
 
-    logit_rows: rows of logits; 0: one for every token. queries: the most queries of a block (see attention.meta); 0: no
+    logit_rows: rows of logits; 0: one for every token. queries: most queries of a block (see attention.meta); 0: no
     sequence has more than one new token. draws: rows of logits from which the step draws by itself.
     """
 
@@ -39,12 +39,12 @@ class StepSize:
 
 
 def decode_size(rows: int, width: int, kv_heads: int, tokens: int = 0) -> StepSize:
-    """Of at most `rows` sequences with one new token each and page tables of `width` pages, padded to `tokens`."""
+    """At most `rows` sequences with one new token each and page tables of `width` pages, padded to `tokens`."""
     return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads), draws=rows)
 
 
 def mixed_size(tokens: int, sequences: int, width: int, kv_heads: int, logit_rows: int, queries: int) -> StepSize:
-    """Of at most `tokens` new tokens of at most so many sequences, in any mix of one and more new tokens each."""
+    """At most `tokens` new tokens of at most `sequences` sequences, each with one or more of them."""
     rows, blocks = min(tokens, sequences), most_blocks(tokens, sequences, queries)
     return StepSize(Extents(tokens, sequences, width, rows, blocks, kv_heads), min(tokens, logit_rows), queries)
 
@@ -90,7 +90,7 @@ class StepBuffer:
         self._fed_rows: npt.NDArray[np.int64] = here.fed_rows.numpy()
         self._fed_rows[:] = -1
         self._draws: npt.NDArray[np.int32] = here.draws.numpy()
-        self._random = False  # whether some of `_draws` are no greedy ones
+        self._random = False  # whether some of `_draws` are not greedy
         self._meta: StepMeta = size.extents.sections(here.data.numpy())
         self._meta.slots[:] = -1
         if size.queries:
@@ -100,9 +100,9 @@ class StepBuffer:
         self.there = sections(self.device, size)
 
     def fill(self, packed: PackedStep, feed: Feed | None = None, draws: Sequence[DrawParams] = ()) -> None:
-        """Write a step that fits. Token ids, positions and rows behind its own keep what they had: nobody looks.
+        """Write a step that fits. Token ids, positions and rows behind its own keep their values, which are never read.
 
-        draws: of its rows of logits; rows that have none draw greedily. A size that draws nothing passes over them.
+        draws: parameters of the rows' draws; rows without any draw greedily. A size that draws nothing ignores them.
         """
         tokens, size = len(packed.token_ids), self.size
         self._token_ids[:tokens] = packed.token_ids
@@ -120,7 +120,7 @@ class StepBuffer:
         fill_meta(self._meta, packed, blocks)
 
     def send(self) -> None:
-        """Enqueue the copy of what was filled in."""
+        """Enqueue the copy to the device."""
         self.device.copy_(self.host, non_blocking=True)
 
     def _fill_draws(self, draws: Sequence[DrawParams]) -> None:

@@ -4,12 +4,12 @@ A graph replays fixed shapes over fixed addresses, so there is one for each of a
 are copied to where the graph reads them. Attention reads every length from there. Tokens that pad a step to its size
 store nothing and attend to nothing.
 
-There are two kinds. Steps in which each sequence has one new token are two graphs each, draws included; between the two
-the host can be told that the step nears its end. All others are captured for numbers of tokens, for any mix of chunks
-and decodes, as one graph for each group of layers: then the host can be told that the group's pages are under way.
+There are two kinds. Steps in which each sequence has one new token are two graphs each, draws included; an event
+between the two shows the host that the step nears its end. All other steps are captured by their number of tokens, for
+any mix of chunks and decodes, as one graph for each group of layers: behind each graph, the group's pages are reported.
 
-Beside transfers a launch's price is the interpreter's lock, which each call into torch gives away and wants back. So
-all that can be is captured.
+Beside transfers the cost of a launch is the interpreter's lock, which each call into torch releases and takes again. So
+everything that can be captured is.
 """
 
 import gc
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -30,26 +29,26 @@ from kvrail.engine.batch.packing import PackedStep
 from kvrail.engine.kv.cache import PagedCache
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.sampling.draw import DrawParams
-from kvrail.engine.schedule.late import LEFT
+from kvrail.engine.schedule.launch_delay import LEFT
 from kvrail.engine.step.buffers import StepBuffer, StepSize, decode_size, mixed_size
 from kvrail.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 GROUPS = 12
-"""Groups of layers of a step: what is still to be sent behind the last one is a twelfth of the step's pages."""
+"""Groups of layers of a step: behind the last one, a twelfth of the step's pages is still to be sent."""
 STEPS = 3
-"""That may be on the device at once, and one more."""
+"""Steps that may be on the device at once, and one more."""
 VERIFIED_ROWS = 64
 """Rows of logits beyond one a sequence, as many as one sequence's drafts. The head reads its weights in about the time
-in which it computes two hundred rows, so these cost little where nobody drafts."""
+in which it computes two hundred rows, so unused rows cost little."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
     """One size.
 
-    graphs: in order, each with the last layer that it completes, or None. logits: float32, what they leave.
+    graphs: in order, each with the last layer that it completes, or None. logits: float32, their result.
     """
 
     buffer: StepBuffer
@@ -60,31 +59,31 @@ class _Captured:
 class StepGraphs:
     """Captured steps of one model over one page pool. All sizes share one memory pool: only one runs at a time.
 
-    least: tokens to which every step is padded at least. extras: of the last step.
+    min_rows: fewest tokens of a step; fewer are padded to this. extras: those of the last step.
     """
 
     def __init__(
-        self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int, least: int = 0
+        self, loaded: LoadedModel, cache: PagedCache, max_running: int, max_tokens: int, min_rows: int = 0
     ) -> None:
         from kvrail.engine.attention.cuda import queries_of_a_block  # needs triton, which a CPU worker does not
 
         self.extras = Extras()
         self._loaded = loaded
         self._cache = cache
-        self._near_ends: Any = itertools.cycle([torch.cuda.Event() for _ in range(STEPS)])  # type: ignore[no-untyped-call]
+        self._near_ends = itertools.cycle([torch.cuda.Event() for _ in range(STEPS)])  # type: ignore[no-untyped-call]
         self._draws = torch.zeros(max(max_tokens, max_running), dtype=torch.int64, device=loaded.device)
-        self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._last_layer = len(loaded.layers) - 1
-        self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer a step nears its end
+        self._near_end = max(0, round(self._last_layer * (1 - LEFT)))  # behind this layer, a step nears its end
         layout = cache.layout
         width = min(layout.pages_for(loaded.max_model_len), cache.num_pages)
         group = -(-len(loaded.layers) // GROUPS)
         begin, free = perf_counter(), torch.cuda.mem_get_info(loaded.device)[0]
         gc.collect()
         torch.cuda.empty_cache()
-        # The largest first: the others find their memory in what it took.
+        # The largest first: the others fit into its memory.
         self._mixed = [
             self._capture(
                 mixed_size(
@@ -97,16 +96,16 @@ class StepGraphs:
                 ),
                 {*range(group - 1, self._last_layer, group), self._last_layer},
             )
-            for tokens in reversed(token_sizes(max(max_tokens, least)))
+            for tokens in reversed(token_sizes(max(max_tokens, min_rows)))
         ][::-1]
         self._decodes = [
-            self._capture(decode_size(rows, width, layout.num_kv_heads, least), {self._near_end})
+            self._capture(decode_size(rows, width, layout.num_kv_heads, min_rows), {self._near_end})
             for rows in reversed(batch_sizes(max_running))
         ][::-1]
         taken = free - torch.cuda.mem_get_info(loaded.device)[0]
         logger.info(
             "captured decode steps of up to %d sequences (%d sizes) and other steps of up to %d tokens (%d sizes, %d"
-            " graphs each) in %.1f s, %.0f MiB; not captured: steps that want more than %d rows of logits",
+            " graphs each) in %.1f s, %.0f MiB; not captured: steps with more than %d rows of logits",
             max_running,
             len(self._decodes),
             max_tokens,
@@ -124,15 +123,15 @@ class StepGraphs:
         feed: Feed | None = None,
         draws: Sequence[DrawParams] = (),
     ) -> torch.Tensor | None:
-        """Replay `packed`: float32 logits [rows, vocab], valid until the next call; None where no size holds it.
+        """Replay `packed`: float32 logits [rows, vocab]; None if no size fits.
 
-        on_layer, feed, draws: see ModelRunner.execute. So are `extras`.
+        Logits and `extras` are valid until the next call. on_layer, feed, draws: see ModelRunner.execute.
         """
         self.extras = Extras()
         step = self._size_for(packed, on_layer is not None)
         if step is None or (feed is not None and len(feed.tokens) > len(self._draws)):
             return None
-        if not self._copied.query():
+        if not self._copied.query():  # type: ignore[no-untyped-call]
             self._copied.synchronize()  # the host arrays are free again once the last copy has read them
         step.buffer.fill(packed, feed, draws)
         step.buffer.send()
@@ -154,7 +153,7 @@ class StepGraphs:
         return step.logits[: len(packed.logit_rows)]
 
     def _size_for(self, packed: PackedStep, grouped: bool) -> _Captured | None:
-        """The smallest size that holds a step; grouped: of those that tell of layers."""
+        """The smallest size that holds a step; grouped: it reports its layers."""
         tokens, rows = len(packed.token_ids), len(packed.logit_rows)
         if not grouped and tokens == len(packed.plan) == rows:
             return next((step for step in self._decodes if step.buffer.size.extents.rows >= tokens), None)
@@ -167,7 +166,7 @@ class StepGraphs:
     def _capture(self, size: StepSize, cuts: set[int]) -> _Captured:
         """Run a step of padding, so that everything is compiled and allocated, then capture it.
 
-        cuts: layers behind which one graph ends and another begins; the last one has what comes behind the layers.
+        cuts: layers behind which one graph ends and the next begins; the last graph has the work behind the layers.
         """
         buffer = StepBuffer(size, self._loaded.device)
         recorder = _Recorder(self._pool, self._stream)
@@ -180,11 +179,11 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise ConfigError(f"steps cannot be captured ({error}); set cuda_graphs to false") from error
+            raise ConfigError(f"steps cannot be captured ({error}); set eager") from error
         return _Captured(buffer, recorder.graphs, logits)
 
     def _compute(self, buffer: StepBuffer, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        """What is captured of a step: tokens that the step before drew, the model, draws."""
+        """The captured part of a step: tokens that the step before drew, the model, draws."""
         from kvrail.engine.sampling.sampling_kernels import launch_draw  # needs triton
 
         take_fed(buffer.there.token_ids, self._draws, buffer.there.fed_rows)
@@ -201,13 +200,13 @@ class StepGraphs:
 
 
 class _Recorder:
-    """Captures what one thread enqueues as several graphs, one after the other.
+    """Captures the work that one thread enqueues as several graphs, one after the other.
 
-    Tensors may be made in one graph and used in later ones: as long as the code that is captured holds them, the pool
-    gives their memory to nobody else, and replays come in the same order.
+    A tensor may be made in one graph and used in later ones: while the captured code holds it, the pool does not reuse
+    its memory, and replays run in the same order.
     """
 
-    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+    def __init__(self, pool: "torch.cuda._POOL_HANDLE", stream: torch.cuda.Stream) -> None:
         self.graphs: list[tuple[torch.cuda.CUDAGraph, int | None]] = []
         self._pool = pool
         self._stream = stream
@@ -215,13 +214,13 @@ class _Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Capture the block; on an error the capture is ended, and its graphs are of no use."""
+        """Capture the block. An error ends the capture, and its graphs cannot be used."""
         with torch.cuda.stream(self._stream):
             self._begin()
             try:
                 yield
             except BaseException:
-                with suppress(RuntimeError):  # the first error tells more
+                with suppress(RuntimeError):  # the first error is the cause
                     if self._open is not None:
                         self._open.capture_end()
                 raise

@@ -1,10 +1,10 @@
-"""Whether a token gets the same bits whatever is computed beside it: what sees to that on CUDA, and the trial at start.
+"""Batch invariance: a token gets the same bits whatever else a step computes. Choice of kernels, and trial at start.
 
-Attention keeps one order of sums by construction (`attention.order`; on a CPU `attention.cpu_kernel`); norms and all
-that is elementwise go by row. What is left are products of matrices, which libraries compute otherwise at other numbers
-of rows: on CUDA, cuBLASLt that may not split the inner dimension gives a row of bfloat16 the same bits among any others
-(docs/decisions/0019-invariant-cuda.md). That is an observation, not a contract. So each worker tries at its start, with
-the model and the kernels that will serve.
+Attention keeps one order of sums by construction (`attention.order`; on a CPU `attention.cpu_kernel`); norms and
+elementwise operations work by row. Products of matrices remain, which libraries compute differently for different
+numbers of rows. On CUDA, cuBLASLt that may not split the inner dimension gives a row of bfloat16 the same bits among
+any others (docs/decisions/0019-invariant-cuda.md). That is an observation, not a contract. So each worker tries it at
+its start, with the model and the kernels that will serve.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from kvrail.engine.model.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-_COMPANY = 40
+_OTHERS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Tokens of the sequence that is tried, of those computed one by one in its middle, and of its compared logits.
+    """Tokens of the trial sequence; of these, tokens computed one by one in its middle, and tokens of compared logits.
 
-    digested: tokens at its beginning whose KV makes the digest. Kernels that add in another order may differ in few
-    elements only; a digest of few tokens would not tell.
+    digested: tokens at its beginning whose KV is digested. Kernels that add in different orders may differ in few
+    elements only, which a digest of few tokens could miss.
     """
 
     tokens: int
@@ -45,7 +45,7 @@ _EXTENTS = {"cpu": _Extent(48, 4, 4, 32), "cuda": _Extent(700, 20, 12, 640)}
 
 
 class Runs(Protocol):
-    """What is tried (kvrail.engine.step.runner.ModelRunner)."""
+    """The runner under trial (kvrail.engine.step.runner.ModelRunner)."""
 
     @property
     def loaded(self) -> LoadedModel:
@@ -64,10 +64,10 @@ class Runs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a trial has found.
+    """The outcome of a trial.
 
-    numerics: a digest of what the model computes; workers that have the same compute the same bits. Empty where a
-    token's bits depend on its company, or nobody tried. reason: why it is empty.
+    numerics: a digest of the computed KV; workers with equal digests compute the same bits. Empty if output is not
+    batch-invariant, or if that was not tried. reason: why it is empty.
     """
 
     numerics: str
@@ -75,14 +75,14 @@ class Finding:
 
     @property
     def holds(self) -> bool:
-        """Whether a token gets the same bits in any company."""
+        """Whether output is batch-invariant."""
         return bool(self.numerics)
 
 
 def choose_products(*, invariant: bool) -> None:
-    """Have CUDA compute products so that a row's bits do not depend on the number of rows, or as it likes.
+    """Choose CUDA's products: a row's bits do not depend on the number of rows, or whatever is fastest.
 
-    For the whole process: torch knows no other way.
+    The choice holds for the whole process; torch offers no narrower one.
     """
     torch.backends.cuda.preferred_blas_library("cublaslt" if invariant else "default")
     allowed = (False, False) if invariant else (True, True)  # sums in the narrow type, and sums split among programs
@@ -91,19 +91,20 @@ def choose_products(*, invariant: bool) -> None:
 
 
 def check(runner: Runs, max_running: int, max_tokens: int) -> Finding:
-    """Compute one sequence in three ways and compare every bit of its KV, and of logits at its end.
+    """Compute one sequence in three ways and compare every bit of its KV and of the logits at its end.
 
-    Token by token and in chunks, alone; in chunks beside others; and its end at once, as drafts are verified.
-    Overwrites pages. max_running, max_tokens: the bounds of a step.
+    The ways: token by token and in chunks, alone; in chunks beside other sequences; and with its end in one step, as
+    drafts are verified. Overwrites pages. max_running, max_tokens: the bounds of a step.
     """
     loaded, cache = runner.loaded, runner.cache
     pages, extent = (cache.num_pages - 1) // 3, _EXTENTS[loaded.device.type]
     length = min(extent.tokens, loaded.max_model_len, pages * loaded.layout.page_size)
     if length < 4 * extent.tail or max_tokens < 2 * extent.tail:
-        return Finding("", f"there is room for {length} tokens or steps of {max_tokens}, too few to try it")
+        return Finding("", f"there is room for {length} tokens or steps of {max_tokens}, too few for a trial")
     trial = _Trial(runner, replace(extent, tokens=length), pages, max_running, max_tokens)
     ways = [
-        trial.run(number, steps) for number, steps in enumerate((trial.singly(), trial.in_company(), trial.at_once()))
+        trial.run(number, steps)
+        for number, steps in enumerate((trial.singly(), trial.beside_others(), trial.at_once()))
     ]
     for way in ways[1:]:
         difference = ways[0].difference(way)
@@ -120,7 +121,7 @@ class _Way:
     logits: torch.Tensor
 
     def difference(self, other: "_Way") -> str:
-        """Where the two part, in words; empty where they do not."""
+        """Where the two differ, in words; empty if they do not."""
         for ours, theirs in zip(self.kv, other.kv, strict=True):
             unequal = (ours != theirs).any(-1)
             if unequal.any():
@@ -131,7 +132,7 @@ class _Way:
         return "" if torch.equal(ours, theirs) else "a token's logits depend on what is computed beside it"
 
     def digest(self, tokens: int) -> str:
-        """Of the KV of so many tokens at the beginning."""
+        """Digest of the KV of the first `tokens` tokens."""
         digest = hashlib.blake2b(digest_size=8)
         for part in self.kv:
             digest.update(part[:, :tokens].cpu().numpy().tobytes())
@@ -140,11 +141,11 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A step's tokens of the sequence, of how many of them logits are kept, and how many others are beside it."""
+    """A step: tokens of the trial sequence, the number of them whose logits are kept, and other sequences beside it."""
 
     count: int
     logits: int = 0
-    company: int = 0
+    others: int = 0
 
 
 class _Trial:
@@ -156,8 +157,8 @@ class _Trial:
         self._extent = extent
         self._ids = [choice.randrange(runner.loaded.vocab_size) for _ in range(extent.tokens)]
         self._pages = pages
-        self._company = min(_COMPANY, max_running - 1, max_tokens // 2)
-        self._chunk = max_tokens - self._company
+        self._others = min(_OTHERS, max_running - 1, max_tokens // 2)
+        self._chunk = max_tokens - self._others
 
     def singly(self) -> Iterator[_Part]:
         """Chunks and single tokens, alone; the end token by token."""
@@ -167,33 +168,33 @@ class _Trial:
         yield from self._chunks(len(self._ids) - begin - extent.singles - extent.tail)
         yield from [_Part(1, 1)] * extent.tail
 
-    def in_company(self) -> Iterator[_Part]:
-        """As large chunks as there may be, beside others."""
-        yield from self._chunks(len(self._ids) - 1, self._company)
-        yield _Part(1, 1, self._company)
+    def beside_others(self) -> Iterator[_Part]:
+        """The largest chunks that a step allows, beside others."""
+        yield from self._chunks(len(self._ids) - 1, self._others)
+        yield _Part(1, 1, self._others)
 
     def at_once(self) -> Iterator[_Part]:
-        """Small chunks, then the end in one step beside few."""
+        """Small chunks, then the end in one step beside few others."""
         tail = self._extent.tail
         yield from self._chunks(len(self._ids) - tail, size=97)
-        yield _Part(tail, tail, min(3, self._company))
+        yield _Part(tail, tail, min(3, self._others))
 
     def run(self, number: int, steps: Iterator[_Part]) -> _Way:
-        """Compute it in pages of its own, those with this number."""
+        """Compute it in pages of its own, the ones of this number."""
         pages, at, logits = range(number * self._pages, (number + 1) * self._pages), 0, []
         beside = self._runner.cache.num_pages - 1
         size = self._runner.loaded.layout.page_size
         for step in steps:
             own = SequenceSlice(self._ids[at : at + step.count], at, pages, step.logits)
-            others = [SequenceSlice([self._ids[i]], i % size, [beside], 1) for i in range(step.company)]
-            logits.append(self._runner.execute([own, *others])[: step.logits].clone())
+            beside_it = [SequenceSlice([self._ids[i]], i % size, [beside], 1) for i in range(step.others)]
+            logits.append(self._runner.execute([own, *beside_it])[: step.logits].clone())
             at += step.count
         return _Way(list(self._kv(pages, at)), torch.cat(logits))
 
-    def _chunks(self, tokens: int, company: int = 0, size: int = 0) -> Iterator[_Part]:
+    def _chunks(self, tokens: int, others: int = 0, size: int = 0) -> Iterator[_Part]:
         size = min(size or self._chunk, self._chunk)
         while tokens > 0:
-            yield _Part(min(size, tokens), 0, company)
+            yield _Part(min(size, tokens), 0, others)
             tokens -= size
 
     def _kv(self, pages: range, tokens: int) -> Iterator[torch.Tensor]:
@@ -203,7 +204,7 @@ class _Trial:
 
 
 def _cause(loaded: LoadedModel, max_tokens: int) -> str:
-    """Which products alone do so, or that none does."""
+    """The products that differ by themselves, or that none does."""
     found = list(_differing_products(loaded, max_tokens))
     if found:
         return f"products of these shapes do (in x out): {', '.join(found)}"
@@ -213,7 +214,7 @@ def _cause(loaded: LoadedModel, max_tokens: int) -> str:
 
 
 def _differing_products(loaded: LoadedModel, max_tokens: int) -> Iterator[str]:
-    """Shapes of linear layers whose first row is not the same among others as among the fewest."""
+    """Shapes of linear layers whose first row differs between few rows and more."""
     tried = set()
     few = 32
     for _, _, module in linear_layers(loaded.model):

@@ -21,22 +21,22 @@ from kvrail.runtime.tuning import compute_with
 logger = logging.getLogger(__name__)
 
 _PRODUCTS_FOR_ALL_CORES = 1 << 23
-"""Multiply-adds of a linear layer from which a step on a CPU takes all cores. What is smaller takes one of them some
-100 us: others save little of it, and where one of them is late, all wait (docs/decisions/0013-cpu-attention.md)."""
+"""Multiply-adds of a linear layer from which a step on a CPU takes all cores. A smaller one takes one core some 100 us:
+further cores save little of it, and if one of them is late, all wait (docs/decisions/0013-cpu-attention.md)."""
 
 _COMPILED_FOR = 2048
-"""Tokens of the step for which layers are compiled; their code is for any number."""
+"""Tokens of the step with which layers are compiled; the code is for any number of tokens."""
 
 
 class ModelRunner:
     """The data plane of one worker: a loaded model and its page pool.
 
     Several runners may share one loaded model, each with a pool of its own; one thread at a time may execute. Graphs
-    and compilation are for CUDA and come into force with `warm_up`; compilation is the model's, so every runner that
-    shares it takes part.
+    and compilation are for CUDA and take effect with `warm_up`. Compilation is the model's, so it applies to every
+    runner that shares it.
 
-    invariant: compute so that a token gets the same bits in any company, and see in `warm_up` whether it does. On CUDA
-    it chooses, for the whole process, how products are computed.
+    invariant: compute so that output is batch-invariant, and try in `warm_up` whether it is. On CUDA this chooses, for
+    the whole process, how products are computed.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelRunner:
         self._wants_compiled = compile and self.launches_async
         self._graphs: StepGraphs | None = None
         self._invariant = invariant
-        self._least = loaded.least_rows if invariant and self.launches_async else 0
+        self._min_rows = loaded.least_rows if invariant and self.launches_async else 0
         self.finding: Finding = Finding("", "not asked for" if not invariant else "not tried")
         self._threads = torch.get_num_threads()
         self._weights = mean_weights(loaded.model)
@@ -74,14 +74,17 @@ class ModelRunner:
         return Extras() if self._graphs is None else self._graphs.extras
 
     def bind_thread(self) -> None:
-        """Give the calling thread what computes: the model's GPU, where kernels and captures go, or the CPU's cores."""
+        """Bind the calling thread to what computes: the model's GPU, for kernels and captures, or the CPU's cores."""
         if self.launches_async:
             torch.cuda.set_device(self.loaded.device)
         else:
             compute_with(self._threads)
 
     def warm_up(self) -> None:
-        """Compile kernels and capture graphs, so that no request waits for it; then `finding`. Overwrites pages."""
+        """Compile kernels and capture graphs, so that no request waits for them; then set `finding`.
+
+        Overwrites pages.
+        """
         if self.launches_async:
             self._warm_up_cuda()
         else:
@@ -97,7 +100,7 @@ class ModelRunner:
         for slices in self._rehearsals():
             self.execute(slices)
         if self._wants_graphs:
-            self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens, self._least)
+            self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens, self._min_rows)
         fed = Feed(torch.zeros(1, dtype=torch.int64, device=self.loaded.device), [0])
         self.execute([SequenceSlice([0], 0, range(self.cache.num_pages), 1)], feed=fed)
         torch.cuda.synchronize(self.loaded.device)
@@ -118,8 +121,8 @@ class ModelRunner:
 
         Returns float32 logits [rows, vocab] on the device, `num_logits` rows a slice, in order; on CUDA they are valid
         until the next call. on_layer(i) is called on the host once the work of all layers up to i has been enqueued, in
-        order, for the last layer and for some or all of those before. feed: stands for the tokens of the first slices.
-        draws: for each row of logits what to draw from it, if the step can do that by itself: see `extras`.
+        order, for the last layer and for some or all of those before. feed: the tokens of the first slices. draws:
+        parameters of each row's draw, if the step can make it by itself: see `extras`.
         """
         packed = pack(slices, self.loaded.layout.page_size)
         tokens, sequences = len(packed.token_ids), len(packed.plan)
@@ -135,7 +138,7 @@ class ModelRunner:
             logits = self._graphs.run(packed, on_layer, feed, draws)
             if logits is not None:
                 return logits
-        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer, feed, self._least)
+        inputs = step_inputs(self.cache, packed, self.loaded.dtype, on_layer, feed, self._min_rows)
         if self.launches_async or tokens * self._weights >= _PRODUCTS_FOR_ALL_CORES:
             return self.loaded.logits(inputs)
         compute_with(1)
@@ -145,7 +148,7 @@ class ModelRunner:
             compute_with(self._threads)
 
     def _rehearsals(self) -> Iterator[list[SequenceSlice]]:
-        """Steps of every kind, on whatever pages there are: prefill from scratch and onwards, decode, and mixed."""
+        """Steps of every kind, on any pages: prefill from scratch and onwards, decode, and mixed."""
         size = self.loaded.layout.page_size
         room = min(self._max_tokens, self.cache.num_pages * size, self.loaded.max_model_len)
         pages = range(self.cache.num_pages)

@@ -27,8 +27,8 @@ MAX_UNTAKEN = 1024
 class PrefillCall:
     """One call of a prefill worker. One task reads and dispatches.
 
-    on_heartbeat: called where the worker says that it is at work, though it has nothing to tell. Leave it by reading to
-    the end or `cancel`; as an async context manager it cancels by itself and leaves nothing pending.
+    on_heartbeat: called when the worker says that it is at work, though it has nothing else to send. End it by reading
+    to the end or by `cancel`; as an async context manager it cancels by itself and leaves nothing pending.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -78,11 +78,11 @@ class PrefillCall:
 
     @property
     def spans(self) -> Sequence[Span]:
-        """What the prefill worker tells of its work at the end of the transfer, where a trace was asked for."""
+        """The prefill worker's spans, which it sends at the end of the transfer if a trace was asked for."""
         return self._spans
 
     def cancel(self) -> None:
-        """End the call now, on both ends; whoever still waits here gets RequestCancelledError."""
+        """End the call now, on both ends; a caller that still waits here gets RequestCancelledError."""
         self._fail(RequestCancelledError("the prefill call was cancelled here"))
 
     async def __aenter__(self) -> "PrefillCall":
@@ -111,7 +111,7 @@ class PrefillCall:
             raise FrameError("the prefill worker ended the call before the end of its transfer")
 
     def _on_read(self, task: asyncio.Task[None]) -> None:
-        """Tell whoever waits how reading ended; with the transfer complete, nobody needs to know."""
+        """Pass on how reading ended to callers that wait; once the transfer is complete, none does."""
         error = RequestCancelledError("the prefill call was cancelled here") if task.cancelled() else task.exception()
         if error is None:
             return
@@ -147,7 +147,7 @@ class PrefillCall:
 
     def _take_announced(self, announced: FrameAnnounced) -> None:
         if len(self._announced) == MAX_UNTAKEN:
-            raise FrameError(f"the prefill worker announced more than {MAX_UNTAKEN} frames that nobody took")
+            raise FrameError(f"the prefill worker announced more than {MAX_UNTAKEN} frames that were not taken")
         self._frame_count += 1
         self._payload_bytes += announced.payload_bytes
         self._announced.append(Announcement(announced.head, announced.payload_bytes, announced.on_device))

@@ -2,8 +2,7 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -11,14 +10,9 @@ import grpc.aio
 from kvrail.errors import DeadlineError, IncompatibleError, RequestCancelledError, WorkerUnavailableError
 from kvrail.rpc.errors import from_rpc_error
 from kvrail.rpc.prefill.call import Deliver, PrefillCall
-from kvrail.rpc.prefill.replies import PrefillReplies, Story, tell
+from kvrail.rpc.prefill.replies import Handler, serve
 from kvrail.wire.v1 import prefill_pb2_grpc
 from kvrail.wire.v1.prefill_pb2 import PrefillRequest
-
-
-async def serve_prefill(context: grpc.aio.ServicerContext, story: Story) -> None:
-    """Answer one `Prefill.Prefill` call with a story; for a servicer's method under `maps_errors`."""
-    await tell(story, context.write)
 
 
 class PrefillClient(Protocol):
@@ -67,10 +61,6 @@ class GrpcPrefillClient:
             call.cancel()
 
 
-Handler = Callable[[PrefillRequest, PrefillReplies], Coroutine[Any, Any, None]]
-"""What a prefill worker does with one request."""
-
-
 class InprocPrefillClient:
     """Calls a prefill worker that lives in this event loop."""
 
@@ -85,7 +75,7 @@ class InprocPrefillClient:
         async def feed(deliver: Deliver) -> None:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await tell(lambda replies: self._handler(request, replies), deliver)
+                    await serve(self._handler, request, deliver)
             except TimeoutError as error:
                 raise DeadlineError(f"the prefill call's {timeout_s} s are over") from error
 

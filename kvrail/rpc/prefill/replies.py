@@ -1,4 +1,4 @@
-"""The prefill worker's end of one prefill call: what it says, in order."""
+"""The prefill worker's end of one prefill call: its replies, in order."""
 
 import asyncio
 import logging
@@ -12,18 +12,26 @@ from kvrail.rpc.signal import Signal
 from kvrail.runtime.waiting import settled
 from kvrail.transport.base import Announcement
 from kvrail.wire.v1.common_pb2 import Span
-from kvrail.wire.v1.prefill_pb2 import Accepted, FirstToken, FrameAnnounced, Heartbeat, PrefillReply, TransferDone
+from kvrail.wire.v1.prefill_pb2 import (
+    Accepted,
+    FirstToken,
+    FrameAnnounced,
+    Heartbeat,
+    PrefillReply,
+    PrefillRequest,
+    TransferDone,
+)
 
 log = logging.getLogger(__name__)
 
 TAKEN_WITHIN_S = 60.0
-"""A receiver that takes no reply for so long is given up: pages wait for it."""
+"""A receiver that takes no reply for this long is given up: pages wait for it."""
 
 
 class PrefillReplies:
     """What a prefill worker answers to one call. Belongs to one event loop.
 
-    Replies are small, and frames are announced as they leave, so nothing here waits but `commit`.
+    Replies are small, and frames are announced as they leave, so only `commit` waits.
     """
 
     def __init__(self) -> None:
@@ -40,7 +48,7 @@ class PrefillReplies:
         self._put(PrefillReply(accepted=accepted))
 
     def heartbeat(self) -> None:
-        """Say that the call is alive, though there is nothing to tell yet."""
+        """Say that the call is alive, though there is nothing to reply yet."""
         self._put(PrefillReply(heartbeat=Heartbeat()))
 
     def first_token(self, first_token: FirstToken) -> None:
@@ -62,7 +70,7 @@ class PrefillReplies:
         self._payload_bytes += announcement.payload_bytes
 
     async def commit(self, spans: Sequence[Span] = ()) -> None:
-        """Say that every frame has left, and tell of `spans`; returns once all replies have.
+        """Say that every frame has left, and report `spans`; returns once all replies have.
 
         Raises TransferAbortedError where the receiver gives up before that.
         """
@@ -120,27 +128,27 @@ class PrefillReplies:
         return TransferAbortedError(f"the transfer ended early: {reason_of(self._failure)}")
 
 
-Story = Callable[[PrefillReplies], Coroutine[Any, Any, None]]
-"""What a prefill worker does for one call: answers through its argument and commits, or raises."""
+Handler = Callable[[PrefillRequest, PrefillReplies], Coroutine[Any, Any, None]]
+"""What a prefill worker does for one call: answers through its second argument and commits, or raises."""
 
 
 def _ending(task: asyncio.Task[None]) -> Exception:
-    """Why nothing follows once the story has ended; a committed one never asks."""
+    """Why nothing follows once the handler has ended, unless it has committed."""
     if task.cancelled():
         return WorkerUnavailableError("the prefill worker stopped during a call")
     error = task.exception()
     return error if isinstance(error, Exception) else KvrailError("the prefill worker ended a call without a commit")
 
 
-async def tell(story: Story, deliver: Deliver) -> None:
-    """Run a story and deliver its replies until the last one. When this returns or raises, the story has ended.
+async def serve(handler: Handler, request: PrefillRequest, deliver: Deliver) -> None:
+    """Run a handler and deliver its replies until the last one. When this returns or raises, the handler has ended.
 
-    Where `deliver` raises or this is cancelled, the receiver is gone: the story is cancelled, and whatever else still
-    uses its replies gets TransferAbortedError. Raises what the story raises, WorkerUnavailableError where someone else
-    cancels it, KvrailError where it ends without a commit, TransferAbortedError where the receiver takes no replies.
+    If `deliver` raises or this is cancelled, the receiver is gone: the handler is cancelled, and other users of its
+    replies get TransferAbortedError. Raises what the handler raises, WorkerUnavailableError if something else cancels
+    it, KvrailError if it ends without a commit, TransferAbortedError if the receiver takes no replies.
     """
     replies = PrefillReplies()
-    task = asyncio.create_task(story(replies), name="prefill story")
+    task = asyncio.create_task(handler(request, replies), name="prefill call")
     task.add_done_callback(lambda task: replies.close(_ending(task)))
     try:
         done = False
@@ -153,16 +161,16 @@ async def tell(story: Story, deliver: Deliver) -> None:
             except TimeoutError:
                 raise TransferAbortedError(f"the receiver took no reply for {TAKEN_WITHIN_S:g} s") from None
             except asyncio.CancelledError:
-                if done:  # it may have left: who goes now has it, or does not want it any more
+                if done:  # it may have left: a receiver that goes now has it, or no longer wants it
                     replies.finish()
                 raise
         replies.finish()
         await asyncio.wait((task,))
     finally:
-        if not replies.finished:  # else the story ends by itself, even where the receiver leaves before
+        if not replies.finished:  # else the handler ends by itself, even if the receiver leaves before
             replies.close(TransferAbortedError("the receiver went away"))
             task.cancel()
         await settled(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception) and not isinstance(error, KvrailError) and error is not replies.failure:
-            log.error("a prefill story failed after its call had ended", exc_info=error)
+            log.error("a prefill call failed after its end", exc_info=error)

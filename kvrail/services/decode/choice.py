@@ -11,17 +11,17 @@ from kvrail.worker.codecs import WITHOUT_CODE
 COUNTED_TOKEN = 32
 """The k of the k-th token."""
 LEAST_GAIN = 0.03
-"""Of raw's expected time; for less, raw is taken: estimates are no better than that."""
+"""As a share of raw's expected time. For a smaller gain raw is taken: estimates are no better than that."""
 WEIGHT = 0.3
-"""Of the newest measurement in a running mean."""
+"""The newest measurement's weight in a running mean."""
 LEAST_PAYLOAD_BYTES = 128 << 10
 """A shorter payload fits into the buffers of its ends, and seems to cross in no time."""
 LEAST_SAMPLE_BYTES = 256 << 10
-"""A transfer of fewer bytes says nothing of the link."""
+"""A transfer of fewer bytes says nothing about the link."""
 SAMPLES = 8
 """Transfers that tell a link's rate: those of the last few requests."""
 FADE = 0.7
-"""Weight of a transfer beside the one behind it: the last two outvote all before, the last one alone does not."""
+"""Weight of a transfer beside the next one: the last two outvote all before, the last one alone does not."""
 FIRST_STEP_S = 0.01
 """Time of a decode step before any was measured."""
 FIRST_ACCEPTANCE = 0.6
@@ -84,11 +84,11 @@ class LinkSample:
     payload_bytes: int = 0
     seconds: float = 0.0
 
-    def add(self, payload_bytes: int, flight_s: float) -> None:
-        """Count a payload that crossed in so many seconds (`Region`). A short one tells of buffers, not of links."""
-        if payload_bytes >= LEAST_PAYLOAD_BYTES and flight_s > 0:
+    def add(self, payload_bytes: int, crossing_s: float) -> None:
+        """Count a payload that crossed in `crossing_s` seconds (`Region`). A short one would measure buffers."""
+        if payload_bytes >= LEAST_PAYLOAD_BYTES and crossing_s > 0:
             self.payload_bytes += payload_bytes
-            self.seconds += flight_s
+            self.seconds += crossing_s
 
 
 def link_rate(samples: Sequence[LinkSample]) -> float:

@@ -21,14 +21,14 @@ class DraftLog:
         self._verified[event.index] += len(event.token_ids)
 
     def drafted(self, event: Drafted) -> decode_pb2.GenerateReply:
-        """Take note of drafts; returns what a client that asked for them is told."""
+        """Take note of drafts; returns the reply for a client that asked for them."""
         position = self._verified[event.index] + self._drafted[event.index]
         self._drafted[event.index] += len(event.token_ids)
         drafted = decode_pb2.Drafted(position=position, token_ids=event.token_ids, text=event.text)
         return decode_pb2.GenerateReply(index=event.index, drafted=drafted)
 
     def verified(self, event: Verified) -> decode_pb2.GenerateReply:
-        """Take note of what became of a sequence's drafts; returns what a client that asked for them is told."""
+        """Take note of the outcome of a sequence's drafts; returns the reply for a client that asked for them."""
         self._drafted[event.index] = 0
         self.proposed += event.proposed
         self.accepted += event.accepted

@@ -3,12 +3,12 @@
 import asyncio
 
 from kvrail.config.settings import DecodeSettings
-from kvrail.services.decode.fetching import Fetcher
+from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
 from kvrail.services.decode.servicer import DecodeServicer
-from kvrail.worker.carriers import Carriers
 from kvrail.worker.codecs import AUTO, Codecs
 from kvrail.worker.process import build_worker, certificate, run_worker, serve
+from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
 
 
@@ -30,14 +30,14 @@ async def _main(settings: DecodeSettings) -> None:
     )
     codecs.check_codebook(worker.loaded)
     prefill_workers = GrpcPrefillWorkers(tls)
-    carriers = await Carriers.to_receive(settings, worker.loaded.device)
-    first = carriers.first_codec(codecs.usual)
+    transports = await Transports.to_receive(settings, worker.loaded.device)
+    first = transports.first_codec(codecs.usual)
     codecs.prepare(first, worker.loaded, worker.coding)
     worker.transfers.expect(first)
     if asked != AUTO:
         codecs.ask_for(asked)
-    fetcher = Fetcher(worker, settings, codecs, carriers, asked, first, prefill_workers)
-    servicer = DecodeServicer(worker, fetcher, carriers.names, codecs.withheld)
+    fetcher = Fetcher(worker, settings, codecs, transports, asked, first, prefill_workers)
+    servicer = DecodeServicer(worker, fetcher, transports.names, codecs.withheld)
     measuring = asyncio.create_task(fetcher.measure_codecs())
     try:
         await serve(worker, settings.port, lambda rpc: rpc.add_decode(servicer), tls)
@@ -46,4 +46,4 @@ async def _main(settings: DecodeSettings) -> None:
         measuring.cancel()
         await asyncio.gather(measuring, return_exceptions=True)
         await prefill_workers.close()
-        await carriers.aclose()
+        await transports.aclose()

@@ -20,13 +20,13 @@ logger = logging.getLogger("kvrail.decode")
 
 
 RESOLVED_EVERY_S = 5.0
-"""Names of the allow-list are resolved anew for a request that comes so long after the last time."""
+"""Names of the allow-list are resolved again for a request that comes this long after the last time."""
 RESOLVING_S = 2.0
-"""So long a request waits for that; then the last answers count."""
+"""A request waits this long for that; then the last answers count."""
 
 
 class AllowedWorkers:
-    """The prefill workers that a request may name: who reaches this port must not choose where it connects to.
+    """The prefill workers that a request may name: a client of this port must not choose where it connects to.
 
     rules: hosts, host:port, or networks such as 10.0.0.0/8; none: any worker. A host stands for itself and for all
     addresses that it resolves to; while it does not resolve, for the last ones.
@@ -99,7 +99,7 @@ def _is_address(host: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PrefillTarget:
     """A prefill worker that a request names: host:port, and which start of its process the router knows; 0: none."""
 
     address: str
@@ -107,12 +107,12 @@ class Asked:
 
 
 class Breakers:
-    """What came of asking each prefill worker; one that is started anew owes nothing."""
+    """A breaker for each prefill worker, and a new one for each start of its process."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[int, Breaker]] = {}
 
-    def of(self, worker: Asked) -> Breaker:
+    def of(self, worker: PrefillTarget) -> Breaker:
         """The breaker of this start of the worker."""
         instance, breaker = self._known.get(worker.address, (worker.instance, None))
         if breaker is None or instance != worker.instance:
@@ -122,7 +122,7 @@ class Breakers:
 
 
 IDLE_S = 3600.0
-"""A channel that nobody has asked for so long is closed when another one is opened: workers come and go."""
+"""A channel that was not used for this long is closed when another one is opened: workers come and go."""
 
 
 class GrpcPrefillWorkers:

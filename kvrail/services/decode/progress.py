@@ -1,4 +1,4 @@
-"""What one generation has come to: its moments, its output so far, and what the caller is told of each event."""
+"""The state of one generation: its moments, its output so far, and the reply for each event."""
 
 from dataclasses import dataclass, field
 
@@ -13,11 +13,10 @@ from kvrail.engine.request.events import (
     Verified,
 )
 from kvrail.engine.request.requests import EngineRequest
-from kvrail.runtime.breaker import Breaker
 from kvrail.services.decode.drafts import DraftLog
-from kvrail.services.decode.promise import Promise
+from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.trace import PROCESS, DecodeTrace
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.spans import SpanLog
 from kvrail.wire.convert import (
     finish_reason_to_proto,
@@ -45,12 +44,12 @@ class Received:
 class Progress:
     """Follows one request's events in order.
 
-    provisional: whether the caller is told of drafts. traced: whether it is told what took how long. trace: this
+    provisional: whether the caller gets drafts. traced: whether it gets spans. trace: this
     worker's part of a trace.
     """
 
     request: EngineRequest
-    promise: Promise
+    invariance: InvarianceTracker
     provisional: bool
     traced: bool = False
     trace: DecodeTrace | None = None
@@ -61,9 +60,7 @@ class Progress:
     asked_codec: str = ""
     substituted: str = ""  # why another codec crosses, where one does
     codec_reason: str = ""  # why this one was asked for, where the choice was left to this worker
-    falls_back: bool = False  # the prompt is computed here because no prefill worker could
     received: Received = field(default_factory=Received)
-    asked: tuple[Breaker, float] | None = None  # of the prefill worker that sent the KV, and when it was asked
     drafts: DraftLog = field(init=False)
     spans: SpanLog | None = field(init=False, default=None)
     _last_draft: float = 0.0  # seconds since the request came
@@ -72,11 +69,11 @@ class Progress:
 
     def __post_init__(self) -> None:
         if self.traced or self.trace is not None:
-            self.spans = SpanLog(PROCESS, self.timeline, told=self.traced)
+            self.spans = SpanLog(PROCESS, self.timeline, requested=self.traced)
         self.drafts = DraftLog([len(each.token_ids) for each in self.request.resumed] or [0] * self.request.params.n)
 
     def take(self, event: Event) -> decode_pb2.GenerateReply | None:
-        """Take note of an event; returns what the caller is told, if anything."""
+        """Take note of an event; returns the reply to the caller, if any."""
         match event:
             case Output():  # by far the most common
                 self._mark_first_token()
@@ -85,36 +82,36 @@ class Progress:
                     self._trace_output(event, self.spans)
                 return _output_reply(event)
             case Admitted():
-                self.timeline.mark(Stage.ADMITTED)
+                self.timeline.mark(Moment.ADMITTED)
                 self.cached_tokens = event.cached_tokens
             case PrefillStarted():
-                self.timeline.mark(Stage.PREFILL_STARTED)
+                self.timeline.mark(Moment.PREFILL_STARTED)
             case Drafted() | Verified():
                 reply = self._take_drafts(event)
                 return reply if self.provisional else None
             case PromptScored():
                 return decode_pb2.GenerateReply(prompt_logprobs=prompt_logprobs_to_proto(event.logprobs))
             case Finished():
-                self.timeline.mark(Stage.FINISHED)
+                self.timeline.mark(Moment.FINISHED)
                 self.completion_tokens = event.completion_tokens
                 return self._last_reply(event)
         return None
 
     def hidden_share(self) -> float | None:
-        """Of the wait for the KV, from the first token on, the share during which drafts were made.
+        """The share of the wait for the KV, from the first token on, during which drafts were made.
 
         None where there was no wait: the KV came with the first token, or was computed here.
         """
         first, coarse, complete = (
-            self.timeline.get(stage) for stage in (Stage.FIRST_TOKEN, Stage.KV_COARSE, Stage.KV_COMPLETE)
+            self.timeline.get(moment) for moment in (Moment.FIRST_TOKEN, Moment.KV_COARSE, Moment.KV_COMPLETE)
         )
         if not self.prefill_worker or first is None or coarse is None or complete is None or complete <= first:
             return None
         return max(0.0, min(self._last_draft, complete) - max(first, coarse)) / (complete - first)
 
     def steps_after(self) -> tuple[float, int]:
-        """Seconds and number of the decode steps after the KV was exact, each of which gave one token."""
-        begin = self.timeline.get(Stage.VERIFIED) or self.timeline.get(Stage.KV_COMPLETE)
+        """Seconds and number of the decode steps after the KV was exact; each gave one token."""
+        begin = self.timeline.get(Moment.VERIFIED) or self.timeline.get(Moment.KV_COMPLETE)
         if self.request.params.n > 1 or begin is None:
             return 0.0, 0
         verified = self.drafts.accepted + 1 if self.drafts.proposed else 0
@@ -126,20 +123,20 @@ class Progress:
 
         None where the KV was computed here, or is not here yet.
         """
-        begin, end = self.timeline.get(Stage.PREFILL_FINISHED), self.timeline.get(Stage.KV_COMPLETE)
+        begin, end = self.timeline.get(Moment.PREFILL_FINISHED), self.timeline.get(Moment.KV_COMPLETE)
         return max(0.0, end - begin) if self.prefill_worker and begin is not None and end is not None else None
 
     def fetched_s(self) -> float | None:
         """Seconds from the request's admission to the first token that a prefill worker drew; None where none did."""
-        begin, end = self.timeline.get(Stage.ADMITTED), self.timeline.get(Stage.FIRST_TOKEN)
+        begin, end = self.timeline.get(Moment.ADMITTED), self.timeline.get(Moment.FIRST_TOKEN)
         return end - begin if self.prefill_worker and begin is not None and end is not None else None
 
     def _take_drafts(self, event: Drafted | Verified) -> decode_pb2.GenerateReply:
         if isinstance(event, Drafted):
             self._last_draft = self.timeline.elapsed()
             return self.drafts.drafted(event)
-        if self.timeline.get(Stage.KV_COMPLETE) is not None:
-            self.timeline.mark(Stage.VERIFIED)
+        if self.timeline.get(Moment.KV_COMPLETE) is not None:
+            self.timeline.mark(Moment.VERIFIED)
         return self.drafts.verified(event)
 
     def _trace_output(self, event: Output, spans: SpanLog) -> None:
@@ -151,20 +148,35 @@ class Progress:
 
     def _mark_first_token(self) -> None:
         timeline = self.timeline
-        if timeline.get(Stage.FIRST_TOKEN) is None:
-            timeline.mark(Stage.PREFILL_FINISHED)  # marked already where a prefill worker drew it
-            timeline.mark(Stage.FIRST_TOKEN)
-            if timeline.get(Stage.PREFILL_QUEUED) is None:
-                timeline.mark(Stage.KV_COARSE)
-                timeline.mark(Stage.KV_COMPLETE)
+        if timeline.get(Moment.FIRST_TOKEN) is None:
+            timeline.mark(Moment.PREFILL_FINISHED)  # marked already where a prefill worker drew it
+            timeline.mark(Moment.FIRST_TOKEN)
+            if timeline.get(Moment.PREFILL_QUEUED) is None:
+                timeline.mark(Moment.KV_COARSE)
+                timeline.mark(Moment.KV_COMPLETE)
 
     def _lossy(self) -> bool:
         """Whether some of the prompt's KV is not what was computed, bit for bit."""
         return self.received.lossy or bool(self.request.cache_space and self.cached_tokens)
 
+    def _local_reason(self) -> str:
+        """Why no prefill worker computed the prompt; empty where one did."""
+        if self.prefill_worker:
+            return ""
+        if self.request.resumed:
+            return "another decode worker was lost, and this one continues its output"
+        if self.request.params.prompt_logprobs is not None:
+            return "log probabilities of the prompt need its logits"
+        if not self.request.remote:
+            return "no prefill worker was chosen"
+        missing = len(self.request.prompt_ids) - self.cached_tokens
+        if missing > self.request.local_tokens:
+            return "no prefill worker could compute it"
+        return f"{missing} tokens were not cached; up to {self.request.local_tokens} are computed here"
+
     def _numerics(self) -> str:
         prefill = self.received.numerics if self.prefill_worker else None
-        return "" if self._lossy() else self.promise.of(prefill, self.cached_tokens)
+        return "" if self._lossy() else self.invariance.of(prefill, self.cached_tokens)
 
     def _last_reply(self, event: Finished) -> decode_pb2.GenerateReply:
         received = self.received
@@ -185,6 +197,7 @@ class Progress:
                 codec_reason=self.codec_reason if self.received.codec in ("", self.asked_codec) else self.substituted,
                 transport=received.transport if self.prefill_worker else "",
                 exposed_s=self.exposed_s() or 0.0,
+                local_reason=self._local_reason(),
                 spans=spans_to_proto(self.spans.all()) if self.spans is not None and self.traced else (),
             )
         )

@@ -1,6 +1,5 @@
-"""The story of one generation: reserve, fetch or compute the prompt's KV, decode, report."""
+"""One generation: reserve pages, fetch or compute the prompt's KV, decode, report."""
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import Sequence
@@ -12,20 +11,21 @@ from kvrail.engine.request.events import Admitted, Finished, Output, Recomputed
 from kvrail.engine.request.requests import EngineRequest, Resumed
 from kvrail.errors import WorkerUnavailableError
 from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.events_server import RequestContext
 from kvrail.runtime.logs import bound_request_id
-from kvrail.services.decode.fetching import Fetcher
-from kvrail.services.decode.prefill_workers import Asked
+from kvrail.services.decode.fetcher import Fetcher
+from kvrail.services.decode.invariance import InvarianceTracker
 from kvrail.services.decode.progress import Progress
-from kvrail.services.decode.promise import Promise
+from kvrail.services.decode.prompt_fetch import PromptFetch
 from kvrail.services.decode.trace import DecodeTrace
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 from kvrail.wire.convert import check_request_id, check_workers, sampling_from_proto
-from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from kvrail.wire.v1 import common_pb2, decode_pb2
 from kvrail.worker.codecs import AUTO
 from kvrail.worker.process import Worker
 
 
-class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+class DecodeServicer:
     """Serves kvrail.v1.Decode."""
 
     def __init__(
@@ -36,7 +36,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._fetcher = fetcher
         self._transports = transports
         self._withheld_codecs = withheld_codecs
-        self._promise = Promise(worker.numerics)
+        self._invariance = InvarianceTracker(worker.numerics)
         self._calls = itertools.count(1)  # a request that is asked for again must not meet its first call
 
     @maps_errors
@@ -46,12 +46,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Report identity, limits and load."""
         status = self._worker.status(request, self._transports)
         status.codecs.append(AUTO)
-        status.pace.fetch_each = self._fetcher.fetch_s()
+        status.step_cost.fetch_each = self._fetcher.fetch_s()
         status.withheld_codecs.extend(self._withheld_codecs)
         return status
 
-    @maps_errors
-    async def Generate(self, request: decode_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def generate(self, request: decode_pb2.GenerateRequest, context: RequestContext) -> None:
         """Generate one request's output; when the client leaves, this is cancelled and everything returns."""
         with bound_request_id(request.request_id), self._worker.calls.track():
             codec = self._check(request)
@@ -66,46 +65,41 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 remote=bool(workers) and params.prompt_logprobs is None and not request.resumed,
                 local_tokens=self._fetcher.local_tokens(),
                 resumed=tuple(Resumed(tuple(each.token_ids), each.ended) for each in request.resumed),
-                provisional=True,  # whoever asks: when drafts are made is measured
+                provisional=True,  # for every client: when drafts are made is measured
                 caller_id=request.request_id,
                 cache_space=self._fetcher.cache_space(codec),
                 client=request.client,
                 grammar=await self._worker.grammars.get(params.grammar, request.client),
                 scored=request.scored_tokens,
+                cache_salt=request.cache_salt,
             )
             timeline = Timeline()
-            trace = DecodeTrace.begin(self._worker, request, timeline)
-            progress = Progress(asked, self._promise, request.provisional, request.trace, trace, timeline)
+            trace = DecodeTrace.begin(self._worker.tracing, request, timeline)
+            progress = Progress(asked, self._invariance, request.provisional, request.trace, trace, timeline)
             with trace.following(progress) if trace else contextlib.nullcontext():
-                await self._follow(progress, workers, codec, context)
+                fetch = PromptFetch(self._fetcher, progress, workers, codec, context.time_remaining())
+                await self._follow(progress, fetch, context)
 
-    async def _follow(
-        self, progress: Progress, workers: Sequence[Asked], codec: str, context: grpc.aio.ServicerContext
-    ) -> None:
-        """Have the engine generate, and tell the caller what comes of it."""
-        asked = progress.request
-        events = self._worker.events.open(self._worker.engine, asked)
-        fetching: asyncio.Task[None] | None = None
+    async def _follow(self, progress: Progress, fetch: PromptFetch, context: RequestContext) -> None:
+        """Have the engine generate, and send the caller its output."""
+        events = self._worker.access.open(progress.request)
         try:
             async for event in events:
-                if isinstance(event, Finished) and fetching is not None and progress.spans is not None:
-                    await self._fetcher.heard(fetching)  # its end brings the prefill worker's spans
+                if isinstance(event, Finished) and progress.spans is not None:
+                    await fetch.call_ended()  # it brings the prefill worker's spans
                 reply = progress.take(event)
                 if isinstance(event, Recomputed):
-                    self._fetcher.recomputed(progress)
-                if progress.falls_back and isinstance(event, Output):
-                    self._fetcher.computed(progress)
+                    fetch.recomputed()
+                if isinstance(event, Output):
+                    fetch.computed()
                 if isinstance(event, Admitted) and event.awaits_kv:
-                    fetching = asyncio.create_task(
-                        self._fetcher.fetch(workers, codec, event, progress, context.time_remaining, events.fail)
-                    )
+                    fetch.begin(event, events)
                 if reply is not None:
                     await context.write(reply)
             self._fetcher.learn(progress)
         finally:
             events.close()
-            if fetching is not None:
-                await self._fetcher.leave(fetching, progress)
+            await fetch.leave()
 
     def _check(self, request: decode_pb2.GenerateRequest) -> str:
         """Refuse what can never work; returns the name of the codec to ask for, or AUTO."""

@@ -1,14 +1,13 @@
-"""What a decode worker tells a collector of one generation."""
+"""A decode worker's spans of one generation, for a collector."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvrail.telemetry.lifecycle import Stage, Timeline
-from kvrail.telemetry.tracing import Attribute, Hop
+from kvrail.telemetry.moments import Moment, Timeline
+from kvrail.telemetry.tracing import Attribute, Hop, Tracing
 from kvrail.wire.v1 import decode_pb2
-from kvrail.worker.process import Worker
 
 if TYPE_CHECKING:
     from kvrail.services.decode.progress import Progress
@@ -22,7 +21,7 @@ PARTS = {
     "verify": "verify",
     "decode": "decode",
 }
-"""The parts of a request's time that pass here, and how they are called in a trace."""
+"""The parts of a request's time that pass here, and their names in a trace."""
 LOCAL_PARTS = PARTS | {"prefill_queue": "queue", "prefill": "prefill"}
 
 
@@ -33,9 +32,11 @@ class DecodeTrace:
         self._hop = hop
 
     @classmethod
-    def begin(cls, worker: Worker, request: decode_pb2.GenerateRequest, timeline: Timeline) -> "DecodeTrace | None":
-        """None where nobody is to be told."""
-        if worker.tracing is None:
+    def begin(
+        cls, tracing: Tracing | None, request: decode_pb2.GenerateRequest, timeline: Timeline
+    ) -> "DecodeTrace | None":
+        """Begin one, unless this worker exports none or this request is not sampled."""
+        if tracing is None:
             return None
         attributes: dict[str, Attribute] = {
             "gen_ai.request.model": request.model,
@@ -44,7 +45,7 @@ class DecodeTrace:
             "kvrail.request_id": request.request_id,
             "kvrail.resumed_tokens": sum(len(each.token_ids) for each in request.resumed),
         }
-        hop = worker.tracing.hop("decode", request.trace_context, timeline, attributes)
+        hop = tracing.hop("decode", request.trace_context, timeline, attributes)
         return cls(hop) if hop.recorded else None
 
     @property
@@ -54,7 +55,7 @@ class DecodeTrace:
 
     @contextmanager
     def following(self, progress: "Progress") -> Iterator[None]:
-        """Inside, the generation runs; what has come of it by the end is told."""
+        """Inside, the generation runs; its outcome is exported at the end."""
         error = ""
         try:
             yield
@@ -83,4 +84,4 @@ class DecodeTrace:
                 "kvrail.kv_bytes": received.payload_bytes,
                 "kvrail.kv_raw_bytes": received.raw_bytes,
             }
-        self._hop.end(attributes, error, progress.timeline.get(Stage.FINISHED))
+        self._hop.end(attributes, error, progress.timeline.get(Moment.FINISHED))

@@ -4,46 +4,48 @@ from dataclasses import dataclass
 
 from kvrail.codec.base import Codec
 from kvrail.config.settings import flag_name
+from kvrail.engine.model.loader import LoadedModel
 from kvrail.errors import IncompatibleError, InvalidRequestError, WorkerUnavailableError
-from kvrail.transport.base import Carrier, Peer
+from kvrail.transfer.route import Route, first_common
+from kvrail.transport.base import Peer
 from kvrail.values.layout import KVLayout
 from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import check_request_id, layout_from_proto
 from kvrail.wire.v1 import prefill_pb2
-from kvrail.worker.carriers import Carriers
 from kvrail.worker.codecs import Codecs
-from kvrail.worker.process import Worker
+from kvrail.worker.transports import Transports
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Codec and carrier of one transfer; peer: the receiver's carrier. on_device: payloads stay on the GPUs."""
+    """How one transfer goes, and the reply that says so."""
 
-    codec: Codec
-    carrier: Carrier
-    peer: Peer
-    key: int
-    on_device: bool
+    route: Route
     accepted: prefill_pb2.Accepted
 
 
 def agree(
-    worker: Worker, codecs: Codecs, carriers: Carriers, request: prefill_pb2.PrefillRequest, host: str
+    model: LoadedModel,
+    numerics: str,
+    codecs: Codecs,
+    transports: Transports,
+    request: prefill_pb2.PrefillRequest,
+    host: str,
 ) -> Agreement:
-    """Choose codec and transport. host: the receiver's, as its call came from it.
+    """Choose codec and transport. model, numerics: this worker's. host: the receiver's, as its call came from it.
 
     Raises IncompatibleError where the two ends differ, naming both values.
     """
     check_request_id(request.request_id)
-    theirs, loaded = request.handshake, worker.loaded
+    theirs = request.handshake
     _same("protocol version", theirs.protocol_version, PROTOCOL_VERSION)
-    _same("model fingerprint", theirs.model_fingerprint, loaded.fingerprint)
-    _same_layout(layout_from_proto(theirs.layout), loaded.layout)
+    _same("model fingerprint", theirs.model_fingerprint, model.fingerprint)
+    _same_layout(layout_from_proto(theirs.layout), model.layout)
     codec = _agree_on_codec(codecs, theirs)
-    offered = {transport.name: transport for transport in theirs.transports}
-    carrier = carriers.get(_first_known("transport", list(offered), carriers.names))
-    transport = offered[carrier.name]
-    page_count = loaded.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
+    offered = {each.name: each for each in theirs.transports}
+    transport = transports.get(first_common("transport", list(offered), transports.names))
+    peer_transport = offered[transport.name]
+    page_count = model.layout.pages_for(len(request.prompt_token_ids)) - theirs.held_pages
     if page_count < 1:
         raise InvalidRequestError(
             f"the receiver holds {theirs.held_pages} pages, the whole prompt of {len(request.prompt_token_ids)} tokens",
@@ -52,15 +54,15 @@ def agree(
     accepted = prefill_pb2.Accepted(
         protocol_version=PROTOCOL_VERSION,
         codec=codec.name,
-        transport=carrier.name,
+        transport=transport.name,
         first_page=theirs.held_pages,
         page_count=page_count,
-        transport_address=carrier.address,
-        numerics=worker.numerics,
+        transport_address=transport.address,
+        numerics=numerics,
     )
-    on_device = codec.device_payloads and carrier.on_device and transport.on_device
-    peer = Peer(transport.address, host)
-    return Agreement(codec, carrier, peer, theirs.transfer_key, on_device, accepted)
+    peer = Peer(peer_transport.address, host)
+    route = Route.to(peer, theirs.transfer_key, codec, transport, on_device=peer_transport.on_device)
+    return Agreement(route, accepted)
 
 
 def _same(what: str, theirs: object, ours: object) -> None:
@@ -79,7 +81,7 @@ def _same_layout(theirs: KVLayout, ours: KVLayout) -> None:
 def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:
     """The first that is offered and usable here. What is offered and not compiled here is compiled from now on."""
     offered = {codec.name: codec.parameters_id for codec in theirs.codecs}
-    _first_known("codec", list(offered), list(codecs.names))
+    first_common("codec", list(offered), list(codecs.names))
     obstacles = {name: codecs.ask_for(name) for name in offered if name in codecs.names}
     for name, obstacle in obstacles.items():
         ours = codecs.get(name).parameters_id
@@ -90,12 +92,5 @@ def _agree_on_codec(codecs: Codecs, theirs: prefill_pb2.Handshake) -> Codec:
             )
         if not obstacle:
             return codecs.get(name)
-    told = "; ".join(f"codec {name} {obstacle}" for name, obstacle in obstacles.items())
-    raise WorkerUnavailableError(f"{told} on this prefill worker, and nothing else was offered; offer raw too")
-
-
-def _first_known(what: str, theirs: list[str], ours: list[str]) -> str:
-    for name in theirs:
-        if name in ours:
-            return name
-    raise IncompatibleError(f"no common {what}: decode worker {theirs}, prefill worker {ours}")
+    reasons = "; ".join(f"codec {name} {obstacle}" for name, obstacle in obstacles.items())
+    raise WorkerUnavailableError(f"{reasons} on this prefill worker, and nothing else was offered; offer raw too")

@@ -2,12 +2,15 @@
 
 import asyncio
 
+import torch
+
 from kvrail.config.settings import PrefillSettings
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.services.prefill.servicer import PrefillServicer
-from kvrail.worker.carriers import Carriers
+from kvrail.transfer.streams import SideStream
 from kvrail.worker.codecs import Codecs
 from kvrail.worker.process import build_worker, certificate, run_worker, serve
+from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
 
 
@@ -18,24 +21,25 @@ def run(settings: PrefillSettings) -> int:
 
 async def _main(settings: PrefillSettings) -> None:
     tls = certificate(settings, "prefill")
-    observer = PageObserver(asyncio.get_running_loop())
+    side = SideStream(torch.device(settings.device))
+    observer = PageObserver(asyncio.get_running_loop(), side)
     codecs = Codecs(settings, allow_lossy=True)
     worker = build_worker(
         settings,
         codecs=codecs.parameters,
-        on_layer=observer.layers_written,
+        side=side,
+        listener=observer,
         detokenize=False,
         weights=forms_of(settings),
     )
     codecs.check_codebook(worker.loaded)
-    observer.attach(worker)
-    carriers = await Carriers.to_send(settings, worker.loaded.device)
-    first = carriers.first_codec(codecs.usual)
+    transports = await Transports.to_send(settings, worker.loaded.device)
+    first = transports.first_codec(codecs.usual)
     codecs.prepare(first, worker.loaded, worker.coding)
     worker.transfers.expect(first)
-    servicer = PrefillServicer(worker, settings, codecs, carriers, observer)
+    servicer = PrefillServicer(worker, settings, codecs, transports, observer)
     try:
         await serve(worker, settings.port, lambda rpc: rpc.add_prefill(servicer), tls)
     finally:
         codecs.close()
-        await carriers.aclose()
+        await transports.aclose()

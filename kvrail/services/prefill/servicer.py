@@ -1,6 +1,7 @@
-"""Prefill workers' service: agree, make the way on which pages leave, tell the story."""
+"""Prefill workers' service: agree with the decode worker, open a transport's end, compute and send."""
 
 import contextlib
+import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,24 +9,23 @@ import grpc
 
 from kvrail.config.settings import PrefillSettings
 from kvrail.rpc.errors import maps_errors
-from kvrail.rpc.prefill.client import serve_prefill
-from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.rpc.prefill.replies import PrefillReplies, serve
 from kvrail.runtime.logs import bound_request_id
 from kvrail.runtime.tuning import compute_with
-from kvrail.services.prefill.handshake import Agreement, agree
+from kvrail.services.prefill.handler import HandlerParts, PrefillHandler
+from kvrail.services.prefill.handshake import agree
 from kvrail.services.prefill.observer import PageObserver
-from kvrail.services.prefill.story import PrefillStory
 from kvrail.services.prefill.trace import PROCESS, PrefillTrace
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
-from kvrail.transfer.order import DIRECT_SLOTS, SLOTS, Link
+from kvrail.transfer.route import Route
+from kvrail.transfer.send_queue import DIRECT_SLOTS, SLOTS, SendQueue
 from kvrail.transfer.sending import Outgoing, PageSender
-from kvrail.transfer.sizes import direct_frame_bytes, frame_bytes
 from kvrail.wire.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from kvrail.worker.carriers import Carriers
 from kvrail.worker.codecs import Codecs
 from kvrail.worker.observing import SentKV
 from kvrail.worker.process import Worker
+from kvrail.worker.transports import Transports
 
 ENCODER_THREADS = 4
 
@@ -34,14 +34,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     """Serves kvrail.v1.Prefill."""
 
     def __init__(
-        self, worker: Worker, settings: PrefillSettings, codecs: Codecs, carriers: Carriers, observer: PageObserver
+        self, worker: Worker, settings: PrefillSettings, codecs: Codecs, transports: Transports, observer: PageObserver
     ) -> None:
         self._worker = worker
         self._codecs = codecs
-        self._carriers = carriers
-        self._observer = observer
-        self._links: dict[tuple[str, bool], Link] = {}
-        self._max_held_bytes = int(settings.held_kv_gib * (1 << 30))
+        self._transports = transports
+        self._parts = HandlerParts(worker.access, worker.grammars, worker.transfers, observer)
+        self._queues: dict[tuple[str, bool], SendQueue] = {}
+        self._max_held_bytes = settings.transfer_memory_mib << 20
         self._calls = itertools.count(1)
         self._encoders = ThreadPoolExecutor(
             ENCODER_THREADS, thread_name_prefix="encode", initializer=compute_with, initargs=(1,)
@@ -52,61 +52,59 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.WorkerStatus:
         """Report identity, limits and load."""
-        return self._worker.status(request, self._carriers.names)
+        return self._worker.status(request, self._transports.names)
 
     @maps_errors
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext) -> None:
         """Compute a prompt; announce and send its first tokens and pages."""
-        host = context.peer().rpartition(":")[0]  # without the port: one machine, one link
-        await serve_prefill(context, lambda replies: self.answer(request, replies, host))
+        host = context.peer().rpartition(":")[0]  # without the port: one machine, one send queue
+        await serve(functools.partial(self.answer, receiver=host), request, context.write)
 
     async def answer(self, request: prefill_pb2.PrefillRequest, replies: PrefillReplies, receiver: str = "") -> None:
-        """Tell the story of one prefill to `replies`.
+        """Answer one call through `replies`.
 
-        receiver: names the machine that asks; transfers to the same one share a link.
+        receiver: the host that asks; transfers to the same one share a send queue.
         """
-        with bound_request_id(request.request_id), self._worker.calls.track():
-            agreed = agree(self._worker, self._codecs, self._carriers, request, receiver)
-            outlet = await agreed.carrier.outlet(agreed.peer, agreed.key)
+        worker = self._worker
+        with bound_request_id(request.request_id), worker.calls.track():
+            agreed = agree(worker.loaded, worker.numerics, self._codecs, self._transports, request, receiver)
+            route = agreed.route
+            payload_sender = await route.transport.sender(route.peer, route.key)
             try:
                 number, timeline = next(self._calls), Timeline()
-                told = PrefillTrace.begin(self._worker, request, timeline)
-                spans = SpanLog(PROCESS, timeline, told=request.trace) if request.trace or told else None
+                trace = PrefillTrace.begin(worker.tracing, worker.settings.model_name, request, timeline)
+                spans = SpanLog(PROCESS, timeline, requested=request.trace) if request.trace or trace else None
                 sender = PageSender(
-                    self._outgoing(request, agreed),
-                    outlet,
+                    self._outgoing(request, route),
+                    payload_sender,
                     replies.announce,
-                    self._link(receiver, agreed.on_device),
+                    self._queue(receiver, route.on_device),
                     number,
                     self._encoders,
-                    SentKV(self._worker, spans),
+                    SentKV(worker.meters, spans),
                 )
-                story = PrefillStory(self._worker, self._observer, request, number, sender, replies, timeline, spans)
-                with told.following(spans) if told else contextlib.nullcontext():
-                    await story.tell(agreed.accepted)
+                handler = PrefillHandler(self._parts, request, number, sender, replies, timeline, spans)
+                with trace.following(spans) if trace else contextlib.nullcontext():
+                    await handler.run(agreed.accepted)
             finally:
-                await outlet.aclose()
+                await payload_sender.aclose()
 
-    def _outgoing(self, request: prefill_pb2.PrefillRequest, agreed: Agreement) -> Outgoing:
+    def _outgoing(self, request: prefill_pb2.PrefillRequest, route: Route) -> Outgoing:
         handshake, own = request.handshake, self._worker.settings.max_frame_bytes
-        most = min(own, handshake.max_frame_bytes) if handshake.max_frame_bytes else own  # what both ends take
+        most = min(own, handshake.max_frame_bytes) if handshake.max_frame_bytes else own  # both ends take that
         return Outgoing(
             request_id=request.request_id,
             layout=self._worker.loaded.layout,
-            codec=agreed.codec,
+            codec=route.codec,
             num_tokens=len(request.prompt_token_ids),
             held_pages=handshake.held_pages,
-            frame_bytes=(
-                direct_frame_bytes(most)
-                if agreed.on_device
-                else frame_bytes(handshake.link_bytes_per_s, most, agreed.codec.num_stages)
-            ),
-            on_device=agreed.on_device,
+            frame_bytes=route.frame_bytes(most, handshake.link_bytes_per_s),
+            on_device=route.on_device,
         )
 
-    def _link(self, receiver: str, on_device: bool) -> Link:
+    def _queue(self, receiver: str, on_device: bool) -> SendQueue:
         """What transfers to one machine share. Between GPUs they have a way of their own."""
         way = (receiver, on_device)
-        if way not in self._links:
-            self._links[way] = Link(self._max_held_bytes, slots=DIRECT_SLOTS if on_device else SLOTS)
-        return self._links[way]
+        if way not in self._queues:
+            self._queues[way] = SendQueue(self._max_held_bytes, slots=DIRECT_SLOTS if on_device else SLOTS)
+        return self._queues[way]

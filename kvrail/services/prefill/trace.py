@@ -1,14 +1,13 @@
-"""What a prefill worker tells a collector of one prefill."""
+"""A prefill worker's spans of one prefill, for a collector."""
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 from kvrail.telemetry.spans import SpanLog
-from kvrail.telemetry.tracing import Attribute, Hop
+from kvrail.telemetry.tracing import Attribute, Hop, Tracing
 from kvrail.wire.v1 import prefill_pb2
-from kvrail.worker.process import Worker
 
 PROCESS = "prefill worker"
 PARTS = {"prefill_queue": "queue", "prefill": "prefill"}
@@ -21,22 +20,24 @@ class PrefillTrace:
         self._hop = hop
 
     @classmethod
-    def begin(cls, worker: Worker, request: prefill_pb2.PrefillRequest, timeline: Timeline) -> "PrefillTrace | None":
-        """None where nobody is to be told."""
-        if worker.tracing is None:
+    def begin(
+        cls, tracing: Tracing | None, model: str, request: prefill_pb2.PrefillRequest, timeline: Timeline
+    ) -> "PrefillTrace | None":
+        """Begin one, unless this worker exports none or this request is not sampled. model: the worker's name of it."""
+        if tracing is None:
             return None
         attributes: dict[str, Attribute] = {
-            "gen_ai.request.model": worker.settings.model_name,
+            "gen_ai.request.model": model,
             "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
             "kvrail.request_id": request.request_id,
             "kvrail.held_pages": request.handshake.held_pages,
         }
-        hop = worker.tracing.hop("prefill", request.trace_context, timeline, attributes)
+        hop = tracing.hop("prefill", request.trace_context, timeline, attributes)
         return cls(hop) if hop.recorded else None
 
     @contextmanager
     def following(self, spans: SpanLog | None) -> Iterator[None]:
-        """Inside, the prefill runs; what has come of it by the end is told."""
+        """Inside, the prefill runs; its outcome is exported at the end."""
         error = ""
         try:
             yield

@@ -196,7 +196,7 @@ def _methods(routes: Sequence[BaseRoute], request: Request) -> set[str]:
 
 
 def install(app: FastAPI, note: Callable[[Request, KvrailError], None], routes: Sequence[BaseRoute]) -> None:
-    """Let every error of `app`, which has `routes`, answer in its shape; `note` hears of those that endpoints raise."""
+    """Let every error of `app`, which has `routes`, answer in its shape; `note` gets those that endpoints raise."""
 
     async def on_kvrail(request: Request, error: Exception) -> Response:
         assert isinstance(error, KvrailError)

@@ -27,8 +27,12 @@ from kvrail.text import load_tokenizer
 
 log = logging.getLogger("kvrail.router")
 
+HEAD_TIMEOUT_S = 10.0
+"""Seconds in which a request's headers come at most: a client sends them in one packet or two."""
 CLOSE_TIMEOUT_S = 5
 """Seconds that connections get to take their last bytes once everything has ended."""
+CONNECTIONS_PER_REQUEST = 4
+"""Connections that clients may keep open, for each request that may run: pools of clients hold idle ones."""
 OTHER_FILES = 256
 """Files that the router has open beside its clients' connections: the workers' and its own."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -41,9 +45,8 @@ class RouterServer(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, settings: RouterSettings) -> None:
-        limits = ConnectionLimits(
-            settings.head_timeout_s, settings.body_timeout_s, settings.write_timeout_s, settings.max_connections
-        )
+        wait_s = settings.client_timeout_s
+        limits = ConnectionLimits(min(wait_s, HEAD_TIMEOUT_S), wait_s, wait_s, most_connections(settings))
         config = uvicorn.Config(
             app,
             http=partial(ClientConnection, limits=limits, refused=self._note_refused),  # type: ignore[arg-type]
@@ -80,7 +83,7 @@ class RouterServer(uvicorn.Server):
             self._admin_runs = asyncio.create_task(server.serve(sockets=[listener]), name="admin port")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; operators can look on to the last."""
+        """End; the admin port answers until everything has ended."""
         await super().shutdown(sockets=sockets)
         if self._admin is not None and self._admin_runs is not None:
             self._admin[0].should_exit = True
@@ -92,7 +95,7 @@ class RouterServer(uvicorn.Server):
             self.stop()
 
     def _note_refused(self, status: int) -> None:
-        """Count what a connection has refused by itself."""
+        """Count a request that the connection refused before the application saw it."""
         service: RouterService = self._app.state.service
         service.metrics.answered(NO_HANDLER, NO_METHOD, status)
 
@@ -128,7 +131,7 @@ class RouterServer(uvicorn.Server):
         try:
             for number in SIGNALS:
                 loop.add_signal_handler(number, self.stop)
-        except (RuntimeError, ValueError):  # not the main thread: whoever embeds the server calls stop
+        except (RuntimeError, ValueError):  # not the main thread: the embedding program calls stop
             yield
             return
         try:
@@ -139,7 +142,7 @@ class RouterServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one. Raises ConfigError where the address cannot be had."""
+    """A listening socket; port 0 takes any free one. Raises ConfigError if the address is not available."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
@@ -155,8 +158,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def most_connections(settings: RouterSettings) -> int:
+    """Connections of clients at once; more are answered 503."""
+    return CONNECTIONS_PER_REQUEST * settings.max_concurrent_requests
+
+
 def allow_files(count: int) -> None:
-    """Let this process have so many open files, as far as it may."""
+    """Raise this process's limit of open files to `count`, as far as the hard limit permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -164,7 +172,7 @@ def allow_files(count: int) -> None:
 
 
 def open_admin(server: RouterServer, settings: RouterSettings, tls: Tls | None) -> None:
-    """Open the admin port, if the settings name one. Raises ConfigError where it cannot be had."""
+    """Open the admin port, if the settings name one. Raises ConfigError if its address is not available."""
     if settings.metrics_tls and (settings.admin_port < 0 or tls is None):
         raise ConfigError("--metrics-tls is for --admin-port, with --tls-ca, --tls-cert and --tls-key; give those too")
     if settings.admin_port < 0:
@@ -178,12 +186,13 @@ def open_admin(server: RouterServer, settings: RouterSettings, tls: Tls | None) 
 def run(settings: RouterSettings) -> int:
     """Serve until asked to stop; returns the exit status. Raises ConfigError where a setting does not work."""
     logs.setup(settings.log_level, settings.log_format, "router")
+    loops.share_interpreter()
     tokenizer = load_tokenizer(settings.model)
     app = build_app(settings, tokenizer, defaults_of(settings))
     server = RouterServer(app, settings)
-    allow_files(settings.max_connections + OTHER_FILES)
+    allow_files(most_connections(settings) + OTHER_FILES)
     listener = listen(settings.host, settings.port)
-    scheme = "https" if settings.ssl_cert else "http"
+    scheme = "https" if settings.tls_http_cert else "http"
     log.info("listening on %s://%s:%d", scheme, settings.host, listener.getsockname()[1])
     open_admin(server, settings, app.state.tls)
     loops.keep_what_is_here()

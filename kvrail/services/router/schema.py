@@ -26,6 +26,7 @@ from pydantic import (
 from kvrail.wire.convert import (
     MAX_BIASES,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKENS,
     MAX_LOGPROBS,
     MAX_N,
     MAX_PENALTY,
@@ -45,7 +46,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_ITEMS = 1024
 MAX_FIELDS = 256
-"""Of an object of a body, known and unknown ones."""
+"""Most fields of an object of a body, known and unknown ones."""
 MAX_TOKEN_IDS = 1 << 20
 MAX_NAME_CHARS = 1024
 MAX_ROLE_CHARS = 64
@@ -72,7 +73,7 @@ def _text_as_part(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> Any:
-    """The `type` of an object of a body, parsed or validated: what unions are told apart by."""
+    """The `type` of an object of a body, parsed or validated: what distinguishes the members of a union."""
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
@@ -210,7 +211,7 @@ class KvrailOptions(Wire):
 
     codec: how the KV crosses, one that the workers know, or auto. provisional: whether a stream also shows tokens
     that are drafted on a coarse KV, before they are verified (docs/provisional-streaming.md). trace: whether the usage
-    also tells what each process did when (`kvrail trace` draws it).
+    also shows what each process did when (`kvrail trace` draws it).
     """
 
     codec: Annotated[str, Field(max_length=64)] = ""
@@ -266,6 +267,8 @@ class Sampled(OpenBody):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: Options | None = None
+    bad_words: Annotated[list[StopString], Field(fail_fast=True), not_longer(MAX_STOPS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True), not_longer(MAX_BIASES)] | None = (
         None
     )
@@ -283,8 +286,11 @@ class Request(Sampled):
     n: Annotated[Whole, Field(ge=1, le=MAX_N)] | None = None
     response_format: Options | None = None
     # vLLM's
-    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[Whole, Field(ge=-1, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1, le=UINT32_MAX)] | None = None
+    logprob_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, fail_fast=True), not_longer(MAX_LOGPROB_TOKENS)] | None
+    ) = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -370,7 +376,7 @@ def _token_ids(value: list[Any], element: str) -> list[int]:
         raise ValueError(f"{element} {first['loc'][0]} is no token id" if first["loc"] else why) from None
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(OpenBody):
     """Body of /tokenize, as in vLLM: a prompt, or messages and the tools that they are shown with."""
 
     model: Name | None = None
@@ -380,6 +386,7 @@ class TokenizeRequest(Wire):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)] | None = None
     chat_template_kwargs: Options | None = None
     return_token_strs: bool | None = None
 

@@ -1,10 +1,10 @@
-"""What a generation tells: the values that pass from a worker's replies to the answer."""
+"""The values of a generation, from a worker's replies to the answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvrail.telemetry.lifecycle import Stage
+from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.spans import Span
 from kvrail.values.sampling import FinishReason, PromptLogprobs, TokenLogprobs
 from kvrail.wire.v1 import decode_pb2
@@ -31,7 +31,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """Tokens that a choice will perhaps have, from `position` of its output on; only where the plan asks for them."""
+    """Tokens that a choice will perhaps have, from `position` of its output on; only if the plan asks for them."""
 
     index: int
     position: int
@@ -41,7 +41,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What became of a choice's drafts, of which the first has `position`: the first `accepted` of them are right."""
+    """The verification of a choice's drafts, from `position` on: the first `accepted` of them are right."""
 
     index: int
     position: int
@@ -58,20 +58,20 @@ class Scored:
 
 
 Update = Delta | Drafted | Settled | Scored
-"""What a generation tells; a Settled comes before the deltas that repeat what it accepted."""
+"""One update of a generation; a Settled comes before the deltas that repeat what it accepted."""
 
 Updates = Sequence[Update]
-"""What waited at one moment, in order; never empty."""
+"""The updates that came at one moment, in order; never empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a worker says at the end of one prompt's stream; offset: seconds from DISPATCHED to its own zero.
+    """The end of one prompt's stream; offset: seconds from DISPATCHED to the worker's own zero.
 
     marks, spans: the summary's, on the worker's own clock.
     """
 
     summary: decode_pb2.GenerateSummary
     offset: float
-    marks: Sequence[tuple[Stage, float]]
+    marks: Sequence[tuple[Moment, float]]
     spans: Sequence[Span]

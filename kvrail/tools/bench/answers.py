@@ -15,7 +15,7 @@ class Answer:
     """A request that succeeded; seconds as `vllm bench serve` defines them.
 
     ttft: from sending to the first token's chunk. gaps: between one chunk with output and the next (its ITL). usage: as
-    the server told it.
+    the server sent it.
     """
 
     ttft: float
@@ -78,7 +78,7 @@ def read(reply: Reply, output_tokens: int) -> Answer | Failure:
         return Failure(*(reply.trouble or ("broke off", "the stream ended without [DONE]")))
     tokens = stream.usage.get("completion_tokens")
     if tokens is None:
-        return Failure("no usage", "the stream told no number of tokens; the server must know include_usage")
+        return Failure("no usage", "the stream had no number of tokens; the server must know include_usage")
     if tokens != output_tokens or not stream.moments:
         return Failure("wrong number of tokens", f"{tokens} tokens came; {output_tokens} were asked for")
     if stream.finish_reason is None:

@@ -54,7 +54,7 @@ class Client:
         self._idle: list[_Connection] = []
 
     async def ask(self, body: bytes) -> Reply:
-        """Send a completion request. Failures of the network are told in the reply."""
+        """Send a completion request. A failure of the network is in the reply."""
         reply = Reply(self._clock())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -89,7 +89,7 @@ class Client:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, with one response at a time, whose parts httptools tells by its callbacks."""
+    """One connection, with one response at a time, whose parts httptools passes to callbacks."""
 
     def __init__(self, clock: Callable[[], float], loop: asyncio.AbstractEventLoop) -> None:
         self._clock = clock

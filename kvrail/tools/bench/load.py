@@ -23,7 +23,7 @@ class Load:
     """What to send.
 
     streams: requests that are open at any time (closed loop); rate: requests a second that arrive as a Poisson process
-    (open loop); one of the two is 0. prefixes, prefix_tokens: each prompt begins with one of so many shared prefixes,
+    (open loop); one of the two is 0. prefixes, prefix_tokens: each prompt begins with one of this many shared prefixes,
     chosen at random. prompt: tokens of a prompt after its prefix. vocab: token ids are below this. greedy: temperature
     0; otherwise 1, with a seed for each request.
     """

@@ -1,4 +1,4 @@
-"""The figures of a run, by the names and definitions of `vllm bench serve`, and what only kvrail's servers tell."""
+"""The figures of a run, by the names and definitions of `vllm bench serve`, and what only kvrail's servers report."""
 
 import statistics
 from collections import Counter
@@ -38,10 +38,10 @@ def is_good(answer: Answer, limits: Mapping[str, float]) -> bool:
 
 
 def figures(run: Run, limits: Mapping[str, float]) -> Json:
-    """All figures of a run. None stands for what cannot be told: latencies without answers, goodput without limits."""
+    """All figures of a run. None stands for what is unknown: latencies without answers, goodput without limits."""
     answers, output = run.answers, sum(answer.tokens for answer in run.answers)
     good = sum(is_good(answer, limits) for answer in answers)
-    told: Json = {
+    row: Json = {
         "completed": len(answers),
         "failed": len(run.failures),
         "unfinished": run.unfinished,
@@ -58,10 +58,10 @@ def figures(run: Run, limits: Mapping[str, float]) -> Json:
     }
     for name, values in latencies(answers).items():
         for kind, value in (("mean", statistics.fmean), ("median", statistics.median), ("p99", _p99), ("max", max)):
-            told[f"{kind}_{name}_ms"] = 1e3 * value(values) if values else None
+            row[f"{kind}_{name}_ms"] = 1e3 * value(values) if values else None
     second = [answer.gaps[0] for answer in answers if answer.gaps]
-    told["median_first_gap_ms"] = 1e3 * statistics.median(second) if second else None
-    return told | {"failures": _failures(run.failures)} | _crossed([answer.kvrail for answer in answers])
+    row["median_first_gap_ms"] = 1e3 * statistics.median(second) if second else None
+    return row | {"failures": _failures(run.failures)} | _crossed([answer.kvrail for answer in answers])
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -79,9 +79,9 @@ def _failures(failures: Iterable[Failure]) -> list[Json]:
     return [{"kind": kind, "count": count, "example": examples[kind]} for kind, count in counts.most_common()]
 
 
-def _crossed(told: Sequence[Json]) -> Json:
+def _crossed(rows: Sequence[Json]) -> Json:
     """What crossed between workers, where the server is kvrail's: codecs, bytes, and medians of a request's parts."""
-    known = [each for each in told if each]
+    known = [each for each in rows if each]
     if not known:
         return {}
     seconds = [each.get("stage_seconds", {}) for each in known]
@@ -96,37 +96,37 @@ def _crossed(told: Sequence[Json]) -> Json:
     }
 
 
-def table(told: Json, limits: Mapping[str, float]) -> str:
+def table(row: Json, limits: Mapping[str, float]) -> str:
     """The figures for people."""
     lines = [
-        ("requests that succeeded", f"{told['completed']:,}"),
-        ("requests that failed", f"{told['failed']:,}"),
-        *([("requests not finished", f"{told['unfinished']:,}")] if told["unfinished"] else []),
-        ("duration", f"{told['duration']:.2f} s"),
-        ("requests/s", f"{told['request_throughput']:.2f}"),
-        ("output tokens/s", f"{told['output_throughput']:,.1f}"),
+        ("requests that succeeded", f"{row['completed']:,}"),
+        ("requests that failed", f"{row['failed']:,}"),
+        *([("requests not finished", f"{row['unfinished']:,}")] if row["unfinished"] else []),
+        ("duration", f"{row['duration']:.2f} s"),
+        ("requests/s", f"{row['request_throughput']:.2f}"),
+        ("output tokens/s", f"{row['output_throughput']:,.1f}"),
     ]
     if limits:
         words = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in limits.items())
-        lines.append(("goodput, requests/s", f"{told['request_goodput']:.2f} ({words})"))
+        lines.append(("goodput, requests/s", f"{row['request_goodput']:.2f} ({words})"))
     lines += [
-        ("prompt tokens", f"{told['total_input_tokens']:,}, of them cached {told['cached_input_tokens']:,}"),
-        ("output tokens", f"{told['total_output_tokens']:,}"),
-        ("client's share of a core", f"{told['client_cpu_share']:.0%}"),
+        ("prompt tokens", f"{row['total_input_tokens']:,}, of them cached {row['cached_input_tokens']:,}"),
+        ("output tokens", f"{row['total_output_tokens']:,}"),
+        ("client's share of a core", f"{row['client_cpu_share']:.0%}"),
     ]
     text = [f"{name:<26}{value}" for name, value in lines]
     text += ["", f"{'ms':<26}{'mean':>10}{'median':>10}{'p99':>10}{'max':>10}"]
     for name in LATENCIES:
-        cells = (_cell(told[f"{kind}_{name}_ms"]) for kind in ("mean", "median", "p99", "max"))
+        cells = (_cell(row[f"{kind}_{name}_ms"]) for kind in ("mean", "median", "p99", "max"))
         text.append(f"{name.upper():<26}{''.join(cells)}")
-    text.append(f"{'first to second chunk':<26}{'':>10}{_cell(told['median_first_gap_ms'])}")
-    if "codecs" in told:
-        codecs = ", ".join(f"{name} {count}" for name, count in told["codecs"].items())
-        text += ["", f"codecs: {codecs}; {told['kv_bytes']:,} bytes crossed, {told['kv_raw_bytes']:,} before encoding"]
-        parts = ", ".join(f"{name} {value:.1f}" for name, value in told["stage_median_ms"].items())
+    text.append(f"{'first to second chunk':<26}{'':>10}{_cell(row['median_first_gap_ms'])}")
+    if "codecs" in row:
+        codecs = ", ".join(f"{name} {count}" for name, count in row["codecs"].items())
+        text += ["", f"codecs: {codecs}; {row['kv_bytes']:,} bytes crossed, {row['kv_raw_bytes']:,} before encoding"]
+        parts = ", ".join(f"{name} {value:.1f}" for name, value in row["stage_median_ms"].items())
         text.append(f"parts of a request, median ms: {parts}")
-    text += ["", "failures:"] if told["failures"] else []
-    text += [f"  {each['count']} × {each['kind']}, for example: {each['example']}" for each in told["failures"]]
+    text += ["", "failures:"] if row["failures"] else []
+    text += [f"  {each['count']} × {each['kind']}, for example: {each['example']}" for each in row["failures"]]
     return "\n".join(text) + "\n"
 
 

@@ -31,7 +31,7 @@ def run(options: Options) -> int:
     texts = _read(options)
     loaded = _load(options)
     measured = measure(loaded, texts)
-    book = make_codebook(
+    codebook = make_codebook(
         measured,
         model=Path(options.model).name,
         fingerprint=loaded.fingerprint,
@@ -40,10 +40,10 @@ def run(options: Options) -> int:
         comment=f"text: {', '.join(path.name for path in options.texts)}",
     )
     try:
-        book.save(options.out)
+        codebook.save(options.out)
     except CodebookError as error:
         raise ConfigError(f"--out: {error}") from None
-    sys.stdout.write(report(book, options.dtype, options.out))
+    sys.stdout.write(report(codebook, options.dtype, options.out))
     return 0
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("kvrail.calibrate")
 TELL_S = 3.0
 """So often a line says how far it has come, or as often as a sequence is done."""
 SEQUENCE_TOKENS = 2048
-"""A text is computed in sequences of so many tokens, so that long texts need no more memory than this."""
+"""A text is computed in sequences of this many tokens, so that long texts need no more memory than this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ def measure(loaded: LoadedModel, texts: Sequence[Sequence[int]]) -> Measurement:
     pages = range(layout.pages_for(length))
     runner = ModelRunner(loaded, len(pages), max_running=1, max_batch_tokens=length, cuda_graphs=False, compile=False)
     keys, values = (np.zeros((layout.num_layers, FORMATS[layout.dtype].exponents), np.int64) for _ in range(2))
-    total, done, told = sum(map(len, texts)), 0, monotonic()
+    total, done, reported = sum(map(len, texts)), 0, monotonic()
     logger.info("measuring the KV cache of %d tokens", total)
     for sequence in _sequences(texts, length):
         runner.execute([SequenceSlice(sequence, 0, pages, num_logits=0)])
@@ -46,8 +46,8 @@ def measure(loaded: LoadedModel, texts: Sequence[Sequence[int]]) -> Measurement:
             keys[layer] += _count(runner.cache.tensors["keys"][layer], len(sequence))
             values[layer] += _count(runner.cache.tensors["values"][layer], len(sequence))
         done += len(sequence)
-        if monotonic() - told > TELL_S:
-            told = monotonic()
+        if monotonic() - reported > TELL_S:
+            reported = monotonic()
             logger.info("measured %d of %d tokens", done, total)
     return Measurement(keys, values, total)
 

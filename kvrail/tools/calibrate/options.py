@@ -13,7 +13,7 @@ MIN_TOKENS = 1024
 class Options:
     """What the command line asks for.
 
-    texts: UTF-8 files. tokens: at most so many are measured, an equal share of each text. dtype: element type of the
+    texts: UTF-8 files. tokens: at most this many are measured, an equal share of each text. dtype: element type of the
     KV pages. shared: one window for all layers, else one a layer. out: a file that may be written.
     """
 
@@ -26,6 +26,6 @@ class Options:
     shared: bool
 
     def check(self) -> None:
-        """Raise ConfigError where what is asked for tells too little."""
+        """Raise ConfigError where too few tokens are asked for."""
         if self.tokens < MIN_TOKENS:
             raise ConfigError(f"--tokens is {self.tokens}; ask for at least {MIN_TOKENS}")

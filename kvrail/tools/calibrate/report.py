@@ -9,25 +9,25 @@ LOW_COVERAGE = 0.99
 """Below this, escapes begin to cost more than a hundredth of the tensor (SplitZip, section 4.3.6)."""
 
 
-def report(book: Codebook, dtype: str, out: Path) -> str:
+def report(codebook: Codebook, dtype: str, out: Path) -> str:
     """Table, warnings and closing lines, each ended by a newline."""
-    windows = book.dtypes[dtype]
-    scope = "one window for all layers" if book.shared else "one window a layer"
+    windows = codebook.dtypes[dtype]
+    scope = "one window for all layers" if codebook.shared else "one window a layer"
     lines = [
-        f"{book.model}: exponents of the {dtype} KV cache of {windows.tokens:,} tokens, {scope}",
+        f"{codebook.model}: exponents of the {dtype} KV cache of {windows.tokens:,} tokens, {scope}",
         "",
-        *_table(book, windows),
+        *_table(codebook, windows),
         "",
         *_warnings(windows),
-        f"wrote {out}: codebook {book.id:016x} of model {book.model_fingerprint[:12]}",
+        f"wrote {out}: codebook {codebook.id:016x} of model {codebook.model_fingerprint[:12]}",
     ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _table(book: Codebook, windows: DtypeWindows) -> Iterator[str]:
+def _table(codebook: Codebook, windows: DtypeWindows) -> Iterator[str]:
     best = f"best {windows.window}"
     yield f"{'layer':>5}  {'K top':>5}  {'coverage':>9}  {best:>9}  {'V top':>5}  {'coverage':>9}  {best:>9}"
-    for layer in range(book.num_layers):
+    for layer in range(codebook.num_layers):
         cells = (_cells(tensor, layer) for tensor in (windows.keys, windows.values))
         yield f"{layer:>5}  {'  '.join(cells)}"
     yield f"top: the window's largest exponent; best {windows.window}: what the most frequent exponents would cover"

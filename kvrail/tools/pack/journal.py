@@ -1,8 +1,8 @@
 """What is done of a folder that is being made, so that a run that was killed goes on where it stopped.
 
 OUT is made as OUT.partial and renamed when it is complete: under its own name nothing is ever half written. Beside it
-lies OUT.journal: its first line says of which job it is, each further one names a part of a file that is written. It
-needs no care when it is written: a part is believed only where its bytes have the digest that the journal tells.
+lies OUT.journal: its first line names the job, each further one names a part of a file that is written. It
+needs no care when it is written: a part is believed only where its bytes have the digest in the journal.
 """
 
 import fcntl
@@ -93,7 +93,7 @@ def work_on(out: Path, identity: dict[str, Any]) -> Iterator[Journal | None]:
             )
         if not lines and (found := next((each for each in (out, partial) if each.exists()), None)):
             path.unlink()
-            raise ConfigError(f"{found} exists, and no journal tells of it; name another folder or delete it")
+            raise ConfigError(f"{found} exists, and no journal names it; name another folder or delete it")
         if out.exists():  # all but the journal was done when the run was stopped
             path.unlink()
             yield None
@@ -129,7 +129,7 @@ def _written(line: bytes, path: Path) -> tuple[str, Written]:
         case [str(name), offset, size, int(check), list(note)] if are_sizes(offset, size):
             if all(type(each) is int for each in note):
                 return name, Written(offset, size, check, tuple(note))
-    raise ConfigError(f"{path} is damaged: it tells of a part {shown(found)}; delete it and the folder beside it")
+    raise ConfigError(f"{path} is damaged: it names a part {shown(found)}; delete it and the folder beside it")
 
 
 def complete(file: BinaryIO) -> None:

@@ -14,12 +14,12 @@ from kvrail.worker.packed.file import CODEC, MAGIC, SUFFIX, Base, Bytes, PackedF
 from kvrail.worker.packed.source import WEIGHTS, BaseFolder, SourceFile
 
 Advance = Callable[[int], object]
-"""Told of bytes of weights that are done."""
+"""Called with the bytes of weights that are done."""
 
 DELTA_SHARE = 0.6
 """Share of a tensor from which on its delta is compared with its own code: bases are worth it below."""
 _NOTES = 2
-"""What the journal tells of a packed tensor beside its place: the digest of its bytes, and whether it is a delta."""
+"""What the journal says of a packed tensor beside its place: the digest of its bytes, and whether it is a delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def check_model(folder: Path, out: Path, pattern: str, remedy: str) -> list[Path
 
 
 def identity_of(command: str, files: list[Path], base: Path | None) -> dict[str, object]:
-    """What tells one job from another: its files by path, size and time of change."""
+    """What identifies a job: its files by path, size and time of change."""
     weights = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     return {"command": command, "version": 1, "weights": weights, "base": base and str(base.resolve())}
 

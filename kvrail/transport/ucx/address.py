@@ -1,4 +1,4 @@
-"""How a UCX carrier calls itself: its worker's address and what its device is.
+"""How a UCX transport calls itself: its worker's address and what its device is.
 
 Packed, little-endian: b"kvux", a byte of version (2), a byte of flags (1 = payloads may lie on a CUDA device), that
 device's UUID in 16 bytes or zeros, CRC-32 of all else in 4, UCX's worker address.

@@ -1,4 +1,4 @@
-"""What both ends of one attempt need of their carrier."""
+"""What both ends of one attempt need of their transport."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrail.errors import TransferAbortedError
-from kvrail.transport.ucx.links import Link
+from kvrail.transport.ucx.endpoints import Endpoint
 from kvrail.transport.ucx.tags import DIRECTION_MASK, Kind, tag
 from kvrail.transport.ucx.worker import Operation, UcxWorker
 
 LINGER_S = 30.0
-"""So long after its end an attempt waits for the other end's word that it has ended, too."""
+"""After its end an attempt waits this long for the other end to report its own end."""
 ACKNOWLEDGED_BELOW = 1 << 16
-"""Shorter payloads are acknowledged: UCX may take a copy of one, and its send end, though nobody receives it. The send
+"""Shorter payloads are acknowledged: UCX may take a copy of one, and its send end, before it is received. The send
 of a longer one ends when the receiver has read it."""
 _SETTLE_S = 0.05
 
@@ -23,23 +23,23 @@ class Attempt:
     """One end's share of an attempt at a transfer."""
 
     worker: UcxWorker
-    link: Link
+    endpoint: Endpoint
     key: int
     grace_s: float
     count: Callable[[int], None]
-    """Told the size of each payload that has crossed."""
+    """Called with the size of each payload that has crossed."""
     leave: Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
-    """Called once, when the end was closed: runs what is left to do, then lets the link go."""
+    """Called once, when the end was closed: runs what is left to do, then releases the endpoint."""
 
     def send(self, buffer: Any, kind: Kind, number: int = 0) -> Operation:
-        """Send a message of this attempt. Raises TransferAbortedError where the link was cut."""
-        if not self.link.alive:
+        """Send a message of this attempt. Raises TransferAbortedError if the endpoint was cut."""
+        if not self.endpoint.alive:
             raise TransferAbortedError("the other end is gone: its endpoint was cut")
-        return self.worker.send(self.link.endpoint, buffer, tag(self.key, kind, number))
+        return self.worker.send(self.endpoint.handle, buffer, tag(self.key, kind, number))
 
     def receive(self, buffer: Any, kind: Kind, number: int = 0) -> Operation:
         """Receive a message of this attempt."""
-        return self.worker.receive(self.link.endpoint, buffer, tag(self.key, kind, number))
+        return self.worker.receive(self.endpoint.handle, buffer, tag(self.key, kind, number))
 
     def end(self, kind: Kind, number: int = 0) -> None:
         """End a receive that nothing has matched."""

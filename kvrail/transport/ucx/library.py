@@ -30,7 +30,7 @@ class Library:
 
 
 def available() -> str:
-    """Why the carrier `ucx` cannot be started here; empty where it can."""
+    """Why the transport `ucx` cannot be started here; empty where it can."""
     try:
         load()
     except ConfigError as error:
@@ -42,7 +42,7 @@ def available() -> str:
 def load() -> Library:
     """UCXX, loaded once. Raises ConfigError where it is absent, incomplete or took a UCX that was not asked for."""
     if importlib.util.find_spec("ucxx") is None:
-        raise ConfigError(f"transport 'ucx' needs UCXX, which is not installed; {EXTRA}, or use --transport grpc")
+        raise ConfigError(f"transport 'ucx' needs UCXX, which is not installed; {EXTRA}, or use --transport tcp")
     system = os.environ.get(PREFER_SYSTEM, "false").lower() != "false"
     # UCXX loads librmm and libucx in one attempt. Where either is missing it takes a UCX of the system without a word.
     missing = [name for name in ("librmm", "libucx") if importlib.util.find_spec(name) is None]
@@ -56,7 +56,7 @@ def load() -> Library:
             api = importlib.import_module("ucxx._lib.libucxx")
             array = importlib.import_module("ucxx._lib.arr").Array
     except (ImportError, OSError) as error:
-        raise ConfigError(f"UCXX does not load: {error}; {EXTRA}, or use --transport grpc") from error
+        raise ConfigError(f"UCXX does not load: {error}; {EXTRA}, or use --transport tcp") from error
     if not system:
         _check_origin()
     return Library(api, array, api.UCXError, api.UCXMessageTruncatedError)
@@ -66,7 +66,7 @@ def load() -> Library:
 def _environment_restored() -> Iterator[None]:
     """Set what UCX reads while it is loaded; afterwards undo that and what UCXX's import sets, for our children's sake.
 
-    What UCXX sets is for contexts made later; the carrier's own are configured by its settings.
+    What UCXX sets is for contexts made later; the transport's own are configured by its settings.
     """
     before = dict(os.environ)
     for name, value in _BEFORE_LOADING.items():

@@ -1,4 +1,4 @@
-"""What UCX is told. Each default that departs from UCX's own is worth a factor or a life: decision 0016 has figures."""
+"""UCX's settings. Each default that differs from UCX's own gains a factor or prevents a crash: see decision 0016."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class UcxSettings:
-    """Settings of one carrier. A variable `UCX_…` of the environment overrules what stands here."""
+    """Settings of one transport. A variable `UCX_…` of the environment overrides these."""
 
     transports: str = "tcp,cma,self"
     """UCX's transports in host memory. Tags travel over tcp, which notices a peer's death; large payloads within one
@@ -37,7 +37,7 @@ class UcxSettings:
             "TCP_TX_SEG_SIZE": self.segment,
             "TCP_RX_SEG_SIZE": self.segment,
             # cma is otherwise refused on endpoints that notice failures, as UCX cannot forbid a living peer to read on
-            # after this end gave up. Here such a peer is either told to stop, or cut off and its payload thrown away.
+            # after this end gave up. Here such a peer gets a stop message, or is cut off and its payload dropped.
             "CMA_MEMORY_INVALIDATE": "y",
             # Above this a payload waits at the sender until its receiver has a region, rather than at the receiver.
             "RNDV_THRESH": "8192",

@@ -1,9 +1,9 @@
-"""Tags of messages: 64 bits that say which attempt a message belongs to, and what of it.
+"""Tags of messages: 64 bits that say which attempt a message belongs to, and which part of it.
 
 From the highest bit on: 44 drawn from the attempt's key, 3 for the kind, 17 for the payload's number.
 
-The receiver draws the key, so that nobody meets a receive that was not told it. A key is used once: what comes late
-meets no receive that is posted, and is swept away by its upper bits.
+The receiver draws the key, so only a sender with that key reaches its receives. A key is used once: a late
+message finds no posted receive, and is swept away by its upper bits.
 """
 
 import enum
@@ -11,7 +11,7 @@ import enum
 NUMBER_BITS = 17
 KIND_BITS = 3
 PAYLOADS = 1 << NUMBER_BITS
-"""At most so many payloads in an attempt."""
+"""Most payloads of an attempt."""
 _ALL = (1 << 64) - 1
 _SHORT_MASK = _ALL ^ ((1 << (NUMBER_BITS + KIND_BITS)) - 1)
 _SCATTER = 0x9E37_79B9_7F4A_7C15  # 2^64 over the golden ratio: keys that differ anywhere differ in their upper bits
@@ -23,7 +23,7 @@ class Kind(enum.IntEnum):
     BODY = 0
     """A payload."""
     SIZE = 1
-    """A payload's size: UCX tells a payload that is too long, not one that is too short."""
+    """A payload's size: UCX reports a payload that is too long, not one that is too short."""
     END = 2
     """The sender has ended."""
     ACK = 4

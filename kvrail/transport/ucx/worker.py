@@ -28,9 +28,8 @@ _POOLED = 64
 Operation = asyncio.Future[None]
 """A send or receive under way: ends when UCX touches its buffer no more.
 
-UCXX's own future, which it never lets go of where the request failed. So nobody awaits it or asks for its result, which
-would leave a traceback in the error, and in that whole frames with their buffers; `exception` is asked. Nobody cancels
-it.
+UCXX's own future, which it never releases if the request failed. So it is never awaited or asked for its result: that
+would leave a traceback in the error, with whole frames and their buffers. Ask it for `exception`; never cancel it.
 """
 
 
@@ -59,7 +58,7 @@ class UcxWorker:
         self._notifier.start()
         sleep_ms = _SLEEP_MS if device is None else _DEVICE_SLEEP_MS
         self._worker.start_progress_thread(polling_mode=settings.spin, epoll_timeout=sleep_ms)
-        # Reaches this worker itself: an empty message through it ends a receive that nobody has matched (`end`).
+        # Reaches this worker itself: an empty message through it ends a receive that no message has matched (`end`).
         self._own = self.connect(self.address, peer_failure=False)
 
     @property
@@ -88,13 +87,13 @@ class UcxWorker:
         there = self._library.api.UCXAddress.create_from_buffer(address)
         return self._worker.create_endpoint_from_worker_address(there, endpoint_error_handling=peer_failure)
 
-    def send(self, endpoint: Any, buffer: Any, tag: int) -> Operation:
+    def send(self, handle: Any, buffer: Any, tag: int) -> Operation:
         """Send bytes or a CUDA tensor."""
-        return self._begin(endpoint.tag_send, buffer, tag)
+        return self._begin(handle.tag_send, buffer, tag)
 
-    def receive(self, endpoint: Any, buffer: Any, tag: int) -> Operation:
+    def receive(self, handle: Any, buffer: Any, tag: int) -> Operation:
         """Receive into a buffer; ends with an error, too, where the endpoint fails before a message has matched."""
-        return self._begin(endpoint.tag_recv, buffer, tag)
+        return self._begin(handle.tag_recv, buffer, tag)
 
     def end(self, tag: int) -> None:
         """End a receive that no message has matched, by one without content.
@@ -142,7 +141,7 @@ class UcxWorker:
 
     def _forget(self, operation: Operation) -> None:
         del self._operations[operation]
-        operation.exception()  # looked at: whoever needs it asks the operation
+        operation.exception()  # retrieved; a waiter asks the operation
 
     def _notify(self) -> None:
         """Hand completions to the event loop, until the worker is closed."""
@@ -156,8 +155,8 @@ class UcxWorker:
             if state == states.Ready:
                 try:
                     self._loop.call_soon_threadsafe(self._worker.run_request_notifier)
-                except RuntimeError:  # the loop was closed before the carrier
-                    logger.warning("the event loop of transport ucx ended before its carrier was closed")
+                except RuntimeError:  # the loop was closed before the transport
+                    logger.warning("the event loop of transport ucx ended before its transport was closed")
                     return
 
     def _stop(self) -> None:
@@ -166,7 +165,7 @@ class UcxWorker:
         self._own.close_blocking(period=1_000_000_000, max_attempts=1)
         self._worker.stop_progress_thread()
         self._worker.clear_python_futures_pool()
-        # UCX closes its port, and whoever connects is refused, when the last of these is gone.
+        # UCX closes its port, and refuses new connections, when the last of these is gone.
         self._own = self._worker = self._context = None
 
 

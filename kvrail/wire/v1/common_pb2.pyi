@@ -37,7 +37,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "logprobs", "stop", "stop_token_ids", "ignore_eos", "include_stop_in_output", "skip_special_tokens", "n", "grammar", "prompt_logprobs")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "logprobs", "stop", "stop_token_ids", "ignore_eos", "include_stop_in_output", "skip_special_tokens", "n", "grammar", "logprob_token_ids", "prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class SamplingParams(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
@@ -84,8 +85,9 @@ class SamplingParams(_message.Message):
     skip_special_tokens: bool
     n: int
     grammar: str
+    logprob_token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_logprobs: int
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., grammar: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., grammar: _Optional[str] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -104,12 +106,12 @@ class TokenLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class Mark(_message.Message):
-    __slots__ = ("stage", "seconds")
-    STAGE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("moment", "seconds")
+    MOMENT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
-    stage: str
+    moment: str
     seconds: float
-    def __init__(self, stage: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, moment: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("process", "track", "name", "begin", "seconds", "sizes")
@@ -160,7 +162,7 @@ class KVEvents(_message.Message):
     complete: bool
     def __init__(self, snapshot: _Optional[bool] = ..., stored_to: _Optional[int] = ..., removed_to: _Optional[int] = ..., stored: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., complete: _Optional[bool] = ...) -> None: ...
 
-class Pace(_message.Message):
+class StepCost(_message.Message):
     __slots__ = ("prefill_base", "prefill_each", "decode_base", "decode_each", "fetch_each", "prefill_full")
     PREFILL_BASE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_EACH_FIELD_NUMBER: _ClassVar[int]
@@ -187,7 +189,7 @@ class CodecBytes(_message.Message):
     def __init__(self, codec: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s")
+    __slots__ = ("received", "drafts_proposed", "drafts_accepted", "link_bytes_per_s", "prefix_queried_tokens", "prefix_hit_tokens")
     class LinkBytesPerSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -199,14 +201,18 @@ class WorkerReport(_message.Message):
     DRAFTS_PROPOSED_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     received: _containers.RepeatedCompositeFieldContainer[CodecBytes]
     drafts_proposed: int
     drafts_accepted: int
     link_bytes_per_s: _containers.ScalarMap[str, float]
-    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    def __init__(self, received: _Optional[_Iterable[_Union[CodecBytes, _Mapping]]] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., link_bytes_per_s: _Optional[_Mapping[str, float]] = ..., prefix_queried_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "kv_events", "pace", "max_batch_tokens", "metrics_port", "report")
+    __slots__ = ("model", "layout", "protocol_version", "codecs", "transports", "running", "waiting", "max_running", "max_waiting", "pages_total", "pages_free", "pages_cached", "draining", "withheld_codecs", "instance", "codec_parameters", "kv_events", "step_cost", "max_batch_tokens", "metrics_port", "report")
     class CodecParametersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -231,7 +237,7 @@ class WorkerStatus(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     CODEC_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
-    PACE_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     METRICS_PORT_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -252,8 +258,8 @@ class WorkerStatus(_message.Message):
     instance: int
     codec_parameters: _containers.ScalarMap[str, int]
     kv_events: KVEvents
-    pace: Pace
+    step_cost: StepCost
     max_batch_tokens: int
     metrics_port: int
     report: WorkerReport
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., metrics_port: _Optional[int] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., protocol_version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., max_running: _Optional[int] = ..., max_waiting: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., draining: _Optional[bool] = ..., withheld_codecs: _Optional[_Iterable[str]] = ..., instance: _Optional[int] = ..., codec_parameters: _Optional[_Mapping[str, int]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., metrics_port: _Optional[int] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ...) -> None: ...

@@ -18,7 +18,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_token_ids", "sampling", "prefill_workers", "codec", "resumed", "provisional", "trace", "prefill_instances", "trace_context", "scored_tokens", "client", "model_fingerprint")
+    __slots__ = ("request_id", "model", "prompt_token_ids", "sampling", "prefill_workers", "codec", "resumed", "provisional", "trace", "prefill_instances", "trace_context", "scored_tokens", "client", "cache_salt", "model_fingerprint")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class GenerateRequest(_message.Message):
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SCORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
@@ -53,8 +54,9 @@ class GenerateRequest(_message.Message):
     trace_context: _containers.ScalarMap[str, str]
     scored_tokens: int
     client: str
+    cache_salt: str
     model_fingerprint: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., provisional: _Optional[bool] = ..., trace: _Optional[bool] = ..., prefill_instances: _Optional[_Iterable[int]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., scored_tokens: _Optional[int] = ..., client: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., prefill_workers: _Optional[_Iterable[str]] = ..., codec: _Optional[str] = ..., resumed: _Optional[_Iterable[_Union[Resumed, _Mapping]]] = ..., provisional: _Optional[bool] = ..., trace: _Optional[bool] = ..., prefill_instances: _Optional[_Iterable[int]] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., scored_tokens: _Optional[int] = ..., client: _Optional[str] = ..., cache_salt: _Optional[str] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("token_ids", "ended")
@@ -64,31 +66,41 @@ class Resumed(_message.Message):
     ended: bool
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
-class TrunkRequest(_message.Message):
-    __slots__ = ("call", "start", "timeout_s", "taken", "check")
-    CALL_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+class EventsRequest(_message.Message):
+    __slots__ = ("taken",)
     TAKEN_FIELD_NUMBER: _ClassVar[int]
-    CHECK_FIELD_NUMBER: _ClassVar[int]
-    call: int
-    start: GenerateRequest
-    timeout_s: float
     taken: int
-    check: Check
-    def __init__(self, call: _Optional[int] = ..., start: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout_s: _Optional[float] = ..., taken: _Optional[int] = ..., check: _Optional[_Union[Check, _Mapping]] = ...) -> None: ...
+    def __init__(self, taken: _Optional[int] = ...) -> None: ...
 
-class Check(_message.Message):
-    __slots__ = ("calls",)
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    calls: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, calls: _Optional[_Iterable[int]] = ...) -> None: ...
+class SubmitRequest(_message.Message):
+    __slots__ = ("stream", "number", "timeout_s", "request")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    number: int
+    timeout_s: float
+    request: GenerateRequest
+    def __init__(self, stream: _Optional[int] = ..., number: _Optional[int] = ..., timeout_s: _Optional[float] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ...) -> None: ...
 
-class Checked(_message.Message):
-    __slots__ = ("unknown",)
-    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
-    unknown: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, unknown: _Optional[_Iterable[int]] = ...) -> None: ...
+class SubmitReply(_message.Message):
+    __slots__ = ("sent",)
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    sent: int
+    def __init__(self, sent: _Optional[int] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("stream", "numbers")
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    stream: int
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stream: _Optional[int] = ..., numbers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Drafted(_message.Message):
     __slots__ = ("position", "token_ids", "text")
@@ -150,25 +162,33 @@ class GenerateReply(_message.Message):
     prompt_logprobs: PromptLogprobs
     def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., summary: _Optional[_Union[GenerateSummary, _Mapping]] = ..., drafted: _Optional[_Union[Drafted, _Mapping]] = ..., verified: _Optional[_Union[Verified, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
-class TrunkReply(_message.Message):
-    __slots__ = ("calls", "checked")
-    CALLS_FIELD_NUMBER: _ClassVar[int]
-    CHECKED_FIELD_NUMBER: _ClassVar[int]
-    calls: _containers.RepeatedCompositeFieldContainer[CallReplies]
-    checked: Checked
-    def __init__(self, calls: _Optional[_Iterable[_Union[CallReplies, _Mapping]]] = ..., checked: _Optional[_Union[Checked, _Mapping]] = ...) -> None: ...
+class EventBatch(_message.Message):
+    __slots__ = ("requests", "running", "stream")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestEvents]
+    running: Running
+    stream: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestEvents, _Mapping]]] = ..., running: _Optional[_Union[Running, _Mapping]] = ..., stream: _Optional[int] = ...) -> None: ...
 
-class CallReplies(_message.Message):
-    __slots__ = ("call", "replies", "end")
-    CALL_FIELD_NUMBER: _ClassVar[int]
+class Running(_message.Message):
+    __slots__ = ("numbers",)
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RequestEvents(_message.Message):
+    __slots__ = ("number", "replies", "end")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     REPLIES_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
-    call: int
+    number: int
     replies: _containers.RepeatedCompositeFieldContainer[GenerateReply]
-    end: CallEnd
-    def __init__(self, call: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[GenerateReply, _Mapping]]] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ...) -> None: ...
+    end: RequestEnd
+    def __init__(self, number: _Optional[int] = ..., replies: _Optional[_Iterable[_Union[GenerateReply, _Mapping]]] = ..., end: _Optional[_Union[RequestEnd, _Mapping]] = ...) -> None: ...
 
-class CallEnd(_message.Message):
+class RequestEnd(_message.Message):
     __slots__ = ("code", "message", "error")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -179,7 +199,7 @@ class CallEnd(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., error: _Optional[bytes] = ...) -> None: ...
 
 class GenerateSummary(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes", "lossy", "drafts_proposed", "drafts_accepted", "codec_reason", "transport", "exposed_s", "spans", "numerics")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "marks", "prefill_worker", "codec", "kv_bytes", "kv_raw_bytes", "lossy", "drafts_proposed", "drafts_accepted", "codec_reason", "transport", "exposed_s", "spans", "local_reason", "numerics")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +215,7 @@ class GenerateSummary(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_REASON_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
@@ -211,5 +232,6 @@ class GenerateSummary(_message.Message):
     transport: str
     exposed_s: float
     spans: _containers.RepeatedCompositeFieldContainer[_common_pb2.Span]
+    local_reason: str
     numerics: str
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ..., prefill_worker: _Optional[str] = ..., codec: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_raw_bytes: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., codec_reason: _Optional[str] = ..., transport: _Optional[str] = ..., exposed_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., numerics: _Optional[str] = ...) -> None: ...
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., marks: _Optional[_Iterable[_Union[_common_pb2.Mark, _Mapping]]] = ..., prefill_worker: _Optional[str] = ..., codec: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., kv_raw_bytes: _Optional[int] = ..., lossy: _Optional[bool] = ..., drafts_proposed: _Optional[int] = ..., drafts_accepted: _Optional[int] = ..., codec_reason: _Optional[str] = ..., transport: _Optional[str] = ..., exposed_s: _Optional[float] = ..., spans: _Optional[_Iterable[_Union[_common_pb2.Span, _Mapping]]] = ..., local_reason: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...

@@ -35,15 +35,20 @@ class DecodeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
-                '/kvrail.v1.Decode/Generate',
-                request_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateReply.FromString,
+        self.Events = channel.stream_stream(
+                '/kvrail.v1.Decode/Events',
+                request_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.EventsRequest.SerializeToString,
+                response_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.EventBatch.FromString,
                 _registered_method=True)
-        self.GenerateMany = channel.stream_stream(
-                '/kvrail.v1.Decode/GenerateMany',
-                request_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkRequest.SerializeToString,
-                response_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkReply.FromString,
+        self.Submit = channel.unary_unary(
+                '/kvrail.v1.Decode/Submit',
+                request_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.SubmitRequest.SerializeToString,
+                response_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.SubmitReply.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/kvrail.v1.Decode/Abort',
+                request_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
+                response_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.AbortReply.FromString,
                 _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/kvrail.v1.Decode/GetStatus',
@@ -55,16 +60,24 @@ class DecodeStub:
 class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Generate(self, request, context):
-        """Generates the output of one request; closing the stream cancels it and returns its pages.
+    def Events(self, request_iterator, context):
+        """Opens the stream on which the worker sends the output of all requests that a router submits to it: what a step
+        generates for all of them is one message. The router acknowledges messages, so that a slow one gets fewer and
+        larger ones. When the stream ends, its requests are aborted and their pages return.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GenerateMany(self, request_iterator, context):
-        """The same for any number of requests over one stream, the trunk: what their calls have to say at one moment leaves in
-        one message. Closing the trunk cancels all its calls and returns their pages.
+    def Submit(self, request, context):
+        """Starts a request, whose output comes on an open stream of events.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends requests and returns their pages; a request that has ended already is skipped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,15 +93,20 @@ class DecodeServicer:
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Generate,
-                    request_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateRequest.FromString,
-                    response_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateReply.SerializeToString,
+            'Events': grpc.stream_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.EventsRequest.FromString,
+                    response_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.EventBatch.SerializeToString,
             ),
-            'GenerateMany': grpc.stream_stream_rpc_method_handler(
-                    servicer.GenerateMany,
-                    request_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkRequest.FromString,
-                    response_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkReply.SerializeToString,
+            'Submit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Submit,
+                    request_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.SubmitRequest.FromString,
+                    response_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.SubmitReply.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.AbortRequest.FromString,
+                    response_serializer=kvrail_dot_wire_dot_v1_dot_decode__pb2.AbortReply.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -107,34 +125,7 @@ class Decode:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Generate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvrail.v1.Decode/Generate',
-            kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateRequest.SerializeToString,
-            kvrail_dot_wire_dot_v1_dot_decode__pb2.GenerateReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GenerateMany(request_iterator,
+    def Events(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -147,9 +138,63 @@ class Decode:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/kvrail.v1.Decode/GenerateMany',
-            kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkRequest.SerializeToString,
-            kvrail_dot_wire_dot_v1_dot_decode__pb2.TrunkReply.FromString,
+            '/kvrail.v1.Decode/Events',
+            kvrail_dot_wire_dot_v1_dot_decode__pb2.EventsRequest.SerializeToString,
+            kvrail_dot_wire_dot_v1_dot_decode__pb2.EventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Submit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrail.v1.Decode/Submit',
+            kvrail_dot_wire_dot_v1_dot_decode__pb2.SubmitRequest.SerializeToString,
+            kvrail_dot_wire_dot_v1_dot_decode__pb2.SubmitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrail.v1.Decode/Abort',
+            kvrail_dot_wire_dot_v1_dot_decode__pb2.AbortRequest.SerializeToString,
+            kvrail_dot_wire_dot_v1_dot_decode__pb2.AbortReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrail.wire.v1 import common_pb2 as kvrail_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrail/wire/v1/prefill.proto\x12\tkvrail.v1\x1a\x1bkvrail/wire/v1/common.proto\"3\n\x0cOfferedCodec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rparameters_id\x18\x02 \x01(\x06\"D\n\x10OfferedTransport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x0c\x12\x11\n\ton_device\x18\x03 \x01(\x08\"\xa8\x02\n\tHandshake\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.kvrail.v1.KVLayout\x12\x12\n\nheld_pages\x18\x06 \x01(\r\x12\'\n\x06\x63odecs\x18\x07 \x03(\x0b\x32\x17.kvrail.v1.OfferedCodec\x12\x18\n\x10link_bytes_per_s\x18\x08 \x01(\x04\x12\x17\n\x0fmax_frame_bytes\x18\t \x01(\x04\x12/\n\ntransports\x18\n \x03(\x0b\x32\x1b.kvrail.v1.OfferedTransport\x12\x14\n\x0ctransfer_key\x18\x0b \x01(\x06J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"\xac\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.kvrail.v1.SamplingParams\x12\'\n\thandshake\x18\x04 \x01(\x0b\x32\x14.kvrail.v1.Handshake\x12\r\n\x05trace\x18\x08 \x01(\x08\x12\x42\n\rtrace_context\x18\t \x03(\x0b\x32+.kvrail.v1.PrefillRequest.TraceContextEntry\x12\x0e\n\x06\x63lient\x18\n \x01(\t\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9b\x01\n\x08\x41\x63\x63\x65pted\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\x12\n\npage_count\x18\x05 \x01(\r\x12\x19\n\x11transport_address\x18\x06 \x01(\x0c\x12\x10\n\x08numerics\x18\x07 \x01(\t\"k\n\nFirstToken\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12*\n\x08logprobs\x18\x02 \x03(\x0b\x32\x18.kvrail.v1.TokenLogprobs\x12\x1e\n\x05marks\x18\x03 \x03(\x0b\x32\x0f.kvrail.v1.Mark\"H\n\x0e\x46rameAnnounced\x12\x0c\n\x04head\x18\x01 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\x11\n\ton_device\x18\x03 \x01(\x08\"`\n\x0cTransferDone\x12\x13\n\x0b\x66rame_count\x18\x01 \x01(\r\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\x1e\n\x05spans\x18\x04 \x03(\x0b\x32\x0f.kvrail.v1.SpanJ\x04\x08\x03\x10\x04\"\x0b\n\tHeartbeat\"\xf8\x01\n\x0cPrefillReply\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x13.kvrail.v1.AcceptedH\x00\x12,\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x15.kvrail.v1.FirstTokenH\x00\x12\'\n\x04\x64one\x18\x04 \x01(\x0b\x32\x17.kvrail.v1.TransferDoneH\x00\x12.\n\tannounced\x18\x05 \x01(\x0b\x32\x19.kvrail.v1.FrameAnnouncedH\x00\x12)\n\theartbeat\x18\x06 \x01(\x0b\x32\x14.kvrail.v1.HeartbeatH\x00\x42\x07\n\x05replyJ\x04\x08\x03\x10\x04\x32\x8a\x01\n\x07Prefill\x12?\n\x07Prefill\x12\x19.kvrail.v1.PrefillRequest\x1a\x17.kvrail.v1.PrefillReply0\x01\x12>\n\tGetStatus\x12\x18.kvrail.v1.StatusRequest\x1a\x17.kvrail.v1.WorkerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrail/wire/v1/prefill.proto\x12\tkvrail.v1\x1a\x1bkvrail/wire/v1/common.proto\"3\n\x0cOfferedCodec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rparameters_id\x18\x02 \x01(\x06\"D\n\x10OfferedTransport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x0c\x12\x11\n\ton_device\x18\x03 \x01(\x08\"\xa8\x02\n\tHandshake\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.kvrail.v1.KVLayout\x12\x12\n\nheld_pages\x18\x06 \x01(\r\x12\'\n\x06\x63odecs\x18\x07 \x03(\x0b\x32\x17.kvrail.v1.OfferedCodec\x12\x18\n\x10link_bytes_per_s\x18\x08 \x01(\x04\x12\x17\n\x0fmax_frame_bytes\x18\t \x01(\x04\x12/\n\ntransports\x18\n \x03(\x0b\x32\x1b.kvrail.v1.OfferedTransport\x12\x14\n\x0ctransfer_key\x18\x0b \x01(\x06J\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"\xc0\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.kvrail.v1.SamplingParams\x12\'\n\thandshake\x18\x04 \x01(\x0b\x32\x14.kvrail.v1.Handshake\x12\r\n\x05trace\x18\x08 \x01(\x08\x12\x42\n\rtrace_context\x18\t \x03(\x0b\x32+.kvrail.v1.PrefillRequest.TraceContextEntry\x12\x12\n\ncache_salt\x18= \x01(\t\x12\x0e\n\x06\x63lient\x18\n \x01(\t\x1a\x33\n\x11TraceContextEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x9b\x01\n\x08\x41\x63\x63\x65pted\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x63odec\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x12\n\nfirst_page\x18\x04 \x01(\r\x12\x12\n\npage_count\x18\x05 \x01(\r\x12\x19\n\x11transport_address\x18\x06 \x01(\x0c\x12\x10\n\x08numerics\x18\x07 \x01(\t\"k\n\nFirstToken\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12*\n\x08logprobs\x18\x02 \x03(\x0b\x32\x18.kvrail.v1.TokenLogprobs\x12\x1e\n\x05marks\x18\x03 \x03(\x0b\x32\x0f.kvrail.v1.Mark\"H\n\x0e\x46rameAnnounced\x12\x0c\n\x04head\x18\x01 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\x11\n\ton_device\x18\x03 \x01(\x08\"`\n\x0cTransferDone\x12\x13\n\x0b\x66rame_count\x18\x01 \x01(\r\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\x12\x1e\n\x05spans\x18\x04 \x03(\x0b\x32\x0f.kvrail.v1.SpanJ\x04\x08\x03\x10\x04\"\x0b\n\tHeartbeat\"\xf8\x01\n\x0cPrefillReply\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x13.kvrail.v1.AcceptedH\x00\x12,\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x15.kvrail.v1.FirstTokenH\x00\x12\'\n\x04\x64one\x18\x04 \x01(\x0b\x32\x17.kvrail.v1.TransferDoneH\x00\x12.\n\tannounced\x18\x05 \x01(\x0b\x32\x19.kvrail.v1.FrameAnnouncedH\x00\x12)\n\theartbeat\x18\x06 \x01(\x0b\x32\x14.kvrail.v1.HeartbeatH\x00\x42\x07\n\x05replyJ\x04\x08\x03\x10\x04\x32\x8a\x01\n\x07Prefill\x12?\n\x07Prefill\x12\x19.kvrail.v1.PrefillRequest\x1a\x17.kvrail.v1.PrefillReply0\x01\x12>\n\tGetStatus\x12\x18.kvrail.v1.StatusRequest\x1a\x17.kvrail.v1.WorkerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,21 +41,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDSHAKE']._serialized_start=196
   _globals['_HANDSHAKE']._serialized_end=492
   _globals['_PREFILLREQUEST']._serialized_start=495
-  _globals['_PREFILLREQUEST']._serialized_end=795
-  _globals['_PREFILLREQUEST_TRACECONTEXTENTRY']._serialized_start=744
-  _globals['_PREFILLREQUEST_TRACECONTEXTENTRY']._serialized_end=795
-  _globals['_ACCEPTED']._serialized_start=798
-  _globals['_ACCEPTED']._serialized_end=953
-  _globals['_FIRSTTOKEN']._serialized_start=955
-  _globals['_FIRSTTOKEN']._serialized_end=1062
-  _globals['_FRAMEANNOUNCED']._serialized_start=1064
-  _globals['_FRAMEANNOUNCED']._serialized_end=1136
-  _globals['_TRANSFERDONE']._serialized_start=1138
-  _globals['_TRANSFERDONE']._serialized_end=1234
-  _globals['_HEARTBEAT']._serialized_start=1236
-  _globals['_HEARTBEAT']._serialized_end=1247
-  _globals['_PREFILLREPLY']._serialized_start=1250
-  _globals['_PREFILLREPLY']._serialized_end=1498
-  _globals['_PREFILL']._serialized_start=1501
-  _globals['_PREFILL']._serialized_end=1639
+  _globals['_PREFILLREQUEST']._serialized_end=815
+  _globals['_PREFILLREQUEST_TRACECONTEXTENTRY']._serialized_start=764
+  _globals['_PREFILLREQUEST_TRACECONTEXTENTRY']._serialized_end=815
+  _globals['_ACCEPTED']._serialized_start=818
+  _globals['_ACCEPTED']._serialized_end=973
+  _globals['_FIRSTTOKEN']._serialized_start=975
+  _globals['_FIRSTTOKEN']._serialized_end=1082
+  _globals['_FRAMEANNOUNCED']._serialized_start=1084
+  _globals['_FRAMEANNOUNCED']._serialized_end=1156
+  _globals['_TRANSFERDONE']._serialized_start=1158
+  _globals['_TRANSFERDONE']._serialized_end=1254
+  _globals['_HEARTBEAT']._serialized_start=1256
+  _globals['_HEARTBEAT']._serialized_end=1267
+  _globals['_PREFILLREPLY']._serialized_start=1270
+  _globals['_PREFILLREPLY']._serialized_end=1518
+  _globals['_PREFILL']._serialized_start=1521
+  _globals['_PREFILL']._serialized_end=1659
 # @@protoc_insertion_point(module_scope)

@@ -48,7 +48,7 @@ class Handshake(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., held_pages: _Optional[int] = ..., codecs: _Optional[_Iterable[_Union[OfferedCodec, _Mapping]]] = ..., link_bytes_per_s: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[OfferedTransport, _Mapping]]] = ..., transfer_key: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake", "trace", "trace_context", "client")
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "handshake", "trace", "trace_context", "cache_salt", "client")
     class TraceContextEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class PrefillRequest(_message.Message):
     HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -69,8 +70,9 @@ class PrefillRequest(_message.Message):
     handshake: Handshake
     trace: bool
     trace_context: _containers.ScalarMap[str, str]
+    cache_salt: str
     client: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., handshake: _Optional[_Union[Handshake, _Mapping]] = ..., trace: _Optional[bool] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., client: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., handshake: _Optional[_Union[Handshake, _Mapping]] = ..., trace: _Optional[bool] = ..., trace_context: _Optional[_Mapping[str, str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("protocol_version", "codec", "transport", "first_page", "page_count", "transport_address", "numerics")

@@ -5,7 +5,8 @@ import os
 import signal
 
 from kvrail.transport.base import Peer
-from kvrail.transport.ucx import UcxCarrier, available
+from kvrail.transport.regions import host_pool
+from kvrail.transport.ucx import UcxTransport, available
 from tests import children
 from tests.transport.ucx.starting import CMA, TCP
 
@@ -19,19 +20,19 @@ def pattern(size):
 
 
 async def _run(transport, pipe):
-    carrier = await UcxCarrier.start(host_bytes=1 << 20, settings=SETTINGS[transport], grace_s=0.5)
-    pipe.send(carrier.address)
+    transport = await UcxTransport.start(pool=host_pool(1 << 20), settings=SETTINGS[transport], grace_s=0.5)
+    pipe.send(transport.address)
     while True:
         address, key, size, times = await asyncio.to_thread(pipe.recv)
-        outlet = await carrier.outlet(Peer(address), key)
+        payload_sender = await transport.sender(Peer(address), key)
         payload = memoryview(pattern(size))
         pipe.send("ready")
         try:
-            await asyncio.gather(*(outlet.send(payload) for _ in range(times)))
+            await asyncio.gather(*(payload_sender.send(payload) for _ in range(times)))
             said = "done"
         except Exception as error:  # noqa: BLE001 - the test reads it
             said = type(error).__name__
-        await outlet.aclose()
+        await payload_sender.aclose()
         pipe.send(said)
 
 

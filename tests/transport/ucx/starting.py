@@ -1,9 +1,10 @@
-"""Carriers on loopback: by tcp alone, as between hosts, and with cma, as within one."""
+"""Transports on loopback: by tcp alone, as between hosts, and with cma, as within one."""
 
 import os
 from types import MappingProxyType
 
-from kvrail.transport.ucx import UcxCarrier, UcxSettings, available
+from kvrail.transport.regions import host_pool
+from kvrail.transport.ucx import UcxSettings, UcxTransport, available
 
 assert not (os.environ.get("CI") and available()), available()  # a skip would hide faults
 
@@ -15,8 +16,8 @@ GRACE_S = 0.5
 
 
 async def start_tcp(pool_bytes):
-    return await UcxCarrier.start(host_bytes=pool_bytes, settings=TCP, grace_s=GRACE_S)
+    return await UcxTransport.start(pool=host_pool(pool_bytes), settings=TCP, grace_s=GRACE_S)
 
 
 async def start_cma(pool_bytes):
-    return await UcxCarrier.start(host_bytes=pool_bytes, settings=CMA, grace_s=GRACE_S)
+    return await UcxTransport.start(pool=host_pool(pool_bytes), settings=CMA, grace_s=GRACE_S)

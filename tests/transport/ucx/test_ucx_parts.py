@@ -1,4 +1,4 @@
-"""What of the carrier needs no UCX: addresses, tags, settings, the reasons why it cannot start, quarantine, outlet."""
+"""Parts of the transport that need no UCX: addresses, tags, settings, why it cannot start, retired buffers, sender."""
 
 import asyncio
 import importlib.util
@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from kvrail.config.settings import PrefillSettings
 from kvrail.errors import ConfigError, IncompatibleError, TransferAbortedError
 from kvrail.transport.base import MAX_ADDRESS_BYTES
-from kvrail.transport.regions import RegionPool
-from kvrail.transport.ucx import UcxCarrier, UcxSettings, available, library
+from kvrail.transport.regions import RegionPool, host_pool
+from kvrail.transport.ucx import TRANSPORT, UcxSettings, UcxTransport, available, library
 from kvrail.transport.ucx.address import UcxAddress
-from kvrail.transport.ucx.outlet import UcxOutlet
-from kvrail.transport.ucx.quarantine import Quarantine
+from kvrail.transport.ucx.retired import RetiredBuffers
+from kvrail.transport.ucx.sender import UcxSender
 from kvrail.transport.ucx.tags import DIRECTION_MASK, PAYLOADS, Kind, shorten, tag
-from kvrail.worker import carriers
+from kvrail.worker import transports
 
 
 @given(st.binary(min_size=1, max_size=2000), st.none() | st.uuids())
@@ -105,7 +105,7 @@ def absent(monkeypatch):
 async def test_without_ucxx_the_start_says_what_to_install(absent):
     absent("ucxx")
     with pytest.raises(ConfigError, match=r"kvrail\[ucx\]"):
-        await UcxCarrier.start(host_bytes=1 << 20)
+        await UcxTransport.start(pool=host_pool(1 << 20))
     assert "kvrail[ucx]" in available()
 
 
@@ -124,19 +124,19 @@ def test_loading_leaves_the_environment_alone():
     assert not {name for name in os.environ if name.startswith("UCX_")} - {"UCX_HANDLE_ERRORS"}
 
 
-async def test_the_quarantine_keeps_a_region_until_ucx_lets_go(caplog):
+async def test_the_retired_keeps_a_region_until_ucx_lets_go(caplog):
     pool = RegionPool(torch.zeros(8192, dtype=torch.uint8))
-    quarantine = Quarantine(limit_bytes=1000)
+    retired = RetiredBuffers(limit_bytes=1000)
     let_go = asyncio.Event()
     pending = {asyncio.ensure_future(_ended(let_go)), asyncio.ensure_future(_ended(let_go))}
-    quarantine.keep(await pool.take(3000), pending)
-    assert quarantine.held_bytes == 3000
+    retired.keep(await pool.take(3000), pending)
+    assert retired.held_bytes == 3000
     assert pool.free_bytes == 4096
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     let_go.set()
     await asyncio.wait(pending)
     await asyncio.sleep(0)
-    assert quarantine.held_bytes == 0
+    assert retired.held_bytes == 0
     assert pool.free_bytes == 8192
 
 
@@ -148,7 +148,7 @@ class Messages:
     """An attempt without UCX: each message is a future that the test ends."""
 
     def __init__(self):
-        self.link = SimpleNamespace(alive=True)
+        self.endpoint = SimpleNamespace(alive=True)
         self.made, self.counted = {}, []
         self.count = self.counted.append
 
@@ -161,8 +161,8 @@ class Messages:
 @pytest.mark.parametrize(("size", "came"), [(1000, Kind.ACK), (1000, None), (1 << 20, None)])
 async def test_a_receiver_that_ends_in_the_same_moment_has_a_payload_only_if_it_said_so(size, came):
     attempt = Messages()
-    outlet = UcxOutlet(attempt, on_device=False, silence_s=60)
-    sending = asyncio.create_task(outlet.send(memoryview(bytes(size))))
+    payload_sender = UcxSender(attempt, on_device=False, silence_s=60)
+    sending = asyncio.create_task(payload_sender.send(memoryview(bytes(size))))
     await asyncio.sleep(0)
     for kind in (Kind.BODY, Kind.STOP, *([came] if came else [])):
         attempt.made[kind].set_result(None)
@@ -177,8 +177,8 @@ async def test_a_receiver_that_ends_in_the_same_moment_has_a_payload_only_if_it_
 
 async def test_a_long_payload_is_sent_once_it_is_read_and_its_size_has_left():
     attempt = Messages()
-    outlet = UcxOutlet(attempt, on_device=False, silence_s=60)
-    sending = asyncio.create_task(outlet.send(memoryview(bytes(1 << 20))))
+    payload_sender = UcxSender(attempt, on_device=False, silence_s=60)
+    sending = asyncio.create_task(payload_sender.send(memoryview(bytes(1 << 20))))
     await asyncio.sleep(0)
     assert Kind.SIZE not in attempt.made and not sending.done()
     attempt.made[Kind.BODY].set_result(None)
@@ -187,23 +187,17 @@ async def test_a_long_payload_is_sent_once_it_is_read_and_its_size_has_left():
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "cores", "polls"),
-    [
-        ("auto", "cuda", 8, True),
-        ("auto", "cuda", 7, False),
-        ("auto", "cpu", 64, False),
-        ("on", "cpu", 1, True),
-        ("off", "cuda", 64, False),
-    ],
+    ("device", "cores", "polls"),
+    [("cuda", 8, True), ("cuda", 7, False), ("cpu", 64, False)],
 )
-async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, asked, device, cores, polls):
+async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, device, cores, polls):
     spins = []
 
     async def start(**options):
         spins.append(options["settings"].spin)
 
-    monkeypatch.setattr(carriers.ucx.UcxCarrier, "start", start)
-    monkeypatch.setattr(carriers, "_cores", lambda: cores)
-    settings = PrefillSettings(transport="ucx", ucx_polling=asked)
-    assert await carriers._ucx(settings, torch.device(device), 1024) == (None, "")
+    monkeypatch.setattr(UcxTransport, "start", start)
+    monkeypatch.setattr(transports, "_cores", lambda: cores)
+    settings = PrefillSettings(transport="ucx")
+    await TRANSPORT.start(transports._options(settings, torch.device(device), pool=host_pool(4096)))
     assert spins == [polls]

@@ -79,6 +79,9 @@ securityContext: {{ toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- with .root.Values.images.pullSecrets }}
 imagePullSecrets: {{ toYaml . | nindent 2 }}
 {{- end }}
+{{- with .values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
 {{- with .values.nodeSelector }}
 nodeSelector: {{ toYaml . | nindent 2 }}
 {{- end }}
@@ -98,7 +101,7 @@ dnsConfig: # names are written in full; without this each is looked for in every
 {{- define "kvrail.volumes" -}}
 - name: tmp
   emptyDir: {}
-- name: hub {{ toYaml (.root.Values.model.hubVolume | default (dict "emptyDir" dict)) | nindent 2 }}
+- name: hub {{ include "kvrail.hubVolume" .root | nindent 2 }}
 {{- with .root.Values.model.volume }}
 - name: models {{ toYaml . | nindent 2 }}
 {{- end }}
@@ -106,6 +109,18 @@ dnsConfig: # names are written in full; without this each is looked for in every
 - name: tls
   secret: {secretName: {{ include "kvrail.tlsSecret" . }}, defaultMode: 0440}
 {{- end }}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- /* Where downloads from the Hub are kept: the claim that this chart makes, a volume of yours, or the pod itself. */ -}}
+{{- define "kvrail.hubVolume" -}}
+{{- if .Values.model.hubClaim.enabled -}}
+persistentVolumeClaim: {claimName: {{ include "kvrail.name" . }}-hub}
+{{- else -}}
+{{ toYaml (.Values.model.hubVolume | default (dict "emptyDir" dict)) }}
+{{- end -}}
 {{- end }}
 
 {{- define "kvrail.mounts" -}}
@@ -117,6 +132,9 @@ dnsConfig: # names are written in full; without this each is looked for in every
 {{- if .root.Values.tls.enabled }}
 - {name: tls, mountPath: /tls, readOnly: true}
 {{- end }}
+{{- with .values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "kvrail.hubToken" -}}
@@ -126,4 +144,15 @@ dnsConfig: # names are written in full; without this each is looked for in every
   valueFrom: {secretKeyRef: {name: {{ .existingSecret }}, key: {{ .key }}}}
 {{- end }}
 {{- end }}
+{{- end }}
+
+{{- /* One pod at a time goes, after a while of quiet. */ -}}
+{{- define "kvrail.scaleDown" -}}
+scaleDown:
+  stabilizationWindowSeconds: {{ .autoscaling.cooldownPeriod }}
+  policies: [{type: Pods, value: 1, periodSeconds: 60}]
+{{- end }}
+
+{{- define "kvrail.threshold" -}}
+{{ .values.autoscaling.threshold | default (ternary "8" "32" (eq .role "prefill")) }}
 {{- end }}

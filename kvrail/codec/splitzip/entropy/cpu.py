@@ -1,14 +1,16 @@
-"""rANS on a CPU, as an entropy coder of pieces in host memory: blocks on several threads."""
+"""`splitzip-ans` on a CPU: the payload in one stage, its pieces coded by rANS, blocks on several threads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvrail.codec.base import CodecError
+from kvrail.codec.base import CodecError, PagedBlock, Payload
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.cpu import on_threads
+from kvrail.codec.core.cpu import CpuEncoding, on_threads
+from kvrail.codec.core.host import host_bytes
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy.cpu_kernels import count_symbols, decode_blocks, encode_blocks
 from kvrail.codec.splitzip.entropy.format import (
     BLOCK_BYTES,
@@ -18,7 +20,22 @@ from kvrail.codec.splitzip.entropy.format import (
     frequencies_of,
     num_blocks,
 )
-from kvrail.codec.splitzip.entropy.payload import TABLE_BYTES, checked_head, coded_bytes, head_bytes
+from kvrail.codec.splitzip.entropy.payload import (
+    BODY,
+    CODED,
+    LENGTHS,
+    TABLE_BYTES,
+    checked_head,
+    coded_bytes,
+    head_bytes,
+    pieces_of,
+    places_of,
+)
+from kvrail.codec.splitzip.one_stage import cpu as one_stage
+from kvrail.codec.splitzip.one_stage.plan import Coding
+from kvrail.codec.splitzip.tiles.format import WindowCode
+from kvrail.codec.splitzip.tiles.payload import Layout, parse, parse_header
+from kvrail.codec.splitzip.tiles.plan import plans_of
 
 THREAD_SHARE = 4
 """Bytes of KV for each that is coded here, by which threads are given out: a byte is the codes of two values."""
@@ -32,22 +49,72 @@ class _Blocks:
     coded: Bytes
 
 
-class AnsCoder:
-    """Each piece is a model, where its blocks end, and the blocks (README.md)."""
-
-    finds_repeats = False
-
-    def compress(self, pieces: Sequence[Bytes]) -> list[Bytes]:
-        """Each piece, coded by itself."""
-        return [_compress(piece) for piece in pieces]
-
-    def decompress(self, coded: Sequence[Bytes], pieces: Sequence[Bytes]) -> None:
-        """Fill each of `pieces`; raises CodecError where its coded form is corrupt or of another size."""
-        for source, piece in zip(coded, pieces, strict=True):
-            _decompress(source, piece)
+def encode(pages: PagedBlock, code: WindowCode) -> CpuEncoding:
+    """Encode pages in one stage, then code that payload. Raises CodecError where a pool's tensor is not contiguous."""
+    encoding = one_stage.encode(pages, Coding(plans_of(pages.spec, code), (None, None)))
+    inner = host_bytes("splitzip-ans", encoding.stages()[0])
+    layout = parse_header(inner, pages.spec, plans_of(pages.spec, code))
+    pieces = coded_pieces([inner[place] for place in pieces_of(layout)])
+    return CpuEncoding([joined_pieces(layout.header(), pieces)], encoding.stats())
 
 
-def _compress(piece: Bytes) -> Bytes:
+def decode(payload: Payload, code: WindowCode, out: PagedBlock) -> None:
+    """Restore the payload in one stage, check it and decode it into `out`.
+
+    Raises CodecError, with `out` untouched, where the payload is not one of this code and spec, or a pool's tensor is
+    not contiguous.
+    """
+    source = host_bytes("splitzip-ans", payload)
+    layout = parse_header(source, out.spec, plans_of(out.spec, code))
+    places = pieces_of(layout)
+    came = places_of(source, source.size, places)
+    memory = buffers.take(layout.size)
+    restore_pieces([source[piece] for piece in came], [memory[place] for place in places])
+    decode_inner(memory[: layout.size], layout, out)
+
+
+def decode_inner(inner: Bytes, layout: Layout, out: PagedBlock) -> None:
+    """Write the header of the payload in one stage, check all of that payload, and decode it into `out`.
+
+    Raises CodecError, with `out` untouched, where the payload is wrong or a pool's tensor is not contiguous.
+    """
+    inner[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
+    plans = layout.keys.plan, layout.values.plan
+    one_stage.decode(0, [inner], [parse(inner, out.spec, plans)], Coding(plans, (None, None)), out)
+
+
+def coded_pieces(pieces: Sequence[Bytes]) -> list[Bytes]:
+    """The pieces as they travel: those in CODED by rANS, where that makes them smaller."""
+    travelling = list(pieces)
+    for number in CODED:
+        piece = pieces[number]
+        if piece.size:
+            coded = compress(piece)
+            if coded.size < piece.size:
+                travelling[number] = coded
+    return travelling
+
+
+def joined_pieces(header: bytes, pieces: Sequence[Bytes]) -> memoryview:
+    """A payload of pieces as they travel, with their lengths after its header."""
+    head = np.frombuffer(header + LENGTHS.pack(*(piece.size for piece in pieces)), dtype=np.uint8)
+    size = BODY + sum(piece.size for piece in pieces)
+    memory = buffers.take(size)
+    np.concatenate([head, *pieces], out=memory[:size])
+    return memory.data[:size]
+
+
+def restore_pieces(came: Sequence[Bytes], pieces: Sequence[Bytes]) -> None:
+    """Fill each of `pieces` from what came of it; raises CodecError where a coded one doesn't give its bytes."""
+    for source, target in zip(came, pieces, strict=True):
+        if source.size < target.size:
+            decompress(source, target)
+        else:
+            target[:] = source
+
+
+def compress(piece: Bytes) -> Bytes:
+    """A piece, not empty, coded: a model, where its blocks end, and the blocks (README.md)."""
     blocks = num_blocks(piece.size)
     frequencies = frequencies_of(_counts(piece, blocks))
     below = np.cumsum(frequencies) - frequencies
@@ -82,7 +149,8 @@ def _counts(piece: Bytes, blocks: int) -> Ints:
     return total
 
 
-def _decompress(coded: Bytes, piece: Bytes) -> None:
+def decompress(coded: Bytes, piece: Bytes) -> None:
+    """Fill `piece` from its coded form; raises CodecError where that is corrupt or of another size."""
     if coded.ctypes.data % 4:  # words of a payload that begins at an odd address
         coded = coded.copy()
     frequencies, ends = checked_head(coded, piece.size)

@@ -97,7 +97,7 @@ def _pop(lane, states, table, words, at):
 
 @njit(nogil=True)
 def _pop_row(symbols, states, table, words, at):
-    """Decode a row of which something may be missing; how many words are left, or more than there are: too few."""
+    """Decode a row that may be incomplete; how many words are left, or more than there are: too few."""
     for number in range(_RUN):
         for lane in range(_LANES):
             place = lane * _RUN + number

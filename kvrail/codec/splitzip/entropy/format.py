@@ -21,7 +21,7 @@ RUN = 4
 LOWEST_STATE = 1 << 16
 """States lie from here to 2^32, and begin and end here; a renormalisation moves sixteen bits."""
 MOST_PIECES = 5
-"""Of a payload: an encoder may have coded any of them."""
+"""Pieces of a payload; an encoder may have coded any of them."""
 STATE_WORDS = 2 * LANES
 """Words of sixteen bits that a block's states take."""
 RECIPROCAL_BITS = 44
@@ -42,5 +42,5 @@ def frequencies_of(counts: Ints) -> Ints:
 
 
 def num_blocks(size: int) -> int:
-    """Blocks of a piece of so many bytes."""
+    """Blocks of a piece of `size` bytes."""
     return ceil_div(size, BLOCK_BYTES)

@@ -6,7 +6,7 @@ that was decoded is sound.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
@@ -15,10 +15,9 @@ import torch
 
 from kvrail.codec.base import BlockSpec, CodecError, EncodingStats, PagedBlock, Payload
 from kvrail.codec.core.arrays import Bytes
-from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.gpu import byte_pools, record
 from kvrail.codec.core.host import host_bytes, host_memory, to_device
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.core.streams import record
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.entropy.format import STATE_WORDS, num_blocks
 from kvrail.codec.splitzip.entropy.gpu_launch import (
     CodedPieces,
@@ -29,10 +28,9 @@ from kvrail.codec.splitzip.entropy.gpu_launch import (
 )
 from kvrail.codec.splitzip.entropy.payload import BODY, LENGTHS, coded_bytes, head_bytes, pieces_of, places_of
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_decode, launch_encode
-from kvrail.codec.splitzip.one_stage.payload import Layout, parse_header
 from kvrail.codec.splitzip.tiles.format import WindowCode
 from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, Slots, make_table, tiles_of
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, Part, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, parse_header, scale_bytes_of, stats_of, travels_raw
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 CODES, REST = (1, 3), 4
@@ -70,7 +68,7 @@ class _Batch:
 class AnsEncoding:
     """An encoding under way on the stream that was current when it began.
 
-    Codes are coded before it is known whether their tensor will travel raw, which is rare: then they are coded anew.
+    Codes are coded before it is known whether their tensor will travel raw, which is rare: then they are coded again.
     """
 
     def __init__(self, pages: PagedBlock, code: WindowCode, on_device: bool) -> None:
@@ -116,7 +114,7 @@ class AnsEncoding:
         for plan, (records, extensions) in zip(self._plans, self._totals.tolist(), strict=True):
             raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
             self._parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
-        layout = Layout(self._parts[0], self._parts[1], scale_bytes_of(self._pages.spec), 0)
+        layout = Layout(self._parts[0], self._parts[1], scale_bytes_of(self._pages.spec))
         places = dict(enumerate(pieces_of(layout)))
         inner, left = self._inner, {REST}
         if layout.keys.raw or layout.values.raw:
@@ -134,7 +132,7 @@ class AnsEncoding:
         return payloads
 
     def _moved(self, layout: Layout) -> torch.Tensor:
-        """The inner payload up to its escapes, made anew where a tensor travels raw: what follows it moves."""
+        """The inner payload up to its escapes, made again where a tensor travels raw: what follows it moves."""
         inner = torch.zeros(layout.size, dtype=torch.uint8, device=self._inner.device)
         index, pools = self._table[: len(self._pages.page_ids)], byte_pools(self._pages)
         dense = self._buffers.dense(self._plans)
@@ -154,8 +152,7 @@ class AnsEncoding:
 
     def _assemble(self, layout: Layout, inner: torch.Tensor) -> list[torch.Tensor]:
         """Launch what brings header and pieces together; the payloads, on the device."""
-        header = replace(layout, entropy_coded=True).header()
-        return [self._joined(header, [inner[place] for place in pieces_of(layout)])]
+        return [self._joined(layout.header(), [inner[place] for place in pieces_of(layout)])]
 
     def _joined(self, header: bytes, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Launch what brings a header, the pieces that were coded, and all others as they are into a payload."""
@@ -175,7 +172,7 @@ class AnsEncoding:
 
 
 def _inner_memory(spec: BlockSpec, plans: Plans, device: torch.device) -> tuple[torch.Tensor, EncodeBuffers]:
-    """Memory for an inner payload, uint8, whatever its escapes; and the inner encoding's, of which it is a part.
+    """Memory for an inner payload, uint8, whatever its escapes; and the inner encoding's memory, a part of it.
 
     Zeros, for they stand between its sections: to write them there would take a launch for each.
     """
@@ -192,7 +189,7 @@ def _code_places(plans: Plans) -> dict[int, slice]:
     """The pieces with codes, where no tensor turns out to travel raw; none where one does whatever it holds."""
     if not all(tiles_of(plan) for plan in plans):
         return {}
-    places = pieces_of(Layout(Part(plans[0], False, 0, 0), Part(plans[1], False, 0, 0), 0, 0))
+    places = pieces_of(Layout(Part(plans[0], False, 0, 0), Part(plans[1], False, 0, 0), 0))
     return {number: places[number] for number in CODES if _may_shrink(places[number])}
 
 
@@ -210,7 +207,7 @@ def decode(payload: Payload, code: WindowCode, out: PagedBlock) -> None:
     """
     byte_pools(out)
     source, head = _on_device(payload, out.device)
-    layout = parse_header(head, out.spec, code, 0, entropy_coded=True)
+    layout = parse_header(head, out.spec, plans_of(out.spec, code))
     places = pieces_of(layout)
     came = places_of(head, source.numel(), places)
     inner = torch.empty(layout.size, dtype=torch.uint8, device=out.device)

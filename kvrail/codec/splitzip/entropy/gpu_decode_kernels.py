@@ -84,7 +84,7 @@ def _pop(x, real, slots, words, at, window):
 
 @triton.jit(do_not_specialize_on_alignment=["payload"])
 def decode_kernel(payload, table, slots, inner, wrong):
-    """Grid: blocks of all pieces, each of which has a multiple of four bytes.
+    """Grid: blocks of all pieces; each piece has a multiple of four bytes.
 
     slots: of slots_kernel; inner: uint8, where the pieces go.
     """

@@ -30,7 +30,7 @@ SLOT = tl.constexpr(code.BLOCK_BYTES + code.STATE_WORDS)
 
 @triton.jit
 def ranks(chosen):
-    """Of each lane, how many lanes up to itself are chosen; and how many are in all, likewise a block [LANES]."""
+    """For each lane, how many lanes up to itself are chosen; and how many in all, also a block [LANES]."""
     if COMPILED:
         rank, count = tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 all, mask; setp.ne.u32 p, $2, 0; vote.sync.ballot.b32 all, p, 0xffffffff;"

@@ -21,8 +21,8 @@ from kvrail.codec.splitzip.entropy.format import (
 )
 from kvrail.codec.splitzip.entropy.gpu_decode_kernels import check_kernel, decode_kernel, slots_kernel
 from kvrail.codec.splitzip.entropy.gpu_encode_kernels import count_kernel, encode_kernel, model_kernel, place_kernel
-from kvrail.codec.splitzip.one_stage.payload import Layout
 from kvrail.codec.splitzip.tiles.format import WindowCode
+from kvrail.codec.splitzip.tiles.payload import Layout
 from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP
 
 COUNT_AT_ONCE, COUNT_WARPS = 4096, 4

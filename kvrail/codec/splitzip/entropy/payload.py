@@ -8,17 +8,19 @@ import numpy as np
 
 from kvrail.codec.base import CodecError
 from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.sections import HEADER_BYTES
 from kvrail.codec.splitzip.entropy.format import STATE_WORDS, SYMBOLS, TOTAL, num_blocks
-from kvrail.codec.splitzip.one_stage.payload import Layout
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import Layout
 
 LENGTHS = struct.Struct("<5Q")
 BODY = HEADER_BYTES + LENGTHS.size
 """Where the pieces begin."""
+CODED = (1, 3, 4)
+"""Numbers of the pieces that an encoder tries to code. The others hold significands."""
 TABLE_BYTES = 2 * SYMBOLS
 """Frequencies, with which a piece coded by rANS begins."""
 PIECE_ALIGNMENT = 8
-"""Such a piece has a multiple of so many bytes, with zeros at its end."""
+"""Such a piece has a multiple of this many bytes, with zeros at its end."""
 
 
 def pieces_of(layout: Layout) -> list[slice]:
@@ -52,7 +54,7 @@ def head_bytes(size: int) -> int:
 
 
 def coded_bytes(size: int, words: int) -> int:
-    """Bytes of a piece coded by rANS whose blocks have so many words in all."""
+    """Bytes of a piece coded by rANS whose blocks have `words` words in all."""
     return -(-(head_bytes(size) + 2 * words) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
 
 

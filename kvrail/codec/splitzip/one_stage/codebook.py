@@ -29,7 +29,7 @@ MAX_FILE_BYTES = 16 << 20
 """Larger files are refused unread; a thousand layers take less than 1 MiB."""
 MAX_LAYERS = 1 << 16
 _DEFAULT = Path(__file__).parent / "codebooks" / "default.json"
-_REMEDY = "correct the file or make it anew with kvrail calibrate"
+_REMEDY = "correct the file or make it again with kvrail calibrate"
 
 
 class CodebookError(CodecError):

@@ -9,9 +9,9 @@ from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_p
 from kvrail.codec.core.backend import Backend, backend_of
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
-from kvrail.codec.splitzip.one_stage.payload import Layout, parse
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
+from kvrail.codec.splitzip.tiles.payload import Layout, parse
 from kvrail.codec.splitzip.tiles.plan import plans_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WindowCodec:
         """
         check_stage(self, stage, payloads)
         source, coding = host_bytes(self.name, payloads[0]), self._coding(out)
-        layout = parse(source, out.spec, coding.plans[0].code, self.parameters_id)
+        layout = parse(source, out.spec, coding.plans)
         _backend(out.device).decode(stage, [source], [layout], coding, out)
 
     def _coding(self, pages: PagedBlock) -> Coding:
@@ -63,9 +63,9 @@ class WindowCodec:
             raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self._codes))}")
         plans = plans_of(pages.spec, self._codes[dtype])
         if self._codebook is None:
-            return Coding(plans, (None, None), self.parameters_id)
+            return Coding(plans, (None, None))
         tops = self._codebook.tops(dtype, "keys", pages.layers), self._codebook.tops(dtype, "values", pages.layers)
-        return Coding(plans, tops, self.parameters_id)
+        return Coding(plans, tops)
 
 
 def _backend(device: torch.device) -> Backend[Coding, Layout]:

@@ -9,13 +9,12 @@ from kvrail.codec.base import PagedBlock
 from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, append, byte_pools, gather, scatter
-from kvrail.codec.core.sections import aligned, pad
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, pad
 from kvrail.codec.splitzip.one_stage.cpu_geometry import geometry_of
 from kvrail.codec.splitzip.one_stage.cpu_kernels import decode_tiles, encode_tiles
-from kvrail.codec.splitzip.one_stage.payload import Layout
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.cpu import Escapes, decode_on_threads, encode_on_threads
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, Part, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, scale_bytes_of, stats_of, travels_raw
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 
@@ -45,7 +44,7 @@ def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
     for found in escapes:
         offset = pad(memory, append(memory, offset, [each.records for each in found]))
         offset = pad(memory, append(memory, offset, [each.extensions for each in found]))
-    layout = Layout(parts[0], parts[1], scale_bytes, coding.codebook_id)
+    layout = Layout(parts[0], parts[1], scale_bytes)
     memory[:HEADER_BYTES] = np.frombuffer(layout.header(), dtype=np.uint8)
     return CpuEncoding([memory.data[: layout.size]], stats_of(parts))
 

@@ -75,7 +75,7 @@ _split_e4m3, _join_e4m3 = _format_kernels(4, 3, 0)
 
 @njit(nogil=True)
 def _split(values, tops, geometry, low, fields, distances):
-    """Take values apart. Of the significand, the plane `low` takes the low eight bits where it has as many."""
+    """Take values apart. From the significand, the plane `low` takes the low eight bits where it has as many."""
     if geometry.mantissa_bits == BFLOAT16:
         _split_bfloat16(values, tops, low, distances)
     elif geometry.mantissa_bits == FLOAT16:

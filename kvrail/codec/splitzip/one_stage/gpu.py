@@ -8,11 +8,10 @@ from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.gpu import byte_pools
 from kvrail.codec.core.host import to_device
 from kvrail.codec.splitzip.one_stage.gpu_launch import launch_decode, launch_encode
-from kvrail.codec.splitzip.one_stage.payload import Layout
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.tiles.gpu import GpuEncoding
 from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, make_table
-from kvrail.codec.splitzip.tiles.payload import Part, scale_bytes_of
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, scale_bytes_of
 
 
 def encode(pages: PagedBlock, coding: Coding) -> GpuEncoding:
@@ -24,12 +23,12 @@ def encode(pages: PagedBlock, coding: Coding) -> GpuEncoding:
     table = make_table(pages, coding.tops)
     buffers = EncodeBuffers.allocate(plans, scale_bytes, pages.device)
     launch_encode(pages, plans, table, buffers)
-    return GpuEncoding(pages, plans, table, buffers, functools.partial(_layout, scale_bytes, coding.codebook_id))
+    return GpuEncoding(pages, plans, table, buffers, functools.partial(_layout, scale_bytes))
 
 
-def _layout(scale_bytes: int, codebook_id: int, parts: list[Part]) -> Layout:
+def _layout(scale_bytes: int, parts: list[Part]) -> Layout:
     """The payload's layout, given what became of keys and values."""
-    return Layout(parts[0], parts[1], scale_bytes, codebook_id)
+    return Layout(parts[0], parts[1], scale_bytes)
 
 
 def decode(stage: int, payloads: Sequence[Bytes], layouts: Sequence[Layout], coding: Coding, out: PagedBlock) -> None:

@@ -7,7 +7,7 @@ On paper, a page of [64, 1024]: a value of bfloat16 moves 2 bytes in and 1.5 out
 with one warp (eight words of a segment a thread, loads and stores of 16 bytes), a tile of 4,096 values takes about
 1,150 instructions, one round of escapes included, and 1,550 per channel; of float8_e5m2 about 750. An H200 moves the
 tile's bytes in the time in which it issues some 3,000 (16 bits) or 1,700 (8 bits), but half as many where they are
-shifts and logic, of which most are. With two warps the sums and scans also cross warps; registers are 65 to 130 a
+shifts and logic, as most are. With two warps the sums and scans also cross warps; registers are 65 to 130 a
 thread with one.
 """
 

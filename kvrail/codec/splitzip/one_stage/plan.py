@@ -10,9 +10,8 @@ from kvrail.codec.splitzip.tiles.plan import TensorPlan
 class Coding:
     """Plans of keys and values, and the tops of their windows.
 
-    tops: int64 [layers] each, or None where channels have their own; codebook_id: of the codebook that has them, or 0.
+    tops: int64 [layers] each, or None where channels have their own.
     """
 
     plans: tuple[TensorPlan, TensorPlan]
     tops: tuple[Ints | None, Ints | None]
-    codebook_id: int

@@ -8,9 +8,8 @@ from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.cpu import CpuEncoding, matrices
 from kvrail.codec.core.sections import aligned, joined
-from kvrail.codec.splitzip.one_stage.payload import Layout
 from kvrail.codec.splitzip.one_stage.plan import Coding
-from kvrail.codec.splitzip.tiles.payload import Part, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, stats_of, travels_raw
 from kvrail.codec.splitzip.tiles.reference import decode_tensor, encode_tensor, place_whole
 
 
@@ -34,7 +33,7 @@ def encode(pages: PagedBlock, coding: Coding) -> CpuEncoding:
             dense_parts.append(dense.tobytes())
             escapes += [records.tobytes(), extensions.tobytes()]
     scales = b"".join(pool[:, page_ids].tobytes() for pool in pools[2:])
-    header = Layout(parts[0], parts[1], len(scales), coding.codebook_id).header()
+    header = Layout(parts[0], parts[1], len(scales)).header()
     return CpuEncoding([memoryview(joined((header, *dense_parts, scales, *escapes)))], stats_of(parts))
 
 

@@ -1,1 +1,1 @@
-"""The entropy-coded form in two stages, the first of which is enough to draft on: for slow links."""
+"""The entropy-coded form in two stages, for slow links: the first stage is enough to draft on."""

@@ -8,7 +8,7 @@ import torch
 from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
 from kvrail.codec.core.backend import Backend, backend_of
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.splitzip.progressive_ans.payload import VERSION, StageLayout, parse_first, parse_rest
+from kvrail.codec.splitzip.progressive_ans.payload import StageLayout, parse_first, parse_rest
 from kvrail.codec.splitzip.progressive_ans.plan import KEPT_BITS, Plans, cut_plans
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 
@@ -36,7 +36,7 @@ class ProgressiveAnsCodec:
         self.device_payloads = False
         self.reads_earlier_payloads = False
         self.dtypes = frozenset(FORMATS)
-        self.parameters_id = VERSION << 16 | kept[0] << 8 | kept[1]
+        self.parameters_id = kept[0] << 8 | kept[1]
         self._kept = kept
         self._code = WindowCode(4, per_channel=True, chunk=chunk)
 

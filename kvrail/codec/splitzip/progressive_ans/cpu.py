@@ -9,48 +9,41 @@ from kvrail.codec.core import buffers
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, byte_pools, on_threads
 from kvrail.codec.core.host import host_bytes
-from kvrail.codec.core.sections import pad
-from kvrail.codec.splitzip.entropy.codec import coded_pieces, joined_pieces, restore_pieces
-from kvrail.codec.splitzip.entropy.cpu import AnsCoder
+from kvrail.codec.core.sections import HEADER_BYTES, packed_header, pad
+from kvrail.codec.splitzip.entropy.cpu import coded_pieces, decode_inner, joined_pieces, restore_pieces
 from kvrail.codec.splitzip.entropy.payload import pieces_of
 from kvrail.codec.splitzip.one_stage import cpu as one_stage
 from kvrail.codec.splitzip.one_stage.cpu_geometry import geometry_of
-from kvrail.codec.splitzip.one_stage.payload import parse, parse_header
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.progressive_ans.cpu_kernels import complete_tiles, cut_tiles, join_tiles
 from kvrail.codec.splitzip.progressive_ans.payload import (
-    CODED,
     SHOWN,
     FirstLayout,
     RestLayout,
     StageLayout,
-    first_header,
-    rest_header,
     rest_layout,
     uncoded_pieces,
 )
 from kvrail.codec.splitzip.progressive_ans.plan import CutPlan, Plans
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
-
-_CODER = AnsCoder()
+from kvrail.codec.splitzip.tiles.payload import parse_header
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     """Encode keys and values by their plans. Raises CodecError where a pool's tensor is not contiguous."""
     encoding = one_stage.encode(pages, _coding(plans))
     inner = host_bytes("splitzip-progressive-ans", encoding.stages()[0])
-    layout = parse_header(inner, pages.spec, plans[0].whole.code, 0, entropy_coded=False)
+    layout = parse_header(inner, pages.spec, (plans[0].whole, plans[1].whole))
     pieces = [inner[place] for place in pieces_of(layout)]
     raw = layout.keys.raw, layout.values.raw
     later = rest_layout(raw, plans)
     second = buffers.take(later.size)
-    second[:HEADER_BYTES] = np.frombuffer(rest_header(later, plans), dtype=np.uint8)
+    second[:HEADER_BYTES] = np.frombuffer(packed_header(later.raw), dtype=np.uint8)
     shown = [buffers.take(0 if whole else plan.shown_bytes) for whole, plan in zip(raw, plans, strict=True)]
     for number, whole, plan, place, memory in zip(SHOWN, raw, plans, later.places, shown, strict=True):
         if not whole:
             _cut(plan, pieces[number], memory, second[place])
             pieces[number] = memory[: plan.shown_bytes]
-    first = joined_pieces(first_header(layout, plans), coded_pieces(_CODER, pieces, CODED))
+    first = joined_pieces(layout.header(), coded_pieces(pieces))
     return CpuEncoding([first, second.data[: later.size]], encoding.stats())
 
 
@@ -70,19 +63,16 @@ def _decode_first(payload: Bytes, layout: FirstLayout, plans: Plans, out: PagedB
     byte_pools(out)
     memory = buffers.take(layout.inner.size)
     inner = memory[: layout.inner.size]
-    inner[:HEADER_BYTES] = np.frombuffer(layout.inner.header(), dtype=np.uint8)
     places, uncoded = pieces_of(layout.inner), uncoded_pieces(layout.inner, plans)
     shown = buffers.take(sum(uncoded[number].stop - uncoded[number].start for number in SHOWN))
     targets = [inner[place] for place in places]
     split = uncoded[0].stop
     targets[0], targets[2] = shown[:split], shown[split : split + uncoded[2].stop - uncoded[2].start]
-    restore_pieces(_CODER, [payload[piece] for piece in layout.pieces], targets)
+    restore_pieces([payload[piece] for piece in layout.pieces], targets)
     for number, part, plan in zip(SHOWN, layout.inner.parts, plans, strict=True):
         if not part.raw:
             _join(plan, targets[number], inner[places[number]])
-    coding = _coding(plans)
-    checked = parse(inner, out.spec, plans[0].whole.code, 0)
-    one_stage.decode(0, [inner], [checked], coding, out)
+    decode_inner(inner, layout.inner, out)
 
 
 def _decode_rest(payload: Bytes, layout: RestLayout, plans: Plans, out: PagedBlock) -> None:
@@ -126,5 +116,5 @@ def _join(plan: CutPlan, shown: Bytes, target: Bytes) -> None:
 
 
 def _coding(plans: Plans) -> Coding:
-    """Of the payload in one stage."""
-    return Coding((plans[0].whole, plans[1].whole), (None, None), 0)
+    """The coding of the payload in one stage."""
+    return Coding((plans[0].whole, plans[1].whole), (None, None))

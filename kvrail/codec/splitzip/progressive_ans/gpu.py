@@ -10,23 +10,21 @@ from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes
 from kvrail.codec.core.gpu import byte_pools, next_power_of_2
 from kvrail.codec.core.host import to_device
+from kvrail.codec.core.sections import HEADER_BYTES, packed_header
 from kvrail.codec.splitzip.entropy.gpu import AnsEncoding, decode_inner, restore_pieces
 from kvrail.codec.splitzip.entropy.payload import pieces_of
-from kvrail.codec.splitzip.one_stage.payload import Layout
 from kvrail.codec.splitzip.progressive_ans.gpu_kernels import complete_kernel, cut_kernel, join_kernel
 from kvrail.codec.splitzip.progressive_ans.payload import (
     SHOWN,
     FirstLayout,
     RestLayout,
     StageLayout,
-    first_header,
-    rest_header,
     rest_layout,
     uncoded_pieces,
 )
 from kvrail.codec.splitzip.progressive_ans.plan import CutPlan, Plans
 from kvrail.codec.splitzip.tiles.gpu_launch import TUNING, launch_tiles, make_table
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES
+from kvrail.codec.splitzip.tiles.payload import Layout
 
 
 class StagesEncoding(AnsEncoding):
@@ -41,7 +39,7 @@ class StagesEncoding(AnsEncoding):
         """Launch what brings both payloads together, on the device."""
         later = rest_layout((layout.keys.raw, layout.values.raw), self._cuts)
         second = torch.zeros(later.size, dtype=torch.uint8, device=inner.device)
-        header = np.frombuffer(rest_header(later, self._cuts), dtype=np.uint8)
+        header = np.frombuffer(packed_header(later.raw), dtype=np.uint8)
         second[:HEADER_BYTES] = to_device(header, inner.device)
         pieces = [inner[place] for place in pieces_of(layout)]
         for number, part, plan, place in zip(SHOWN, layout.parts, self._cuts, later.places, strict=True):
@@ -49,7 +47,7 @@ class StagesEncoding(AnsEncoding):
                 shown = torch.zeros(plan.shown_bytes, dtype=torch.uint8, device=inner.device)
                 _launch(cut_kernel, plan, pieces[number], shown, second[place])
                 pieces[number] = shown
-        return [self._joined(first_header(layout, self._cuts), pieces), second]
+        return [self._joined(layout.header(), pieces), second]
 
 
 def encode(pages: PagedBlock, plans: Plans) -> StagesEncoding:

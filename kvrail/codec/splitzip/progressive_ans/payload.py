@@ -5,17 +5,13 @@ from itertools import accumulate, pairwise
 
 from kvrail.codec.base import BlockSpec, CodecError
 from kvrail.codec.core.arrays import Bytes
+from kvrail.codec.core.sections import HEADER_BYTES, parsed_header
 from kvrail.codec.splitzip.entropy.payload import pieces_of, places_of
-from kvrail.codec.splitzip.one_stage.payload import Layout
 from kvrail.codec.splitzip.progressive_ans.plan import Plans
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, StageHeader, checked_part, scale_bytes_of
+from kvrail.codec.splitzip.tiles.payload import Layout, parse_header
 
-MAGIC = b"SPLA"
-VERSION = 1
 SHOWN = (0, 2)
 """Numbers of the first stage's pieces that have significands, of keys and of values."""
-CODED = (1, 3, 4)
-"""Numbers of the pieces that an encoder tries to make smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +39,6 @@ class RestLayout:
 StageLayout = FirstLayout | RestLayout
 
 
-def first_header(layout: Layout, plans: Plans) -> bytes:
-    """The first HEADER_BYTES bytes of a first stage; layout: of the payload in one stage."""
-    keys, values = layout.parts
-    counts = (keys.records, keys.extensions, values.records, values.extensions)
-    return _header(0, plans).packed((keys.raw, values.raw), counts)
-
-
-def rest_header(layout: RestLayout, plans: Plans) -> bytes:
-    """The first HEADER_BYTES bytes of a second stage."""
-    return _header(1, plans).packed(layout.raw)
-
-
 def uncoded_pieces(layout: Layout, plans: Plans) -> list[slice]:
     """The pieces of a first stage one after the other, none of them coded; layout: of the payload in one stage."""
     sizes = [place.stop - place.start for place in pieces_of(layout)]
@@ -75,25 +59,16 @@ def parse_first(payload: Bytes, spec: BlockSpec, plans: Plans) -> FirstLayout:
 
     What is in the pieces is checked when they are decoded.
     """
-    raw, counts = _header(0, plans).parsed(payload)
-    parts = [
-        checked_part(plan.whole, raw[number], *counts[2 * number : 2 * number + 2]) for number, plan in enumerate(plans)
-    ]
-    layout = Layout(parts[0], parts[1], scale_bytes_of(spec), 0)
+    layout = parse_header(payload, spec, (plans[0].whole, plans[1].whole))
     return FirstLayout(layout, tuple(places_of(payload, payload.size, uncoded_pieces(layout, plans))))
 
 
 def parse_rest(payload: Bytes, plans: Plans) -> RestLayout:
     """The layout of a second stage that came, all of it checked; raises CodecError, naming what is wrong."""
-    raw, counts = _header(1, plans).parsed(payload)
+    raw, counts = parsed_header(payload)
     if any(counts):
         raise CodecError(f"a second stage says that it has escapes: {counts}")
     layout = rest_layout(raw, plans)
     if payload.size != layout.size:
         raise CodecError(f"a second stage has {payload.size} bytes; by its header it has {layout.size}")
     return layout
-
-
-def _header(stage: int, plans: Plans) -> StageHeader:
-    keys, values = plans
-    return StageHeader(MAGIC, VERSION, stage, keys.whole, (keys.kept_bits, values.kept_bits))

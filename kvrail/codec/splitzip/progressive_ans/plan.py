@@ -50,7 +50,7 @@ class CutPlan:
         return sum(aligned(section.size) for section in self.rest.values())
 
     def planes(self, bits: int) -> dict[str, Section]:
-        """The planes of a field of so many bits, widest first."""
+        """The planes of a field of `bits` bits, widest first."""
         return sections_of(self.whole.plane_sizes({"plane": planes_of(bits)}))
 
 

@@ -7,33 +7,29 @@ import numpy as np
 from kvrail.codec.base import PagedBlock
 from kvrail.codec.core.arrays import Bytes, Ints
 from kvrail.codec.core.cpu import CpuEncoding, matrices
-from kvrail.codec.core.sections import joined
+from kvrail.codec.core.sections import joined, packed_header
 from kvrail.codec.splitzip.entropy import reference as rans
-from kvrail.codec.splitzip.entropy.payload import LENGTHS, pieces_of
+from kvrail.codec.splitzip.entropy.payload import CODED, LENGTHS, pieces_of
 from kvrail.codec.splitzip.one_stage import reference as one_stage
-from kvrail.codec.splitzip.one_stage.payload import parse, parse_header
 from kvrail.codec.splitzip.one_stage.plan import Coding
 from kvrail.codec.splitzip.progressive_ans.payload import (
-    CODED,
     SHOWN,
     FirstLayout,
     RestLayout,
     StageLayout,
-    first_header,
-    rest_header,
-    rest_layout,
     uncoded_pieces,
 )
 from kvrail.codec.splitzip.progressive_ans.plan import CutPlan, Plans
 from kvrail.codec.splitzip.tiles import reference as tiles
 from kvrail.codec.splitzip.tiles.format import SEGMENTS, planes_of
+from kvrail.codec.splitzip.tiles.payload import parse, parse_header
 
 
 def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     """The payloads that README.md asks for. Raises CodecError where a pool's tensor is not contiguous."""
     encoding = one_stage.encode(pages, _coding(plans))
     inner = np.frombuffer(encoding.payloads[0], dtype=np.uint8)
-    layout = parse_header(inner, pages.spec, plans[0].whole.code, 0, entropy_coded=False)
+    layout = parse_header(inner, pages.spec, (plans[0].whole, plans[1].whole))
     pieces = [inner[place].tobytes() for place in pieces_of(layout)]
     raw, rests = (layout.keys.raw, layout.values.raw), []
     for number, whole, plan in zip(SHOWN, raw, plans, strict=True):
@@ -44,8 +40,8 @@ def encode(pages: PagedBlock, plans: Plans) -> CpuEncoding:
     for number in CODED:
         coded = rans.encode(np.frombuffer(pieces[number], dtype=np.uint8)) if pieces[number] else b""
         pieces[number] = min(pieces[number], coded, key=len)
-    first = first_header(layout, plans) + LENGTHS.pack(*map(len, pieces)) + b"".join(pieces)
-    second = rest_header(rest_layout(raw, plans), plans) + b"".join(rests)
+    first = layout.header() + LENGTHS.pack(*map(len, pieces)) + b"".join(pieces)
+    second = packed_header(raw) + b"".join(rests)
     return CpuEncoding([memoryview(first), memoryview(second)], encoding.stats())
 
 
@@ -75,7 +71,7 @@ def _decode_first(payload: Bytes, layout: FirstLayout, plans: Plans, out: PagedB
     header = layout.inner.header()
     inner[: len(header)] = np.frombuffer(header, dtype=np.uint8)
     coding = _coding(plans)
-    one_stage.decode(0, [inner], [parse(inner, out.spec, plans[0].whole.code, 0)], coding, out)
+    one_stage.decode(0, [inner], [parse(inner, out.spec, coding.plans)], coding, out)
 
 
 def _decode_rest(payload: Bytes, layout: RestLayout, plans: Plans, out: PagedBlock) -> None:
@@ -115,5 +111,5 @@ def _written(fields: Ints, plan: CutPlan, bits: int) -> bytes:
 
 
 def _coding(plans: Plans) -> Coding:
-    """Of the payload in one stage."""
-    return Coding((plans[0].whole, plans[1].whole), (None, None), 0)
+    """The coding of the payload in one stage."""
+    return Coding((plans[0].whole, plans[1].whole), (None, None))

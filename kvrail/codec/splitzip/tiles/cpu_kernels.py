@@ -1,7 +1,7 @@
 """What the forms' kernels share on a CPU: loops that LLVM vectorises, a tile at a time, so that all stays in L1.
 
 A tile is staged as `values`, uint16 [8 * J] whatever the element type, segment after segment, padding as zeros; its
-`distances` (how far exponents lie below their tops) are uint8 [8 * J] likewise. A plane of b bits packs a field across
+`distances` (how far exponents lie below their tops) are uint8 [8 * J]. A plane of b bits packs a field across
 segments (README.md), so no loop shuffles. Geometries are named tuples: numba compiles a function for each kind.
 
 Constants are typed and intermediates cast: else a loop would widen to 64 bits and run five times slower. All that
@@ -42,7 +42,7 @@ def _is_value(geometry, number, s, j):
 
 @njit(nogil=True)
 def copy(source, target):
-    """Copy `source` to the beginning of `target`, of which only the low bits may be taken."""
+    """Copy `source` to the beginning of `target`, whose type may take the low bits only."""
     for j in range(source.size):
         target[j] = source[j]
 

@@ -27,14 +27,12 @@ class WindowCode:
     """How exponents become codes: an exponent e in the window (top - 2^code_bits, top] has the code top - e.
 
     per_channel: every channel of a page has a top of its own, else one is fixed for all of a layer's keys or values.
-    chunk: values of a tile at most, a power of two from 256 to 16,384. unused: so many of the largest codes stand for
-    no exponent, which makes the window smaller.
+    chunk: values of a tile at most, a power of two from 256 to 16,384.
     """
 
     code_bits: int
     per_channel: bool
     chunk: int = 4096
-    unused: int = 0
 
     def __post_init__(self) -> None:
         if self.code_bits not in (3, 4):
@@ -45,7 +43,7 @@ class WindowCode:
     @property
     def window(self) -> int:
         """How many exponents have a code."""
-        return (1 << self.code_bits) - self.unused
+        return 1 << self.code_bits
 
     @property
     def position_bits(self) -> int:

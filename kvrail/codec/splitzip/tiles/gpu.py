@@ -10,16 +10,15 @@ import numpy as np
 import torch
 
 from kvrail.codec.base import EncodingStats, PagedBlock, Payload
-from kvrail.codec.core.gpu import byte_pools
+from kvrail.codec.core.gpu import byte_pools, copy_stream, record
 from kvrail.codec.core.host import host_memory
-from kvrail.codec.core.sections import aligned
-from kvrail.codec.core.streams import copy_stream, record
+from kvrail.codec.core.sections import HEADER_BYTES, aligned
 from kvrail.codec.splitzip.tiles.gpu_launch import EncodeBuffers, Plans, tiles_of
-from kvrail.codec.splitzip.tiles.payload import HEADER_BYTES, Layout, Part, scale_bytes_of, stats_of, travels_raw
+from kvrail.codec.splitzip.tiles.payload import Layout, Part, scale_bytes_of, stats_of, travels_raw
 from kvrail.codec.splitzip.tiles.plan import TensorPlan
 
 ESCAPE_SHARE = 16
-"""Of a tensor's bytes, one in so many is room for its escapes in the memory that a payload is first given: more than KV
+"""One in this many of a tensor's bytes is room for its escapes in the memory that a payload gets first: more than KV
 needs, and less than doubles the memory, which is rounded up to a power of two."""
 
 
@@ -45,7 +44,7 @@ class GpuEncoding:
         """
         self._pages, self._plans, self._table, self._layout_of = pages, plans, table, layout_of
         fixed = sum(plan.fixed_bytes if tiles_of(plan) else aligned(plan.raw_bytes) for plan in plans)
-        room = HEADER_BYTES + fixed + aligned(scale_bytes_of(pages.spec)) + escape_room(plans)
+        room = HEADER_BYTES + fixed + aligned(scale_bytes_of(pages.spec)) + _escape_room(plans)
         self._host = host_memory(room, pages.device)
         self._totals = torch.empty((2, 2), dtype=torch.int64, pin_memory=pages.device.type == "cuda")
         self._buffers: EncodeBuffers | None = buffers
@@ -57,25 +56,16 @@ class GpuEncoding:
 
     def stages(self) -> list[Payload]:
         """Wait for the work, bring the escapes and give the one payload."""
-        return [self.payload()]
-
-    def payload(self) -> memoryview:
-        """The same payload by itself."""
         if not self._parts:
             if self._event is not None:
                 self._event.synchronize()
             self._finish()
             self._buffers = None
-        return self._host.numpy().data[: self._size]
+        return [self._host.numpy().data[: self._size]]
 
     def stats(self) -> EncodingStats:
         """What it came to; after `stages`."""
         return stats_of(self._parts)
-
-    @property
-    def parts(self) -> list[Part]:
-        """What became of keys and values, escapes counted wherever they travel; after `stages`."""
-        return self._parts
 
     def _finish(self) -> None:
         """Complete the payload in the host's memory; the device has finished all but these last copies."""
@@ -84,11 +74,11 @@ class GpuEncoding:
             raw = not tiles_of(plan) or travels_raw(plan, records, extensions)
             parts.append(Part(plan, True, 0, 0) if raw else Part(plan, False, records, extensions))
         layout = self._layout_of(parts)
-        anew = layout.keys.raw or layout.values.raw or layout.size > self._host.numel()
+        again = layout.keys.raw or layout.values.raw or layout.size > self._host.numel()
         if layout.size > self._host.numel():
             self._host = host_memory(layout.size, self._pages.device)
         with torch.cuda.stream(copy_stream(self._pages.device)):
-            if anew:
+            if again:
                 self._copy_dense(layout)
             self._copy_escapes(layout)
             event = record(self._pages.device)
@@ -99,7 +89,7 @@ class GpuEncoding:
         self._parts, self._size = parts, layout.size
 
     def _copy_dense(self, layout: Layout) -> None:
-        """Copy dense parts and scales anew: a tensor that travels raw moves what follows, as does larger memory."""
+        """Copy dense parts and scales again: a tensor that travels raw moves what follows, as does larger memory."""
         assert self._buffers is not None
         index = self._table[: len(self._pages.page_ids)]
         pools, dense = byte_pools(self._pages), self._buffers.dense(self._plans)
@@ -131,6 +121,6 @@ class GpuEncoding:
             host[end : aligned(end)] = 0
 
 
-def escape_room(plans: Sequence[TensorPlan]) -> int:
+def _escape_room(plans: Sequence[TensorPlan]) -> int:
     """Bytes that a payload's memory has for the escapes of tensors that are coded, unless they turn out to be more."""
     return sum(aligned(plan.raw_bytes // ESCAPE_SHARE) for plan in plans if tiles_of(plan))

@@ -12,7 +12,7 @@ from kvrail.codec.splitzip.tiles.plan import TensorPlan
 class Geometry(NamedTuple):
     """What a kernel is compiled for, of keys or of values; kernels call it G, as a constant.
 
-    ALIGNMENT: bytes, a power of two, that divides the addresses of all pages. LANES: values of a word, or of a quad.
+    ALIGNMENT: bytes, a power of two, that divides the addresses of all pages. LANES: values of a word.
     HALVES: 2 where channels have tops of their own, else 1. PADDED: whether tiles, or their blocks of HALF_PADDED words
     a half, hold anything that is not a value. KEPT_BITS: mantissa bits of the first of two stages; 0 where there is
     one. The others are those of FloatFormat, WindowCode and TensorPlan, WIDTH and PER_PAGE of tiles, what is PADDED up
@@ -40,8 +40,8 @@ class Geometry(NamedTuple):
 
     @property
     def segment_words(self) -> int:
-        """Words of a segment, padded to a power of two; a quad is two."""
-        return self.SEGMENT_ROWS_PADDED * self.HALVES * self.HALF_PADDED * max(1, self.LANES * self.ITEM_BYTES // 4)
+        """Words of a segment, padded to a power of two."""
+        return self.SEGMENT_ROWS_PADDED * self.HALVES * self.HALF_PADDED
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,20 +52,11 @@ def geometries_of(
     columns: tuple[int, int],
     kept_bits: tuple[int, int],
     alignment: int,
-    quads: bool,
 ) -> tuple[Geometry, Geometry]:
-    """Geometries of keys and of values, with the same LANES: the most that fit both.
-
-    quads: whether the kernel knows them, LANES of 4 where an element has two bytes.
-    """
+    """Geometries of keys and of values, with the same LANES: the most that fit both."""
     plans = [TensorPlan(format, code, 1, 1, rows, each) for each in columns]
-    sizes = (8, 4) if quads and format.item_bytes == 2 else (4,)
-    fitting = [
-        size // format.item_bytes
-        for size in sizes
-        if alignment % size == 0 and all(_in_words(plan, size // format.item_bytes) for plan in plans)
-    ]
-    lanes = fitting[0] if fitting else 1
+    most = 4 // format.item_bytes
+    lanes = most if alignment % 4 == 0 and all(_in_words(plan, most) for plan in plans) else 1
     keys, values = (_geometry(plan, lanes, alignment, kept) for plan, kept in zip(plans, kept_bits, strict=True))
     return keys, values
 

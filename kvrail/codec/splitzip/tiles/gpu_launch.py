@@ -1,7 +1,7 @@
 """Launches of the Triton kernels, on the current stream, and the device memory that they need.
 
 Encoding is two launches: gpu_encode_kernel.py reads the pages once and leaves every tile's escapes in a slot of its
-own, gpu_pack_kernel.py brings them together. Decoding is one, gpu_decode_kernel.py. No kernel is compiled anew for
+own, gpu_pack_kernel.py brings them together. Decoding is one, gpu_decode_kernel.py. No kernel is compiled again for
 another number of layers or pages.
 """
 
@@ -30,16 +30,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Tuning:
     """Launch parameters.
 
-    encode_words, decode_words, joint_words: words of a segment that a thread has, the last where two stages are decoded
-    at once; stage_registers: most of a thread that encodes two stages, so that 16 warps fit a multiprocessor; warps:
-    most of a program; pack_programs: most programs that bring one tensor's escapes together, each of pack_warps,
-    pack_tiles tiles and pack_records of each at a time.
+    encode_words, decode_words: words of a segment that a thread has; warps: most of a program; pack_programs: most
+    programs that bring one tensor's escapes together, each of pack_warps, pack_tiles tiles and pack_records of each at
+    a time.
     """
 
     encode_words: int = 8
     decode_words: int = 4
-    joint_words: int = 4
-    stage_registers: int = 128
     warps: int = 8
     pack_programs: int = 128
     pack_tiles: int = 128
@@ -95,7 +92,7 @@ class EncodeBuffers:
 
     @classmethod
     def allocate(cls, plans: Plans, scale_bytes: int, device: torch.device) -> Self:
-        """Uninitialised memory for plans of keys and values, and for so many bytes of scales."""
+        """Uninitialised memory for plans of keys and values, and for `scale_bytes` bytes of scales."""
         size = sum(_dense_bytes(plan) for plan in plans) + scale_bytes
         return cls(
             torch.empty(size, dtype=torch.uint8, device=device),
@@ -160,26 +157,24 @@ def launch_tiles(
     tensors: Sequence[tuple[torch.Tensor, ...]],
     *,
     kept_bits: tuple[int, int] = (0, 0),
-    quads: bool = False,
-    registers: int | None = None,
 ) -> None:
     """Launch a kernel of one program a tile.
 
     tensors: what it takes of keys and of values beside the pools. It gets the number of layers where it names that.
-    kept_bits, quads: as of geometries_of; registers: most of a thread.
+    kept_bits: as of geometries_of.
     """
     keys, values = pools[:2]
     plan, other = plans if tiles[0] else plans[::-1]  # of a tensor without tiles nothing is looked at
     columns = (plan.columns, other.columns if all(tiles) else plan.columns)
     columns = columns if tiles[0] else columns[::-1]
     alignment = alignment_of((keys, values))
-    geometries = geometries_of(plan.format, plan.code, plan.rows, columns, kept_bits, alignment, quads)
+    geometries = geometries_of(plan.format, plan.code, plan.rows, columns, kept_bits, alignment)
     words = max(geometry.segment_words for geometry in geometries)
     kernel[(sum(tiles),)](
         keys, values, keys.stride(0), values.stride(0), keys.stride(1), values.stride(1),
         table, len(pages.page_ids), *([len(pages.layers)] if "num_layers" in kernel.arg_names else []), *tiles,
         *(tensor for pair in zip(*tensors, strict=True) for tensor in pair), *geometries,
-        num_warps=TUNING.warps_for(words, words_a_thread), maxnreg=registers,
+        num_warps=TUNING.warps_for(words, words_a_thread),
     )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def pack_kernel(
     """Grid: the keys' programs, then the values'.
 
     counts: uint16 [tiles]; groups: uint32 [groups, 2]; records uint16, extensions uint8: slots of KEY_SLOT or
-    VALUE_SLOT a tile; packed: where they go, with room for so many; totals: int64 [2, 2], records and extensions of
+    VALUE_SLOT a tile; packed: where they go; room: elements of these; totals: int64 [2, 2], records and extensions of
     keys and of values, also where there was no room.
     """
     program = tl.program_id(0)

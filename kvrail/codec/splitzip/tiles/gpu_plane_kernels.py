@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kvrail.codec.core.gpu_word_kernels import aligned, packed, pointer_to, replicated, spread, spread_at_once
+from kvrail.codec.core.gpu_word_kernels import aligned, packed, pointer_to, replicated, spread
 
 
 @triton.jit
@@ -136,13 +136,13 @@ def load_planes(
 
 
 @triton.jit
-def field(planes, S: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr = False):
+def field(planes, S: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr):
     """Fields of segment S. The plane of b bits is planes[BITS / 2b * 2b ...], since those before are all wider."""
     field = tl.zeros_like(planes[0]).to(tl.uint32)
     for level in tl.static_range(4):
         if BITS & (8 >> level):
             data = planes[BITS // (16 >> level) * (16 >> level) + S % (8 >> level)]
-            word = spread_at_once(data, LANES) if AT_ONCE else spread(data, LANES)
+            word = spread(data, LANES)
             part = (word >> (S // (8 >> level) * (8 >> level))) & replicated((1 << (8 >> level)) - 1, LANES)
             field |= part << (BITS // (16 >> level) * (16 >> level))
     return field

@@ -23,7 +23,7 @@ RUNTIME = [
     "key_tiles",
     "value_tiles",
 ]
-"""Arguments of kernels of tiles for whose values nothing is compiled anew."""
+"""Arguments of kernels of tiles whose values are not compiled in."""
 
 
 @triton.jit

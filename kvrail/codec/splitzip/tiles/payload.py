@@ -1,7 +1,5 @@
 """What the payloads of all forms are: header, dense parts, scales, escapes; what is checked of one that came."""
 
-import struct
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,13 +9,10 @@ import numpy.typing as npt
 
 from kvrail.codec.base import BlockSpec, CodecError, EncodingStats
 from kvrail.codec.core.arrays import Bytes, Ints
-from kvrail.codec.core.sections import aligned, pad
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, pad, parsed_header
 from kvrail.codec.splitzip.tiles.format import SEGMENTS
 from kvrail.codec.splitzip.tiles.plan import TILES_PER_GROUP, TensorPlan, variable_bytes
 
-HEADER_BYTES = 64
-"""Of each form's header."""
-_STAGE_HEADER = struct.Struct("<4s8B4s4Q16s")
 WIDE = 0x8000
 """Bit of a tile's count that says that its records have extensions."""
 
@@ -46,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Layout(ABC):
+class Layout:
     """The layout of one payload: offsets of everything in it.
 
     scale_bytes: of keys' and values' scales together, 0 without.
@@ -63,17 +58,17 @@ class Layout(ABC):
 
     @cached_property
     def dense_offsets(self) -> tuple[int, int]:
-        """Of the dense parts of keys and values."""
+        """Offsets of the dense parts of keys and values."""
         return HEADER_BYTES, HEADER_BYTES + self.keys.dense_bytes
 
     @cached_property
     def scale_offset(self) -> int:
-        """Of the scales."""
+        """Offset of the scales."""
         return self.dense_offsets[1] + self.values.dense_bytes
 
     @cached_property
     def escape_offsets(self) -> tuple[int, int]:
-        """Of the records of keys and values; extensions follow, aligned."""
+        """Offsets of the records of keys and values; extensions follow, aligned."""
         first = self.scale_offset + aligned(self.scale_bytes)
         return first, first + self.keys.escape_bytes
 
@@ -82,61 +77,15 @@ class Layout(ABC):
         """Bytes in all."""
         return self.escape_offsets[1] + self.values.escape_bytes
 
-    @abstractmethod
     def header(self) -> bytes:
-        """The first HEADER_BYTES bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageHeader:
-    """The header of a payload in two stages, as the README.md of those forms have it.
-
-    Here is what must be equal at both ends: the form's magic and version, and all that a stage's layout depends on.
-
-    plan: of the keys; kept_bits: mantissa bits that the first stage shows of keys and of values.
-    """
-
-    magic: bytes
-    version: int
-    stage: int
-    plan: TensorPlan
-    kept_bits: tuple[int, int]
-
-    def packed(self, raw: tuple[bool, bool], counts: tuple[int, int, int, int] = (0, 0, 0, 0)) -> bytes:
-        """HEADER_BYTES bytes. raw: which of keys and values travel as they are; counts: records and extensions."""
-        flags = raw[0] | raw[1] << 1
-        return _STAGE_HEADER.pack(self.magic, self.version, flags, *self._kind, b"", *counts, b"")
-
-    def parsed(self, payload: Bytes) -> tuple[tuple[bool, bool], tuple[int, int, int, int]]:
-        """Arguments of `packed` by a payload that came; raises CodecError, naming what is wrong."""
-        if payload.size < HEADER_BYTES:
-            raise CodecError(f"a payload has {payload.size} bytes; its header alone has {HEADER_BYTES}")
-        magic, version, flags, *kind, gap, keys, far_keys, values, far_values, end = _STAGE_HEADER.unpack_from(
-            payload.data
-        )
-        if (magic, version) != (self.magic, self.version):
-            raise CodecError(
-                f"a payload begins with {magic!r}, version {version}; it must be {self.magic!r}, version {self.version}"
-            )
-        if any(gap + end) or flags > 3:
-            raise CodecError(
-                f"a payload's header has {(gap + end).hex()} and flags {flags}, which version {version} has not"
-            )
-        if tuple(kind) != self._kind:
-            raise CodecError(
-                "a payload has (code bits, position bits, stage, mantissa bits of the element type, of keys and of"
-                f" values in the first stage) {tuple(kind)}; expected {self._kind}"
-            )
-        return (bool(flags & 1), bool(flags & 2)), (keys, far_keys, values, far_values)
-
-    @property
-    def _kind(self) -> tuple[int, ...]:
-        code, mantissa_bits = self.plan.code, self.plan.format.mantissa_bits
-        return (code.code_bits, code.position_bits, self.stage, mantissa_bits, *self.kept_bits)
+        """The first HEADER_BYTES bytes. Counts: records and extensions of keys, then of values."""
+        keys, values = self.keys, self.values
+        counts = (keys.records, keys.extensions, values.records, values.extensions)
+        return packed_header((keys.raw, values.raw), counts)
 
 
 def travels_raw(plan: TensorPlan, records: int, extensions: int) -> bool:
-    """Whether a tensor with so many records and extensions travels as it is, since coded it would be no smaller."""
+    """Whether a tensor with these escapes travels as it is, because its coded form would be no smaller."""
     return plan.coded_bytes + variable_bytes(records, extensions) >= plan.raw_bytes
 
 
@@ -152,18 +101,32 @@ def scale_bytes_of(spec: BlockSpec) -> int:
     return 8 * spec.num_layers * spec.num_pages * spec.page_size * spec.num_kv_heads if spec.scaled else 0
 
 
-def check_body(payload: Bytes, layout: Layout) -> None:
+def parse(payload: Bytes, spec: BlockSpec, plans: tuple[TensorPlan, TensorPlan]) -> Layout:
+    """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
+    layout = parse_header(payload, spec, plans)
+    _check_body(payload, layout)
+    return layout
+
+
+def parse_header(payload: Bytes, spec: BlockSpec, plans: tuple[TensorPlan, TensorPlan]) -> Layout:
+    """The layout that the header of a payload gives; raises CodecError where no encoder would write it."""
+    raw, counts = parsed_header(payload)
+    keys, values = _checked_part(plans[0], raw[0], *counts[:2]), _checked_part(plans[1], raw[1], *counts[2:])
+    return Layout(keys, values, scale_bytes_of(spec))
+
+
+def _check_body(payload: Bytes, layout: Layout) -> None:
     """Check what comes after a header against it."""
     if payload.size != layout.size:
         raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
     for part, start, escapes in zip(layout.parts, layout.dense_offsets, layout.escape_offsets, strict=True):
         if not part.raw:
             dense = payload[start : start + part.dense_bytes]
-            check_groups(dense, part)
+            _check_groups(dense, part)
             check_records(dense, payload[escapes : escapes + 2 * part.records].view("<u2"), part.plan)
 
 
-def checked_part(plan: TensorPlan, raw: bool, records: int, extensions: int) -> Part:
+def _checked_part(plan: TensorPlan, raw: bool, records: int, extensions: int) -> Part:
     """What a header says of one tensor; raises CodecError where no encoder would say it."""
     most = 0 if raw else plan.values
     if not extensions <= records <= most:
@@ -175,7 +138,7 @@ def checked_part(plan: TensorPlan, raw: bool, records: int, extensions: int) -> 
     return Part(plan, raw, records, extensions)
 
 
-def check_groups(dense: Bytes, part: Part) -> None:
+def _check_groups(dense: Bytes, part: Part) -> None:
     """Check that counts and group offsets of a dense part agree with each other and with the numbers of records."""
     records, extensions = tile_escapes(dense, part.plan)
     if records.size and int(records.max()) > SEGMENTS * part.plan.segment_values:

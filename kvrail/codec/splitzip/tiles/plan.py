@@ -136,5 +136,5 @@ def plans_of(spec: BlockSpec, code: WindowCode) -> tuple[TensorPlan, TensorPlan]
 
 
 def variable_bytes(records: int, extensions: int) -> int:
-    """Bytes of the sections that hold so many records and extensions, with their padding."""
+    """Bytes of the sections that hold this many records and extensions, with their padding."""
     return aligned(2 * records) + aligned(extensions)

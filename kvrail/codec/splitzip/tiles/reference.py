@@ -77,7 +77,7 @@ def decode_tensor(
 
 
 def _indices(plan: TensorPlan, tile: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
-    """Of each value [8, J] of a tile: its index in the page, and whether it is one."""
+    """For each value [8, J] of a tile: its index in the page, and whether it is one."""
     s, j = np.arange(SEGMENTS)[:, None], np.arange(plan.segment_values)[None, :]
     number = tile % plan.tiles_per_page
     if not plan.code.per_channel:

@@ -1,33 +1,33 @@
-"""Who is let in: a bound on what runs or waits at once, and none once the server is asked to stop."""
+"""Admission: a bound on what runs or waits at once; nothing is admitted once the server is asked to stop."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvrail.errors import OverloadedError, WorkerUnavailableError
+from kvrail.errors import KvrailError, OverloadedError, RequestCancelledError, WorkerUnavailableError
 from kvrail.runtime.queueing import fair
-from kvrail.services.router.generate.rates import Pace
+from kvrail.services.router.generate.rates import CompletionRate
 
 
 class Admission:
-    """Counts what is here: a request once for each of its sequences, /tokenize and /detokenize once.
+    """Counts what runs or waits: a request once for each of its sequences, /tokenize and /detokenize once.
 
-    share: of the limit, that one client leaves to others. pace: says when somebody who is refused may come again.
+    share: part of the limit that one client leaves to others. rate: says when a refused client should retry.
     """
 
-    def __init__(self, limit: int, share: float, pace: Pace) -> None:
+    def __init__(self, limit: int, share: float, rate: CompletionRate) -> None:
         self._limit = limit
         self._share = share
-        self._pace = pace
+        self._rate = rate
         self._active = 0
         self._held: Counter[str] = Counter()
-        self._cancels: set[Callable[[], None]] = set()
+        self._cancels: set[Callable[[KvrailError], None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
         self.most = max((n for n in range(1, limit + 1) if fair(0, n, limit, share)), default=0)
-        """Sequences that a client can have here at once."""
+        """Most sequences that a client can have here at once."""
 
     @property
     def active(self) -> int:
@@ -40,7 +40,9 @@ class Admission:
             raise WorkerUnavailableError("the server is shutting down; retry")
 
     @contextmanager
-    def admitted(self, sequences: int, client: str, cancel: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def admitted(
+        self, sequences: int, client: str, cancel: Callable[[KvrailError], None] = lambda error: None
+    ) -> Iterator[None]:
         """Hold room for a client's `sequences`; `cancel` ends the request's work when the grace period is over.
 
         Raises OverloadedError where there is no room, WorkerUnavailableError once draining.
@@ -51,7 +53,7 @@ class Admission:
             raise OverloadedError(
                 f"{self._active} sequences of at most {self._limit} are here already, {held} of them this client's, and"
                 f" {self._share:.0%} of the room are kept for others; {sequences} more do not fit; retry",
-                retry_after=self._pace.retry_after(sequences),
+                retry_after=self._rate.retry_after(sequences),
             )
         self._active += sequences
         self._held[client] += sequences
@@ -73,6 +75,6 @@ class Admission:
         await self._idle.wait()
 
     def cancel_all(self) -> None:
-        """End everything that runs; each client gets an error."""
+        """Cancel everything that runs; each client gets an error."""
         for cancel in list(self._cancels):
-            cancel()
+            cancel(RequestCancelledError("the server ended the request because it shuts down; retry"))

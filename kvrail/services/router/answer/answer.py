@@ -1,28 +1,32 @@
-"""The answer to one generation request: whole or as server-sent events, ended at once when the client goes away."""
+"""How a generation request is answered: `RequestHandler.respond` is all of it, from the admission to the last byte."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrail.errors import KvrailError, RequestCancelledError
+from kvrail.config.settings import RouterSettings
+from kvrail.errors import KvrailError
 from kvrail.runtime.turns import Turns
 from kvrail.services.router.answer.admission import Admission
-from kvrail.services.router.answer.eventstream import EventStream
+from kvrail.services.router.answer.calls import ApiCall
 from kvrail.services.router.answer.leaving import disconnected, ended_first
 from kvrail.services.router.answer.observe import RequestRecord
-from kvrail.services.router.answer.trace import RequestTrace
+from kvrail.services.router.answer.sse import SseStream
 from kvrail.services.router.errors import error_response, outcome_of
+from kvrail.services.router.fleet.workers import WorkerPool
+from kvrail.services.router.generate.dispatch import Dispatcher
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.openai.events import encode_json, encode_long
 from kvrail.services.router.openai.usage import final_usage
 from kvrail.services.router.openai.writers import Writer
+from kvrail.services.router.plan.translate import Plan
 from kvrail.services.router.values import SPENT, Delta, Json, Scored
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.values.sampling import FinishReason
 
@@ -30,196 +34,201 @@ log = logging.getLogger("kvrail.router.answer")
 
 MANY_SCORES = 4096
 """Log probabilities of prompts in one answer that are written within 20 ms."""
-LEAST_HEAD_S = 0.01
-"""What a request whose body took long still gets, so that a refusal which takes no time has a status."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A validated request: what to generate and how to write it."""
-
-    generation: Generation
-    writer: Writer
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One generation request as the endpoint hands it over.
-
-    sequences: how much room it takes. client: who asks. provisional: whether drafts are shown. prepare: validates and
-    tokenises; raises from the error tree. failure: the event that tells of an error before that is done. abandon:
-    called where the client leaves. trace: of the request, where one is told.
-    """
-
-    stream: bool
-    provisional: bool
-    sequences: int
-    client: str
-    timeline: Timeline
-    prepare: Callable[[], Awaitable[Prepared]]
-    failure: Callable[[KvrailError], bytes]
-    abandon: Callable[[], object] = lambda: None
-    trace: RequestTrace | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Speech:
-    """When a stream speaks although nothing is to say: seconds since the request came, and of silence."""
-
-    head_after_s: float
-    keep_alive_s: float
+MIN_HEAD_S = 0.01
+"""Wait for a request whose body took long, so that a refusal that takes no time still has a status."""
 
 
 class Answer(Response):
-    """Runs a job while it is sent. Errors before the headers left get a proper status, later ones an event."""
+    """The response of a generation endpoint: to send it is to answer the request."""
 
-    def __init__(self, job: Job, admission: Admission, metrics: RouterMetrics, speech: Speech, writing: Turns) -> None:
-        """writing: turns at writing long answers."""
+    def __init__(self, handler: "RequestHandler", call: ApiCall) -> None:
         super().__init__()
-        self._writing = writing
-        self._job = job
-        self._admission = admission
-        self._metrics = metrics
-        self._speech = speech
-        self._prepared: Prepared | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self._events: EventStream | None = None
-        self._cancelled = False
-        self._why: KvrailError | None = None
+        self._handler = handler
+        self._call = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; the work is cancelled where the client disconnects first, or falls too far behind."""
-        work = asyncio.create_task(self._work(scope, receive, send))
-        watch = self._watch = asyncio.create_task(disconnected(receive))
+        """Answer; all work ends when the client disconnects, or falls too far behind the output."""
+        watch = asyncio.create_task(disconnected(receive))
+        work = asyncio.create_task(self._handler.respond(self._call, watch.cancel, scope, receive, send))
+        self._call.cancellation.task = work
         if await ended_first(work, watch):
             work.result()
 
-    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer in one of the two ways."""
-        if not self._job.stream:
-            await self._admitted(scope, receive, send)
-            return
-        left_s = max(LEAST_HEAD_S, self._speech.head_after_s - self._job.timeline.elapsed())
-        async with EventStream(send, head_after_s=left_s, keep_alive_s=self._speech.keep_alive_s) as events:
-            self._events = events
-            await self._admitted(scope, receive, send)
 
-    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit the job and run it."""
-        try:
-            with self._admission.admitted(self._job.sequences, self._job.client, self.cancel):
-                await self._measured(scope, receive, send)
-        except KvrailError as error:  # not admitted
-            self._metrics.outcomes[outcome_of(error)].inc()
-            if self._job.trace is not None:
-                self._job.trace.end(outcome_of(error), None, 0)
-            await self._fail(error, scope, receive, send)
+class RequestHandler:
+    """Answers generation requests of every API."""
 
-    async def _measured(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the job, counted; what goes wrong becomes the client's error."""
-        record = RequestRecord(self._metrics, self._job.timeline, provisional=self._job.provisional)
-        outcome = "error"
-        try:
-            outcome = await self._run(record, send)
-        except asyncio.CancelledError:
-            outcome = "cancelled"
-            self._job.abandon()
-            raise
-        except KvrailError as error:
-            if self._why is not None and isinstance(error, RequestCancelledError):
-                error = self._why
-            outcome = outcome_of(error)
-            await self._fail(error, scope, receive, send)
-        except Exception:
-            if self._events is None or not self._events.started:
-                raise  # answered 500 by the application
-            log.exception("failed after the stream began")
-            await self._fail(KvrailError("internal error; the server's log has the cause"), scope, receive, send)
-        finally:
-            generation = None if self._prepared is None else self._prepared.generation
-            scope["state"][SPENT] = record.close(outcome, generation)
-            if self._job.trace is not None:
-                self._job.trace.end(outcome, generation, record.completion_tokens)
+    def __init__(
+        self,
+        settings: RouterSettings,
+        admission: Admission,
+        pool: WorkerPool,
+        dispatcher: Dispatcher,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._settings = settings
+        self._admission = admission
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._writing = Turns()  # of clients, at writing long answers
 
-    async def _fail(self, error: KvrailError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell the client: by a status, or where the headers have left by the stream's last event."""
-        events = self._events
-        tell = self._job.failure if self._prepared is None else self._prepared.writer.failure
-        last = tell(error)  # also where it is not sent: what is kept of the answer is failed with it
-        if events is None or not events.started:
-            await error_response(error)(scope, receive, send)
-            return
-        log.warning("failed after the stream began: %s", error)
-        await events.write(last)
-        await events.end()
+    async def respond(
+        self, call: ApiCall, leave: Callable[[], object], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Admit a request, plan it, have it placed and generated, and write its answer.
 
-    def cancel(self, why: KvrailError | None = None) -> None:
-        """End the work; the client gets an error: `why`, or that the server shuts down."""
-        self._cancelled = True
-        self._why = why
-        if self._prepared is not None:
-            self._prepared.generation.cancel()
+        An error before the headers have left gets a status, a later one is the stream's last event. leave: ends the
+        request as if its client had left.
+        """
+        sse = self._sse(call, send) if call.request.stream else None
+        record: RequestRecord | None = None
+        generation: Generation | None = None
+        outcome, last_event = "error", call.failure
+        fail = partial(self._fail, sse=sse, scope=scope, receive=receive, send=send)
+        async with sse or nullcontext():
+            with ExitStack() as admitted:  # until the answer, or the error, has left
+                try:
+                    admitted.enter_context(
+                        self._admission.admitted(call.sequences, call.client, call.cancellation.cancel)
+                    )
+                    record = RequestRecord(self._metrics, call.timeline, provisional=call.provisional)
+                    call.check_model()
+                    with _part(call, "admit"):
+                        await self._pool.settle()
+                    with _part(call, "tokenise"):
+                        plan = await call.plan()
+                    generation = self._generation(call, plan, leave)  # places each prompt once its output is read
+                    writer = call.writer(plan)
+                    last_event = writer.failure
+                    if sse is None:
+                        outcome = await self._write_whole(call, generation, writer, record, send)
+                    else:
+                        outcome = await self._write_stream(call, generation, writer, record, sse)
+                except asyncio.CancelledError:
+                    if (error := call.cancellation.taken()) is None:
+                        outcome = "cancelled"
+                        call.left()
+                        raise
+                    outcome = outcome_of(error)
+                    await fail(error, last_event)
+                except KvrailError as error:
+                    outcome = outcome_of(error)
+                    await fail(error, last_event)
+                except Exception:
+                    if sse is None or not sse.started:
+                        raise  # answered 500 by the application
+                    log.exception("failed after the stream began")
+                    await fail(KvrailError("internal error; the server's log has the cause"), last_event)
+                finally:
+                    self._close(call, outcome, record, generation, scope)
 
-    async def _run(self, record: RequestRecord, send: Send) -> str:
-        """Generate and send; returns the outcome."""
-        prepared = self._prepared = await self._job.prepare()
-        if self._watch is not None:
-            prepared.generation.when_overflown(self._watch.cancel)  # whoever does not read counts as gone
-        if self._cancelled:
-            prepared.generation.cancel()
-        if self._events is None:
-            return await self._whole(prepared, record, send)
-        return await self._stream(prepared, record, self._events)
+    def _sse(self, call: ApiCall, send: Send) -> SseStream:
+        settings = self._settings
+        left_s = max(MIN_HEAD_S, settings.stream_head_s - call.timeline.elapsed())
+        return SseStream(send, head_after_s=left_s, keep_alive_s=settings.keep_alive_s)
 
-    async def _whole(self, prepared: Prepared, record: RequestRecord, send: Send) -> str:
+    def _generation(self, call: ApiCall, plan: Plan, leave: Callable[[], object]) -> Generation:
+        return Generation(
+            plan,
+            call.wire_id,
+            model=self._settings.model_name,
+            client=call.client,
+            dispatcher=self._dispatcher,
+            pool=self._pool,
+            metrics=self._metrics,
+            timeline=call.timeline,
+            timeout_s=self._settings.request_timeout_s,
+            trace_context=call.trace.context if call.trace else {},
+            on_overflow=leave,
+        )
+
+    async def _write_whole(
+        self, call: ApiCall, generation: Generation, writer: Writer, record: RequestRecord, send: Send
+    ) -> str:
+        """Collect all output and send one body; returns the outcome."""
         outcome = "stop"
-        async with aclosing(prepared.generation.updates()) as batches:
+        async with aclosing(generation.updates()) as batches:
             async for updates in batches:
                 record.take(updates)
                 for update in updates:
                     if isinstance(update, Delta | Scored):  # drafts are for streams alone
-                        prepared.writer.add(update)
+                        writer.add(update)
                     if isinstance(update, Delta):
                         outcome = _outcome(outcome, update)
-        payload = await self._encoded(prepared, self._usage(prepared, record))
+        payload = await self._encoded(call, generation.plan, writer, _usage(call, generation, record))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(payload)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": payload})
-        self._job.timeline.mark(Stage.RESPONDED)
+        call.timeline.mark(Moment.RESPONDED)
         return outcome
 
-    async def _encoded(self, prepared: Prepared, usage: Json) -> bytes:
+    async def _encoded(self, call: ApiCall, plan: Plan, writer: Writer, usage: Json) -> bytes:
         """The body; one with many log probabilities of prompts is made beside the event loop, one at a time."""
-        writer = prepared.writer
-        if prepared.generation.plan.scores <= MANY_SCORES:
+        if plan.scores <= MANY_SCORES:
             return encode_json(writer.whole(usage))
-        return await self._writing.run(
-            self._job.client, lambda: encode_long(writer.whole(usage)), cost=prepared.generation.plan.scores
-        )
+        return await self._writing.run(call.client, lambda: encode_long(writer.whole(usage)), cost=plan.scores)
 
-    async def _stream(self, prepared: Prepared, record: RequestRecord, out: EventStream) -> str:
-        """Send what came at one moment in one write."""
+    async def _write_stream(
+        self, call: ApiCall, generation: Generation, writer: Writer, record: RequestRecord, sse: SseStream
+    ) -> str:
+        """Send what came at one moment in one write; returns the outcome."""
         outcome = "stop"
-        opening = prepared.writer.opening()
-        if prepared.writer.greets:
-            await out.greet(opening)
+        opening = writer.opening()
+        if writer.greets:
+            await sse.greet(opening)
             opening = b""
-        async with aclosing(prepared.generation.updates()) as batches:
+        async with aclosing(generation.updates()) as batches:
             async for updates in batches:
                 record.take(updates)
                 for update in updates:
                     if isinstance(update, Delta):
                         outcome = _outcome(outcome, update)
-                if events := opening + prepared.writer.events(updates):
-                    await out.write(events)
+                if events := opening + writer.events(updates):
+                    await sse.write(events)
                 opening = b""
-        await out.write(opening + prepared.writer.closing(self._usage(prepared, record)))
-        await out.end()
-        self._job.timeline.mark(Stage.RESPONDED)
+        await sse.write(opening + writer.closing(_usage(call, generation, record)))
+        await sse.end()
+        call.timeline.mark(Moment.RESPONDED)
         return outcome
 
-    def _usage(self, prepared: Prepared, record: RequestRecord) -> Json:
-        return final_usage(prepared.generation, record.completion_tokens, self._job.timeline)
+    async def _fail(
+        self,
+        error: KvrailError,
+        last_event: Callable[[KvrailError], bytes],
+        *,
+        sse: SseStream | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Send an error: as a status, or as the stream's last event if the headers have left."""
+        event = last_event(error)  # made even if it is not sent: it also marks a kept response as failed
+        if sse is None or not sse.started:
+            await error_response(error)(scope, receive, send)
+            return
+        log.warning("failed after the stream began: %s", error)
+        await sse.write(event)
+        await sse.end()
+
+    def _close(
+        self, call: ApiCall, outcome: str, record: RequestRecord | None, generation: Generation | None, scope: Scope
+    ) -> None:
+        """Count a request that has ended. record: None if it was not admitted."""
+        if record is None:
+            self._metrics.outcomes[outcome].inc()
+        else:
+            scope["state"][SPENT] = record.close(outcome, generation)
+        if call.trace is not None:
+            call.trace.end(outcome, generation, 0 if record is None else record.completion_tokens)
+
+
+def _part(call: ApiCall, name: str) -> AbstractContextManager[None]:
+    return call.trace.part(name) if call.trace else nullcontext()
+
+
+def _usage(call: ApiCall, generation: Generation, record: RequestRecord) -> Json:
+    return final_usage(generation, record.completion_tokens, call.timeline)
 
 
 def _outcome(before: str, delta: Delta) -> str:

@@ -1,4 +1,4 @@
-"""Clients that leave: what is done for one ends with it."""
+"""Work that ends early: its client leaves, or it is cancelled."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
+
+from kvrail.errors import KvrailError
 
 T = TypeVar("T")
 
@@ -17,7 +19,7 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def ended_first(work: "asyncio.Task[Any]", watch: "asyncio.Task[None]") -> bool:
-    """Whether `work` ends before `watch`; it is cancelled where it does not."""
+    """Whether `work` ends before `watch`; if not, it is cancelled."""
     try:
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -29,8 +31,28 @@ async def ended_first(work: "asyncio.Task[Any]", watch: "asyncio.Task[None]") ->
 
 
 async def while_here(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do `work` for a client whose body has been read. Raises ClientDisconnect where it leaves before the end."""
+    """Do `work` for a client whose body has been read. Raises ClientDisconnect if it leaves before the end."""
     doing = asyncio.create_task(work)
     if not await ended_first(doing, asyncio.create_task(disconnected(receive))):
         raise ClientDisconnect
     return doing.result()
+
+
+class Cancellation:
+    """Ends the work for a request with an error that its client gets. task: the one that works."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[Any] | None = None
+        self._error: KvrailError | None = None
+
+    def cancel(self, error: KvrailError) -> None:
+        """Cancel the task; once."""
+        if self._error is None and self.task is not None:
+            self._error = error
+            self.task.cancel()
+
+    def taken(self) -> KvrailError | None:
+        """The error for the client, for a task that has caught its cancellation and goes on; None if none was given."""
+        if self._error is not None and self.task is not None:
+            self.task.uncancel()
+        return self._error

@@ -1,11 +1,11 @@
-"""What is measured of one request, from its first byte to its last."""
+"""The measurements of one request, from its first byte to its last."""
 
 import logging
 import time
 
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.values import Delta, Drafted, Updates
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import COUNTED_TOKENS, RouterMetrics
 
 log = logging.getLogger("kvrail.router.observe")
@@ -54,7 +54,7 @@ class RequestRecord:
         self._metrics.running.inc()
 
     def _came(self, index: int, count: int, now: float) -> None:
-        """Take note of so many new tokens of a choice."""
+        """Take note of a choice's `count` new tokens."""
         before = self._verified.get(index, 0)
         if before < COUNTED_TOKENS[-1]:
             self._reached("verified", self._verified, index, before + count)
@@ -82,11 +82,11 @@ class RequestRecord:
                 self._metrics.time_to_token(k, kind).observe(self._timeline.elapsed())
 
     def close(self, outcome: str, generation: Generation | None) -> tuple[int, int]:
-        """Take note of the end: the last byte has left, or nobody waits for it. Returns prompt and generated tokens."""
+        """Take note of the end: the last byte has left, or the client has. Returns prompt and generated tokens."""
         metrics = self._metrics
         (metrics.waiting if self._first_token is None else metrics.running).dec()
         metrics.outcomes[outcome].inc()
-        total = self._timeline.mark(Stage.RESPONDED)
+        total = self._timeline.mark(Moment.RESPONDED)
         prompt_tokens = 0 if generation is None else generation.plan.prompt_tokens
         if outcome in ("stop", "length") and generation is not None:
             metrics.request_seconds.observe(total)
@@ -126,8 +126,8 @@ class RequestRecord:
     def _observe_phases(self) -> None:
         """Observe the phases that vLLM knows; each needs the marks at both its ends."""
         moments = [
-            self._timeline.get(stage)
-            for stage in (Stage.RECEIVED, Stage.PREFILL_STARTED, Stage.FIRST_TOKEN, Stage.FINISHED)
+            self._timeline.get(moment)
+            for moment in (Moment.RECEIVED, Moment.PREFILL_STARTED, Moment.FIRST_TOKEN, Moment.FINISHED)
         ]
         for phase, begin, end in zip(("queue", "prefill", "decode"), moments, moments[1:], strict=False):
             if begin is not None and end is not None:

@@ -1,39 +1,30 @@
-"""The router's parts put together, and the story of one request told with them."""
+"""The router's parts, put together."""
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import partial
-from itertools import repeat
 from typing import Any
 
 from starlette.datastructures import State
 
 from kvrail import __version__
 from kvrail.config.settings import RouterSettings
-from kvrail.errors import KvrailError, ModelNotFoundError
 from kvrail.grammar import Checker
-from kvrail.runtime.turns import Turns
 from kvrail.security.tls import Tls
 from kvrail.services.router.answer.admission import Admission
-from kvrail.services.router.answer.answer import Answer, Job, Prepared, Speech
-from kvrail.services.router.answer.trace import Operation, RequestTrace
+from kvrail.services.router.answer.answer import Answer, RequestHandler
+from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall, ChatCall, CompletionCall, Parts
+from kvrail.services.router.answer.trace import RequestTrace
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.fleet.fleet import show_workers
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher
-from kvrail.services.router.generate.generation import Generation
-from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
-from kvrail.services.router.openai.logprobs import TokenTexts
-from kvrail.services.router.openai.scored import ScoredPrompt
-from kvrail.services.router.openai.writers import Writer, chunk_writer, error_event
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.services.router.plan.encoding import Encoder
 from kvrail.services.router.plan.shaping import Shaper
-from kvrail.services.router.plan.translate import Plan, Planner
-from kvrail.services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from kvrail.services.router.plan.translate import Planner
+from kvrail.services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kvrail.telemetry.exposition import Exposition
 from kvrail.telemetry.making import show_certificates, show_process
 from kvrail.telemetry.router import RouterMetrics
@@ -41,9 +32,6 @@ from kvrail.telemetry.series import Registry
 from kvrail.telemetry.tracing import Tracing
 from kvrail.text import Tokenizer
 from kvrail.wire import PROTOCOL_VERSION
-
-MAX_NAME_CHARS = 200
-"""Of a model that a client names and nobody serves, in an error and in a trace."""
 
 
 class RouterService:
@@ -64,148 +52,52 @@ class RouterService:
         self.metrics = RouterMetrics(self.registry, self.model)
         show_process(self.registry, __version__, PROTOCOL_VERSION)
         self._look_at_certificates = show_certificates(self.registry, certificate_ends)
-        self._exposition = Exposition(self.registry, settings.metrics_names)
+        self._exposition = Exposition(self.registry)
         self.pool = WorkerPool(settings, self.metrics, tls)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s)
-        self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.pace)
+        self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.rate)
         self.tokenizer = tokenizer
         self._encoder = Encoder(tokenizer, trust_templates=settings.trust_request_chat_template)
         self.checker = Checker(tokenizer)
         shaper = Shaper(tokenizer, self.checker, settings.tool_parser, settings.reasoning_parser)
         self.planner = Planner(self._encoder, shaper, self.pool.limits, defaults, priorities=settings.priorities)
-        self._speech = Speech(settings.stream_head_s, settings.keep_alive_s)
+        self.parts = Parts(settings, tokenizer, self.planner, self.pool)
+        self._handler = RequestHandler(settings, self.admission, self.pool, self.dispatcher, self.metrics)
         self.tracing = Tracing.start(settings.otlp_endpoint, settings.table)
-        self._writing = Turns()
         self._started = int(time.time())
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer under: the first one where a request names none, since one model is served.
-
-        Raises ModelNotFoundError where it names another model.
-        """
-        if not name:
-            return self.model
-        if name not in self.settings.model_names:
-            served = " and ".join(map(repr, self.settings.model_names))
-            raise ModelNotFoundError(f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server has {served}")
-        return name
+        """The name to answer under; raises ModelNotFoundError where it is none of this model's."""
+        return self.parts.served_name(name)
 
     def chat(self, request: ChatRequest, state: State) -> Answer:
         """Answer /v1/chat/completions."""
-
-        def write(plan: Plan, name: str) -> Writer:
-            texts = TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
-            form = ChatFormat(
-                self._head("chatcmpl", state.request_id, name),
-                texts,
-                choices=plan.n,
-                logprobs=bool(request.logprobs),
-                reader=plan.reader,
-                reasoning=request.include_reasoning is not False,
-                prompt_ids=plan.prompts[0] if request.return_token_ids else None,
-                prompt=ScoredPrompt(texts, plan.prompts[0]) if plan.scores else None,
-                prompt_top=request.prompt_logprobs or 0,
-            )
-            return chunk_writer(form, request, plan)
-
-        return self.answer(request, 1, state, lambda: self.planner.chat(request, state.client), write)
+        return self.answer(ChatCall(request, state, self.parts))
 
     def complete(self, request: CompletionRequest, state: State) -> Answer:
         """Answer /v1/completions."""
+        return self.answer(CompletionCall(request, state, self.parts))
 
-        def write(plan: Plan, name: str) -> Writer:
-            texts = TokenTexts(self.tokenizer, as_ids=bool(request.return_tokens_as_token_ids))
-            prompts = [ids for ids in plan.prompts for _ in range(plan.n)]
-            prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
-            form = CompletionFormat(
-                self._head("cmpl", state.request_id, name),
-                texts,
-                prefixes=prefixes,
-                logprobs=request.logprobs is not None,
-                prompt_ids=prompts if request.return_token_ids else None,
-                prompts=list(map(ScoredPrompt, repeat(texts), prompts, prefixes)) if plan.scores else (),
-                echo_top=request.logprobs if request.echo else None,
-                prompt_top=request.prompt_logprobs,
-            )
-            return chunk_writer(form, request, plan)
-
-        plan = partial(self.planner.completion, request, state.client)
-        return self.answer(request, len(request.prompt), state, plan, write, operation="text_completion")
-
-    def _head(self, prefix: str, request_id: str, name: str) -> Head:
-        return Head(f"{prefix}-{request_id}", int(time.time()), name, f"fp_{self.pool.fingerprint[:12]}")
-
-    def answer(
-        self,
-        request: Request,
-        prompts: int,
-        state: State,
-        plan_request: Callable[[], Awaitable[Plan]],
-        write: Callable[[Plan, str], Writer],
-        failure: Callable[[KvrailError], bytes] = error_event,
-        abandon: Callable[[], object] = lambda: None,
-        operation: Operation = "chat",
-    ) -> Answer:
-        """The answer that plans, generates and writes; write: the writer of a plan, under a model's name."""
-
-        async def prepare() -> Prepared:
-            name = self.check_model(request.model)
-            if state.key is not None and not state.key.may_ask_for(name):
-                raise ModelNotFoundError(
-                    f"the API key {state.key.name!r} is not for the model {name!r}; ask for another"
-                )
-            with trace.part("admit") if trace else nullcontext():
-                await self.pool.settle()
-            with trace.part("tokenise") if trace else nullcontext():
-                plan = await plan_request()
-            generation = Generation(
-                plan,
-                state.wire_id,
-                model=self.model,
-                client=state.client,
-                dispatcher=self.dispatcher,
-                pool=self.pool,
-                metrics=self.metrics,
-                timeline=state.timeline,
-                timeout_s=self.settings.request_timeout_s,
-                trace_context=trace.context if trace else {},
-            )
-            return Prepared(generation, write(plan, name))
-
-        sequences = prompts * (request.n or 1)
-        most = self.admission.most
-        if sequences > most:
+    def answer(self, call: ApiCall) -> Answer:
+        """The response that answers a call. Raises InvalidRequestError for more sequences than a client can have."""
+        most, n = self.admission.most, call.request.n or 1
+        if call.sequences > most:
             refuse(
-                "n" if prompts == 1 else "prompt",
-                f"{prompts} prompts of n = {request.n or 1} are {sequences} sequences, more than the {most} that "
+                "n" if call.prompts == 1 else "prompt",
+                f"{call.prompts} prompts of n = {n} are {call.sequences} sequences, more than the {most} that "
                 "one client may have at once; send them in several requests",
             )
-        trace = self._trace(operation, request, state)
-        job = Job(
-            stream=bool(request.stream),
-            provisional=bool(request.kvrail and request.kvrail.provisional),
-            sequences=sequences,
-            client=state.client,
-            timeline=state.timeline,
-            prepare=prepare,
-            failure=failure,
-            abandon=abandon,
-            trace=trace,
-        )
-        return Answer(job, self.admission, self.metrics, self._speech, self._writing)
-
-    def _trace(self, operation: Operation, request: Request, state: State) -> RequestTrace | None:
-        if self.tracing is None:
-            return None
-        return RequestTrace.begin(
-            self.tracing,
-            operation,
-            request,
-            (request.model or self.model)[:MAX_NAME_CHARS],
-            state.headers,
-            state.request_id,
-            state.timeline,
-        )
+        if self.tracing is not None:
+            call.trace = RequestTrace.begin(
+                self.tracing,
+                call.operation,
+                call.request,
+                (call.request.model or self.model)[:MAX_NAME_CHARS],
+                call.state.headers,
+                call.state.request_id,
+                call.timeline,
+            )
+        return Answer(self._handler, call)
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> bytes:
         """The JSON that answers /tokenize."""
@@ -244,11 +136,11 @@ class RouterService:
             "max_model_len": self.max_model_len(),
         }
 
-    def render_metrics(self, path: str) -> tuple[bytes, str]:
-        """Body and content type of a metrics path."""
+    async def render_metrics(self, path: str, *, sums: bool = True) -> tuple[bytes, str]:
+        """Body and content type of a metrics path. sums: with vLLM's names of decode workers' metrics, summed up."""
         show_workers(self.pool, self.metrics)
         self._look_at_certificates()
-        return self._exposition.render(path)
+        return await self._exposition.answer(path, sums=sums)
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """Status and body of /health: 200 only while requests can be served the way that was configured.

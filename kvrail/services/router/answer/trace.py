@@ -1,4 +1,4 @@
-"""What the router tells a collector of one request: the whole of it, and its own parts."""
+"""The router's spans of one request: the whole request, and the router's own parts."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Literal
 
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.schema import Request
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.tracing import Attribute, Hop, Tracing
 
 Operation = Literal["chat", "text_completion"]
@@ -32,7 +32,7 @@ class RequestTrace:
         request_id: str,
         timeline: Timeline,
     ) -> "RequestTrace | None":
-        """None where nobody wants to see it; headers: the client's."""
+        """None if it is not sampled; headers: the client's."""
         attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "kvrail",
@@ -49,12 +49,12 @@ class RequestTrace:
 
     @property
     def context(self) -> Mapping[str, str]:
-        """What decode workers are given."""
+        """Headers for decode workers."""
         return self._hop.context
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Tell how long what is inside takes."""
+        """Record the block as a span."""
         begin = self._timeline.elapsed()
         try:
             yield
@@ -62,7 +62,7 @@ class RequestTrace:
             self._hop.child(name, begin, self._timeline.elapsed())
 
     def end(self, outcome: str, generation: Generation | None, completion_tokens: int) -> None:
-        """The request has ended so; generation: None where it did not come to that."""
+        """The request has ended; generation: None if none began."""
         self._hop.parts(PARTS)
         attributes: dict[str, Attribute] = {"kvrail.outcome": outcome}
         if generation is not None:
@@ -75,4 +75,4 @@ class RequestTrace:
         ended_well = outcome in ("stop", "length")
         if ended_well:
             attributes["gen_ai.response.finish_reasons"] = (outcome,)
-        self._hop.end(attributes, "" if ended_well else outcome, self._timeline.get(Stage.RESPONDED))
+        self._hop.end(attributes, "" if ended_well else outcome, self._timeline.get(Moment.RESPONDED))

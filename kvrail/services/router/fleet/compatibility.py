@@ -1,4 +1,4 @@
-"""Which workers fit a cluster and each other: pure decisions over what they said of themselves."""
+"""Which workers fit a cluster and each other: pure functions of their status."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Identity:
 
 
 def choose_fingerprint(current: str, decode: Sequence[str], prefill: Sequence[str]) -> str:
-    """The fingerprint that the cluster serves: of most decode workers; ties go to the current one, then to the earlier.
+    """The fingerprint that the cluster serves: that of most decode workers; ties go to the current one, then the first.
 
     decode, prefill: fingerprints of the workers that answer, in the order of the configuration. Without decode workers
     nothing is served, so prefill workers decide only what is said until one comes: in an upgrade they may go first.

@@ -1,4 +1,4 @@
-"""Which workers there are: those that the settings name, and those that have a DNS name's addresses at the time."""
+"""Discovery of workers: those that the settings name, and the current addresses of DNS names."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger("kvrail.router.workers")
 class Discovery:
     """The workers of one role. Belongs to one event loop.
 
-    written: host:port each, or dns+host:port for whatever has an address of that name. on_news: called after each look
+    written: host:port each, or dns+host:port for all addresses of that name. on_news: called after each look
     at a name.
     """
 
@@ -47,11 +47,11 @@ class Discovery:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Of the names that do not resolve now, as they are written in the settings: why."""
+        """Why names do not resolve now, by name as written in the settings."""
         return {written: name.failure for written, name in self._names.items() if name.failure}
 
     def forget(self, targets: Container[str]) -> None:
-        """These, which only names that do not resolve any more have told of, are gone."""
+        """Drop these addresses if they came from names that no longer resolve."""
         for name in self._names.values():
             name.forget(targets)
 

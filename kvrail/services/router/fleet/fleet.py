@@ -1,4 +1,4 @@
-"""What the router's metrics and its service discovery say of the workers."""
+"""The workers in the router's metrics and in its service discovery."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,17 +26,19 @@ def show_workers(pool: WorkerPool, metrics: RouterMetrics) -> None:
     pages = sum(answer.pages_total for answer in answers)
     used = pages - sum(answer.pages_free + answer.pages_cached for answer in answers)
     metrics.cluster_kv_usage.set(used / pages if pages else 0.0)
+    metrics.cluster_prefix_queried.set(sum(answer.report.prefix_queried_tokens for answer in answers))
+    metrics.cluster_prefix_hit.set(sum(answer.report.prefix_hit_tokens for answer in answers))
     metrics.show_cache(pool.page_size, pages)
 
 
 def scrape_targets(
     pool: WorkerPool, router: str, *, vllm: bool, router_tls: bool, workers_tls: bool
 ) -> list[dict[str, Any]]:
-    """Who has metrics, in the form of Prometheus's HTTP service discovery.
+    """The targets of Prometheus, in the form of its HTTP service discovery.
 
-    router: this router's host:port as whoever asks has it. vllm: for vLLM's names, which prefill workers do not have;
+    router: this router's host:port as the caller has it. vllm: for vLLM's names, which prefill workers do not have;
     all targets are then one instance, since vLLM's dashboards look for requests where engines are. router_tls,
-    workers_tls: whose metrics are behind TLS.
+    workers_tls: whose metrics are behind TLS. The router shows no sums over workers there.
     """
 
     def group(address: str, tls: bool, labels: dict[str, str]) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def scrape_targets(
         scheme = {"__scheme__": "https"} if tls else {}
         return {"targets": [address], "labels": common | scheme | labels}
 
-    found = [group(router, router_tls, {"service": "router"})]
+    found = [group(router, router_tls, {"service": "router", "__param_sums": "off"})]
     for worker, address in _addresses(pool):
         if not (vllm and worker.role == "prefill"):
             found.append(group(address, workers_tls, {"service": worker.role, "worker": worker.target}))
@@ -52,7 +54,7 @@ def scrape_targets(
 
 
 def _addresses(pool: WorkerPool) -> Iterator[tuple[Worker, str]]:
-    """Where the metrics are of each worker that has said so: on its own host, at a port that it tells."""
+    """The metrics address of each worker that has reported a port."""
     for worker in pool.workers:
         if worker.answer is not None and worker.answer.metrics_port:
             yield worker, f"{worker.target.rpartition(':')[0]}:{worker.answer.metrics_port}"

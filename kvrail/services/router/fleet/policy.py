@@ -1,7 +1,7 @@
-"""Who gets a request: pure functions of the request and of what is known of the workers. No clocks, no network.
+"""Which workers get a request: pure functions of the request and of the workers' state. No clocks, no network.
 
 One policy serves both roles, and the simulator (benchmarks/simulator) runs these very functions. docs/scheduling.md
-tells how they compare.
+compares them.
 """
 
 import math
@@ -12,32 +12,32 @@ from enum import StrEnum
 from typing import Protocol
 
 STEPS_AHEAD = 2
-"""Steps full of prompts that a worker gets before their first tokens come: one is computed, one waits."""
+"""Steps full of prompts that a worker is given at a time: one is computed, one waits."""
 USUAL_TOKEN_S = 5e-5
-"""Seconds that a token of a prompt takes a worker of which nothing was measured yet: 20,000 tokens a second."""
+"""Seconds per token of a prompt on a worker without measurements: 20,000 tokens a second."""
 USUAL_SEQUENCE_S = 1e-4
-"""Seconds that a sequence adds to a step, likewise; an 8B model on an H200 has a fifth of that (README, "Measured")."""
+"""Seconds that a sequence adds to its steps; an 8B model on an H200 needs a fifth (README, "Measured")."""
 
 
 class WorkerState(StrEnum):
-    """What the router thinks of a worker."""
+    """A worker's state, as the router judges it."""
 
     STARTING = "starting"  # has not answered yet, and may still come up
     HEALTHY = "healthy"
-    DRAINING = "draining"  # finishes what it has
-    FAILING = "failing"  # answers, and fails what it is asked
+    DRAINING = "draining"  # finishes its requests
+    FAILING = "failing"  # answers, and fails its requests
     DOWN = "down"
     INCOMPATIBLE = "incompatible"  # serves another model
-    DUPLICATE = "duplicate"  # is a worker that has another address too, which is used
+    DUPLICATE = "duplicate"  # is a worker with another address, which is used
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a policy sees of a request: one prompt.
+class PlacementRequest:
+    """One prompt, as a policy sees it.
 
     pages: digests of the prompt's full pages, as workers report theirs (kvrail/values/pagehash.py). page_size: tokens.
-    n: sequences. output_tokens: that each of them will probably have. number: of this request among all, from 0. draw:
-    64 random bits. local: whether the decode worker computes the prompt itself, since it needs more of it than KV.
+    n: sequences. output_tokens: the expected length of each. number: counts all requests, from 0. draw: 64 random bits.
+    local: whether the decode worker has to compute the prompt, since more than its KV is needed.
     """
 
     prompt_tokens: int
@@ -54,11 +54,11 @@ class Ask:
 class Load:
     """How busy a worker is.
 
-    requests: prompts that it has; sequences: theirs that it computes at once. backlog: tokens of prompts that it has
-    still to compute; computing_s: seconds since it began with the first of them. max_running: sequences that it
-    computes at once. refused: it has just said that it is full. pages_free: pages that nothing holds. token_s: seconds
-    that a token of a prompt costs it, compute_s: in which it computes one, sequence_s: that a sequence adds to each
-    step; 0: not measured. step_tokens: that one of its steps computes; 0: not known.
+    requests: its prompts; sequences: those of them that it computes at once. backlog: tokens of prompts that are still
+    to be computed; computing_s: seconds since it began with the first of them. max_running: most sequences that it
+    computes at once. refused: it has just refused a request as full. pages_free: unused pages. token_s: seconds per
+    token until a prompt's KV is there; compute_s: seconds per token to compute it; sequence_s: seconds that a sequence
+    adds to each step; 0: not measured. step_tokens: most tokens of one step; 0: not known.
     """
 
     requests: int = 0
@@ -74,26 +74,29 @@ class Load:
     step_tokens: int = 0
 
     def places(self, n: int) -> int:
-        """Of a prompt's n sequences those that it computes at once; an eighth of its room it leaves to others."""
+        """How many of a prompt's n sequences it computes at once; an eighth of its room is left to other prompts."""
         return min(n, self.max_running - self.max_running // 8)
 
     def has_room(self, n: int = 1) -> bool:
-        """Whether it would compute a prompt's n sequences at once, as far as it ever does."""
+        """Whether there is room for `places(n)` sequences now."""
         return not self.refused and self.sequences + self.places(n) <= self.max_running
 
     @property
     def wait_s(self) -> float:
-        """Seconds in which it has computed what it has; 0 where its pace is not known."""
+        """Seconds until its backlog is computed; 0 if its speed is not known."""
         return max(0.0, self.backlog * self.compute_s - self.computing_s)
 
     def has_time(self, tokens: int) -> bool:
-        """Whether it would begin soon with so many tokens: it is given what keeps it at work, and no more."""
+        """Whether it would start on these tokens soon: a worker is kept busy, and given no more than that."""
         return not self.step_tokens or not self.backlog or self.backlog + tokens <= STEPS_AHEAD * self.step_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker as the policy sees it; target: host:port. holds: digests of pages that it has, or will have soon."""
+    """A worker as the policy sees it.
+
+    target: host:port. holds: digests of pages that it has cached, or will have soon.
+    """
 
     target: str
     state: WorkerState
@@ -103,7 +106,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A worker for a request. reason: what decided, in a word. cached_tokens: of the prompt, that it holds probably."""
+    """A worker for a request. reason: one word. cached_tokens: tokens of the prompt that it has probably cached."""
 
     target: str
     reason: str
@@ -111,61 +114,61 @@ class Placement:
 
 
 class Policy(Protocol):
-    """Puts workers into an order."""
+    """Ranks workers."""
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
-        """Workers that may have the request, the best first, the others as alternates; those without room come last."""
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
+        """Workers that can take the request, the best first, the others as alternates; those without room last."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Who gets a request now. decode: its decode worker. prefill: prefill workers, the first of which computes it."""
+class WorkerChoice:
+    """The workers of a request. decode: its decode worker. prefill: prefill workers; the first one computes it."""
 
     decode: Placement
     prefill: Sequence[Placement]
 
     @property
     def computed_tokens(self) -> int:
-        """Cached tokens of whoever computes the prompt."""
+        """Cached tokens of the worker that computes the prompt."""
         return (self.prefill[0] if self.prefill else self.decode).cached_tokens
 
 
 def choose(
     policy: Policy,
-    request: Ask,
+    request: PlacementRequest,
     decode: Sequence[Candidate],
     prefill: Sequence[Candidate],
     *,
     urgent: bool,
     spare_s: float = math.inf,
-) -> Choice | None:
-    """The best workers that have room for a request now; None where it has to wait.
+) -> WorkerChoice | None:
+    """The best workers with room for a request now; None if it has to wait.
 
-    urgent: it is the only prompt of its client that is not computed yet; then it waits for no other client's prompts.
-    spare_s: seconds that it may still wait for a prefill worker; beyond them a decode worker with time computes it.
+    urgent: it is its client's only prompt that is not computed yet; then it waits for no other client's prompts.
+    spare_s: longest further wait in seconds for a prefill worker; beyond it an idle decode worker computes the prompt.
     """
     loads = {each.target: each.load for each in (*decode, *prefill)}
-    roomy = [each for each in policy.order(request, decode) if loads[each.target].has_room(request.n)]
+    roomy = [each for each in policy.rank(request, decode) if loads[each.target].has_room(request.n)]
     if not roomy:
         return None
-    # It draws one token.
-    others = [] if request.local else policy.order(replace(request, n=1, output_tokens=0), prefill)
+    # A prefill worker samples one token.
+    others = [] if request.local else policy.rank(replace(request, n=1, output_tokens=0), prefill)
     computing = others or roomy[:1]
     in_time = [each for each in computing if loads[each.target].has_time(request.prompt_tokens - each.cached_tokens)]
     first = in_time[0] if in_time else computing[0]
     if others and not in_time and loads[first.target].wait_s > spare_s:
         helper = _helper(request, roomy, first, loads)
         if helper is not None:
-            return Choice(replace(helper, reason="overflow"), [])
+            return WorkerChoice(replace(helper, reason="overflow"), [])
     if not in_time and not urgent:
         return None
-    return Choice(roomy[0], [first, *(each for each in others if each is not first)] if others else [])
+    return WorkerChoice(roomy[0], [first, *(each for each in others if each is not first)] if others else [])
 
 
 def _helper(
-    request: Ask, decode: Sequence[Placement], prefill: Placement, loads: Mapping[str, Load]
+    request: PlacementRequest, decode: Sequence[Placement], prefill: Placement, loads: Mapping[str, Load]
 ) -> Placement | None:
-    """The first decode worker that has time for a prompt and would have computed it no later than a prefill worker."""
+    """The first decode worker with time for a prompt that would finish it no later than the prefill worker."""
     busy = loads[prefill.target]
     there = busy.wait_s + (request.prompt_tokens - prefill.cached_tokens) * busy.compute_s
     for each in decode:
@@ -176,13 +179,13 @@ def _helper(
 
 
 def able(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Healthy workers; failing ones where none is healthy."""
+    """Healthy workers; failing ones if none is healthy."""
     healthy = [candidate for candidate in candidates if candidate.state is WorkerState.HEALTHY]
     return healthy or [candidate for candidate in candidates if candidate.state is WorkerState.FAILING]
 
 
-def cached_tokens(request: Ask, candidate: Candidate) -> int:
-    """Tokens of the prompt whose KV the worker has: of leading pages. The last token is computed always."""
+def cached_tokens(request: PlacementRequest, candidate: Candidate) -> int:
+    """Tokens of the prompt whose KV the worker has cached: leading pages. The last token is always computed."""
     pages = 0
     for digest in request.pages:
         if digest not in candidate.holds:
@@ -192,18 +195,18 @@ def cached_tokens(request: Ask, candidate: Candidate) -> int:
 
 
 class LeastLoad:
-    """The worker with fewest sequences; of equals the one with most free pages, then the earlier configured."""
+    """The worker with the fewest sequences; ties go to the most free pages, then to the earlier configured."""
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """See Policy."""
         found = sorted(able(candidates), key=lambda each: _busy(request, each))
         return [Placement(each.target, "load", cached_tokens(request, each)) for each in found]
 
 
 class RoundRobin:
-    """One after the other, whatever they have to do."""
+    """One worker after the other, whatever their load."""
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """See Policy."""
         ready = able(candidates)
         first = request.number % len(ready) if ready else 0
@@ -213,12 +216,12 @@ class RoundRobin:
 
 
 class PowerOfTwo:
-    """Two are drawn, and the less busy one is taken: with many workers nearly as even as looking at all of them.
+    """The less busy of two random workers: with many workers nearly as even as the least busy of all.
 
     M. Mitzenmacher, The power of two choices in randomized load balancing, IEEE TPDS 12(10), 2001.
     """
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """See Policy."""
         ready = able(candidates)
         ready.sort(key=lambda each: not each.load.has_room(request.n))
@@ -233,14 +236,14 @@ class PowerOfTwo:
 
 
 class PrefixAware:
-    """The worker that would give the first token soonest: what waits there, and what of the prompt it has to compute.
+    """The worker that would give the first token soonest: its backlog, plus the part of the prompt it has not cached.
 
-    Both are seconds, so a prefix that many ask for draws requests to a worker only as long as waiting there is cheaper
-    than computing the prefix once more elsewhere. Of equals one is taken by the prompt's first page: requests that
-    begin alike meet even where nobody holds their prefix yet.
+    Both count in seconds, so a popular prefix attracts requests to a worker only while waiting there is cheaper than
+    computing the prefix elsewhere. Ties are broken by the prompt's first page: requests that begin alike meet even
+    before any worker has their prefix.
     """
 
-    def order(self, request: Ask, candidates: Sequence[Candidate]) -> list[Placement]:
+    def rank(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> list[Placement]:
         """See Policy."""
         ready = able(candidates)
         if not ready:
@@ -270,20 +273,20 @@ POLICIES: dict[str, Policy] = {
 """Every policy by its name."""
 
 
-def _busy(request: Ask, candidate: Candidate) -> tuple[bool, int, int, int]:
+def _busy(request: PlacementRequest, candidate: Candidate) -> tuple[bool, int, int, int]:
     load = candidate.load
     return not load.has_room(request.n), load.sequences, load.requests, -load.pages_free
 
 
 def _known(measured: Sequence[float], usual: float) -> list[float]:
-    """Where nothing was measured of a worker, the mean of the others'."""
+    """The values, with the mean of the measured ones for workers without a measurement."""
     some = [each for each in measured if each > 0]
     mean = sum(some) / len(some) if some else usual
     return [each if each > 0 else mean for each in measured]
 
 
-def _lot(request: Ask, target: str) -> int:
-    """Which of equal workers it is: the same for all prompts that begin alike (rendezvous hashing)."""
+def _lot(request: PlacementRequest, target: str) -> int:
+    """Breaks ties between workers in the same way for all prompts that begin alike (rendezvous hashing)."""
     seed = request.pages[0] if request.pages else request.draw
     mixed = (zlib.crc32(target.encode()) ^ seed) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
     return (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & 0xFFFFFFFFFFFFFFFF

@@ -1,4 +1,4 @@
-"""Which pages a worker holds: what it has reported, and what it will have once it has done what it was sent."""
+"""The pages that a worker has cached: those it has reported, and those of requests that it was sent."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from kvrail.errors import IncompatibleError
 from kvrail.wire.v1 import common_pb2
 
 PAGES_A_LOOK = 8192
-"""Digests that a worker may report at each look: 64 KiB; twice a second that is news of a million tokens."""
+"""Most digests in one report: 64 KiB; twice a second, that covers a million tokens."""
 
 
 class WorkerPages:
@@ -27,15 +27,15 @@ class WorkerPages:
         return len(self._held)
 
     def question(self) -> common_pb2.StatusRequest:
-        """What to ask the worker for next."""
+        """The next request for a report."""
         self._ended_before |= self._ended
         self._ended = set()
         return common_pb2.StatusRequest(stored_to=self._stored_to, removed_to=self._removed_to, max_pages=PAGES_A_LOOK)
 
     def take(self, events: common_pb2.KVEvents, most: int) -> None:
-        """Take in the answer to the last question.
+        """Take in a report.
 
-        Raises IncompatibleError, and forgets all, where the worker says that it holds more than `most` pages.
+        Raises IncompatibleError, and forgets everything, if the worker reports more than `most` pages.
         """
         if events.snapshot:
             self._held.clear()
@@ -45,11 +45,11 @@ class WorkerPages:
             self.forget()
             raise IncompatibleError(f"the worker says that it holds {count} pages, and that it has {most}")
         self._stored_to, self._removed_to = events.stored_to, events.removed_to
-        if events.complete:  # what had ended when the question was asked is told by now, or was not kept
+        if events.complete:  # requests that had ended by then are in the report, or were not cached
             self._ended_before = set()
 
     def forget(self) -> None:
-        """Another process answers now, which knows nothing of what this one held."""
+        """Forget everything: another process answers now."""
         self._held.clear()
         self._ended.clear()
         self._ended_before.clear()
@@ -60,7 +60,7 @@ class WorkerPages:
         self._expected.update(digests)
 
     def settle(self, digests: Sequence[int]) -> None:
-        """It has ended; the next whole report says what came of it."""
+        """It has ended; the next complete report has the pages that were kept."""
         for digest in digests:
             if self._expected[digest] > 1:
                 self._expected[digest] -= 1

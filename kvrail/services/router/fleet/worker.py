@@ -1,4 +1,4 @@
-"""One worker as the router knows it: its channel, what it last said, and what it has of this router."""
+"""One worker as the router knows it: its channel, its last status, and this router's requests there."""
 
 from collections.abc import Sequence
 from time import monotonic
@@ -18,22 +18,22 @@ from kvrail.wire.v1 import common_pb2
 
 NOT_ASKED = "has not answered yet"
 STATUS_TIMEOUT_S = 3.0
-"""A worker that does not say how it is for so long counts as lost."""
+"""A worker whose status takes longer counts as lost."""
 
 
 class StatusClient(Protocol):
-    """The one call that both kinds of worker answer alike."""
+    """The call that workers of both roles answer."""
 
     async def get_status(self, asked: common_pb2.StatusRequest, *, timeout_s: float) -> common_pb2.WorkerStatus:
-        """Ask for identity, limits and load, and for news of pages."""
+        """Ask for identity, limits and load, and for KV events."""
 
 
 class Worker:
-    """One worker: its channel, what it last said, and what it has of this router.
+    """One worker: its channel, its last status, and this router's requests there.
 
-    requests: prompts that it has of us, backlog: their tokens that it has still to compute. refused: it has said that
-    it is full, and nothing has changed since. pages: those that it holds. leaving: no name has its address any more; it
-    gets nothing new.
+    requests: our prompts there; backlog: their tokens that are still to be computed. refused: it has refused a request
+    as full, and nothing has changed since. pages: the pages that it has cached. leaving: no name has its address any
+    more; it gets no new requests. answered: whether it has ever answered.
     """
 
     def __init__(self, role: str, target: str, channel: grpc.aio.Channel, client: StatusClient) -> None:
@@ -44,22 +44,22 @@ class Worker:
         self.detail = NOT_ASKED
         self.answer: common_pb2.WorkerStatus | None = None
         self.failure = ""
-        self.heard = self.leaving = False  # heard: ever
+        self.answered = self.leaving = False
         self.breaker = Breaker()
-        self.vocab_size = 0  # as it said last
+        self.vocab_size = 0  # in its last status
         self._instance = 0
-        self._last_heard = monotonic()
+        self._last_answer = monotonic()
         self._client = client
         self.requests = self.backlog = 0
-        self._began = 0.0  # with the first of the backlog
+        self._began = 0.0  # when it began with the backlog
         self.refused = False
         self.pages = WorkerPages()
-        self._sequences = self._places = 0  # of our requests; the second: computed at once
-        self._most = 0  # sequences of ours that it may have counted at its last answer
-        self._others = 0  # of other routers
+        self._sequences = self._places = 0  # of our requests; places: computed at once
+        self._most = 0  # of our sequences, that its last status may have counted
+        self._others = 0  # sequences of other routers
 
     async def ask(self) -> None:
-        """Ask the worker how it is; what it had of us then may have ended, or come, while it answered."""
+        """Ask for the worker's status. Requests of ours may come and end while it answers."""
         self._most = self._sequences
         try:
             answer = await self._client.get_status(self.pages.question(), timeout_s=STATUS_TIMEOUT_S)
@@ -72,10 +72,10 @@ class Worker:
         answer.ClearField("kv_events")
         self.answer, self.failure, self.refused = answer, "", False
         self.vocab_size = answer.model.vocab_size
-        self.heard, self._last_heard = True, monotonic()
+        self.answered, self._last_answer = True, monotonic()
 
     def _take_pages(self, answer: common_pb2.WorkerStatus) -> None:
-        """Take in the news of its pages; a new process owes nothing. Raises IncompatibleError for too many."""
+        """Take in KV events; a new process starts with none. Raises IncompatibleError for too many pages."""
         known = answer.instance == self._instance
         if not known:
             self._instance, self.breaker = answer.instance, Breaker()
@@ -86,25 +86,25 @@ class Worker:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it last said how it is."""
-        return monotonic() - self._last_heard
+        """Seconds since its last status."""
+        return monotonic() - self._last_answer
 
     def lost(self, reason: str) -> None:
-        """Take note that the worker did not answer."""
+        """The worker did not answer."""
         self.answer, self.failure = None, reason
 
     @property
     def instance(self) -> int:
-        """Which start of its process has answered; 0: none yet."""
+        """The number of the process that answered last; 0: none yet."""
         return self._instance
 
     @property
     def numerics(self) -> str:
-        """Workers that have the same compute the same bits; empty where bits depend on a batch's company."""
+        """Workers with the same value compute the same bits; empty if the worker is not batch-invariant."""
         return "" if self.answer is None else self.answer.model.numerics
 
     def take(self, sequences: int, places: int, pages: Sequence[int]) -> None:
-        """A prompt goes to this worker. places: of its sequences, those that are computed at once."""
+        """A prompt goes to this worker. places: how many of its sequences are computed at once."""
         self.requests += 1
         self._sequences += sequences
         self._places += places
@@ -112,28 +112,28 @@ class Worker:
         self.pages.expect(pages)
 
     def compute(self, tokens: int) -> None:
-        """It is to compute so many tokens of a prompt."""
+        """It is to compute `tokens` tokens of a prompt."""
         if not self.backlog:
             self._began = monotonic()
         self.backlog += tokens
 
     def computed(self, tokens: int) -> None:
-        """It has computed them, or nobody wants it to any more; it begins with the next."""
+        """It has computed them, or need not any more; it begins with the next."""
         self.backlog -= tokens
         self._began = monotonic()
 
     def leave(self, sequences: int, places: int, pages: Sequence[int]) -> None:
-        """It is done there, or lost."""
+        """A prompt has ended there, or is lost."""
         self.requests -= 1
         self._sequences -= sequences
         self._places -= places
         self.pages.settle(pages)
 
     def load(self, *, computes: bool = True) -> Load:
-        """How busy it is. computes: whether it computes the prompts that it gets by itself."""
+        """How busy it is. computes: whether it computes its prompts itself."""
         if self.answer is None:
             return Load()
-        answer, pace = self.answer, self.answer.pace
+        answer, costs = self.answer, self.answer.step_cost
         return Load(
             requests=self.requests,
             sequences=self._places + self._others,
@@ -142,10 +142,10 @@ class Worker:
             max_running=answer.max_running,
             refused=self.refused,
             pages_free=answer.pages_free,
-            token_s=pace.prefill_each if computes else pace.fetch_each,
-            # Of a decode worker's few tokens beside many sequences nothing follows for a whole prompt.
-            compute_s=pace.prefill_full or (pace.prefill_each if computes else 0.0),
-            sequence_s=pace.decode_each,
+            token_s=costs.prefill_each if computes else costs.fetch_each,
+            # A decode worker's rate for a few tokens beside many sequences is none for a whole prompt.
+            compute_s=costs.prefill_full or (costs.prefill_each if computes else 0.0),
+            sequence_s=costs.decode_each,
             step_tokens=answer.max_batch_tokens,
         )
 
@@ -154,7 +154,7 @@ class Worker:
         await self.channel.close()
 
     def candidate(self, *, computes: bool = True) -> Candidate:
-        """What the policy needs to know."""
+        """The worker as the policy sees it."""
         return Candidate(self.target, self.state, self.load(computes=computes), self.pages)
 
     def describe(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class DecodeWorker(Worker):
 
 
 class PrefillWorker(Worker):
-    """A worker that decode workers call; the router only looks at its load."""
+    """A worker that decode workers call; the router only reads its status."""
 
     def __init__(self, target: str, tls: Tls | None = None) -> None:
         channel = open_channel(target, tls=tls, role="prefill")

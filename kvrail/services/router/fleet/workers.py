@@ -1,4 +1,4 @@
-"""The router's view of its workers: one task each asks for load and identity; the policy's decisions read it."""
+"""The router's view of its workers: one task for each polls its status; the policy's decisions read it."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from kvrail.services.router.fleet.compatibility import (
     page_mismatch,
 )
 from kvrail.services.router.fleet.discovery import Discovery
-from kvrail.services.router.fleet.policy import POLICIES, Ask, Candidate, WorkerState, able
+from kvrail.services.router.fleet.policy import POLICIES, Candidate, PlacementRequest, WorkerState, able
 from kvrail.services.router.fleet.worker import NOT_ASKED, DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.plan.translate import Limits
 from kvrail.telemetry.router import RouterMetrics
@@ -26,15 +26,19 @@ from kvrail.wire import PROTOCOL_VERSION
 log = logging.getLogger("kvrail.router.workers")
 
 GIVEN_UP_S = 12.0
-"""A decode worker that says nothing for so long has hung: what runs there goes on elsewhere."""
+"""A decode worker that is silent for longer has hung: other workers continue its requests."""
+STATUS_INTERVAL_S = 0.5
+"""Between two looks at each worker's load. Between two of them the policy counts what it has sent there itself."""
+DNS_INTERVAL_S = 2.0
+"""Between two looks at a name written dns+host:port; resolvers cache their answers for longer."""
 STARTUP_GRACE_S = 30.0
-"""How long a router that has just started looks for workers before it does without those that never answered."""
+"""How long a router that has just started waits for workers that have never answered."""
 STARTS_WITHIN_S = 600.0
-"""For so long a worker that has never answered is said to start; large models take minutes to load. Then it is down."""
+"""A worker that has never answered is starting, and after this time down; large models take minutes to load."""
 STARTUP_WAIT_S = 2.0
-"""How long a request waits for that at most: it comes when the router has been up for an instant."""
+"""Longest wait of a request for that: it comes just after the router has started."""
 KEPT_S = 60.0
-"""A worker whose name does not resolve any more stays for as long as it answers, and so much longer."""
+"""A worker whose name no longer resolves stays while it answers, and this much longer."""
 
 
 W = TypeVar("W", bound=Worker)
@@ -43,30 +47,30 @@ W = TypeVar("W", bound=Worker)
 class WorkerPool:
     """All workers that the settings name, by address or by a DNS name. Start and close it inside the event loop.
 
-    decode, prefill: the present ones, by host:port. leaving: those that finish what they have, by role and host:port.
+    decode, prefill: the present ones, by host:port. leaving: those that finish their requests, by role and host:port.
     """
 
     def __init__(self, settings: RouterSettings, metrics: RouterMetrics, tls: Tls | None = None) -> None:
         self._model = settings.model_name
-        self._interval = settings.status_interval_s
+        self._interval = STATUS_INTERVAL_S
         self._metrics = metrics
         self._tls = tls
         self.decode: dict[str, DecodeWorker] = {}
         self.prefill: dict[str, PrefillWorker] = {}
         self.leaving: dict[tuple[str, str], Worker] = {}
-        self._decode_names = Discovery("decode", settings.decode_workers, settings.dns_interval_s, self._gather)
-        self._prefill_names = Discovery("prefill", settings.prefill_workers, settings.dns_interval_s, self._gather)
+        self._decode_names = Discovery("decode", settings.decode_workers, DNS_INTERVAL_S, self._gather)
+        self._prefill_names = Discovery("prefill", settings.prefill_workers, DNS_INTERVAL_S, self._gather)
         self.fingerprint = ""
         self.on_change: Callable[[], object] = lambda: None
         self.policy = POLICIES[settings.policy]
         self._watches: dict[Worker, asyncio.Task[None]] = {}
         self._settled, self._met = asyncio.Event(), asyncio.Event()
-        self._decode_heard = False  # ever
+        self._decode_answered = False  # ever
         self._grace: asyncio.TimerHandle | None = None
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Decode workers, then prefill workers; none that leaves."""
+        """Decode workers, then prefill workers; none that is leaving."""
         return [*self.decode.values(), *self.prefill.values()]
 
     def start(self) -> None:
@@ -89,7 +93,7 @@ class WorkerPool:
             await worker.close()
 
     def _gather(self) -> None:
-        """Let those workers join that there are now, and those leave that there are not."""
+        """Add workers with new addresses; workers whose address is gone begin to leave."""
         before = set(self.workers)
         self.decode = self._present(self._decode_names, self.decode, DecodeWorker)
         self.prefill = self._present(self._prefill_names, self.prefill, PrefillWorker)
@@ -100,7 +104,7 @@ class WorkerPool:
         self.reconsider()
 
     def _present(self, names: Discovery, known: Mapping[str, W], make: Callable[[str, Tls | None], W]) -> dict[str, W]:
-        """Workers of one role that there are now, of which some were known."""
+        """The workers of one role now; known ones are kept."""
         names.forget([target for target, worker in known.items() if worker.silent_s > KEPT_S])
         return {target: known.get(target) or self._join(names.role, target, make) for target in names.targets}
 
@@ -118,7 +122,7 @@ class WorkerPool:
             await worker.ask()
             self.reconsider()
             if isinstance(worker, DecodeWorker) and worker.silent_s > GIVEN_UP_S:
-                worker.client.give_up(f"decode worker {worker.target} has said nothing for {worker.silent_s:.0f} s")
+                worker.client.give_up(f"decode worker {worker.target} has been silent for {worker.silent_s:.0f} s")
             await asyncio.sleep(self._interval)
         log.info("%s worker %s has left", worker.role, worker.target)
         del self.leaving[worker.role, worker.target], self._watches[worker]
@@ -126,7 +130,7 @@ class WorkerPool:
         await worker.close()
 
     def reconsider(self) -> None:
-        """Decide anew which workers can get requests."""
+        """Decide again which workers can get requests."""
         self.fingerprint = choose_fingerprint(
             self.fingerprint, self._fingerprints(self.decode.values()), self._fingerprints(self.prefill.values())
         )
@@ -134,8 +138,8 @@ class WorkerPool:
             state, detail = self._judge(worker)
             if state is not worker.state or detail != worker.detail:
                 self._announce(worker, state, detail)
-        self._decode_heard = self._decode_heard or any(worker.heard for worker in self.decode.values())
-        if self._decode_names.found and self._prefill_names.found and all(worker.heard for worker in self.workers):
+        self._decode_answered = self._decode_answered or any(worker.answered for worker in self.decode.values())
+        if self._decode_names.found and self._prefill_names.found and all(worker.answered for worker in self.workers):
             self._settled.set()
         if self.healthy or not self.meeting:
             self._met.set()
@@ -144,7 +148,7 @@ class WorkerPool:
         self.on_change()
 
     def _fingerprints(self, workers: Iterable[Worker]) -> list[str]:
-        """What those of `workers` that answer have loaded."""
+        """Fingerprints of the workers that answer."""
         answers = [worker.answer for worker in workers if worker.answer is not None]
         return [answer.model.fingerprint for answer in answers if answer.model.name == self._model]
 
@@ -154,10 +158,10 @@ class WorkerPool:
         if answer is None:
             if not worker.failure:
                 return worker.state, worker.detail
-            early = not worker.heard and worker.silent_s < STARTS_WITHIN_S
+            early = not worker.answered and worker.silent_s < STARTS_WITHIN_S
             return WorkerState.STARTING if early else WorkerState.DOWN, worker.failure
         if worker.leaving:
-            return WorkerState.DRAINING, "no DNS name has its address any more; finishes what it has"
+            return WorkerState.DRAINING, "no DNS name has its address any more; finishes its requests"
         if twin := self._twin(worker):
             return WorkerState.DUPLICATE, f"is the worker at {twin.target}"
         why = incompatibility(
@@ -173,9 +177,9 @@ class WorkerPool:
         if why:
             return WorkerState.INCOMPATIBLE, why
         if answer.draining:
-            return WorkerState.DRAINING, "finishes what it has"
+            return WorkerState.DRAINING, "finishes its requests"
         if not worker.breaker.allows:
-            return WorkerState.FAILING, f"failed {worker.breaker.failures} requests in a row; one at a time tries again"
+            return WorkerState.FAILING, f"failed {worker.breaker.failures} requests in a row; single requests probe it"
         return WorkerState.HEALTHY, ""
 
     def _twin(self, worker: Worker) -> Worker | None:
@@ -206,7 +210,7 @@ class WorkerPool:
 
     @property
     def complete(self) -> bool:
-        """Whether all workers take requests, as far as is known."""
+        """Whether all known workers take requests."""
         usual = (WorkerState.HEALTHY, WorkerState.DUPLICATE)
         return not self.unresolved and all(worker.state in usual for worker in self.workers)
 
@@ -216,7 +220,7 @@ class WorkerPool:
         return self._decode_names.failures | self._prefill_names.failures
 
     def describe(self, role: str) -> dict[str, Any]:
-        """The workers' entries in /health, those that leave included."""
+        """The workers' entries in /health, leaving ones included."""
         leaving = [worker for (theirs, _), worker in self.leaving.items() if theirs == role]
         present = [worker for worker in self.workers if worker.role == role]
         return {worker.target: worker.describe() for worker in [*leaving, *present]}
@@ -227,27 +231,26 @@ class WorkerPool:
 
     @property
     def starting(self) -> bool:
-        """Whether workers are still to be found: not each has answered once, unless the grace for that is over.
-
-        Without any decode worker ever, it starts for as long as that takes.
-        """
-        return not self._settled.is_set() or not self._decode_heard
+        """Whether some worker has never answered and the grace for that is not over, or no decode worker ever has."""
+        return not self._settled.is_set() or not self._decode_answered
 
     @property
     def meeting(self) -> bool:
-        """Whether a decode worker has just joined, and may say at any moment that it takes requests."""
+        """Whether a decode worker has just joined and has not answered yet."""
         return any(worker.answer is None and not worker.failure for worker in self.decode.values())
 
     async def settle(self) -> None:
-        """Wait a little while workers are still to be found; then a request goes the way that there is."""
+        """Wait a little for workers that are still to be found."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STARTUP_WAIT_S):
                 await self._settled.wait()
                 await self._met.wait()
 
     def healthy_decode(self) -> list[DecodeWorker]:
-        """Decode workers that take requests, the best first for a request of which nothing is known."""
-        return [self.decode[placement.target] for placement in self.policy.order(Ask(1), self.candidates()[0])]
+        """Decode workers that take requests, the best first for a small request."""
+        return [
+            self.decode[placement.target] for placement in self.policy.rank(PlacementRequest(1), self.candidates()[0])
+        ]
 
     def unavailable(self) -> WorkerUnavailableError:
         """Why no decode worker takes requests."""
@@ -262,7 +265,7 @@ class WorkerPool:
         return [worker.candidate(computes=alone) for worker in self.decode.values()], prefill
 
     def places(self, n: int) -> int:
-        """Of a prompt's n sequences those that are computed at once wherever it goes; n where no worker is there."""
+        """How many of a prompt's n sequences every worker computes at once; n without workers."""
         return min((each.load.places(n) for each in able(self.candidates()[0])), default=n)
 
     @property
@@ -271,14 +274,14 @@ class WorkerPool:
         return next((w.answer.layout.page_size for w in self.decode.values() if w.answer is not None), 0)
 
     def begin(self, worker: Worker) -> float:
-        """A request goes to `worker`; gives what its breaker is told of it."""
+        """A request goes to `worker`; returns when it began, for the breaker."""
         began = worker.breaker.begin()
         if not worker.breaker.closed:
-            self.reconsider()  # this one tries; nobody else does
+            self.reconsider()  # this request probes it; others do not
         return began
 
     def limits(self) -> Limits:
-        """What holds on every decode worker that takes requests; raises WorkerUnavailableError where there is none."""
+        """The limits that every decode worker that takes requests can keep; WorkerUnavailableError if there is none."""
         answers = [worker.answer for worker in self.healthy_decode() if worker.answer is not None]
         if not answers:
             raise self.unavailable()

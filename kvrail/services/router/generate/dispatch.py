@@ -1,6 +1,6 @@
-"""Where a prompt waits until it is its turn and a worker has room, and what it holds from then on.
+"""The queue of prompts, and what a prompt holds of a worker once it has left the queue.
 
-What workers have no room for waits here, not with them: a worker's queue is first come, first served, this one is fair.
+Prompts wait here and not at workers: a worker's queue is first come, first served, this one is fair between clients.
 """
 
 import asyncio
@@ -11,47 +11,40 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvrail.errors import DeadlineError, KvrailError, RequestCancelledError
+from kvrail.errors import DeadlineError, KvrailError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
-from kvrail.services.router.fleet.policy import Ask, Choice, able, choose
+from kvrail.services.router.fleet.policy import PlacementRequest, WorkerChoice, able, choose
 from kvrail.services.router.fleet.worker import DecodeWorker, PrefillWorker, Worker
 from kvrail.services.router.fleet.workers import WorkerPool
-from kvrail.services.router.generate.rates import Pace
+from kvrail.services.router.generate.rates import CompletionRate
 from kvrail.telemetry.router import RouterMetrics
-from kvrail.values.pagehash import page_digest, page_hashes
+from kvrail.values.pagehash import page_digest, page_hashes, page_space
 from kvrail.values.sampling import SamplingParams
 
 FIRST_OUTPUT = 128.0
-"""Tokens that an answer has, before any was seen."""
+"""Expected tokens of an answer, before any was seen."""
 WEIGHT = 0.05
-"""Of the newest answer in their running mean."""
+"""Weight of the newest answer in the running mean."""
 HASHED_PAGES = 1024
-"""Pages of a prompt that are looked for on workers: 65,536 tokens of pages of 64, which takes the router 2 ms."""
+"""Pages of a prompt whose digests are compared with workers' caches: 65,536 tokens of pages of 64, 2 ms."""
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """A prompt that waits for its turn, or has had it."""
+    """A prompt in the queue, or past it."""
 
     ticket: Ticket
-    ask: Ask
-    granted: asyncio.Future["Place"] | None = None
+    request: PlacementRequest
+    granted: asyncio.Future["Reservation"] | None = None
     since: float = 0.0  # when it began to wait
-
-    def cancel(self) -> None:
-        """The server gives up what waits."""
-        if self.granted is not None and not self.granted.done():
-            self.granted.set_exception(
-                RequestCancelledError("the server ended the request because it shuts down; retry")
-            )
 
 
 @dataclass(eq=False, slots=True)
-class Place:
-    """A prompt's place with a decode worker and, until its first token, with the worker that computes it.
+class Reservation:
+    """What a prompt holds of a decode worker and, until its first token, of the worker that computes it.
 
-    prefill: prefill workers, the one that is to compute the prompt first. places: what it takes of the decode worker's.
-    began: what the worker's breaker is told.
+    prefill: prefill workers, first the one that is to compute the prompt. places: sequences that the decode worker
+    computes at once. began: when, for the worker's breaker.
     """
 
     dispatcher: "Dispatcher"
@@ -65,42 +58,42 @@ class Place:
     _left: bool = field(default=False)
 
     def succeeded(self, tokens: int) -> None:
-        """The worker has sent so many tokens."""
+        """The worker has sent `tokens` more tokens."""
         self.worker.breaker.succeeded(self.began)
         if tokens:
             self.computed()
             self.dispatcher.queue.charge(self.turn.ticket.client, OUTPUT_WEIGHT * tokens)
 
     def computed(self) -> None:
-        """The first token has come: nothing of the prompt is to be computed any more."""
+        """The first token has come: the prompt is computed."""
         if self._computing is not None:
             computing, self._computing = self._computing, None
             computing.computed(self._tokens)
             if computing is not self.worker:
-                computing.leave(1, 1, self.turn.ask.pages)
+                computing.leave(1, 1, self.turn.request.pages)
             self.dispatcher.first_token(self.turn.ticket.client, self._tokens)
 
     def ended(self, tokens: int, found: int) -> None:
-        """All output is there: so many tokens, of a prompt of which the worker had found so many."""
-        self.dispatcher.answered(tokens // self.turn.ask.n, found)
+        """All output is there. tokens: its length. found: tokens of the prompt that the worker had cached."""
+        self.dispatcher.answered(tokens // self.turn.request.n, found)
 
     def leave(self, *, refused: bool = False) -> None:
-        """Nothing runs there any more. refused: the worker had no room after all."""
+        """Give everything back; harmless if that was done. refused: the worker had no room after all."""
         if self._left:
             return
         self._left = True
         self.worker.refused = refused
         self.computed()
         self.worker.breaker.left(self.began)
-        self.worker.leave(self.turn.ask.n, self.places, self.turn.ask.pages)
+        self.worker.leave(self.turn.request.n, self.places, self.turn.request.pages)
         self.dispatcher.left(self.turn, ended=not refused)
 
 
 class Dispatcher:
-    """Gives prompts their places. Belongs to one event loop.
+    """Reserves workers for prompts, in turns. Belongs to one event loop.
 
-    share: of all places, that a greedy client leaves to newcomers. prefill_wait_s: that a prompt waits for a prefill
-    worker before a decode worker may compute it; 0: as long as it takes.
+    share: part of all room that one client leaves to newcomers. prefill_wait_s: longest wait for a prefill worker
+    before a decode worker may compute the prompt; 0: no limit.
     """
 
     def __init__(
@@ -112,7 +105,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue = FairQueue(share)
-        self.pace = Pace(clock)
+        self.rate = CompletionRate(clock)
         self._pool = pool
         self._metrics = metrics
         self._prefill_wait_s = prefill_wait_s or math.inf
@@ -124,12 +117,15 @@ class Dispatcher:
         self._serving = False
         pool.on_change = self.serve
 
-    def turn(self, client: str, prompt: Sequence[int], sampling: SamplingParams, priority: int) -> Turn:
-        """What waits for a prompt of a client; `place` lets it wait."""
+    def turn(
+        self, client: str, prompt: Sequence[int], sampling: SamplingParams, priority: int, cache_salt: str = ""
+    ) -> Turn:
+        """A prompt's entry for the queue, which `place` puts it into."""
         size, local = self._pool.page_size, sampling.prompt_logprobs is not None
-        # Where log probabilities of the prompt are wanted, all of it is computed, whatever is cached.
-        hashed = page_hashes(prompt[: size * HASHED_PAGES], size) if size and not local else []
-        ask = Ask(
+        # For log probabilities of the prompt all of it is computed, whatever is cached.
+        known = prompt[: size * HASHED_PAGES] if size and not local else ()
+        hashed = page_hashes(known, size, space=page_space(salt=cache_salt)) if known else []
+        request = PlacementRequest(
             len(prompt),
             [page_digest(each) for each in hashed],
             size,
@@ -140,31 +136,31 @@ class Dispatcher:
             local,
         )
         self._number += 1
-        return Turn(Ticket(client, sampling.n, len(prompt), priority), ask)
+        return Turn(Ticket(client, sampling.n, len(prompt), priority), request)
 
-    async def place(self, turn: Turn, timeout_s: float, *, again: bool = False) -> Place:
-        """Wait for a place. Raises DeadlineError, or WorkerUnavailableError where no decode worker takes requests.
+    async def place(self, turn: Turn, timeout_s: float, *, again: bool = False) -> Reservation:
+        """Wait for a reservation. Raises DeadlineError, or WorkerUnavailableError if no decode worker takes requests.
 
-        again: a place came to nothing; the prompt goes before the others of its client.
+        again: an earlier reservation failed; the prompt goes before the others of its client.
         """
         began = self._clock()
         if not again:
             turn.since = began
         loop = asyncio.get_running_loop()
         ticket, turn.granted = turn.ticket, loop.create_future()
-        ticket.places = self._pool.places(turn.ask.n)
+        ticket.places = self._pool.places(turn.request.n)
         self._turns[ticket] = turn
         (self.queue.put_back if again else self.queue.add)(ticket)
         self._metrics.queue_place.observe(len(self.queue) - 1)
         self.serve()
         patience = None if math.isinf(self._prefill_wait_s) else loop.call_later(self._prefill_wait_s, self.serve)
-        place: Place | None = None
+        place: Reservation | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 place = await turn.granted
         except TimeoutError:
             raise DeadlineError(
-                f"no worker had room within the {timeout_s:.3g} s that were left to the request; {len(self.queue)} wait"
+                f"no worker had room within the request's remaining {timeout_s:.3g} s; {len(self.queue)} prompts wait"
             ) from None
         finally:
             if patience is not None:
@@ -174,8 +170,8 @@ class Dispatcher:
         self._metrics.queue_seconds.observe(self._clock() - began)
         return place
 
-    def _withdraw(self, turn: Turn, granted: "asyncio.Future[Place]") -> None:
-        """Nobody waits any more; a place that has just been given is free again."""
+    def _withdraw(self, turn: Turn, granted: "asyncio.Future[Reservation]") -> None:
+        """Leave the queue; a reservation that was made at the same moment is given back."""
         if turn.ticket in self._turns:
             self._drop(turn.ticket)
             self.serve()
@@ -183,7 +179,7 @@ class Dispatcher:
             granted.result().leave()
 
     def serve(self) -> None:
-        """Give places to those whose turn it is, as long as there are any."""
+        """Reserve workers for the prompts whose turn it is, while there is room."""
         if self._serving:
             return
         self._serving = True
@@ -197,7 +193,7 @@ class Dispatcher:
             self._tell()
 
     def _serve_next(self) -> bool:
-        """Whether somebody got a place, or waits no more."""
+        """Whether a prompt left the queue."""
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
         loads = [each.load for each in able(decode)]
@@ -207,11 +203,11 @@ class Dispatcher:
         for ticket in self.queue.turns(free):
             turn = self._turns[ticket]
             granted = turn.granted
-            if granted is None or granted.done():  # it has just been given up
+            if granted is None or granted.done():  # its request has just ended
                 self._drop(ticket)
                 return True
             urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
-            choice = choose(self._pool.policy, turn.ask, decode, prefill, urgent=urgent, spare_s=spare_s)
+            choice = choose(self._pool.policy, turn.request, decode, prefill, urgent=urgent, spare_s=spare_s)
             if choice is not None:
                 del self._turns[ticket]
                 self.queue.granted(ticket, passed)
@@ -220,44 +216,44 @@ class Dispatcher:
             passed.append(ticket)
         return False
 
-    def _take(self, turn: Turn, choice: Choice) -> Place:
-        ask, worker = turn.ask, self._pool.decode[choice.decode.target]
+    def _take(self, turn: Turn, choice: WorkerChoice) -> Reservation:
+        request, worker = turn.request, self._pool.decode[choice.decode.target]
         prefill = [self._pool.prefill[each.target] for each in choice.prefill]
         computing: Worker = prefill[0] if prefill else worker
-        tokens = ask.prompt_tokens - choice.computed_tokens
-        began, places = self._pool.begin(worker), worker.load().places(ask.n)
-        worker.take(ask.n, places, ask.pages)
+        tokens = request.prompt_tokens - choice.computed_tokens
+        began, places = self._pool.begin(worker), worker.load().places(request.n)
+        worker.take(request.n, places, request.pages)
         computing.compute(tokens)
         if computing is not worker:
-            computing.take(1, 1, ask.pages)
+            computing.take(1, 1, request.pages)
         self._computing[turn.ticket.client] += tokens
         self._metrics.placed("decode", worker.target, choice.decode.reason)
         self._metrics.prefix_tokens["expected"].inc(choice.decode.cached_tokens)
         if prefill:
             self._metrics.placed("prefill", computing.target, choice.prefill[0].reason)
-        return Place(self, turn, worker, prefill, places, began, computing, tokens)
+        return Reservation(self, turn, worker, prefill, places, began, computing, tokens)
 
     def first_token(self, client: str, tokens: int) -> None:
-        """So many tokens of a client's prompts need not be computed any more."""
+        """`tokens` of a client's prompts have been computed, or are no longer needed."""
         self._computing[client] -= tokens
         if self._computing[client] <= 0:
             del self._computing[client]
         self.serve()
 
     def left(self, turn: Turn, *, ended: bool) -> None:
-        """A prompt holds no place any more. ended: it had one, and something came of it."""
+        """A prompt has given its reservation back. ended: the worker had not refused it."""
         self.queue.ended(turn.ticket)
         if ended:
-            self.pace.ended(turn.ask.n)
+            self.rate.ended(turn.request.n)
         self.serve()
 
     def answered(self, tokens: int, found: int) -> None:
-        """A sequence had so many tokens, and its worker had found so many of its prompt."""
+        """A sequence has ended with `tokens` tokens; its worker had cached `found` tokens of the prompt."""
         self._metrics.prefix_tokens["found"].inc(found)
         self._output += WEIGHT * (tokens - self._output)
 
     def _fail(self, error: KvrailError) -> None:
-        """Tell everybody who waits."""
+        """Fail every prompt that waits."""
         for ticket, turn in list(self._turns.items()):
             self._drop(ticket)
             if turn.granted is not None and not turn.granted.done():
@@ -268,6 +264,6 @@ class Dispatcher:
         self.queue.remove(ticket)
 
     def _tell(self) -> None:
-        self.pace.waiting(bool(self._turns))
+        self.rate.waiting(bool(self._turns))
         self._metrics.queue_length.set(len(self.queue))
         self._metrics.queue_clients.set(self.queue.clients)

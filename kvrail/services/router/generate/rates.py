@@ -1,48 +1,48 @@
-"""When to come again: from how fast requests end while others wait."""
+"""When a refused client should retry, from how fast requests end while others wait."""
 
 import math
 from collections.abc import Callable
 from time import monotonic
 
 FORGOTTEN_S = 10.0
-"""Seconds of work after which what was measured weighs a third."""
+"""Seconds of full work after which a measurement weighs a third."""
 LEAST_S = 0.25
-"""Seconds of work before anything is said of it."""
+"""Seconds of full work before there is an estimate."""
 SHORTEST_S, LONGEST_S = 1.0, 60.0
-"""Of Retry-After. The official openai client waits no longer than a minute."""
+"""Bounds of Retry-After. The official openai client waits no longer than a minute."""
 
 
-class Pace:
-    """Sequences that end in a second of full work, and when a place is free for who was refused.
+class CompletionRate:
+    """Sequences that end per second of full work, and when there is room for a refused request.
 
-    Only time in which somebody waits counts: how fast an idle server would be, its slow hours do not tell.
+    Only time in which requests wait counts: a server with little to do shows nothing of how fast it can be.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._since: float | None = None  # somebody waits
+        self._since: float | None = None  # when requests began to wait
         self._seconds = self._ended = 0.0
-        self._promised = 0.0  # when the last place that was promised will be free
+        self._promised = 0.0  # when the last promised room will be free
 
     def waiting(self, anybody: bool) -> None:
-        """Whether somebody waits from now on."""
+        """Whether requests wait from now on."""
         self._count(0)
         self._since = self._clock() if anybody else None
 
     def ended(self, sequences: int) -> None:
-        """So many sequences have ended."""
+        """Count sequences that have ended."""
         self._count(sequences)
 
     @property
     def per_second(self) -> float | None:
-        """Sequences that end in a second; None where too little was seen."""
+        """Sequences that end per second; None if too little was measured."""
         self._count(0)
         return self._ended / self._seconds if self._seconds >= LEAST_S and self._ended else None
 
     def retry_after(self, sequences: int) -> float:
-        """Seconds after which a refused request of so many sequences finds room.
+        """Seconds after which a refused request of `sequences` sequences finds room.
 
-        Each that is refused is promised the time after those before it, so that they do not all come at once.
+        Each refused request is promised the time after the one before it, so that they do not all return at once.
         """
         rate = self.per_second
         if rate is None:

@@ -54,10 +54,10 @@ def build_admin(public: FastAPI, drain: Callable[[], object], tls: Tls | None, *
 def build_app(settings: RouterSettings, tokenizer: Tokenizer, defaults: Defaults) -> FastAPI:
     """The application; `app.state.service` is set while it runs.
 
-    Of its state, `parsing` has turns at parsing long bodies; `tls` and `door` are certificates, where there are any.
+    In its state, `parsing` has turns at parsing long bodies; `tls` and `door` are certificates, where there are any.
     Raises ConfigError where one is no good.
     """
-    tls, door = Tls.of(settings, "router"), DoorCertificate.of(settings.ssl_cert, settings.ssl_key)
+    tls, door = Tls.of(settings, "router"), DoorCertificate.of(settings.tls_http_cert, settings.tls_http_key)
     ends = {use: each.end for use, each in (("services", tls), ("door", door)) if each is not None}
     keys, quotas = KeyFile(settings.api_keys_file) if settings.api_keys_file else None, Quotas()
 

@@ -17,7 +17,7 @@ PIECE = 1 << 16
 _BEGIN = re.compile(rb'"logit_bias"[ \t\r\n]*:[ \t\r\n]*\{')
 _ALLOWED = b' \t\r\n0123456789",:.eE+-'
 _MARK = uuid.uuid4().hex
-"""Stands for the bias in the rest of the body; what nobody outside can have put there."""
+"""Stands for the bias in the rest of the body; no client can have sent it."""
 
 
 def span(body: bytes | bytearray) -> tuple[int, int] | None:

@@ -18,12 +18,12 @@ from kvrail.services.router.http import biases
 from kvrail.wire.convert import MAX_BIASES
 
 DRAIN_FACTOR = 8
-"""Of a body that is too large, up to this many times the limit is read and dropped, so that the client hears why."""
+"""A body that is too large is read and dropped up to this many times the limit, so that the client gets the error."""
 HELD_BODIES = 64
-"""So many of the largest bodies may be in memory at once, half received or not yet parsed."""
+"""This many of the largest bodies may be in memory at once, half received or not yet parsed."""
 MAX_VALUES, MAX_CONTAINERS, MAX_NAMES = 1 << 20, 1 << 18, 1 << 16
-"""Of a body's JSON, counted as commas and as opening brackets, in texts too, and members of objects by their names.
-While a body is parsed nothing else runs: so many strings take 27 ms, so many lists 17, so many members 25."""
+"""Most parts of a body's JSON, counted as commas and as opening brackets, in texts too, and members by their names.
+While a body is parsed nothing else runs: at this bound strings take 27 ms, lists 17, members 25."""
 MAX_ESCAPES = 8
 """Backslashes before a quote, as of JSON in a text, in a text …, from which on it counts as one that opens a string."""
 SHORT_BODY = 1 << 16

@@ -1,4 +1,4 @@
-"""Who asks: what tells one client's requests from another's, for turns and for room. Never the key itself."""
+"""Who asks: what separates one client's requests from another's, for turns and for room. Never the key itself."""
 
 import ipaddress
 

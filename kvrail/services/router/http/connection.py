@@ -38,7 +38,7 @@ class ClientConnection(HttpToolsProtocol):
     """See the module. Belongs to one event loop."""
 
     def __init__(self, *, limits: ConnectionLimits, refused: Callable[[int], object], **others: Any) -> None:
-        """refused: hears the status of each answer that is given here, which no application sees."""
+        """refused: gets the status of each answer that is given here, which no application sees."""
         super().__init__(**others)
         self._limits = limits
         self._refused = refused
@@ -125,7 +125,7 @@ class ClientConnection(HttpToolsProtocol):
         self._refuse(400, f"this is no valid HTTP request: {cause or error}", None)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """No word of WebSockets, which nobody misses here: the request is served as it is."""
+        """Say nothing of WebSockets, which this server has not: the request is served as it is."""
 
     @property
     def _answering(self) -> bool:

@@ -15,7 +15,7 @@ from kvrail.security.keyfile import KeyFile
 from kvrail.services.router.errors import error_response
 from kvrail.services.router.http.clients import client_of
 from kvrail.services.router.page import routes as page
-from kvrail.telemetry.lifecycle import Stage, Timeline
+from kvrail.telemetry.moments import Moment, Timeline
 
 SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 OPEN_PATHS = page.OPEN_PATHS | frozenset(
@@ -76,7 +76,7 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         timeline = Timeline()
-        timeline.mark(Stage.RECEIVED)
+        timeline.mark(Moment.RECEIVED)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         minted = uuid.uuid4().hex
@@ -101,7 +101,7 @@ class RequestContext:
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception:
-                status = 500 if status == LEFT else status  # whoever is outside answers so
+                status = 500 if status == LEFT else status  # the outer layers answer so
                 raise
             finally:
                 method = scope["method"] if scope["method"] in METHODS else NO_METHOD

@@ -25,7 +25,7 @@ log = logging.getLogger("kvrail.router.quotas")
 
 WINDOW_S = 60.0
 BUSY_RETRY_S = 1.0
-"""After which to try again where a key's own requests are in the way: nobody knows when they end."""
+"""After which to try again where a key's own requests are in the way: their end is unknown."""
 LIMITS = ("requests", "tokens", "concurrent")
 """What a refused request was too much of."""
 HEADERS = tuple(
@@ -42,7 +42,7 @@ class Window:
         self._sum = 0
 
     def add(self, amount: int) -> None:
-        """Take so much now."""
+        """Take this amount now."""
         if amount:
             self._taken.append((self._clock(), amount))
             self._sum += amount
@@ -155,10 +155,10 @@ class Quotas:
 
 
 class KeyLimits:
-    """Holds each key of the file to its limits, and tells clients of them. Counts what is posted, nothing else."""
+    """Holds each key of the file to its limits, and reports them to clients. Counts what is posted, nothing else."""
 
     def __init__(self, app: ASGIApp, quotas: Quotas, refused: Callable[[Scope, OverloadedError], object]) -> None:
-        """refused: told of each request that goes no further."""
+        """refused: called for each request that goes no further."""
         self._app, self._quotas, self._refused = app, quotas, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -54,6 +54,7 @@ DOCS = Path(__file__).with_name("docs.html")
 EXPOSITION: dict[int | str, dict[str, Any]] = {
     200: {"description": "Prometheus's text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }
+OnOff = Literal["on", "off"]
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 
@@ -259,13 +260,13 @@ def admin_routes(drain: Callable[[], object]) -> APIRouter:
 def _add_metrics(router: APIRouter) -> None:
     @router.get("/metrics", responses=EXPOSITION, response_class=Response)
     async def own_metrics(request: Request) -> Response:
-        """Prometheus metrics, under the names that the operator has chosen: our own by default."""
-        return _exposition(_service(request), "/metrics")
+        """Prometheus metrics."""
+        return await _exposition(_service(request), "/metrics")
 
-    @router.get("/metrics/vllm", responses=EXPOSITION, response_class=Response)
-    async def vllm_metrics(request: Request) -> Response:
-        """The same metrics under vLLM's names."""
-        return _exposition(_service(request), "/metrics/vllm")
+    @router.get("/metrics/vllm", responses=ASKED | EXPOSITION, response_class=Response)
+    async def vllm_metrics(request: Request, sums: OnOff = "on") -> Response:
+        """The same metrics under vLLM's names, and unless `sums` is off those of all decode workers, summed up."""
+        return await _exposition(_service(request), "/metrics/vllm", sums)
 
     @router.get("/load", response_model=Load)
     async def load(request: Request) -> dict[str, int]:
@@ -290,6 +291,6 @@ def _probed(status: int, body: dict[str, Any]) -> Response:
     return JSONResponse(body, status, headers)
 
 
-def _exposition(service: RouterService, path: str) -> Response:
-    body, content_type = service.render_metrics(path)
+async def _exposition(service: RouterService, path: str, sums: OnOff = "on") -> Response:
+    body, content_type = await service.render_metrics(path, sums=sums == "on")
     return Response(body, headers={"content-type": content_type})

@@ -55,7 +55,7 @@ class Thinking(Wire):
 
 
 class RedactedThinking(Wire):
-    """Reasoning of another server's model, encrypted; the model is told nothing of it."""
+    """Reasoning of another server's model, encrypted; the model does not see it."""
 
     type: Literal["redacted_thinking"]
     data: str | None = None

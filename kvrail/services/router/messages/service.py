@@ -4,13 +4,38 @@ from typing import Any
 
 from starlette.datastructures import State
 
+from kvrail.errors import KvrailError
 from kvrail.services.router.answer.answer import Answer
+from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.messages.schema import MessagesRequest, Prompted
 from kvrail.services.router.messages.translate import chat_request
 from kvrail.services.router.messages.writer import MessageWriter, failure_event
 from kvrail.services.router.openai.renaming import renamed
 from kvrail.services.router.plan.translate import Plan
+from kvrail.services.router.schema import ChatRequest
+
+
+class MessagesCall(ApiCall):
+    """/v1/messages."""
+
+    request: ChatRequest
+
+    def __init__(self, request: MessagesRequest, state: State, parts: Parts) -> None:
+        chat, self._rename = chat_request(request)
+        super().__init__(chat, state, parts)
+
+    async def plan(self) -> Plan:
+        """Tokenise the chat; errors name Anthropic's parameters."""
+        return await renamed(self.parts.planner.chat(self.request, self.client), self._rename)
+
+    def writer(self, plan: Plan) -> MessageWriter:
+        """A message."""
+        return MessageWriter(f"msg_{self.wire_id}", self.name, plan.prompt_tokens, plan.new_reader())
+
+    def failure(self, error: KvrailError) -> bytes:
+        """An error event."""
+        return failure_event(error)
 
 
 class Messages:
@@ -21,15 +46,7 @@ class Messages:
 
     def create(self, request: MessagesRequest, state: State) -> Answer:
         """Answer /v1/messages."""
-        chat, rename = chat_request(request)
-
-        def write(plan: Plan, name: str) -> MessageWriter:
-            return MessageWriter(f"msg_{state.wire_id}", name, plan.prompt_tokens, plan.new_reader())
-
-        planner = self._service.planner
-        return self._service.answer(
-            chat, 1, state, lambda: renamed(planner.chat(chat, state.client), rename), write, failure_event
-        )
+        return self._service.answer(MessagesCall(request, state, self._service.parts))
 
     async def count(self, request: Prompted, client: str) -> dict[str, Any]:
         """Answer /v1/messages/count_tokens."""

@@ -51,6 +51,8 @@ HARMLESS = frozenset(
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Begins a block of a system prompt that is for Anthropic alone; it changes, and the prefix would with it."""
 PASSED = (
+    "bad_words",
+    "cache_salt",
     "chat_template_kwargs",
     "ignore_eos",
     "logit_bias",

@@ -69,8 +69,8 @@ class MessageWriter:
     def closing(self, usage: Json) -> bytes:
         """Why it ended, and the usage."""
         events = self._finish(usage)
-        told = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
-        events += encode_named({"type": "message_delta", "delta": told, "usage": self._message["usage"]})
+        shown = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
+        events += encode_named({"type": "message_delta", "delta": shown, "usage": self._message["usage"]})
         return events + encode_named({"type": "message_stop"})
 
     def failure(self, error: KvrailError) -> bytes:
@@ -150,8 +150,8 @@ class MessageWriter:
             self._message |= {"stop_reason": "tool_use", "stop_sequence": None}
         events = self._close()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        told = _usage(usage["prompt_tokens"], usage["completion_tokens"], cached, self._thinking_tokens)
-        self._message |= {"content": self._blocks, "usage": {**told, "kvrail": usage["kvrail"]}}
+        shown = _usage(usage["prompt_tokens"], usage["completion_tokens"], cached, self._thinking_tokens)
+        self._message |= {"content": self._blocks, "usage": {**shown, "kvrail": usage["kvrail"]}}
         return events
 
 

@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 PIECE = 64
 """Elements of a list that are encoded at once; with twenty likely tokens each that takes some 2 ms."""
 _MARK = uuid.uuid4().hex
-"""Stands for the text in a template; what nobody outside can have put into an answer."""
+"""Stands for the text in a template; no client can have put it into an answer."""
 
 
 def encode_json(value: dict[str, Any]) -> bytes:
@@ -29,7 +29,7 @@ def _encoded(value: Any) -> bytes:
 
 
 def encode_long(value: dict[str, Any]) -> bytes:
-    """The same as `encode_json`, for a thread: others run meanwhile, since long lists are encoded piece by piece."""
+    """Do what `encode_json` does, in a thread: others run meanwhile, since long lists are encoded piece by piece."""
     return b"".join(_pieces(value))
 
 

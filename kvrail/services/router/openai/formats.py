@@ -74,10 +74,10 @@ class Format(Protocol):
         """The chunk for new output; None where it has nothing to show."""
 
     def draft_chunk(self, news: Drafted | Settled) -> Json:
-        """The chunk that tells of drafts: one without output, and the member `kvrail`."""
+        """The chunk that reports drafts: one without output, and the member `kvrail`."""
 
     def scored_chunk(self, scored: Scored) -> Json | None:
-        """The chunk that tells of log probabilities of a prompt, where a stream shows them."""
+        """The chunk with log probabilities of a prompt, where a stream shows them."""
 
     def last(self) -> Json:
         """The chunk without choices that carries the usage."""
@@ -107,12 +107,12 @@ def _finish(delta: Delta, *, called: bool = False) -> Json:
 
 
 def _token_ids(delta: Delta, wanted: bool) -> Json:
-    """The member that tells new token ids, where they are wanted and there are any."""
+    """The member with new token ids, where they are wanted and there are any."""
     return {"token_ids": list(delta.token_ids)} if wanted and delta.token_ids else {}
 
 
 def _draft_member(news: Drafted | Settled) -> Json:
-    """The member `kvrail` of a chunk that tells of drafts (docs/provisional-streaming.md)."""
+    """The member `kvrail` of a chunk that reports drafts (docs/provisional-streaming.md)."""
     if isinstance(news, Drafted):
         place = {"index": news.index, "position": news.position}
         return {"provisional": {**place, "tokens": len(news.token_ids), "text": news.text}}
@@ -142,7 +142,7 @@ class ChatFormat:
     ) -> None:
         """reader: what takes a choice's output apart; None: all of it is content. reasoning: whether it is shown.
 
-        prompt_ids: the prompt's token ids, where those of the output are to be told too. prompt: where the whole answer
+        prompt_ids: the prompt's token ids, where those of the output are shown too. prompt: where the whole answer
         has its log probabilities, with those of the `prompt_top` most likely tokens.
         """
         self._head = head
@@ -181,13 +181,13 @@ class ChatFormat:
     def chunk(self, delta: Delta) -> Json | None:
         """New text; None where it is held back and nothing else is to say."""
         logprobs = self._find_logprobs(delta)
-        told = _token_ids(delta, self._prompt_ids is not None)
+        ids = _token_ids(delta, self._prompt_ids is not None)
         reader = self._readers[delta.index]
         shown = shown_delta(self._read(delta))
-        if not shown and logprobs is None and delta.finish_reason is None and not told:
+        if not shown and logprobs is None and delta.finish_reason is None and not ids:
             return None
         finish = _finish(delta, called=reader.called)
-        return self._chunk([{"index": delta.index, "delta": shown, "logprobs": logprobs, **finish, **told}])
+        return self._chunk([{"index": delta.index, "delta": shown, "logprobs": logprobs, **finish, **ids}])
 
     def _read(self, delta: Delta) -> Said:
         """New output, taken apart."""
@@ -258,7 +258,7 @@ class CompletionFormat:
         echo_top: int | None = None,
         prompt_top: int | None = None,
     ) -> None:
-        """prompt_ids: token ids of each choice's prompt, where those of the output are to be told too.
+        """prompt_ids: token ids of each choice's prompt, where those of the output are shown too.
 
         prompts: each choice's, where log probabilities are made of them. echo_top: of how many likely tokens the lists
         of `logprobs` then tell, prompt_top: of how many `prompt_logprobs` does; None: not at all.
@@ -285,7 +285,7 @@ class CompletionFormat:
         return self._head.envelope("text_completion", choices)
 
     def opening(self) -> list[Json]:
-        """Each choice's prompt, where it is to be echoed or its tokens are to be told.
+        """Each choice's prompt, where it is to be echoed or its tokens are scored.
 
         With its log probabilities it is echoed as they come.
         """
@@ -297,16 +297,16 @@ class CompletionFormat:
         ]
 
     def _prompt(self, index: int) -> Json:
-        """The member that tells the token ids of a choice's prompt, where they are wanted."""
+        """The member with the token ids of a choice's prompt, where they are wanted."""
         return {} if self._prompt_ids is None else {"prompt_token_ids": list(self._prompt_ids[index])}
 
     def chunk(self, delta: Delta) -> Json | None:
         """New text; None where it is held back and nothing else is to say."""
         logprobs = self._find_logprobs(delta)
-        told = _token_ids(delta, self._prompt_ids is not None)
-        if not delta.text and logprobs is None and delta.finish_reason is None and not told:
+        ids = _token_ids(delta, self._prompt_ids is not None)
+        if not delta.text and logprobs is None and delta.finish_reason is None and not ids:
             return None
-        return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, **_finish(delta), **told}])
+        return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, **_finish(delta), **ids}])
 
     def draft_chunk(self, news: Drafted | Settled) -> Json:
         """An empty text, and the member `kvrail`."""
@@ -331,7 +331,7 @@ class CompletionFormat:
         else:
             self._prompts[update.index].add(update.logprobs)
 
-    def _told_logprobs(self, index: int) -> Json | None:
+    def _whole_logprobs(self, index: int) -> Json | None:
         """All of a choice's, of the echoed prompt and of the output."""
         echoed = [] if self._echo_top is None else self._prompts[index].lists(self._echo_top)
         parts = [*echoed, *self._choices[index].logprobs]
@@ -346,7 +346,7 @@ class CompletionFormat:
                 {
                     "index": i,
                     "text": prefix + "".join(choice.text),
-                    "logprobs": self._told_logprobs(i),
+                    "logprobs": self._whole_logprobs(i),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                     "token_ids": None if self._prompt_ids is None else choice.token_ids,

@@ -16,10 +16,14 @@ def bounded(logprob: float) -> float:
 
 
 class TokenTexts:
-    """What stands for a token in log probabilities: its text, or where a request wants that, `token_id:` and its id."""
+    """What stands for a token in log probabilities: its text, or where a request wants that, `token_id:` and its id.
 
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+    all_listed: log probabilities of tokens that the request names are shown whatever token was drawn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False, all_listed: bool = False) -> None:
         self.tokenizer = tokenizer
+        self.all_listed = all_listed
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
@@ -48,7 +52,7 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
         {
             **entry(token_id, found.logprob),
             "top_logprobs": [entry(*pair) for pair in dict([(token_id, found.logprob), *found.top]).items()][
-                : len(found.top)
+                : None if texts.all_listed else len(found.top)
             ],
         }
         for token_id, found in zip(delta.token_ids, delta.logprobs, strict=True)
@@ -59,7 +63,7 @@ def chat_logprobs(texts: TokenTexts, delta: Delta) -> dict[str, Any]:
 class CompletionLogprobs:
     """Builds parallel lists over the tokens of one choice's output.
 
-    Offsets are in characters from the start of the choice's text, of which `offset` go before the output.
+    Offsets are in characters from the start of the choice's text; `offset` of them stand before the output.
     """
 
     def __init__(self, texts: TokenTexts, offset: int = 0) -> None:

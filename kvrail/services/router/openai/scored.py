@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's tokens, as OpenAI's completions echo them and as vLLM tells them."""
+"""Log probabilities of a prompt's tokens, as OpenAI's completions echo them and as vLLM lists them."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -33,10 +33,10 @@ class ScoredPrompt:
         for found in self._found:
             for place, (logprob, rank) in enumerate(zip(found.logprobs, found.ranks, strict=True)):
                 own = self._token_ids[found.first + place]
-                told = {str(own): self._entry(own, logprob, rank)}
+                entry = {str(own): self._entry(own, logprob, rank)}
                 for number, (token_id, value) in enumerate(islice(found.most_likely(place), top), start=1):
-                    told.setdefault(str(token_id), self._entry(token_id, value, number))
-                entries.append(told)
+                    entry.setdefault(str(token_id), self._entry(token_id, value, number))
+                entries.append(entry)
         return entries
 
     def _entry(self, token_id: int, logprob: float, rank: int) -> Json:

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.plan.translate import Plan
-from kvrail.telemetry.lifecycle import Timeline
+from kvrail.telemetry.moments import Timeline
 
 
 def usage_so_far(plan: Plan, completion_tokens: int) -> dict[str, Any]:
@@ -21,11 +21,11 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     """Counts at the end, with where the KV came from, its bytes on the wire and before encoding, and the time it took.
 
     Over several prompts, counts and bytes are sums, names are joined by commas and the stages are those of the prompt
-    that finished last. prefill_worker: null where decode workers prefilled themselves. lossy: whether a codec was used
-    that does not restore every bit. invariant: whether any worker would give these tokens these bits, whatever is
-    computed beside them. codec_reason: why this codec, where the choice was left to the decode worker or another one
-    was asked for that is not compiled yet. exposed_transfer_seconds: the longest time that exact KV came after its
-    prompt had been computed.
+    that finished last. prefill_worker: null where decode workers prefilled themselves; reason: why they did. lossy:
+    whether a codec was used that does not restore every bit. invariant: whether any worker would give these tokens
+    these bits, whatever is computed beside them. codec_reason: why this codec, where the choice was left to the decode
+    worker or another one was asked for that is not compiled yet. exposed_transfer_seconds: the longest time that exact
+    KV came after its prompt had been computed.
     """
     summaries = generation.summaries
     usage = usage_so_far(generation.plan, completion_tokens)
@@ -34,6 +34,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
     codecs = dict.fromkeys(summary.codec for summary in summaries if summary.codec)
     usage["kvrail"] = {
         "prefill_worker": ",".join(prefill_workers) or None,
+        "reason": next((summary.local_reason for summary in summaries if summary.local_reason), None),
         "codec": ",".join(codecs) or None,
         "transport": ",".join(dict.fromkeys(s.transport for s in summaries if s.transport)) or None,
         "codec_reason": next((summary.codec_reason for summary in summaries if summary.codec_reason), None),
@@ -54,7 +55,7 @@ def final_usage(generation: Generation, completion_tokens: int, timeline: Timeli
 def _trace(generation: Generation, timeline: Timeline) -> dict[str, Any]:
     """The request's moments, and what workers did for it; seconds since it came."""
     return {
-        "moments": {stage.value: round(seconds, 6) for stage, seconds in timeline.marks()},
+        "moments": {moment.value: round(seconds, 6) for moment, seconds in timeline.marks()},
         "spans": [
             {
                 "process": span.process,

@@ -56,8 +56,8 @@ def chunk_writer(form: Format, request: Request, plan: Plan) -> "ChunkWriter":
 class ChunkWriter:
     """OpenAI's older APIs: a stream is chunks of one shape.
 
-    include_usage: whether a last chunk brings the usage. usage_so_far: the usage after so many tokens, where each chunk
-    is to bring it.
+    include_usage: whether a last chunk brings the usage. usage_so_far: the usage after a number of tokens, where
+    each chunk is to bring it.
     """
 
     greets = False  # clients take the first chunk's time for that of the first token

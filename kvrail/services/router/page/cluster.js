@@ -1,4 +1,4 @@
-// The workers and the links between them. Links are drawn where prefill and decode workers stand side by side, and told
+// The workers and the links between them. Links are drawn where prefill and decode workers stand side by side, and listed
 // in the decode workers' cards everywhere.
 
 import { Bar, Meter } from "./charts.js";

@@ -197,7 +197,7 @@ export class KvView {
 
 export class DraftsView {
   constructor(place) {
-    this.empty = empty("No drafts yet. They come with codecs of several stages, such as ", html("code", {}, "splitzip-progressive"), ".");
+    this.empty = empty("No drafts yet. They come with codecs of several stages, such as ", html("code", {}, "splitzip-progressive-ans"), ".");
     this.share = html("b");
     this.accepted = new Meter("accepted");
     this.proposed = new Meter("proposed");

@@ -31,7 +31,7 @@ HEADERS = {
 
 
 def page_routes(*, operators: bool = False) -> APIRouter:
-    """The page. operators: whoever reaches it is one, and sees all."""
+    """The page. operators: every client that reaches it is one, and sees all."""
     router = APIRouter()
     bodies = {name: (path.read_bytes(), TYPES[path.suffix]) for name, path in FILES.items()}
 

@@ -53,13 +53,13 @@ class StatusPage:
                 await self._sampling
 
     def shows_all(self, api_key: int | str | None) -> bool:
-        """Whether somebody with this key, by its place or its name, sees more than /health tells everybody."""
+        """Whether somebody with this key, by its place or its name, sees more than /health shows everybody."""
         settings = self._service.settings
         closed = settings.api_keys or settings.api_keys_file
         return settings.status_page == "open" or not closed or api_key is not None
 
     def body(self, *, everything: bool) -> bytes:
-        """JSON. everything: beside what /health tells."""
+        """JSON. everything: beside what /health shows."""
         now = self._clock()
         made = self._made.get(everything)
         if made is None or now - made[0] >= FRESH_S:
@@ -142,7 +142,7 @@ class StatusPage:
 
 
 def _more(worker: Worker) -> dict[str, Any]:
-    """What a worker has said of itself and /health does not tell."""
+    """What a worker has said of itself and /health does not show."""
     answer = worker.answer
     if answer is None:
         return {}

@@ -50,9 +50,9 @@ def defaults_of(settings: RouterSettings) -> Defaults:
     # do_sample is not looked at, as with vLLM: clients that name no temperature expect sampled answers.
     values = {name: value for name, value in (found | override).items() if value is not None}
     defaults = _checked(values, dict.fromkeys(override, OVERRIDE), f"{folder}/generation_config.json")
-    told = defaults.model_dump(exclude_defaults=True)
-    if told:
-        log.info("requests that do not say are sampled with %s", ", ".join(f"{k} {v:g}" for k, v in told.items()))
+    changed = defaults.model_dump(exclude_defaults=True)
+    if changed:
+        log.info("requests that do not say are sampled with %s", ", ".join(f"{k} {v:g}" for k, v in changed.items()))
     return defaults
 
 

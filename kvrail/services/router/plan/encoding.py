@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kvrail.errors import ContextLengthError
 from kvrail.runtime.turns import Turns
 from kvrail.services.router.errors import refuse
+from kvrail.services.router.plan.fields import TOKENIZE, refuse_extras
 from kvrail.services.router.plan.tools.history import shown_by
 from kvrail.services.router.plan.tools.offered import functions_of
 from kvrail.services.router.schema import MAX_TOKEN_IDS, ChatRequest, CompletionRequest, Message, TokenizeRequest
@@ -34,9 +35,9 @@ LONG_CHARS = 100_000
 """Texts of one request that are long: they are encoded one at a time, beside the short ones."""
 SHORT_AT_ONCE = 4
 SHORT_COST = 1000
-"""Of a turn, in characters, whatever its text."""
+"""Cost of a turn, in characters, added to that of its text."""
 MAX_COUNTED_CHARS = 1 << 21
-"""Of a text that is only counted (/tokenize, /v1/messages/count_tokens). So many take a second to encode."""
+"""Longest text that is only counted (/tokenize, /v1/messages/count_tokens). It takes a second to encode."""
 JSON_PIECE = 4096
 
 
@@ -127,6 +128,7 @@ class Encoder:
 
     async def tokenize(self, request: TokenizeRequest, client: str) -> list[int]:
         """Token ids of what /tokenize was sent."""
+        refuse_extras(request.model_extra or {}, TOKENIZE)
         prompt = request.prompt
         if (prompt is None) == (request.messages is None):
             refuse("prompt", "send either prompt or messages")
@@ -172,7 +174,7 @@ class Encoder:
 
     def _template(self, request: ChatRequest | TokenizeRequest) -> str | None:
         """The chat template that a request brings, if any; InvalidRequestError where it may bring none."""
-        template = request.chat_template if isinstance(request, ChatRequest) else None
+        template = request.chat_template
         if template is not None and not self._trust_templates:
             refuse("chat_template", "this server takes none (--trust-request-chat-template); leave it out")
         return template
@@ -215,7 +217,7 @@ def _last(token_ids: list[int], keep: int | None) -> list[int]:
 
 @contextmanager
 def _about(param: str) -> Iterator[None]:
-    """Name the parameter of which there is too much."""
+    """Name the parameter that is too long."""
     try:
         yield
     except ContextLengthError as error:

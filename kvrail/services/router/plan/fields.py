@@ -1,7 +1,7 @@
 """One policy for fields: what is supported works, what OpenAI or vLLM know and we do not is refused by name.
 
-What nobody knows is ignored, and so is what cannot change an answer. Fields that a request's schema has are none of
-this module's business; docs/api.md has the whole list.
+Fields that no server knows are ignored, and so are those that cannot change an answer. Fields of a request's schema are
+not handled here; docs/api.md has the whole list.
 """
 
 import logging
@@ -16,23 +16,28 @@ _WITHOUT: tuple[Any, ...] = (None,)
 
 BOTH: Mapping[str, tuple[Any, ...]] = {
     # vLLM's
-    "bad_words": (None, []),
-    "cache_salt": _WITHOUT,
     "data_parallel_rank": _WITHOUT,
+    "ec_transfer_params": _WITHOUT,
     "kv_transfer_params": _WITHOUT,
     "length_penalty": (None, 1, 1.0),
     "logits_processors": _WITHOUT,
-    "logprob_token_ids": _WITHOUT,
+    "media_io_kwargs": _WITHOUT,
+    "mm_payload": (None, "tensors"),
+    "mm_processor_kwargs": _WITHOUT,
     "moderation": _WITHOUT,
     "repetition_detection": _WITHOUT,
     "request_id": _WITHOUT,
+    "return_mm_kwargs": (None, True),
     "return_prompt_text": (None, False),
     "return_token_offsets": (None, False),
+    "return_weight_versions": (None, False),
+    "routed_experts_prompt_start": (None, 0),
     "spaces_between_special_tokens": (None, True),
     "thinking_token_budget": _WITHOUT,
     "truncation_side": _WITHOUT,
     "use_beam_search": (None, False),
     "vllm_xargs": _WITHOUT,
+    "watermarking": (None, False),
     "guided_choice": _WITHOUT,
     "guided_decoding_backend": _WITHOUT,
     "guided_grammar": _WITHOUT,
@@ -49,7 +54,6 @@ CHAT: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (None, False),
     "best_of": (None, 1),
     "echo": (None, False),
-    "mm_processor_kwargs": _WITHOUT,
     "suffix": (None, ""),
     "web_search_options": _WITHOUT,
 }
@@ -65,14 +69,19 @@ HARMLESS = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
+        "session_id",
         "store",
+        "stream_interval",
         "verbosity",
     }
 )
-"""Fields of OpenAI's that are known, and taken without an effect on the answer; docs/api.md says why of each."""
+"""Fields of OpenAI's and vLLM's that are taken without an effect on the answer; docs/api.md says why of each."""
 
 COMPLETION: Mapping[str, tuple[Any, ...]] = {"prompt_embeds": _WITHOUT}
 """The same, of completions alone."""
+
+TOKENIZE: Mapping[str, tuple[Any, ...]] = {"media_io_kwargs": _WITHOUT, "mm_processor_kwargs": _WITHOUT}
+"""The same, of /tokenize."""
 
 
 def refuse_extras(extras: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:

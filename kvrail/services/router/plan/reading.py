@@ -64,7 +64,7 @@ class OutputReader:
     def __init__(self, form: CallForm | None, thoughts: ThoughtReader | None, most_calls: int | None = None) -> None:
         """form: of calls, None where none are looked for. thoughts: None where reasoning is not looked for.
 
-        most_calls: calls that are told, None: all. Further ones are left out, as with vLLM.
+        most_calls: calls that are shown, None: all. Further ones are left out, as with vLLM.
         """
         self._most_calls = most_calls
         self._calls = None if form is None else CallReader(form)

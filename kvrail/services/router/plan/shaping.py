@@ -9,7 +9,7 @@ from kvrail.grammar.texts import Part
 from kvrail.runtime.turns import Turns
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.plan.reading import THINK, THOUGHT, OutputReader, ThoughtReader
-from kvrail.services.router.plan.structured import Asked, check, form_of, tokens_of
+from kvrail.services.router.plan.structured import OutputFormat, check, form_of, tokens_of, words_of
 from kvrail.services.router.plan.tools.forms import CallForm, form_for
 from kvrail.services.router.plan.tools.offered import Offer, call_rules
 from kvrail.services.router.schema import ChatRequest, CompletionRequest, Request
@@ -51,14 +51,14 @@ class Shaper:
         if asked is None:
             return Shape()
         grammar = await self._turns.run(client, lambda: texts.whole(asked.part()))
-        await self._check(request.min_tokens, grammar, client, asked)
+        await check(self._checker, grammar, client, asked)
         return Shape(grammar)
 
     async def chat(self, request: ChatRequest, client: str, offer: Offer | None, prompt: Sequence[int]) -> Shape:
         """Shape of the answers to a client's chat; InvalidRequestError names the parameter. prompt: token ids."""
         asked = self._asked(request)
-        if request.allowed_token_ids is not None and offer is not None:
-            refuse("allowed_token_ids", "cannot be combined with tools; send one of them")
+        if asked is not None and asked.all_tokens and offer is not None:
+            refuse(asked.param, "cannot be combined with tools; send one of them")
         form = self._form if offer is not None else None
         if offer is not None and form is None:
             refuse(
@@ -69,7 +69,7 @@ class Shaper:
         if asked is not None or (offer is not None and (offer.must_call or any(f.strict for f in offer.functions))):
             make = partial(self._grammar, offer, form, asked, open_thought)
             grammar, blamed = await self._turns.run(client, make)
-            await self._check(request.min_tokens, grammar, client, blamed)
+            await check(self._checker, grammar, client, blamed)
         if form is None and not self._thinks:
             return Shape(grammar)
         marks = [form.opens, form.closes] if form is not None else []
@@ -81,20 +81,22 @@ class Shaper:
             any(self._tokenizer.special_id(mark) is not None for mark in marks),
         )
 
-    def _asked(self, request: Request) -> Asked | None:
-        """What `request` asks of its output; InvalidRequestError where it asks for a form and for tokens."""
-        form, tokens = form_of(request), tokens_of(request, self._tokenizer)
-        if form and tokens:
-            refuse(tokens.param, f"cannot be combined with {form.param}; send one of them")
-        return form or tokens
+    def _asked(self, request: Request) -> OutputFormat | None:
+        """What `request` asks of its output; InvalidRequestError where it asks for several things."""
+        found = [
+            asked for each in (form_of, tokens_of, words_of) if (asked := each(request, self._tokenizer)) is not None
+        ]
+        if len(found) > 1:
+            refuse(found[1].param, f"cannot be combined with {found[0].param}; send one of them")
+        return found[0] if found else None
 
     def _grammar(
-        self, offer: Offer | None, form: CallForm | None, asked: Asked | None, open_thought: bool
-    ) -> tuple[str, Asked]:
+        self, offer: Offer | None, form: CallForm | None, asked: OutputFormat | None, open_thought: bool
+    ) -> tuple[str, OutputFormat]:
         """The grammar of a chat, and what to blame where it cannot be compiled."""
         parts: dict[str, Part] = {}
         rules: list[str] = []
-        blamed = asked or Asked("tools", lambda: {})
+        blamed = asked or OutputFormat("tools", lambda: {})
         body = ""
         if asked is not None:
             parts["answer"], body = asked.part(), "@answer"
@@ -105,8 +107,8 @@ class Shaper:
             rules.append(written)
             parts |= arguments
             schemas = {f"{f.number}": {"function": {"parameters": f.parameters}} for f in offer.functions}
-            blamed = Asked("tools", lambda: {}, schemas)
-        if not self._thinks or blamed.param == "allowed_token_ids":  # that binds the reasoning too
+            blamed = OutputFormat("tools", lambda: {}, schemas)
+        if not self._thinks or blamed.all_tokens:
             if body == "@answer":
                 return texts.whole(parts["answer"]), blamed
             return texts.whole(texts.from_lark("\n".join([f"start: {body}", *rules])), **parts), blamed
@@ -129,10 +131,3 @@ class Shaper:
         """Whether the prompt leaves reasoning open, or the model is known to open it by itself."""
         tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         return tail.endswith(THINK) or (self._opens and not tail.endswith(THOUGHT))
-
-    async def _check(self, min_tokens: int | None, grammar: str, client: str, asked: Asked) -> None:
-        if min_tokens:
-            refuse(
-                "min_tokens", f"cannot be combined with {asked.param}, which decides when the output ends; leave it out"
-            )
-        await check(self._checker, grammar, client, asked)

@@ -23,7 +23,7 @@ from kvrail.services.router.schema import (
     named,
 )
 from kvrail.values.sampling import SamplingParams
-from kvrail.wire.convert import UINT64_MAX, sampling_to_proto
+from kvrail.wire.convert import MAX_LOGPROBS, UINT64_MAX, sampling_to_proto
 from kvrail.wire.v1 import common_pb2
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Plan:
     """What to generate: one stream for each prompt.
 
     prompts: token ids. sampling: one for each prompt; wire: the same for workers. prefixes: text that goes before each
-    prompt's output (echo). provisional: whether drafts are shown. traced: whether the usage tells what each process did
+    prompt's output (echo). provisional: whether drafts are shown. traced: whether the usage shows what each process did
     when. priority: among the client's own requests; lower is earlier. reader: takes one output apart; None: it is shown
     as it is. silent: what is generated is not shown. special_stops: stop strings that are special tokens, by token id.
     """
@@ -54,6 +54,7 @@ class Plan:
     priority: int = 0
     reader: Callable[[], OutputReader] | None = None
     silent: bool = False
+    cache_salt: str = ""
 
     @property
     def n(self) -> int:
@@ -79,7 +80,7 @@ class Plan:
         return sum(len(prompt) for prompt in self.prompts)
 
 
-def refuse_unsupported(request: Request) -> None:
+def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
     """Raise InvalidRequestError for what would change the answer but is not supported; ignore other unknown fields."""
     if request.stream_options is not None and not request.stream:
         refuse("stream_options", "only for streams; set stream to true or leave it out")
@@ -89,11 +90,15 @@ def refuse_unsupported(request: Request) -> None:
         refuse(
             "prompt_logprobs", "only for whole answers; set stream to false, or send logprobs and echo to completions"
         )
+    if request.prompt_logprobs == -1:
+        refuse("prompt_logprobs", f"-1 asks for the whole vocabulary at each token; ask for at most {MAX_LOGPROBS}")
+    if request.logprob_token_ids and (request.logprobs is None or request.logprobs is False):
+        refuse("logprob_token_ids", "only with logprobs; send logprobs too")
     own = fields.CHAT if isinstance(request, ChatRequest) else fields.COMPLETION
     fields.refuse_extras(request.model_extra or {}, {**fields.BOTH, **own})
     if isinstance(request, ChatRequest):
         _refuse_in_chat(request)
-    elif isinstance(request, CompletionRequest):
+    else:
         _refuse_in_completion(request)
 
 
@@ -132,7 +137,7 @@ class Limits:
 
 
 class Planner:
-    """Turns validated requests into plans; `limits` tells those of the workers, or raises WorkerUnavailableError."""
+    """Turns validated requests into plans; `limits` gives those of the workers, or raises WorkerUnavailableError."""
 
     def __init__(
         self,
@@ -202,6 +207,7 @@ class Planner:
             refuse("priority", f"is {request.priority}, but this server takes none (--priorities); leave it out")
         _check_bias(request.logit_bias or {}, limits.vocabulary)
         _check_ids("stop_token_ids", request.stop_token_ids or [], limits.vocabulary)
+        _check_ids("logprob_token_ids", request.logprob_token_ids or [], limits.vocabulary)
         codec = request.kvrail.codec if request.kvrail else ""
         if codec and codec not in limits.codecs:
             why = "does not suit the workers' KV pages"
@@ -234,6 +240,7 @@ class Planner:
             priority=request.priority or 0,
             reader=shape.reader,
             silent=max_tokens == 0,
+            cache_salt=request.cache_salt or "",
         )
         _check_scores(request, plan)
         return plan
@@ -299,7 +306,7 @@ def _check_scores(request: Request, plan: Plan) -> None:
 
 
 def _scored_tokens(request: Request) -> int | None:
-    """How many likely tokens are told for each of a prompt's: as many as `prompt_logprobs` or `echo` asks for."""
+    """How many likely tokens each of a prompt's tokens has: as many as `prompt_logprobs` or `echo` asks for."""
     asked = [] if request.prompt_logprobs is None else [request.prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         asked.append(request.logprobs)
@@ -342,4 +349,5 @@ def _sampling(
         n=request.n or 1,
         grammar=shape.grammar,
         prompt_logprobs=_scored_tokens(request),
+        logprob_token_ids=tuple(dict.fromkeys(request.logprob_token_ids or ())),
     )

@@ -31,7 +31,7 @@ class InputText(Wire):
 
 
 class Refusal(Wire):
-    """A refusal that a model once wrote; it is told to the model as text."""
+    """A refusal that a model once wrote; the model gets it as text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -78,7 +78,7 @@ class ReasoningText(Wire):
 
 
 class Reasoning(Wire):
-    """Reasoning of an earlier response; a summary is not told to the model."""
+    """Reasoning of an earlier response; the model does not see a summary."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True), not_longer(MAX_PARTS)] | None = None

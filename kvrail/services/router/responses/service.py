@@ -5,8 +5,9 @@ from typing import Any
 
 from starlette.datastructures import State
 
-from kvrail.errors import InvalidRequestError
+from kvrail.errors import InvalidRequestError, KvrailError
 from kvrail.services.router.answer.answer import Answer
+from kvrail.services.router.answer.calls import ApiCall, Parts
 from kvrail.services.router.answer.service import RouterService
 from kvrail.services.router.errors import refuse
 from kvrail.services.router.openai.logprobs import TokenTexts
@@ -17,11 +18,54 @@ from kvrail.services.router.responses.schema import InputItem, ResponsesRequest
 from kvrail.services.router.responses.store import Owner, ResponseStore
 from kvrail.services.router.responses.translate import chat_request, input_items
 from kvrail.services.router.responses.writer import ResponseWriter, failure_event
+from kvrail.services.router.schema import ChatRequest
 from kvrail.services.router.values import Json
 
 MAX_PAGE = 100
 REPEATED = {"frequency_penalty", "presence_penalty", "reasoning", "temperature", "text", "top_p"}
 """Fields of a request that its response repeats where they were given, and else by a default."""
+
+
+class ResponsesCall(ApiCall):
+    """/v1/responses."""
+
+    request: ChatRequest
+
+    def __init__(
+        self, asked: ResponsesRequest, history: list[InputItem], state: State, parts: Parts, store: ResponseStore
+    ) -> None:
+        """asked: with items in the place of references. history: items of the responses before."""
+        chat, self._rename = chat_request(asked, history)
+        super().__init__(chat, state, parts)
+        self._asked, self._store, self._owner = asked, store, state.api_key
+        self._items = [*history, *input_items(asked)]
+        self._response_id = f"resp_{self.wire_id}"
+
+    async def plan(self) -> Plan:
+        """Tokenise the chat; errors name this API's parameters."""
+        return await renamed(self.parts.planner.chat(self.request, self.client), self._rename)
+
+    def writer(self, plan: Plan) -> ResponseWriter:
+        """A response, which is kept unless the client asked not to."""
+        response = _described(self._asked, self.parts.planner.defaults, self._response_id, self.name)
+        if self._asked.store is not False:
+            self._store.begin(self._owner, self._items, response, self._cancel)
+        texts = TokenTexts(self.parts.tokenizer) if self.request.logprobs else None
+        return ResponseWriter(response, plan.new_reader(), texts, self._keep)
+
+    def _keep(self, response: Json) -> None:
+        self._store.update(self._owner, response)
+
+    def _cancel(self) -> None:
+        self.cancellation.cancel(InvalidRequestError("the response was cancelled"))
+
+    def failure(self, error: KvrailError) -> bytes:
+        """An error event."""
+        return failure_event(error)
+
+    def left(self) -> None:
+        """Keep the response as cancelled."""
+        self._store.abandon(self._owner, self._response_id)
 
 
 class Responses:
@@ -30,35 +74,12 @@ class Responses:
     def __init__(self, service: RouterService) -> None:
         settings = service.settings
         self._service = service
-        self._store = ResponseStore(settings.stored_responses, settings.stored_responses_mib << 20)
+        self._store = ResponseStore(settings.stored_responses_mib << 20)
 
     def create(self, request: ResponsesRequest, state: State) -> Answer:
         """Answer /v1/responses."""
-        owner = state.api_key
-        request, history = self._read(request, owner)
-        chat, rename = chat_request(request, history)
-        kept = request.store is not False
-        response_id = f"resp_{state.wire_id}"
-        items = [*history, *input_items(request)]
-
-        def write(plan: Plan, name: str) -> ResponseWriter:
-            response = _described(request, planner.defaults, response_id, name)
-            if kept:
-                self._store.begin(owner, items, response, cancel)
-            texts = TokenTexts(self._service.tokenizer) if chat.logprobs else None
-            return ResponseWriter(response, plan.new_reader(), texts, lambda now: self._store.update(owner, now))
-
-        def cancel() -> None:
-            answer.cancel(InvalidRequestError("the response was cancelled"))
-
-        def abandon() -> None:
-            self._store.abandon(owner, response_id)
-
-        planner = self._service.planner
-        answer = self._service.answer(
-            chat, 1, state, lambda: renamed(planner.chat(chat, state.client), rename), write, failure_event, abandon
-        )
-        return answer
+        request, history = self._read(request, state.api_key)
+        return self._service.answer(ResponsesCall(request, history, state, self._service.parts, self._store))
 
     async def count(self, request: ResponsesRequest, state: State) -> Json:
         """Answer /v1/responses/input_tokens."""
@@ -114,11 +135,11 @@ class Responses:
 
 def _listed(response_id: str, place: int, item: Any) -> Json:
     """An item of an input as it is listed: with an id, and a message's text as a part."""
-    told: Json = {"id": f"{response_id}_{place}", **item.model_dump(exclude_none=True), "status": "completed"}
-    if isinstance(told.get("content"), str):
-        kind = "output_text" if told["role"] == "assistant" else "input_text"
-        told["content"] = [{"type": kind, "text": told["content"]}]
-    return told
+    listed: Json = {"id": f"{response_id}_{place}", **item.model_dump(exclude_none=True), "status": "completed"}
+    if isinstance(listed.get("content"), str):
+        kind = "output_text" if listed["role"] == "assistant" else "input_text"
+        listed["content"] = [{"type": kind, "text": listed["content"]}]
+    return listed
 
 
 def _tool(tool: Json) -> Json:

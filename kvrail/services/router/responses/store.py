@@ -14,7 +14,9 @@ from kvrail.services.router.values import Json
 
 _ITEMS = TypeAdapter(list[InputItem])
 MAX_REFERENCED_BYTES = 8 << 20
-"""Of the responses whose items one request refers to."""
+"""Most bytes of the responses whose items one request refers to."""
+ENTRY_BYTES = 16 << 10
+"""Counted for a kept response beside its JSON: about what its parsed input items and its entry take."""
 Owner = int | None
 """Which API key a response belongs to, by its place; None where there are no keys."""
 
@@ -23,33 +25,32 @@ Owner = int | None
 class Entry:
     """A kept response.
 
-    items: the input, with that of the responses before it; input_bytes: of its JSON. told: JSON of the response as it
-    was told last, and status what that says. cancel: ends it; None where it has ended, since this holds all of it.
+    items: the input, with that of the responses before it; input_bytes: of its JSON. shown: JSON of the response as it
+    was last, and status what that says. cancel: ends it; None where it has ended, since this holds all of it.
     """
 
     items: Sequence[InputItem]
     input_bytes: int
-    told: str
+    shown: str
     status: str
     cancel: Callable[[], None] | None
 
     @property
     def response(self) -> Json:
-        """The response as it was told last."""
-        response: Json = json.loads(self.told)
+        """The response as it was last."""
+        response: Json = json.loads(self.shown)
         return response
 
     @property
     def size(self) -> int:
         """About what it takes in memory, in bytes."""
-        return self.input_bytes + len(self.told)
+        return self.input_bytes + len(self.shown)
 
 
 class ResponseStore:
     """Kept responses by owner and id; those of others are as if there were none."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most = most
+    def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._entries: OrderedDict[tuple[Owner, str], Entry] = OrderedDict()
         self.size = 0
@@ -81,12 +82,12 @@ class ResponseStore:
     def _tell(self, entry: Entry, response: Json) -> None:
         """Take down how a response ended."""
         before = entry.size
-        entry.told, entry.status = json.dumps(response), response["status"]
+        entry.shown, entry.status = json.dumps(response), response["status"]
         entry.cancel = None
         self.size += entry.size - before
 
     def _make_room(self) -> None:
-        while len(self._entries) > self._most or self.size > self._most_bytes:
+        while self.size + ENTRY_BYTES * len(self._entries) > self._most_bytes:
             self._drop(next(iter(self._entries)))
 
     def find(self, owner: Owner, response_id: str) -> Entry:
@@ -143,10 +144,10 @@ class ResponseStore:
         if entry is not None and wire_id not in read:
             if sum(self._entries[owner, f"resp_{each}"].size for each in (*read, wire_id)) > MAX_REFERENCED_BYTES:
                 refuse(param, f"the items come from more than {MAX_REFERENCED_BYTES} bytes; send the items themselves")
-            told = entry.response["output"]
+            output = entry.response["output"]
             read[wire_id] = {
                 **{f"resp_{wire_id}_{place}": item for place, item in enumerate(entry.items)},
-                **{each["id"]: item for each, item in zip(told, _ITEMS.validate_python(told), strict=True)},
+                **{each["id"]: item for each, item in zip(output, _ITEMS.validate_python(output), strict=True)},
             }
         found = read.get(wire_id, {}).pop(item_id, None)  # once, so that few bytes cannot ask for a huge prompt
         if found is None:

@@ -41,6 +41,12 @@ REFUSED = {
     "messages": "is called input here",
     "max_tokens": "is called max_output_tokens here",
     "max_completion_tokens": "is called max_output_tokens here",
+    "include_reasoning": "reasoning is an item of the output here; leave it out",
+    "enable_response_messages": "not supported by this server; read the response's input_items",
+    "previous_input_messages": "not supported by this server; send them as input",
+    "return_token_ids": "only for /v1/chat/completions and /v1/completions",
+    "return_tokens_as_token_ids": "only for /v1/chat/completions and /v1/completions",
+    "logprob_token_ids": "only for /v1/chat/completions and /v1/completions",
     "prompt_logprobs": "only for /v1/chat/completions and /v1/completions",
 }
 REFUSED_VALUES = {
@@ -110,8 +116,8 @@ def _body(request: ResponsesRequest, messages: list[Json]) -> Json:
     }
     if LOGPROBS in (request.include or ()):
         optional |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
-    told = {name: value for name, value in optional.items() if value is not None}
-    return {**(request.model_extra or {}), **given, "messages": messages, **told}
+    set_fields = {name: value for name, value in optional.items() if value is not None}
+    return {**(request.model_extra or {}), **given, "messages": messages, **set_fields}
 
 
 def input_items(request: ResponsesRequest) -> list[InputItem]:
@@ -123,7 +129,8 @@ def input_items(request: ResponsesRequest) -> list[InputItem]:
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:
     for name, why in REFUSED.items():
-        if (request.model_extra or {}).get(name) is not None:
+        value = (request.model_extra or {}).get(name)
+        if value is not None and value is not (name == "include_reasoning"):  # true asks for nothing there, else false
             refuse(name, why)
     asked = {
         "background": request.background,

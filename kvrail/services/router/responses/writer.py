@@ -46,8 +46,8 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 def failure_event(error: KvrailError, sequence_number: int = 0) -> bytes:
     """The event of an error."""
-    told = to_http(error)[1]["error"]
-    said = {"code": told["code"] or told["type"], "message": told["message"], "param": told["param"]}
+    body = to_http(error)[1]["error"]
+    said = {"code": body["code"] or body["type"], "message": body["message"], "param": body["param"]}
     return encode_named({"type": "error", "sequence_number": sequence_number, **said})
 
 
@@ -92,10 +92,10 @@ class ResponseWriter:
         """An error, and the response that failed."""
         event = failure_event(error, self._number)
         self._number += 1
-        told = to_http(error)[1]["error"]
+        body = to_http(error)[1]["error"]
         self._response |= {
             "status": "failed",
-            "error": {"code": "server_error", "message": told["message"]},
+            "error": {"code": "server_error", "message": body["message"]},
             "output": self._items,
         }
         self._keep(self._response)
@@ -170,7 +170,7 @@ class ResponseWriter:
 
     def _add(self, kind: str, **members: Any) -> bytes:
         """Open an item."""
-        # An item's id tells the response that it is of, so that a reference finds it.
+        # An item's id names its response, so that a reference finds it.
         item_id = f"{_PREFIXES[kind]}_{self._response['id'].removeprefix('resp_')}_{len(self._items)}"
         item: Json = {"id": item_id, "type": kind, "status": "in_progress", **members}
         if kind == "message":

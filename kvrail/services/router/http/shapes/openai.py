@@ -6,7 +6,7 @@ from kvrail.services.router.http.shapes.base import Shape
 
 
 class PromptDetails(Shape):
-    """Of the prompt's tokens."""
+    """Counts of the prompt's tokens."""
 
     cached_tokens: int
 
@@ -17,6 +17,7 @@ class KvrailUsage(Shape):
     prefill_worker: str | None
     codec: str | None
     transport: str | None
+    reason: str | None
     codec_reason: str | None
     lossy: bool
     invariant: bool

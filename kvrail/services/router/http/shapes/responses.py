@@ -69,7 +69,7 @@ class ResponseError(Shape):
 
 
 class OutputDetails(Shape):
-    """Of the output's tokens."""
+    """Counts of the output's tokens."""
 
     reasoning_tokens: int
 

@@ -93,7 +93,7 @@ class CallReader:
         self._buffer = ""
         self._scanner: CallScanner | None = None
         self._opened = False  # a mark was read, its call not yet
-        self._announced = False  # the name of the call being read was told
+        self._announced = False  # the name of the call being read was sent
         self._between = False  # behind a call
         self._begun = False  # some text was said
         self.count = 0

@@ -53,11 +53,11 @@ def _plain(message: Message) -> Message:
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    told = {key: value for key, value in message.items() if key != "tool_calls"}
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
     if not message.get("tool_calls"):
-        return {**told, "content": content}
+        return {**kept, "content": content}
     calls = [
         {"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in message["tool_calls"]
     ]
     written = "\n".join(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls)
-    return {**told, "content": f"{content}\n{written}".lstrip("\n")}
+    return {**kept, "content": f"{content}\n{written}".lstrip("\n")}

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrail.grammar.texts import Part, from_schema, literal
 from kvrail.services.router.errors import refuse
-from kvrail.services.router.plan.structured import Asked
+from kvrail.services.router.plan.structured import OutputFormat
 from kvrail.services.router.plan.tools.forms import CallForm
 from kvrail.services.router.schema import ChatRequest
 
@@ -86,7 +86,7 @@ def call_rules(offer: Offer, form: CallForm, mark: str, *, text: bool) -> tuple[
         rules.append(f'object_{i}: {head} @arguments_{i} "}}"')
         schema = NO_ARGUMENTS if function.parameters is None else function.parameters
         make = partial(from_schema, schema, lenient=not function.strict)
-        parts[f"arguments_{i}"] = Asked(f"tools.{function.number}.function.parameters", make, schema).part()
+        parts[f"arguments_{i}"] = OutputFormat(f"tools.{function.number}.function.parameters", make, schema).part()
     call = " | ".join(f"object_{i}" for i in range(len(offer.functions)))
     between = "" if text and not (form.listed or form.bare) else literal(form.between)
     more = f"({between} call){{0,{MAX_CALLS - 1}}}" if offer.parallel else ""

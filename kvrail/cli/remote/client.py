@@ -1,0 +1,139 @@
+"""A small client of the OpenAI chat API: one answer at a time, streamed or whole."""
+
+import json
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from kvrail.errors import (
+    AuthenticationError,
+    ConfigError,
+    InvalidRequestError,
+    KvrailError,
+    ModelNotFoundError,
+    OverloadedError,
+    WorkerUnavailableError,
+)
+
+Json = dict[str, Any]
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 300.0
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ERRORS: dict[int, type[KvrailError]] = {
+    400: InvalidRequestError,
+    401: AuthenticationError,
+    404: ModelNotFoundError,
+    429: OverloadedError,
+}
+
+
+class ChatClient:
+    """Talks to one cluster. Errors of the network and of the API are raised as errors of kvrail."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        """url: the server's address, with or without /v1. api_key: empty where the server asks for none."""
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url: {url!r} is no address; write for example http://127.0.0.1:8000")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._http = httpx.Client(
+            base_url=f"{self._url}/v1",
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            trust_env=parts.hostname not in LOOPBACK,  # no proxy stands before this very machine
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def models(self) -> list[str]:
+        """Names of the models that are served."""
+        try:
+            response = self._http.get("/models")
+            self._check(response)
+            return [str(model["id"]) for model in response.json()["data"]]
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        except (ValueError, KeyError, TypeError):
+            raise WorkerUnavailableError(f"{self._url} does not speak OpenAI's API; check --url") from None
+
+    def health(self) -> Json:
+        """The body of /health, whether or not requests are served."""
+        try:
+            response = self._http.get(f"{self._url}/health")
+            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                self._check(response)
+            health: Json = response.json()
+            health["status"]
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from None
+        except (ValueError, KeyError, TypeError):
+            raise WorkerUnavailableError(f"{self._url}/health is no router's of kvrail; check --url") from None
+        return health
+
+    def answer(self, body: Mapping[str, Any]) -> Generator[str | Json, None, None]:
+        """Stream the text that answers `body`, a chat completion request; closing the iterator cancels the request.
+
+        Where it asks for drafts, news of them come too: the member `kvrail` of a chunk.
+        """
+        try:
+            with self._http.stream("POST", "/chat/completions", json={**body, "stream": True}) as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                self._check(response)
+                yield from self._updates(response.iter_lines())
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+
+    def complete(self, body: Mapping[str, Any]) -> Json:
+        """The whole answer to `body`, a chat completion request that is not a stream."""
+        try:
+            response = self._http.post("/chat/completions", json=body)
+            self._check(response)
+            answer: Json = response.json()
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        except ValueError:
+            raise WorkerUnavailableError(f"{self._url} does not speak OpenAI's API; check --url") from None
+        return answer
+
+    def _updates(self, lines: Iterator[str]) -> Iterator[str | Json]:
+        """What each server-sent event brings. Raises where the stream reports an error or ends too early."""
+        for line in lines:
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise WorkerUnavailableError(f"the answer broke off: {event['error'].get('message', event['error'])}")
+            if news := event.get("kvrail"):
+                yield news
+            for choice in event.get("choices", ()):
+                if text := choice["delta"].get("content"):
+                    yield text
+        raise WorkerUnavailableError(f"the answer broke off: {self._url} closed the stream; ask again")
+
+    def _check(self, response: httpx.Response) -> None:
+        if response.status_code == httpx.codes.OK:
+            return
+        try:
+            message = str(response.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = f"{self._url} answered with status {response.status_code}; check --url"
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            message += " (set KVRAIL_API_KEY or --api-key)"
+        raise ERRORS.get(response.status_code, WorkerUnavailableError)(message)
+
+    def _unreachable(self, error: Exception) -> WorkerUnavailableError:
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        return WorkerUnavailableError(
+            f"cannot reach {self._url} ({reason}); start a cluster with `kvrail up`, or name one with --url"
+        )

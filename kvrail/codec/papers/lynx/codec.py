@@ -1,0 +1,86 @@
+"""The codecs `lynx` and `lynx-exact`, and where the work is done."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from kvrail.codec.core.backend import Backend, backend_of
+from kvrail.codec.core.host import host_bytes
+from kvrail.codec.papers.lynx.format import FORMATS, LynxCode
+from kvrail.codec.papers.lynx.payload import ANCHOR, EXACT, RESIDUAL, Layout, parse, parse_both, plans_of
+from kvrail.codec.papers.lynx.plan import Coding
+
+if TYPE_CHECKING:
+    from kvrail.codec.papers.lynx import cpu, gpu, reference
+
+    _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
+
+
+class LynxCodec:
+    """Anchors, residuals and, where exact, what restores every bit; on CPU and CUDA.
+
+    Made once; any thread may use it.
+    """
+
+    def __init__(self, name: str, code: LynxCode, *, exact: bool) -> None:
+        self.name = name
+        self.num_stages = EXACT + 1 if exact else EXACT
+        self.exact = exact
+        self.device_payloads = False
+        self.reads_earlier_payloads = True
+        self.dtypes = frozenset(FORMATS)
+        self.parameters_id = code.id
+        self._code = code
+
+    def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
+        """Launch the encoding on the pages' device: on CUDA on its current stream, on a CPU at once.
+
+        Raises CodecError where the element type is none of `dtypes` or a pool's tensor is not contiguous; ValueError
+        where payloads are to stay `on_device`.
+        """
+        check_place(self, pages, on_device)
+        self._check_dtype(pages)
+        return _backend(pages.device).encode(pages, self._coding(pages))
+
+    def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
+        """Check all of the payloads that it needs, then write a stage into `out`, on its device's current stream.
+
+        RESIDUAL is written from the first two, whatever lies in `out`, but for tensors that travel raw, which ANCHOR
+        left there; EXACT corrects by its own payload what RESIDUAL left. Raises CodecError, with `out` untouched, where
+        a payload is not one of this codec, parameters, spec and its stage, or the first two are of different blocks.
+        """
+        check_stage(self, stage, payloads)
+        self._check_dtype(out)
+        sources = [host_bytes(self.name, payload) for payload in payloads]
+        layouts: Sequence[Layout]
+        if stage == RESIDUAL:
+            layouts = parse_both(sources[ANCHOR], sources[RESIDUAL], out.spec, self._code)
+        else:
+            sources = sources[-1:]
+            layouts = [parse(sources[0], out.spec, self._code, stage)]
+        _backend(out.device).decode(stage, sources, layouts, self._coding(out), out)
+
+    def _coding(self, pages: PagedBlock) -> Coding:
+        return Coding(plans_of(pages.spec, self._code), self.num_stages)
+
+    def _check_dtype(self, pages: PagedBlock) -> None:
+        dtype = pages.spec.dtype
+        if dtype not in self.dtypes:
+            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
+
+
+def _backend(device: torch.device) -> Backend[Coding, Layout]:
+    backend: Backend[Coding, Layout] = backend_of("kvrail.codec.papers.lynx", device)
+    return backend
+
+
+def lynx(code: LynxCode | None = None) -> LynxCodec:
+    """Two stages of four bits a value; the last is of the class of INT8."""
+    return LynxCodec("lynx", code or LynxCode(), exact=False)
+
+
+def lynx_exact(code: LynxCode | None = None) -> LynxCodec:
+    """The stages of `lynx` and one that restores every bit."""
+    return LynxCodec("lynx-exact", code or LynxCode(), exact=True)

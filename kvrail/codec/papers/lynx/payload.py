@@ -1,0 +1,193 @@
+"""The payloads of a block's stages. README.md has the layout; nothing here computes codes."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrail.codec.base import BlockSpec, CodecError
+from kvrail.codec.core.arrays import Bytes, Ints
+from kvrail.codec.core.sections import HEADER_BYTES, aligned, packed_header, parsed_header
+from kvrail.codec.papers.lynx.format import FORMATS, TINY, LynxCode
+from kvrail.codec.papers.lynx.plan import TensorPlan
+
+ANCHOR, RESIDUAL, EXACT = range(3)
+"""The stages."""
+_LEAST_SCALE = int(np.float32(TINY).view(np.uint32)) >> 16
+_LARGEST_SCALE = 0x7F7F
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a stage has of one tensor.
+
+    raw: EXACT brings the tensor as it is, since its stream would not be smaller. words: of 32 bits, of the stream;
+    escapes: values behind it. Both are 0 but in EXACT.
+    """
+
+    plan: TensorPlan
+    stage: int
+    raw: bool = False
+    words: int = 0
+    escapes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes whose place does not depend on the data, padding included."""
+        return aligned(self.plan.raw_bytes) if self.raw else self.plan.fixed_bytes[self.stage]
+
+    @property
+    def variable_bytes(self) -> int:
+        """Bytes of the stream and of the escapes' positions and elements, padding included."""
+        return variable_bytes(self.plan, self.words, self.escapes)
+
+
+def variable_bytes(plan: TensorPlan, words: int, escapes: int) -> int:
+    """Bytes of a stream and of escapes, with their padding."""
+    return aligned(4 * words) + aligned(4 * escapes) + aligned(plan.format.item_bytes * escapes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one payload."""
+
+    stage: int
+    parts: tuple[Part, Part]
+
+    @cached_property
+    def offsets(self) -> tuple[int, int]:
+        """Where the fixed sections of keys and values begin."""
+        return HEADER_BYTES, HEADER_BYTES + self.parts[0].fixed_bytes
+
+    @cached_property
+    def streams(self) -> tuple[int, int]:
+        """Where the streams of keys and values begin; each one's escapes follow it."""
+        first = self.offsets[1] + self.parts[1].fixed_bytes
+        return first, first + self.parts[0].variable_bytes
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all."""
+        return self.streams[1] + self.parts[1].variable_bytes
+
+    def header(self) -> bytes:
+        """The first HEADER_BYTES bytes. Counts: words and escapes of keys, then of values."""
+        keys, values = self.parts
+        return packed_header((keys.raw, values.raw), (keys.words, keys.escapes, values.words, values.escapes))
+
+
+@lru_cache(maxsize=256)
+def plans_of(spec: BlockSpec, code: LynxCode) -> tuple[TensorPlan, TensorPlan]:
+    """Plans of keys and values."""
+    shape = (FORMATS[spec.dtype], code, spec.num_layers, spec.num_pages, spec.page_size)
+    return (
+        TensorPlan(*shape, spec.num_kv_heads * spec.key_dim),
+        TensorPlan(*shape, spec.num_kv_heads * spec.value_dim),
+    )
+
+
+def travels_raw(plan: TensorPlan, words: int, escapes: int) -> bool:
+    """Whether EXACT brings a tensor as it is, because a stream this long with its escapes is no smaller."""
+    return not plan.raw and plan.fixed_bytes[EXACT] + variable_bytes(plan, words, escapes) >= plan.raw_bytes
+
+
+def parse(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
+    """The layout of a payload that came, all of it checked; raises CodecError, naming what is wrong."""
+    layout = _parse_header(payload, spec, code, stage)
+    if payload.size != layout.size:
+        raise CodecError(f"a payload has {payload.size} bytes; by its header it has {layout.size}")
+    for part, start, stream in zip(layout.parts, layout.offsets, layout.streams, strict=True):
+        if not part.raw:
+            _check_sections(payload[start : start + part.fixed_bytes], part)
+            _check_escapes(payload[stream:], part)
+    return layout
+
+
+def parse_both(anchors: Bytes, residuals: Bytes, spec: BlockSpec, code: LynxCode) -> tuple[Layout, Layout]:
+    """The layouts of ANCHOR and RESIDUAL of a block; raises CodecError also where they don't say the same of chunks."""
+    layouts = parse(anchors, spec, code, ANCHOR), parse(residuals, spec, code, RESIDUAL)
+    for part, start, other in zip(layouts[ANCHOR].parts, *(layout.offsets for layout in layouts), strict=True):
+        for name in part.plan.sections[RESIDUAL].keys() - {"codes"}:
+            first = section(anchors[start:], part.plan, ANCHOR, name)
+            if not np.array_equal(first, section(residuals[other:], part.plan, RESIDUAL, name)):
+                raise CodecError(f"the first two stages have other {name}: they are of other blocks")
+    return layouts
+
+
+def section(dense: Bytes, plan: TensorPlan, stage: int, name: str) -> Bytes:
+    """A view of one section of the fixed sections of a tensor's part of a stage."""
+    where = plan.sections[stage][name]
+    return dense[where.offset : where.end]
+
+
+def escapes_of(stream: Bytes, part: Part) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.unsignedinteger]]:
+    """Positions and elements of the escapes of a tensor whose stream begins `stream`; views."""
+    start = aligned(4 * part.words)
+    elements = start + aligned(4 * part.escapes)
+    item = part.plan.format.item_bytes
+    return (
+        stream[start : start + 4 * part.escapes].view("<u4"),
+        stream[elements : elements + item * part.escapes].view(f"<u{item}"),
+    )
+
+
+def places_of(positions: npt.NDArray[np.uint32], plan: TensorPlan) -> tuple[Ints, Ints, Ints]:
+    """Page number, row and column of escapes; `positions` count values tile by tile, row by row, padding included."""
+    tile, within = np.divmod(positions.astype(np.int64), plan.rows * plan.tile_columns)
+    page, number = np.divmod(tile, plan.tiles_per_page)
+    row, column = np.divmod(within, plan.tile_columns)
+    return page, row, column + number * plan.tile_columns
+
+
+def _parse_header(payload: Bytes, spec: BlockSpec, code: LynxCode, stage: int) -> Layout:
+    raws, counts = parsed_header(payload)
+    parts = []
+    for number, plan in enumerate(plans_of(spec, code)):
+        raw, (words, escapes) = raws[number], counts[2 * number : 2 * number + 2]
+        if (raw or words or escapes) and (stage != EXACT or plan.raw):
+            raise CodecError(f"a payload of stage {stage} has raw {raws}, {words} words and {escapes} escapes")
+        if raw and (words or escapes):
+            raise CodecError(f"a payload has {words} words and {escapes} escapes of a tensor that travels as it is")
+        if stage == EXACT and not raw and (words > plan.raw_bytes or escapes > plan.values):
+            raise CodecError(f"a payload has {words} words and {escapes} escapes for {plan.values} values")
+        if stage == EXACT and not raw and travels_raw(plan, words, escapes):
+            raise CodecError(f"a payload has {words} words and {escapes} escapes, more than pay off")
+        parts.append(Part(plan, stage, raw, words, escapes))
+    return Layout(stage, (parts[0], parts[1]))
+
+
+def _check_sections(dense: Bytes, part: Part) -> None:
+    """Check that what describes chunks and tiles is what an encoder can have written."""
+    plan, stage = part.plan, part.stage
+    sections = plan.sections[stage]
+    if "scales" in sections:
+        scales = section(dense, plan, stage, "scales").view("<u2")
+        wrong = (scales > _LARGEST_SCALE) | ((scales > 0) & (scales < _LEAST_SCALE))
+        if wrong.any():
+            raise CodecError(f"a payload has a scale of bits {scales[wrong][0]:#06x}, which none can have")
+    if "minima" in sections:
+        minima = section(dense, plan, stage, "minima").view(f"<u{plan.format.item_bytes}")
+        infinite = (1 << plan.format.exponent_bits) - 1
+        if (minima >> plan.format.mantissa_bits & infinite == infinite).any():
+            raise CodecError("a payload has a minimum that is not finite")
+    if "lows" in sections:
+        ends = section(dense, plan, stage, "lows").astype(np.uint16) + section(dense, plan, stage, "widths")
+        if (ends > 255).any():
+            raise CodecError(f"a payload has a chunk that ends at {ends.max()} of 255")
+    if "lengths" in sections:
+        words = int(section(dense, plan, stage, "lengths").view("<u4").sum(dtype=np.int64))
+        if words != part.words:
+            raise CodecError(f"tiles have {words} words; the header says {part.words}")
+
+
+def _check_escapes(stream: Bytes, part: Part) -> None:
+    """Check that escapes lie on values, in order, none twice."""
+    if not part.escapes:
+        return
+    plan, (positions, _) = part.plan, escapes_of(stream, part)
+    if (positions[1:] <= positions[:-1]).any():
+        raise CodecError("escapes are not in order")
+    page, _, column = places_of(positions, plan)
+    if int(page.max()) >= plan.pages or int(column.max()) >= plan.columns:
+        raise CodecError(f"an escape has position {positions.max()}, where there is no value")

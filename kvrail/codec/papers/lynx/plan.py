@@ -1,0 +1,119 @@
+"""Where everything of one tensor lies in the payloads of its stages. README.md draws it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvrail.codec.core.floats import FloatFormat
+from kvrail.codec.core.sections import Section, aligned, sections_of
+from kvrail.codec.papers.lynx.format import LynxCode
+
+TILE_VALUES = 4096
+TILE_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """Sections of the keys or the values of a block.
+
+    One page of one layer is a matrix [rows, columns] of elements, contiguous: rows are tokens, columns are channels of
+    all heads. Pages are counted layer by layer: page number = layer * num_pages + page.
+    """
+
+    format: FloatFormat
+    code: LynxCode
+    num_layers: int
+    num_pages: int
+    rows: int
+    columns: int
+
+    @cached_property
+    def pages(self) -> int:
+        """Pages of all layers."""
+        return self.num_layers * self.num_pages
+
+    @cached_property
+    def page_values(self) -> int:
+        """Elements of a page."""
+        return self.rows * self.columns
+
+    @cached_property
+    def values(self) -> int:
+        """Elements in all."""
+        return self.pages * self.page_values
+
+    @cached_property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensor as it is."""
+        return self.values * self.format.item_bytes
+
+    @cached_property
+    def raw(self) -> bool:
+        """Whether stage 0 brings the tensor as it is, since coded it would be no smaller; others then bring nothing."""
+        return sum(aligned(size) for size in self._sizes[0].values()) >= self.raw_bytes
+
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks of a page, one after the other; the last may be shorter."""
+        return -(-self.rows // self.code.chunk)
+
+    @cached_property
+    def half_rows(self) -> int:
+        """Rows of the first half of a page, whose codes share bytes with those of the second; whole chunks if many."""
+        if self.chunks == 1:
+            return -(-self.rows // 2)
+        return self.code.chunk * -(-self.chunks // 2)
+
+    @cached_property
+    def tile_columns(self) -> int:
+        """Columns of a tile of the last stage; the last tile of a page may have fewer."""
+        return max(1, min(TILE_COLUMNS, self.columns, TILE_VALUES // max(1, self.rows)))
+
+    @cached_property
+    def tiles_per_page(self) -> int:
+        """Tiles of a page."""
+        return -(-self.columns // self.tile_columns)
+
+    @cached_property
+    def tiles(self) -> int:
+        """Tiles in all; number = page number * tiles_per_page + tile in the page."""
+        return self.pages * self.tiles_per_page
+
+    @cached_property
+    def sections(self) -> tuple[dict[str, Section], ...]:
+        """By stage: the sections whose size does not depend on the data, by name, in order."""
+        found: list[dict[str, Section]] = []
+        for sizes in self._sizes:
+            if self.raw:
+                sizes = {} if found else {"elements": self.raw_bytes}
+            found.append(sections_of(sizes))
+        return tuple(found)
+
+    @cached_property
+    def fixed_bytes(self) -> tuple[int, ...]:
+        """By stage: bytes of these sections, with their padding."""
+        return tuple(sum(aligned(each.size) for each in stage.values()) for stage in self.sections)
+
+    @cached_property
+    def _sizes(self) -> tuple[dict[str, int], ...]:
+        """By stage: bytes of each section of a tensor that does not travel raw."""
+        channels = self.pages * self.columns
+        many = self.chunks > 1
+        minima = {"minima": channels * self.format.item_bytes}
+        scales = {"scales": channels * 2}
+        lows = {"lows": channels * self.chunks} if many else {}
+        widths = {"widths": channels * self.chunks} if many else {}
+        codes = {"codes": channels * self.half_rows}
+        bases = minima | lows if self.code.curved else {}
+        return (
+            minima | scales | lows | widths | codes,
+            scales | widths | bases | codes,
+            scales | widths | {"lengths": 4 * self.tiles},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """What both ends know of a block before any of its bytes: plans of keys and values, and the number of stages."""
+
+    plans: tuple[TensorPlan, TensorPlan]
+    num_stages: int

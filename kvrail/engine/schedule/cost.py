@@ -1,0 +1,82 @@
+"""How long this engine's steps take: a line through the measured seconds, by tokens or by sequences."""
+
+from dataclasses import dataclass
+
+WEIGHT = 0.05
+"""Weight of the newest step in the running means; the first steps weigh more."""
+FULL_TOKENS = 128
+"""Prompt tokens from which a step's time depends on its tokens, rather than on what any step takes."""
+MIN_SPREAD = 0.05
+"""Standard deviation of the sizes, as a share of their mean, below which the slope cannot be known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """base: seconds of the smallest step. each: seconds that one more token or sequence adds. 0, 0: not measured."""
+
+    base: float = 0.0
+    each: float = 0.0
+
+
+class LineFit:
+    """Least squares over steps whose weight decays exponentially."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._x = self._y = self._xx = self._xy = 0.0
+
+    def note(self, size: int, seconds: float) -> None:
+        """A step of `size` tokens or sequences took `seconds`."""
+        self._count += 1
+        weight = max(WEIGHT, 1 / self._count)
+        self._x += weight * (size - self._x)
+        self._y += weight * (seconds - self._y)
+        self._xx += weight * (size * size - self._xx)
+        self._xy += weight * (size * seconds - self._xy)
+
+    @property
+    def mean(self) -> float:
+        """Seconds for one token or sequence; 0: not measured."""
+        return self._y / self._x if self._count else 0.0
+
+    def line(self) -> Line:
+        """The line; through zero if all steps had about one size, or if larger ones took less time."""
+        if not self._count:
+            return Line()
+        spread = self._xx - self._x * self._x
+        slope = (self._xy - self._x * self._y) / spread if spread > (MIN_SPREAD * self._x) ** 2 else 0.0
+        if slope <= 0:
+            return Line(0.0, self.mean)
+        base = self._y - slope * self._x
+        return Line(base, slope) if base >= 0 else Line(0.0, self.mean)
+
+
+class StepCostModel:
+    """Cost of steps that compute prompts, by their tokens, and of steps that only decode, by their sequences."""
+
+    def __init__(self) -> None:
+        self._prefill, self._decode, self._full = LineFit(), LineFit(), LineFit()
+
+    def note(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
+        """A step computed `prompt_tokens` and decoded `sequences` in `seconds`."""
+        if prompt_tokens:
+            self._prefill.note(prompt_tokens, seconds)
+            if prompt_tokens >= FULL_TOKENS:
+                self._full.note(prompt_tokens, seconds)
+        elif sequences:
+            self._decode.note(sequences, seconds)
+
+    @property
+    def prefill(self) -> Line:
+        """Seconds of a step by its prompt tokens, whatever decodes beside them."""
+        return self._prefill.line()
+
+    @property
+    def full_prefill(self) -> float:
+        """Seconds a token of steps with many prompt tokens, whatever decodes beside them; 0: not measured."""
+        return self._full.mean
+
+    @property
+    def decode(self) -> Line:
+        """Seconds of a step that only decodes, by its sequences."""
+        return self._decode.line()

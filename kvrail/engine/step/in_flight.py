@@ -1,0 +1,104 @@
+"""A step that the device computes, and the interface of the runner that it goes through.
+
+its draws are enqueued       the step behind it can be enqueued too, fed from these draws
+they are not enqueued yet    a grammar decides, and its masks depend on the tokens of the step before: they are found
+                             once that one has landed, while the device computes this one
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from kvrail.engine.batch.batch import Extras, Feed, SampledToken, SequenceSlice
+from kvrail.engine.sampling.draw import DrawParams
+from kvrail.engine.sampling.logprobs import Scores
+from kvrail.engine.sampling.masks import MaskFinder, Masks
+from kvrail.engine.sampling.sampler import PendingSample, Sampler
+from kvrail.engine.schedule.planning import Step
+from kvrail.values.sampling import PromptLogprobs
+
+
+class Runner(Protocol):
+    """Computes a step (kvrail.engine.step.runner)."""
+
+    @property
+    def launches_async(self) -> bool:
+        """Whether `execute` returns before the device has finished."""
+
+    def bind_thread(self) -> None:
+        """Called once by the thread that will execute."""
+
+    def execute(
+        self,
+        slices: Sequence[SequenceSlice],
+        on_layer: Callable[[int], None] | None = None,
+        feed: Feed | None = None,
+        draws: Sequence[DrawParams] = (),
+    ) -> torch.Tensor:
+        """Logits, float32 [sum of the slices' num_logits, vocabulary], in the order of the slices.
+
+        draws: parameters of each row's draw, if the step can make it by itself.
+        """
+
+    @property
+    def extras(self) -> Extras:
+        """What the last step gives beside its logits."""
+
+
+class InFlightStep:
+    """A step that the device has. begin: when the device got it, in seconds of perf_counter."""
+
+    def __init__(self, step: Step, begin: float, masks: "Future[Masks] | None") -> None:
+        self.step = step
+        self.begin = begin
+        self.sample: PendingSample | None = None
+        self._masks = masks
+        self._logits: torch.Tensor | None = None
+        self._extras = Extras()
+        self._scores: Scores | None = None
+
+    @property
+    def undrawn(self) -> bool:
+        """Whether `draw` is still to be called."""
+        return self._logits is not None
+
+    @property
+    def near_end(self) -> torch.cuda.Event | None:
+        """The event that little of the step is left, if it has one."""
+        return self._extras.near_end
+
+    def computed(self, logits: torch.Tensor, extras: Extras) -> None:
+        """Take in what the device computes. `logits` are valid until the device gets the next step."""
+        self._extras = extras
+        if self.step.scoring:
+            self._scores = Scores(logits, self.step.scoring)
+        rows = self.step.logit_rows
+        if rows:
+            # Equal counts would not do: a prompt's row can serve n draws.
+            in_order = rows == list(range(logits.shape[0]))
+            self._logits = logits if in_order else logits[rows]
+
+    def find_masks(self, finder: MaskFinder) -> None:
+        """Begin to find the masks: every token before the rows is known now."""
+        if self.undrawn:
+            self._masks = finder.begin(self.step)
+
+    def draw(self, sampler: Sampler) -> None:
+        """Enqueue the draws, once the masks are here."""
+        if self._logits is None:
+            return
+        masks = None if self._masks is None else self._masks.result()
+        if masks is not None:
+            self.step.stuck.update(masks.stuck)
+        self.sample = sampler.begin(self._logits, self.step.rows, masks, self._extras.drawn)
+        self._logits = None
+
+    def land(self) -> Sequence[SampledToken]:
+        """Wait for the tokens."""
+        return () if self.sample is None else self.sample.wait()
+
+    def scores(self) -> Sequence[PromptLogprobs]:
+        """Wait for the log probabilities of prompts: one for each of the step's `scoring`."""
+        return () if self._scores is None else self._scores.wait()

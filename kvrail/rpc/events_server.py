@@ -1,0 +1,237 @@
+"""The Decode service: requests are submitted by unary calls, and their output leaves on one stream per router.
+
+What all requests generate at one moment leaves in one message, so a step of the engine costs one message and not one
+for each request. Only a few messages are on their way at a time: a router that takes them slowly gets fewer and larger
+ones, in which each request has several replies.
+"""
+
+import asyncio
+import inspect
+import logging
+import secrets
+from collections.abc import Iterable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from kvrail.errors import DeadlineError, IncompatibleError, InvalidRequestError, KvrailError, WorkerUnavailableError
+from kvrail.rpc.errors import internal_error, is_cancelling, maps_errors, to_status
+from kvrail.wire.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+"""Time between two heartbeats; a router gives a silent stream up after six of them (events.py)."""
+MAX_UNTAKEN_MESSAGES = 8
+"""Messages on their way that the router has not acknowledged; it does so every TAKEN_EVERY messages (events.py)."""
+MAX_WAITING_REPLIES = 1024
+"""Replies that wait for one message to leave; then requests wait too. A router reads ahead of its clients, so one that
+is slow is slow as a whole."""
+MAX_TIMEOUT_S = 1e9
+"""Longest deadline of a request: an event loop's clock cannot always represent more."""
+
+
+class DecodeWorker(Protocol):
+    """What a decode worker does behind the service."""
+
+    def generate(self, request: decode_pb2.GenerateRequest, context: "RequestContext") -> Any:
+        """Serve one request: a coroutine that writes its replies, or an async generator of them.
+
+        It raises from the error tree, and is cancelled when the request is aborted.
+        """
+
+    async def GetStatus(self, request: common_pb2.StatusRequest, context: Any) -> common_pb2.WorkerStatus:
+        """Report identity, limits and load; raises as a servicer's method does."""
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """Serves kvrail.v1.Decode for a worker."""
+
+    def __init__(self, worker: DecodeWorker) -> None:
+        self._worker = worker
+        self._streams: dict[int, EventSender] = {}
+
+    @maps_errors
+    async def Events(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        """Send the output of a router's requests until it leaves; then end those that still run."""
+        stream = secrets.randbits(64) or 1
+        sender = self._streams[stream] = EventSender(self._worker, context, stream)
+        try:
+            await sender.run()
+        finally:
+            del self._streams[stream]
+            await sender.close()
+
+    @maps_errors
+    async def Submit(
+        self, request: decode_pb2.SubmitRequest, context: grpc.aio.ServicerContext
+    ) -> decode_pb2.SubmitReply:
+        """Start a request whose output goes to an open stream."""
+        sender = self._streams.get(request.stream)
+        if sender is None:
+            raise WorkerUnavailableError(f"no stream {request.stream:016x} is open here; open one first")
+        return decode_pb2.SubmitReply(sent=sender.start(request))
+
+    @maps_errors
+    async def Abort(self, request: decode_pb2.AbortRequest, context: grpc.aio.ServicerContext) -> decode_pb2.AbortReply:
+        """End requests; those that have ended, and streams that are closed, are skipped."""
+        if (sender := self._streams.get(request.stream)) is not None:
+            sender.abort(request.numbers)
+        return decode_pb2.AbortReply()
+
+    async def GetStatus(
+        self, request: common_pb2.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.WorkerStatus:
+        """Report identity, limits and load."""
+        return await self._worker.GetStatus(request, context)
+
+
+class EventSender:
+    """One stream's requests, each in a task, and what they have generated since the last message left."""
+
+    def __init__(self, worker: DecodeWorker, context: grpc.aio.ServicerContext, stream: int) -> None:
+        """context: of the call of `Events`. stream: the number that its first message brings."""
+        self._worker = worker
+        self._context = context
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._message = decode_pb2.EventBatch(stream=stream)
+        self._events: dict[int, decode_pb2.RequestEvents] = {}  # of the message, by request
+        self._waiting = 0  # replies in the message
+        self._sent = self._taken = 0  # messages
+        self._heartbeat_due = True
+        self._any, self._room, self._acknowledged = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._any.set()
+
+    async def run(self) -> None:
+        """Send messages, until cancelled."""
+        beside = asyncio.create_task(self._beat()), asyncio.create_task(self._read())
+        try:
+            while True:
+                await self._any.wait()
+                while self._sent - self._taken >= MAX_UNTAKEN_MESSAGES:
+                    self._acknowledged.clear()
+                    await self._acknowledged.wait()
+                self._any.clear()
+                if self._heartbeat_due:
+                    self._message.running.SetInParent()
+                    self._message.running.numbers.extend(self._tasks)
+                    self._heartbeat_due = False
+                message = self._message
+                self._message, self._events, self._waiting = decode_pb2.EventBatch(), {}, 0
+                self._sent += 1
+                self._room.set()
+                await self._context.write(message)
+        finally:
+            for task in beside:
+                task.cancel()
+
+    async def _read(self) -> None:
+        """Read acknowledgements."""
+        while isinstance(message := await self._context.read(), decode_pb2.EventsRequest):
+            self._taken += message.taken
+            self._acknowledged.set()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._heartbeat_due = True
+            self._any.set()
+
+    async def close(self) -> None:
+        """End all requests, and wait for their end."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def start(self, request: decode_pb2.SubmitRequest) -> int:
+        """Start a request; returns the number of messages that were sent before. Raises for one that cannot be."""
+        if request.number in self._tasks:
+            raise IncompatibleError(f"request {request.number} runs already; number requests in order")
+        if not 0.0 <= request.timeout_s <= MAX_TIMEOUT_S:
+            raise InvalidRequestError(
+                f"timeout_s is {request.timeout_s}; it must be from 0, which is none, to {MAX_TIMEOUT_S:g}",
+                param="timeout_s",
+            )
+        task = self._tasks[request.number] = asyncio.create_task(self._serve(request))
+        task.add_done_callback(lambda _: self._tasks.pop(request.number))
+        return self._sent
+
+    def abort(self, numbers: Iterable[int]) -> None:
+        """End requests; nothing more is sent for them."""
+        for number in numbers:
+            if (task := self._tasks.get(number)) is not None:
+                task.cancel()
+
+    async def write(self, number: int, reply: decode_pb2.GenerateReply) -> None:
+        """Put a reply into the next message; waits until that leaves if it is full."""
+        self._events_of(number).replies.append(reply)
+        self._waiting += 1
+        if self._waiting >= MAX_WAITING_REPLIES:
+            self._room.clear()
+            await self._room.wait()
+
+    def _events_of(self, number: int) -> decode_pb2.RequestEvents:
+        events = self._events.get(number)
+        if events is None:
+            events = self._events[number] = self._message.requests.add(number=number)
+            self._any.set()
+        return events
+
+    async def _serve(self, submitted: decode_pb2.SubmitRequest) -> None:
+        """Serve one request from its start to its end; if it is aborted, no end is sent."""
+        number, timeout_s, request = submitted.number, submitted.timeout_s, submitted.request
+        error: KvrailError | None = None
+        context = RequestContext(self, number, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s or None):
+                await _complete(self._worker.generate(request, context), context)
+        except KvrailError as raised:
+            error = raised
+        except TimeoutError:
+            error = DeadlineError(f"the request took longer than the {timeout_s:g} s that its caller gave it")
+        except asyncio.CancelledError as cancelled:
+            if is_cancelling():
+                raise
+            error = internal_error(cancelled, request)  # something that it waited for was cancelled
+        except Exception as raised:  # noqa: BLE001 - the boundary of the process
+            error = internal_error(raised, request)
+        self._events_of(number).end.CopyFrom(_end_of(error))
+
+
+class RequestContext:
+    """The way back to the router for one request."""
+
+    def __init__(self, sender: EventSender, number: int, timeout_s: float) -> None:
+        """timeout_s: until the deadline; 0: none."""
+        self._sender = sender
+        self._number = number
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + timeout_s if timeout_s else None
+
+    async def write(self, reply: decode_pb2.GenerateReply) -> None:
+        """Send a reply; waits only while too many wait for the router."""
+        await self._sender.write(self._number, reply)
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the deadline; None without one."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
+
+
+async def _complete(replies: Any, context: RequestContext) -> None:
+    """Send what a request generates, to its end."""
+    if inspect.isawaitable(replies):
+        await replies
+        return
+    async with aclosing(replies):
+        async for reply in replies:
+            await context.write(reply)
+
+
+def _end_of(error: KvrailError | None) -> decode_pb2.RequestEnd:
+    if error is None:
+        return decode_pb2.RequestEnd()
+    code, message, trailer = to_status(error)
+    return decode_pb2.RequestEnd(code=code.value[0], message=message, error=trailer)

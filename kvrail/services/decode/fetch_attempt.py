@@ -1,0 +1,252 @@
+"""One attempt to fetch a prompt's first tokens and KV from one prefill worker into pages that are reserved here."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Collection, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Self
+
+from kvrail.codec.base import Codec
+from kvrail.codec.frame import FrameHeader
+from kvrail.engine.batch.batch import SampledToken
+from kvrail.engine.kv.leases import PageLease
+from kvrail.engine.model.loader import LoadedModel
+from kvrail.errors import IncompatibleError, KvrailError
+from kvrail.rpc.prefill.client import PrefillClient
+from kvrail.services.decode.choice import LinkSample
+from kvrail.services.decode.progress import Progress, Received
+from kvrail.telemetry.moments import Moment
+from kvrail.telemetry.spans import SpanLog
+from kvrail.transfer.guard import Transfer
+from kvrail.transfer.receiving import PageReceiver
+from kvrail.transfer.silence import unless_silent
+from kvrail.transfer.sizes import block_spec, first_recent_page
+from kvrail.transport.base import PayloadReceiver, Peer
+from kvrail.wire import PROTOCOL_VERSION
+from kvrail.wire.checks import check_name
+from kvrail.wire.convert import (
+    first_tokens_from_proto,
+    layout_to_proto,
+    marks_from_proto,
+    sampling_to_proto,
+    spans_from_proto,
+)
+from kvrail.wire.v1 import prefill_pb2
+from kvrail.worker.access import EngineAccess
+from kvrail.worker.observing import KVMeters, ReceivedKV
+from kvrail.worker.transports import Transports
+
+logger = logging.getLogger("kvrail.decode")
+
+
+@dataclass
+class FetchParts:
+    """What every attempt of a decode worker uses.
+
+    executor: its threads check and decode. silence_s: longest silence of a prefill worker.
+    """
+
+    access: EngineAccess
+    model: LoadedModel
+    meters: KVMeters
+    transports: Transports
+    executor: Executor
+    silence_s: float
+    max_frame_bytes: int
+
+
+class FetchAttempt:
+    """Fetches into leased pages from one worker: `hand_over`, then, inside `async with`, `receive` and the rest.
+
+    codecs: the worker takes the first of these that it can use. received: what was agreed on and what has come so far.
+    """
+
+    def __init__(
+        self, parts: FetchParts, progress: Progress, lease: PageLease, cached_tokens: int, codecs: Sequence[Codec]
+    ) -> None:
+        self._parts = parts
+        self._progress = progress
+        self._request = progress.request
+        self._timeline = progress.timeline
+        self._held_pages = cached_tokens // parts.access.layout.page_size
+        self._codecs = {codec.name: codec for codec in codecs}
+        self._pages = parts.access.pages(lease, len(self._request.prompt_ids))
+        self._key = secrets.randbits(64)
+        self._payloads: PayloadReceiver | None = None
+        self._first: asyncio.Task[None] | None = None
+        self.received = Received()
+        self.drafting = False  # the engine may draft on what came
+        self.crossing = LinkSample()
+
+    def hand_over(
+        self, client: PrefillClient, timeout_s: float | None, link_bytes_per_s: int, avoided: Collection[str]
+    ) -> None:
+        """Ask a worker to compute the prompt and send its KV.
+
+        link_bytes_per_s: of the link from there, 0 if it is not known. avoided: transports that are not offered, if
+        there are others.
+        """
+        self._begun = perf_counter()
+        self._host = client.host
+        self._call = client.prefill(self._prefill_request(link_bytes_per_s, avoided), timeout_s=timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """End it. When this returns, nothing of the attempt is written any more."""
+        async with self._call:
+            if self._first is not None:
+                self._first.cancel()
+                await asyncio.wait([self._first])
+            await self._close()
+
+    async def receive(self) -> None:
+        """Receive everything, or raise; whatever is raised, another worker may succeed."""
+        silence_s = self._parts.silence_s
+        codec = await self._agree()
+        self._first = asyncio.create_task(self._take_first_tokens())
+        await self._receive(codec)
+        await unless_silent(self._first, silence_s)
+        self._timeline.mark(Moment.KV_COARSE)  # marked already where the codec has several stages
+        self._timeline.mark(Moment.KV_COMPLETE)
+        self._parts.meters.transfers.seconds["received"].observe(perf_counter() - self._begun)
+
+    async def follow_to_end(self) -> None:
+        """Follow the call to its end, and put the prefill worker's spans beside those made here."""
+        call, spans = self._call, self._progress.spans
+        try:
+            while await unless_silent(call.announced(), self._parts.silence_s) is not None:
+                pass
+        except KvrailError as error:
+            logger.info("a prefill worker's call failed after its pages had come: %s", error)
+        zero = self._timeline.get(Moment.PREFILL_QUEUED)
+        if spans is not None and zero is not None:
+            spans.adopt(spans_from_proto(call.spans), zero)
+
+    async def _close(self) -> None:
+        """Close the transport's end, opened or not: the sender must not wait for ever for it to be opened."""
+        accepted = self._call.accepted_already
+        if self._payloads is None and accepted is not None:
+            try:
+                self._payloads = await self._open(accepted)
+            except KvrailError:
+                return
+        if self._payloads is not None:
+            await self._payloads.aclose()
+
+    async def _open(self, accepted: prefill_pb2.Accepted) -> PayloadReceiver:
+        transport = self._parts.transports.get(accepted.transport)
+        return await transport.receiver(Peer(accepted.transport_address, self._host), self._key)
+
+    def _prefill_request(self, link_bytes_per_s: int, avoided: Collection[str]) -> prefill_pb2.PrefillRequest:
+        parts, progress = self._parts, self._progress
+        every = parts.transports.all
+        offered = [transport for transport in every if transport.name not in avoided] or every
+        return prefill_pb2.PrefillRequest(
+            request_id=self._request.caller_id,
+            prompt_token_ids=self._request.prompt_ids,
+            trace=progress.spans is not None and progress.spans.requested,
+            trace_context={} if progress.trace is None else progress.trace.context,
+            client=self._request.client,
+            cache_salt=self._request.cache_salt,
+            sampling=sampling_to_proto(self._request.params),
+            handshake=prefill_pb2.Handshake(
+                protocol_version=PROTOCOL_VERSION,
+                model_fingerprint=parts.model.fingerprint,
+                layout=layout_to_proto(parts.access.layout),
+                codecs=[
+                    prefill_pb2.OfferedCodec(name=codec.name, parameters_id=codec.parameters_id)
+                    for codec in self._codecs.values()
+                ],
+                transports=[
+                    prefill_pb2.OfferedTransport(
+                        name=transport.name, address=transport.address, on_device=transport.on_device
+                    )
+                    for transport in offered
+                ],
+                transfer_key=self._key,
+                held_pages=self._held_pages,
+                link_bytes_per_s=link_bytes_per_s,
+                max_frame_bytes=parts.max_frame_bytes,
+            ),
+        )
+
+    async def _agree(self) -> Codec:
+        """Check the other end's choice and open the transport's end; returns the codec."""
+        accepted = await unless_silent(self._call.accepted(), self._parts.silence_s)
+        self._timeline.mark(Moment.PREFILL_QUEUED)
+        codec, num_pages = self._codecs.get(accepted.codec), self._num_pages()
+        chosen = (accepted.protocol_version, accepted.first_page, accepted.page_count)
+        if codec is None or chosen != (PROTOCOL_VERSION, self._held_pages, num_pages):
+            raise IncompatibleError(
+                f"the prefill worker accepted protocol {accepted.protocol_version}, codec {accepted.codec!r} and"
+                f" {accepted.page_count} pages from {accepted.first_page}; asked were protocol {PROTOCOL_VERSION},"
+                f" codec {' or '.join(map(repr, self._codecs))} and {num_pages} pages from {self._held_pages}"
+            )
+        check_name("numerics", accepted.numerics)
+        received, transport = self.received, self._parts.transports.get(accepted.transport)
+        received.codec, received.lossy, received.transport = codec.name, not codec.exact, transport.name
+        received.numerics = accepted.numerics
+        self._payloads = await unless_silent(self._open(accepted), self._parts.silence_s)
+        return codec
+
+    def _num_pages(self) -> int:
+        """How many are missing here."""
+        return self._parts.access.layout.pages_for(len(self._request.prompt_ids)) - self._held_pages
+
+    async def _receive(self, codec: Codec) -> None:
+        """Have all pages written."""
+        parts, layout = self._parts, self._parts.access.layout
+        assert self._payloads is not None
+        transfer = Transfer(
+            self._request.caller_id,
+            codec.name,
+            codec.num_stages,
+            block_spec(layout, self._num_pages()),
+            self._held_pages,
+            first_recent_page(len(self._request.prompt_ids), layout.page_size),
+            codec.parameters_id,
+        )
+        observer = _Watching(parts.meters, self._progress.spans, self.received, self.crossing)
+        receiver = PageReceiver(
+            transfer, codec, self._pages, parts.executor, observer, parts.silence_s, self._begin_drafting
+        )
+        self._call.on_heartbeat = receiver.not_silent
+        await receiver.run(self._call.announced, self._payloads)
+
+    def _begin_drafting(self) -> None:
+        """The pages hold a coarse form of the KV."""
+        if not self.drafting:
+            self._timeline.mark(Moment.KV_COARSE)
+            self.drafting = True
+            self._parts.access.engine.receive_coarse_kv(self._request.request_id)
+
+    async def _take_first_tokens(self) -> None:
+        message = await self._call.first_token()
+        found = first_tokens_from_proto(message, self._request.params, self._parts.model.vocab_size)
+        self._timeline.merge(marks_from_proto(message.marks), Moment.PREFILL_QUEUED)
+        tokens = [SampledToken(*each) for each in found]
+        self._parts.access.engine.receive_first_tokens(self._request.request_id, tokens)
+
+
+class _Watching(ReceivedKV):
+    """Counts, and times the link."""
+
+    def __init__(self, meters: KVMeters, spans: SpanLog | None, received: Received, crossing: LinkSample) -> None:
+        super().__init__(meters, spans)
+        self._received = received
+        self._crossing = crossing
+
+    def arrived(self, payload_bytes: int, waited_s: float, crossing_s: float) -> None:
+        """A frame is here."""
+        super().arrived(payload_bytes, waited_s, crossing_s)
+        self._crossing.add(payload_bytes, crossing_s)
+
+    def decoded(self, header: FrameHeader, payload_bytes: int, seconds: float) -> None:
+        """A frame is in the pages."""
+        super().decoded(header, payload_bytes, seconds)
+        self._received.payload_bytes, self._received.raw_bytes = self.payload_bytes, self.raw_bytes

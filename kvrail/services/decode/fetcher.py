@@ -1,0 +1,153 @@
+"""What a decode worker knows about fetching KV: codecs, transports, links, and which prefill workers answer."""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Protocol
+
+from kvrail.codec.base import Codec
+from kvrail.config.settings import DecodeSettings
+from kvrail.errors import InvalidRequestError
+from kvrail.rpc.prefill.client import PrefillClient
+from kvrail.runtime.tuning import compute_with
+from kvrail.services.decode.choice import Chooser
+from kvrail.services.decode.fetch_attempt import FetchParts
+from kvrail.services.decode.local import LOCAL_FALLBACK_TOKENS, LocalFallbacks, LocalPrefill
+from kvrail.services.decode.prefill_workers import AllowedWorkers, Breakers, PrefillTarget
+from kvrail.services.decode.progress import Progress
+from kvrail.worker.budgets import helping_tokens
+from kvrail.worker.codecs import AUTO, WITHOUT_CODE, CodecChoiceError, Codecs
+from kvrail.worker.process import Worker
+from kvrail.worker.transports import Transports
+
+logger = logging.getLogger("kvrail.decode")
+
+DECODER_THREADS = 4
+AVOIDED_S = 300.0
+"""A transport by which nothing came from a worker is not offered to it for this long, if there is another."""
+
+
+class PrefillWorkers(Protocol):
+    """How to reach prefill workers (kvrail.services.decode.prefill_workers; in one process, tests give their own)."""
+
+    def client(self, address: str) -> PrefillClient:
+        """A client of the worker at `address`."""
+        ...
+
+
+class Fetcher:
+    """What all fetches of one decode worker share (`PromptFetch` is one of them). Belongs to one event loop.
+
+    asked_codec: a codec's name, or AUTO; first_codec: what AUTO takes for a link that has not been measured. It is
+    usable, as plain bytes are.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        settings: DecodeSettings,
+        codecs: Codecs,
+        transports: Transports,
+        asked_codec: str,
+        first_codec: str,
+        workers: PrefillWorkers,
+    ) -> None:
+        executor = ThreadPoolExecutor(
+            DECODER_THREADS, thread_name_prefix="decode", initializer=compute_with, initargs=(1,)
+        )
+        self.parts = FetchParts(
+            worker.access,
+            worker.loaded,
+            worker.meters,
+            transports,
+            executor,
+            settings.transfer_timeout_s,
+            settings.max_frame_bytes,
+        )
+        self.workers = workers
+        self.breakers = Breakers()
+        self.fallbacks = LocalFallbacks(LOCAL_FALLBACK_TOKENS)
+        self.chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
+        self._codecs = codecs
+        self._asked_codec = asked_codec
+        self._allowed = AllowedWorkers(settings.allowed_prefill_workers)
+        self._avoided: dict[tuple[str, str], float] = {}  # until when, by worker and transport
+        self._here = LocalPrefill(
+            settings.local_prefill_tokens, lambda: worker.engine.step_cost.prefill, helping_tokens(settings)
+        )
+
+    def codec_for(self, asked: str) -> str:
+        """Name of the codec of a request that asked for this one, or for none; or AUTO.
+
+        Raises InvalidRequestError if it cannot be had.
+        """
+        try:
+            name = asked or self._asked_codec
+            return AUTO if name == AUTO else self._codecs.get(name).name
+        except CodecChoiceError as error:
+            raise InvalidRequestError(str(error), param="codec") from None
+
+    async def may_ask(self, workers: Sequence[str], instances: Sequence[int]) -> list[PrefillTarget]:
+        """Those of `workers`, host:port each, that the operator lets requests name; instances: of each, or none."""
+        known = dict(zip(workers, instances, strict=False))
+        return [PrefillTarget(address, known.get(address, 0)) for address in await self._allowed.of(workers)]
+
+    def cache_space(self, codec: str) -> str:
+        """Where pages of a request with this codec, or AUTO, are shared: a lossy codec's only among themselves."""
+        return "" if codec == AUTO or self._codecs.get(codec).exact else codec
+
+    async def measure_codecs(self) -> None:
+        """Measure each codec of AUTO here, one after the other, beside the requests; then AUTO can choose."""
+        for name in self._codecs.automatic:
+            try:
+                self.chooser.costs[name] = await self._codecs.measured(
+                    name, self.parts.model, on_device=self.parts.transports.on_device
+                )
+            except CodecChoiceError as error:
+                logger.warning("codec %s: skipping one codec: %s", AUTO, error)
+
+    def local_tokens(self) -> int:
+        """Missing tokens of a prompt up to which this worker computes them by itself now."""
+        return self._here.tokens(self.parts.access.engine.status().running)
+
+    def fetch_s(self) -> float:
+        """Seconds in which the KV of a token comes here, from the mean of all links; 0 if none was measured."""
+        layout = self.parts.access.layout
+        return layout.page_bytes / layout.page_size * self.chooser.mean_link_s()
+
+    def learn(self, progress: Progress) -> None:
+        """Measure a request that has come to its end."""
+        if (share := progress.hidden_share()) is not None:
+            self.parts.meters.transfers.hidden_share.observe(share)
+        if (fetched := progress.fetched_s()) is not None:
+            self._here.fetched(len(progress.request.prompt_ids) - progress.cached_tokens, fetched)
+        self.chooser.observe_steps(*progress.steps_after())
+        self.chooser.observe_drafts(progress.drafts.proposed, progress.drafts.accepted)
+
+    def avoided(self, address: str) -> list[str]:
+        """Transports that are not offered to a worker now."""
+        now = monotonic()
+        return [name for (peer, name), until in self._avoided.items() if peer == address and until > now]
+
+    def avoid(self, address: str, transport: str) -> None:
+        """Agreed upon with a worker, a transport brought nothing: perhaps no network leads there."""
+        if len(self.parts.transports.all) > 1:
+            self._avoided[address, transport] = monotonic() + AVOIDED_S
+
+    def offer(self, name: str, address: str, raw_bytes: int, progress: Progress) -> list[Codec]:
+        """What a prefill worker may take, best first: codec `name`, for AUTO what suits the missing KV and the link.
+
+        Then those that serve while that one is not compiled there. While it is not compiled here, they come first.
+        """
+        codecs = self._codecs
+        if name == AUTO:
+            choice = self.chooser.choose(address, raw_bytes)
+            name, progress.codec_reason = choice.codec, choice.sentence
+        others = [self.chooser.meanwhile(address, raw_bytes, codecs.usable), WITHOUT_CODE]
+        obstacle = codecs.ask_for(name)
+        progress.asked_codec = name
+        progress.substituted = f"codec {name} " + (
+            f"{obstacle} on the decode worker" if obstacle else "is not compiled on the prefill worker yet"
+        )
+        return [codecs.get(each) for each in dict.fromkeys([*others, name] if obstacle else [name, *others])]

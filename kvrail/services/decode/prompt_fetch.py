@@ -1,0 +1,188 @@
+"""One prompt's KV: from the first prefill worker that can send it, else from this worker's own engine."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from time import monotonic
+
+from kvrail.codec.base import Codec
+from kvrail.engine.aio import EngineEvents
+from kvrail.engine.request.events import Admitted
+from kvrail.errors import DeadlineError, KvrailError, OverloadedError
+from kvrail.runtime.breaker import Breaker
+from kvrail.services.decode.fetch_attempt import FetchAttempt
+from kvrail.services.decode.fetcher import Fetcher
+from kvrail.services.decode.prefill_workers import PrefillTarget
+from kvrail.services.decode.progress import Progress, Received
+
+logger = logging.getLogger("kvrail.decode")
+
+CALL_END_S = 1.0
+"""A request at its end waits for the end of its prefill call for this long; that comes within a step or never."""
+
+
+class PromptFetch:
+    """Has the missing pages of one request filled, whatever fails on the way.
+
+    targets: prefill workers, in the order in which they are asked. codec: a name, or AUTO. timeout_s: left to the
+    request, if it has a deadline. `begin` starts it, `leave` ends it; between them it belongs to one event loop.
+    """
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        progress: Progress,
+        targets: Sequence[PrefillTarget],
+        codec: str,
+        timeout_s: float | None,
+    ) -> None:
+        self._fetcher, self._progress, self._targets, self._codec = fetcher, progress, targets, codec
+        self._until = None if timeout_s is None else monotonic() + timeout_s
+        self._request = progress.request
+        self._access, self._metrics = fetcher.parts.access, fetcher.parts.meters.transfers
+        self._task: asyncio.Task[None] | None = None
+        self._source: tuple[Breaker, float] | None = None  # of the worker whose KV is here, and when it was asked
+        self._computing_here = False  # as no prefill worker could
+
+    def begin(self, admitted: Admitted, events: EngineEvents) -> None:
+        """The request has its pages. If too many prompts fall back to this worker, `events` ends with the reason."""
+        self._task = asyncio.create_task(self._run(admitted, events))
+
+    async def call_ended(self) -> None:
+        """Wait for the end of a call whose pages have all come, but not for a worker that is lost."""
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=CALL_END_S)
+
+    def recomputed(self) -> None:
+        """The engine computes the prompt once more: the KV that it had gave no finite logits."""
+        worker = self._progress.prefill_worker
+        source = f"prefill worker {worker}" if worker else "the prefix cache"
+        logger.warning("KV from %s gives no finite logits; the prompt is computed here, once more", source)
+        if self._source is not None:
+            breaker, began = self._source
+            breaker.failed(began)
+            self._source = None
+
+    def computed(self) -> None:
+        """The prompt is computed, if it was to be computed here."""
+        if self._computing_here:
+            self._computing_here = False
+            self._fetcher.fallbacks.over(self._request.request_id)
+
+    async def leave(self) -> None:
+        """The request has come to its end. A call whose pages have all come may end by itself."""
+        if self._task is None:
+            return
+        if self._source is not None:
+            breaker, began = self._source
+            breaker.succeeded(began)
+        if self._progress.committed:
+            await self.call_ended()
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self.computed()
+
+    async def _run(self, admitted: Admitted, events: EngineEvents) -> None:
+        outcome = "aborted"
+        try:
+            if await self._from_workers(admitted):
+                return
+            outcome = "failed"
+        except Exception:
+            outcome = "failed"
+            logger.exception("fetching KV failed")
+        finally:
+            self._metrics.transfers["received", "committed" if self._progress.committed else outcome].inc()
+        if not self._progress.committed:
+            self._compute_here(admitted, events)
+
+    async def _from_workers(self, admitted: Admitted) -> bool:
+        """Whether a worker has filled the pages, or the request is gone. When this returns, nothing writes them."""
+        codecs = self._offer(admitted)
+        lease = self._access.engine.claim_lease(self._request.request_id)
+        if lease is None:
+            return True  # dropped meanwhile: its pages are not needed any more
+        try:
+            for number, target in enumerate(self._targets):
+                if number:
+                    self._metrics.fallbacks["alternate"].inc()
+                breaker = self._fetcher.breakers.of(target)
+                if not breaker.allows:
+                    logger.info(
+                        "prefill worker %s failed %d requests in a row; not asked for %.1f s",
+                        target.address,
+                        breaker.failures,
+                        breaker.pause_s,
+                    )
+                    continue
+                attempt = FetchAttempt(self._fetcher.parts, self._progress, lease, admitted.cached_tokens, codecs)
+                if await self._from_worker(target.address, breaker, attempt):
+                    return True
+                if attempt.drafting:  # the next transfer writes the same pages
+                    self._access.engine.drop_drafts(self._request.request_id)
+            return False
+        finally:
+            self._access.engine.release_lease(lease)
+
+    async def _from_worker(self, address: str, breaker: Breaker, attempt: FetchAttempt) -> bool:
+        """Whether one worker has filled the pages."""
+        fetcher, progress, received = self._fetcher, self._progress, attempt.received
+        timeout_s = None if self._until is None else self._until - monotonic()
+        link = fetcher.chooser.link_bytes_per_s(address)
+        progress.prefill_worker, progress.received = address, received
+        began = breaker.begin()
+        try:
+            attempt.hand_over(fetcher.workers.client(address), timeout_s, link, fetcher.avoided(address))
+            async with attempt:
+                await attempt.receive()
+                self._source = breaker, began
+                self._commit(address)
+                await attempt.follow_to_end()
+        except KvrailError as error:  # whatever it is, another worker or this one can compute the prompt
+            if progress.committed:
+                logger.warning("the transfer from prefill worker %s could not be closed: %s", address, error)
+                return True
+            logger.warning("prefill worker %s failed: %s", address, error)
+            if not isinstance(error, OverloadedError | DeadlineError):
+                breaker.failed(began)
+            if received.transport and not received.payload_bytes:
+                fetcher.avoid(address, received.transport)
+            return False
+        finally:
+            breaker.left(began)
+            fetcher.chooser.observe_link(address, attempt.crossing)
+        return True
+
+    def _commit(self, address: str) -> None:
+        """A worker has filled the pages: the engine goes on with them at once."""
+        progress, received = self._progress, self._progress.received
+        self._access.engine.receive_kv(self._request.request_id)
+        progress.committed = True
+        progress.invariance.received(address, received.numerics)
+        if (exposed := progress.exposed_s()) is not None:
+            self._metrics.exposed_seconds.observe(exposed)
+        if received.lossy:
+            self._metrics.lossy_requests.inc()
+        if received.codec != progress.asked_codec:
+            self._metrics.codec_substituted(progress.asked_codec)
+
+    def _offer(self, admitted: Admitted) -> list[Codec]:
+        """Codecs that the first prefill worker may take, best first."""
+        layout = self._access.layout
+        pages = layout.pages_for(len(self._request.prompt_ids)) - admitted.cached_tokens // layout.page_size
+        return self._fetcher.offer(self._codec, self._targets[0].address, pages * layout.page_bytes, self._progress)
+
+    def _compute_here(self, admitted: Admitted, events: EngineEvents) -> None:
+        """No worker could: the engine computes what is missing, unless too many prompts wait for that."""
+        request, progress = self._request, self._progress
+        try:
+            self._fetcher.fallbacks.take(request.request_id, len(request.prompt_ids) - admitted.cached_tokens)
+        except OverloadedError as error:
+            self._metrics.fallbacks["refused"].inc()
+            events.fail(error)
+            return
+        self._metrics.fallbacks["local"].inc()
+        logger.warning("no prefill worker could be used; the prompt is computed here")
+        self._computing_here = True
+        progress.prefill_worker, progress.received = "", Received()
+        self._access.engine.compute_here(request.request_id)

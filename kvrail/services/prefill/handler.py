@@ -1,0 +1,160 @@
+"""One prefill call: chunks and pages side by side, the first token ahead of the KV, commit."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+from kvrail.engine.aio import EngineEvents
+from kvrail.engine.kv.leases import PageLease
+from kvrail.engine.request.events import Admitted, Prefilled, PrefillStarted
+from kvrail.engine.request.requests import EngineRequest
+from kvrail.errors import KvrailError, TransferAbortedError
+from kvrail.grammar import Grammar, Grammars
+from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.runtime.waiting import settled
+from kvrail.services.prefill.observer import PageObserver
+from kvrail.telemetry.moments import Moment, Timeline
+from kvrail.telemetry.spans import SpanLog
+from kvrail.telemetry.worker import TransferMetrics
+from kvrail.transfer.sending import PageSender
+from kvrail.values.sampling import SamplingParams
+from kvrail.wire.convert import logprobs_to_proto, marks_to_proto, sampling_from_proto, spans_to_proto
+from kvrail.wire.v1 import prefill_pb2
+from kvrail.worker.access import EngineAccess
+
+HEARTBEAT_S = 5.0
+HUNG_S = 30.0
+"""A step that takes longer may never end; then the receiver had better ask elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerParts:
+    """What all calls of a prefill worker use."""
+
+    access: EngineAccess
+    grammars: Grammars
+    metrics: TransferMetrics
+    observer: PageObserver
+
+
+class PrefillHandler:
+    """One call of a prefill worker, from its acceptance to its commit.
+
+    number: of the call; a request that is asked for again must not meet what is left of its first call. timeline: begun
+    when the call came. spans: if a trace is asked for.
+    """
+
+    def __init__(
+        self,
+        parts: HandlerParts,
+        request: prefill_pb2.PrefillRequest,
+        number: int,
+        sender: PageSender,
+        replies: PrefillReplies,
+        timeline: Timeline,
+        spans: SpanLog | None,
+    ) -> None:
+        self._parts = parts
+        self._request = request
+        self._engine_id = f"{request.request_id}/{number}"
+        self._sender = sender
+        self._replies = replies
+        self._timeline = timeline
+        self._spans = spans
+        self._lease: PageLease | None = None
+
+    async def run(self, accepted: prefill_pb2.Accepted) -> None:
+        """Compute and send side by side; commit when all has left. However it ends, no page is read any more."""
+        parts, params = self._parts, sampling_from_proto(self._request.sampling)
+        events = self._open(params, await parts.grammars.get(params.grammar, self._request.client))
+        self._replies.accept(accepted)
+        sending = asyncio.create_task(self._sender.run())
+        beating = asyncio.create_task(self._beat())
+        outcome = "aborted"
+        try:
+            await self._follow(events)
+            beating.cancel()  # from here on there is something to send
+            await parts.observer.passed_on()  # the last layers were reported before the end
+            self._sender.close()
+            await sending
+            spans = self._spans.all() if self._spans is not None and self._spans.requested else []
+            await self._replies.commit(spans_to_proto(spans))
+            outcome = "committed"
+        except TransferAbortedError:
+            raise
+        except KvrailError:
+            outcome = "failed"
+            raise
+        finally:
+            parts.metrics.transfers["sent", outcome].inc()
+            parts.metrics.seconds["sent"].observe(self._timeline.elapsed())
+            parts.observer.forget(self._engine_id)
+            events.close()
+            beating.cancel()
+            sending.cancel()
+            try:
+                await settled(sending)
+            finally:
+                await self._release()
+
+    async def _beat(self) -> None:
+        """Say that the call is alive, unless the engine has hung: to wait for one's turn is no silence."""
+        with contextlib.suppress(TransferAbortedError):  # the sender raises it too
+            while True:
+                await asyncio.sleep(HEARTBEAT_S)
+                if self._parts.access.engine.step_seconds < HUNG_S:
+                    self._replies.heartbeat()
+
+    def _open(self, params: SamplingParams, grammar: Grammar | None) -> EngineEvents:
+        """Submit to the engine; from here on its pages find the sender."""
+        self._parts.observer.watch(self._engine_id, self._sender)
+        try:
+            return self._parts.access.open(
+                EngineRequest(
+                    request_id=self._engine_id,
+                    prompt_ids=tuple(self._request.prompt_token_ids),
+                    params=params,
+                    prefill_only=True,
+                    grammar=grammar,
+                    cache_salt=self._request.cache_salt,
+                ),
+            )
+        except BaseException:
+            self._parts.observer.forget(self._engine_id)
+            raise
+
+    async def _follow(self, events: EngineEvents) -> None:
+        """Follow the engine until the first tokens are drawn."""
+        async for event in events:
+            match event:
+                case Admitted():
+                    self._begin(event)
+                case PrefillStarted():
+                    self._timeline.mark(Moment.PREFILL_STARTED)
+                case Prefilled():
+                    self._timeline.mark(Moment.PREFILL_FINISHED)
+                    self._replies.first_token(self._first_token(event))
+
+    def _begin(self, admitted: Admitted) -> None:
+        """The request has pages: those of a cached prefix can leave at once."""
+        access = self._parts.access
+        self._lease = access.engine.claim_lease(self._engine_id)
+        if self._lease is None:
+            return  # dropped meanwhile: the events end the call
+        pages = access.pages(self._lease, self._sender.outgoing.num_tokens)
+        self._sender.begin(pages, admitted.cached_tokens // access.layout.page_size)
+
+    def _first_token(self, event: Prefilled) -> prefill_pb2.FirstToken:
+        return prefill_pb2.FirstToken(
+            token_ids=[token.token_id for token in event.tokens],
+            logprobs=[logprobs_to_proto(token.logprobs) for token in event.tokens if token.logprobs is not None],
+            marks=marks_to_proto(self._timeline.marks()),
+        )
+
+    async def _release(self) -> None:
+        """Give the pages back; nothing of the transfer runs any more."""
+        if self._lease is not None:
+            try:
+                await settled(asyncio.create_task(asyncio.to_thread(self._parts.access.side.synchronize)))
+            finally:
+                self._parts.access.engine.release_lease(self._lease)

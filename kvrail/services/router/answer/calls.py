@@ -1,0 +1,176 @@
+"""What each API does for a generation request: plan it, and write its answer."""
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from itertools import repeat
+
+from starlette.datastructures import State
+
+from kvrail.config.settings import RouterSettings
+from kvrail.errors import KvrailError, ModelNotFoundError
+from kvrail.services.router.answer.leaving import Cancellation
+from kvrail.services.router.answer.trace import Operation, RequestTrace
+from kvrail.services.router.fleet.workers import WorkerPool
+from kvrail.services.router.openai.formats import ChatFormat, CompletionFormat, Head
+from kvrail.services.router.openai.logprobs import TokenTexts
+from kvrail.services.router.openai.scored import ScoredPrompt
+from kvrail.services.router.openai.writers import Writer, chunk_writer, error_event
+from kvrail.services.router.plan.translate import Plan, Planner
+from kvrail.services.router.schema import ChatRequest, CompletionRequest, Request
+from kvrail.text import Tokenizer
+
+MAX_NAME_CHARS = 200
+"""Longest part of an unknown model's name that an error or a trace quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of the router that calls read."""
+
+    settings: RouterSettings
+    tokenizer: Tokenizer
+    planner: Planner
+    pool: WorkerPool
+
+    def served_name(self, name: str | None) -> str:
+        """The name to answer under: the first one where a request names none, since one model is served.
+
+        Raises ModelNotFoundError where it names another model.
+        """
+        settings = self.settings
+        if not name:
+            return settings.model_name
+        if name not in settings.model_names:
+            served = " and ".join(map(repr, settings.model_names))
+            raise ModelNotFoundError(f"the model {name[:MAX_NAME_CHARS]!r} does not exist; this server has {served}")
+        return name
+
+
+class ApiCall(ABC):
+    """One generation request of an API.
+
+    request: as OpenAI's older APIs have it. name: the model's, to answer under, once `check_model` has passed. trace:
+    None if none is recorded.
+    """
+
+    operation: Operation = "chat"
+
+    def __init__(self, request: Request, state: State, parts: Parts) -> None:
+        """state: of the HTTP request, as the middleware sets it."""
+        self.request = request
+        self.state = state
+        self.client: str = state.client
+        self.wire_id: str = state.wire_id
+        self.timeline = state.timeline
+        self.provisional = bool(request.kvrail and request.kvrail.provisional)
+        self.cancellation = Cancellation()
+        self.trace: RequestTrace | None = None
+        self.name = ""
+        self.parts = parts
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of the request."""
+        return 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that the request generates."""
+        return self.prompts * (self.request.n or 1)
+
+    def check_model(self) -> None:
+        """Raise ModelNotFoundError if the model is not served, or not for the client's API key."""
+        self.name, key = self.parts.served_name(self.request.model), self.state.key
+        if key is not None and not key.may_ask_for(self.name):
+            raise ModelNotFoundError(f"the API key {key.name!r} is not for the model {self.name!r}; ask for another")
+
+    @abstractmethod
+    async def plan(self) -> Plan:
+        """Validate and tokenise; raises from the error tree."""
+
+    @abstractmethod
+    def writer(self, plan: Plan) -> Writer:
+        """What writes the answer."""
+
+    def head(self, prefix: str) -> Head:
+        """What every object of OpenAI's older APIs begins with."""
+        fingerprint = f"fp_{self.parts.pool.fingerprint[:12]}"
+        return Head(f"{prefix}-{self.state.request_id}", int(time.time()), self.name, fingerprint)
+
+    def texts(self) -> TokenTexts:
+        """How tokens are shown."""
+        request = self.request
+        return TokenTexts(
+            self.parts.tokenizer,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            all_listed=request.logprob_token_ids is not None,
+        )
+
+    def failure(self, error: KvrailError) -> bytes:
+        """The last event of a stream that fails before it has a writer."""
+        return error_event(error)
+
+    def left(self) -> None:  # noqa: B027 - most APIs keep nothing
+        """The client has left before the end."""
+
+
+class ChatCall(ApiCall):
+    """/v1/chat/completions."""
+
+    request: ChatRequest
+
+    async def plan(self) -> Plan:
+        """Tokenise the chat."""
+        return await self.parts.planner.chat(self.request, self.client)
+
+    def writer(self, plan: Plan) -> Writer:
+        """Chunks of chat completions."""
+        request = self.request
+        texts = self.texts()
+        form = ChatFormat(
+            self.head("chatcmpl"),
+            texts,
+            choices=plan.n,
+            logprobs=bool(request.logprobs),
+            reader=plan.reader,
+            reasoning=request.include_reasoning is not False,
+            prompt_ids=plan.prompts[0] if request.return_token_ids else None,
+            prompt=ScoredPrompt(texts, plan.prompts[0]) if plan.scores else None,
+            prompt_top=request.prompt_logprobs or 0,
+        )
+        return chunk_writer(form, request, plan)
+
+
+class CompletionCall(ApiCall):
+    """/v1/completions."""
+
+    request: CompletionRequest
+    operation: Operation = "text_completion"
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of the request."""
+        return len(self.request.prompt)
+
+    async def plan(self) -> Plan:
+        """Tokenise the prompts."""
+        return await self.parts.planner.completion(self.request, self.client)
+
+    def writer(self, plan: Plan) -> Writer:
+        """Chunks of completions."""
+        request = self.request
+        texts = self.texts()
+        prompts = [ids for ids in plan.prompts for _ in range(plan.n)]
+        prefixes = [prefix for prefix in plan.prefixes for _ in range(plan.n)]
+        form = CompletionFormat(
+            self.head("cmpl"),
+            texts,
+            prefixes=prefixes,
+            logprobs=request.logprobs is not None,
+            prompt_ids=prompts if request.return_token_ids else None,
+            prompts=list(map(ScoredPrompt, repeat(texts), prompts, prefixes)) if plan.scores else (),
+            echo_top=request.logprobs if request.echo else None,
+            prompt_top=request.prompt_logprobs,
+        )
+        return chunk_writer(form, request, plan)

@@ -1,0 +1,162 @@
+"""One prompt's output, from the decode workers that generate it."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvrail.errors import DeadlineError, IncompatibleError, KvrailError, OverloadedError, WorkerUnavailableError
+from kvrail.services.router.fleet.workers import WorkerPool
+from kvrail.services.router.generate.dispatch import Dispatcher, Reservation, Turn
+from kvrail.services.router.generate.output import PromptOutput
+from kvrail.services.router.values import Ended, Update, Updates
+from kvrail.telemetry.moments import Moment, Timeline
+from kvrail.telemetry.router import RouterMetrics
+from kvrail.wire.v1 import decode_pb2
+
+MAX_MOVES = 2
+"""Times that a request moves to another worker: one that kills workers must not visit them all."""
+MAX_REFUSALS = 8
+"""Times that workers may refuse a request as full before the client gets the error; each takes half a second, or until
+a worker has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What the prompts of one request share.
+
+    timeout_s: from when the request came. on_overflow: called if output is dropped because the client does not read.
+    """
+
+    dispatcher: Dispatcher
+    pool: WorkerPool
+    metrics: RouterMetrics
+    timeline: Timeline
+    timeout_s: float
+    on_overflow: Callable[[], object]
+
+    def time_left(self) -> float:
+        """Seconds until the deadline; raises DeadlineError once it has passed."""
+        left = self.timeout_s - self.timeline.elapsed()
+        if left <= 0:
+            raise DeadlineError(f"the request took longer than the {self.timeout_s:g} s that this server allows")
+        return left
+
+
+class PromptStream:
+    """One prompt's output. If its worker is lost, another one continues it."""
+
+    def __init__(self, route: Route, request: decode_pb2.GenerateRequest, turn: Turn, output: PromptOutput) -> None:
+        self._route = route
+        self._request = request
+        self._turn = turn
+        self._output = output
+        self._losses = self._refusals = 0  # workers that were lost, or had no room after all
+        self._numerics: set[str] = set()  # of all workers that had the prompt
+
+    @property
+    def ended(self) -> Ended | None:
+        """The summary of the worker that finished the output."""
+        return self._output.ended
+
+    @property
+    def invariant(self) -> bool:
+        """Whether all of the output has the bits that any of its workers would have given it."""
+        return self.ended is not None and self._numerics == {self.ended.summary.numerics} != {""}
+
+    async def updates(self) -> AsyncGenerator[Updates]:
+        """The updates in order; raises from the error tree.
+
+        If a worker is lost, another one continues the output. If a worker has no room after all, the prompt waits
+        again, before the others of its client.
+        """
+        output, route = self._output, self._route
+        if self._request.sampling.HasField("prompt_logprobs") and len(self._request.prompt_token_ids) == 1:
+            yield output.nothing_scored()
+        while True:
+            self._keep_to_the_weights()
+            again = bool(self._losses or self._refusals)
+            reserved = await route.dispatcher.place(self._turn, route.time_left(), again=again)
+            try:
+                async with aclosing(self._generated(reserved)) as batches:
+                    async for updates in batches:
+                        yield updates
+                return
+            except (WorkerUnavailableError, OverloadedError, IncompatibleError) as error:
+                if not self._continues(reserved, error):
+                    return
+            finally:
+                reserved.leave()
+            route.metrics.failovers.inc()
+            if output.drafts:
+                yield list(output.drafts.values())
+                output.drafts.clear()
+
+    def _continues(self, reserved: Reservation, error: KvrailError) -> bool:
+        """Whether another worker is to continue after this error of one; raises it if none can.
+
+        False: only the summary is missing.
+        """
+        if isinstance(error, OverloadedError):
+            self._refusals += 1
+            if self._refusals > MAX_REFUSALS:
+                raise error
+            reserved.leave(refused=True)
+            return True
+        reserved.worker.breaker.failed(reserved.began)
+        if isinstance(error, IncompatibleError):
+            raise error
+        self._losses += 1
+        pool = self._route.pool
+        pool.lost(reserved.worker, str(error))
+        if not self._output.unfinished:
+            return False
+        if self._losses > MAX_MOVES or not (pool.meeting or pool.healthy_decode()):
+            raise error
+        return True
+
+    async def _generated(self, reserved: Reservation) -> AsyncGenerator[Updates]:
+        """What the worker generates."""
+        worker, output, route = reserved.worker, self._output, self._route
+        output.start(worker.vocab_size)
+        self._numerics.add(worker.numerics)
+        self._set_prefill_workers(reserved)
+        dispatched = route.timeline.mark(Moment.DISPATCHED)
+        offset = route.timeline.elapsed() - dispatched
+        call = worker.client.generate(self._request, timeout_s=route.time_left(), on_overflow=route.on_overflow)
+        async with call as stream:
+            while replies := await stream.read_waiting():
+                updates: list[Update] = []
+                for reply in replies:
+                    news = reply.WhichOneof("news")
+                    if news == "summary":
+                        output.end(reply.summary, offset)
+                        reserved.ended(reply.summary.completion_tokens, reply.summary.cached_tokens)
+                    elif news == "prompt_logprobs":
+                        for scored in output.scored(reply.prompt_logprobs):
+                            yield [scored]
+                            await asyncio.sleep(0)  # each is some work, and others wait
+                    elif news:
+                        updates.append(output.draft(reply))
+                    if reply.token_ids or reply.text or reply.finish_reason:
+                        updates.append(output.delta(reply))
+                reserved.succeeded(output.new_tokens)
+                output.new_tokens = 0
+                if updates:
+                    yield updates
+        if output.unfinished or output.ended is None:
+            raise WorkerUnavailableError(f"decode worker {worker.target} ended the stream before the output's end")
+
+    def _set_prefill_workers(self, reserved: Reservation) -> None:
+        request = self._request
+        del request.prefill_workers[:], request.prefill_instances[:]
+        request.prefill_workers.extend(each.target for each in reserved.prefill)
+        request.prefill_instances.extend(each.instance for each in reserved.prefill)
+
+    def _keep_to_the_weights(self) -> None:
+        """Have workers of other weights refuse the request; raises if no worker has those that it began on."""
+        now = self._route.pool.fingerprint
+        begun = self._request.resumed or self._request.scored_tokens
+        if begun and self._request.model_fingerprint != now:
+            raise WorkerUnavailableError("other weights have been loaded since this request began; ask again")
+        self._request.model_fingerprint = now

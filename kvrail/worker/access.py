@@ -1,0 +1,35 @@
+"""What a service may do with its worker's engine: open requests, and lease the pages of one for a transfer."""
+
+from dataclasses import dataclass
+
+from kvrail.engine.aio import EngineEvents, EventRouter
+from kvrail.engine.engine import Engine
+from kvrail.engine.kv.cache import PagedCache
+from kvrail.engine.kv.leases import PageLease
+from kvrail.engine.request.requests import EngineRequest
+from kvrail.transfer.streams import SideStream
+from kvrail.values.layout import KVLayout
+from kvrail.worker.pages import LeasedPages
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAccess:
+    """An engine, its pages, and the stream on which transfers work beside it."""
+
+    engine: Engine
+    events: EventRouter
+    cache: PagedCache
+    side: SideStream
+
+    @property
+    def layout(self) -> KVLayout:
+        """The pages' layout."""
+        return self.cache.layout
+
+    def open(self, request: EngineRequest) -> EngineEvents:
+        """Submit a request; its events come by what is returned. Raises what the engine refuses it with."""
+        return self.events.open(self.engine, request)
+
+    def pages(self, lease: PageLease, num_tokens: int) -> LeasedPages:
+        """Leased pages of a prompt of `num_tokens` tokens as a transfer's source or sink."""
+        return LeasedPages(self.cache, self.side, lease.pages, num_tokens)

@@ -1,0 +1,80 @@
+"""The chart's life in a cluster: installed, upgraded, rolled back and removed by Helm against a Kubernetes API."""
+
+import helm_python as helm
+import pytest
+import yaml
+
+from tests.deploy.kubernetes import api_server
+from tests.deploy.test_chart import CASES, CHART, rendered
+
+
+@pytest.fixture
+def cluster():
+    with (
+        api_server() as server,
+        helm.Config(
+            kubeconfig_content=server.kubeconfig, namespace="llm", storage_driver="memory", qps=1000, burst_limit=1000
+        ) as release,
+    ):
+        release.check_reachable()
+        yield release, server.emulator
+
+
+def values_of(case):
+    return yaml.safe_load((CHART / "ci" / f"{case}-values.yaml").read_text())
+
+
+def wanted(values):
+    """The chart's objects by kind and name."""
+    return {(each["kind"], each["metadata"]["name"]): each for each in rendered(values)[0]}
+
+
+def specs(objects):
+    return {key: each.get("spec", each.get("data")) for key, each in objects.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_is_installed_and_removed(cluster, case):
+    release, api = cluster
+    release.install(str(CHART), "demo", values_of(case), namespace="llm")
+    assert specs(api.live()) == specs(wanted(values_of(case)))
+    release.uninstall("demo")
+    kept = {key for key in api.live() if key[0] == "PersistentVolumeClaim"}
+    assert set(api.live()) == kept, "downloads are kept, all else is gone"
+    assert bool(kept) == (case == "everything")
+
+
+def test_an_upgrade_changes_what_changed_and_a_rollback_brings_it_back(cluster):
+    release, api = cluster
+    before = {"decode": {"replicas": 1}, "monitoring": {"enabled": True}}
+    after = {"decode": {"replicas": 3, "settings": {"codec": "raw"}}, "router": {"httpRoute": {"enabled": False}}}
+    release.install(str(CHART), "demo", before, namespace="llm")
+    release.upgrade(str(CHART), "demo", after, namespace="llm")
+    assert specs(api.live()) == specs(wanted(after)), "monitors are gone, three decode workers run"
+    assert not [kind for kind, _ in api.live() if kind == "ServiceMonitor"]
+    release.rollback("demo", version=1)
+    assert specs(api.live()) == specs(wanted(before))
+    assert [entry["status"] for entry in release.history("demo")] == ["superseded", "superseded", "deployed"]
+
+
+def test_selectors_never_change(cluster):
+    """Kubernetes refuses a Deployment whose selector changes: an upgrade between any two sets of values keeps them."""
+    release, api = cluster
+    release.install(str(CHART), "demo", values_of("minimal"), namespace="llm")
+
+    def selectors():
+        return {key: each["spec"]["selector"] for key, each in api.live().items() if key[0] == "Deployment"}
+
+    first = selectors()
+    for case in CASES:
+        release.upgrade(str(CHART), "demo", values_of(case), namespace="llm")
+        assert selectors() == first
+
+
+def test_a_wrong_value_changes_nothing(cluster):
+    release, api = cluster
+    release.install(str(CHART), "demo", {}, namespace="llm")
+    before = specs(api.live())
+    with pytest.raises(helm.HelmError, match="replicas"):
+        release.upgrade(str(CHART), "demo", {"decode": {"replicas": 0}}, namespace="llm")
+    assert specs(api.live()) == before
