@@ -19,6 +19,7 @@ from kvrail.engine.attention.cpu_kernel_vectors import BFLOAT16, E4M3, E5M2, FLO
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.kv.formats import LayerPages
+from kvrail.engine.kv.lossless.pages import ClosedLayer, orders
 
 Units = npt.NDArray[np.int64]
 
@@ -37,6 +38,10 @@ _WIDENING = 5
 """The cost of widening a token's key and value, in rows that attend to it."""
 _PRODUCTS_PER_THREAD = 1 << 22
 """Multiplications that are worth the start of another thread, some 50 us."""
+
+
+_NO_BYTES, _NO_ORDER = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+_NONE_CLOSED = (_NO_BYTES, _NO_BYTES, 0, 0, 0, _NO_ORDER, _NO_ORDER, _NO_ORDER, _NO_ORDER)
 
 
 class _Tile(NamedTuple):
@@ -84,6 +89,8 @@ def paged_attention(
         window=options.window,
         softcap=np.float32(options.softcap),
         sinks=_floats(options.sinks),
+        closed_tokens=np.zeros(len(meta.page_tables), np.int64) if layer.closed is None else meta.closed_tokens.numpy(),
+        closed=_NONE_CLOSED if layer.closed is None else _closed(layer.closed),
     )
     _run(attend, shares)
     return out.to(query.dtype)
@@ -132,6 +139,18 @@ def _run(attend: Callable[[Units], None], shares: list[Units]) -> None:
 @functools.cache
 def _helpers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="attention")
+
+
+def _closed(layer: ClosedLayer) -> tuple[object, ...]:
+    """Closed pages as kernels take them."""
+    pages, spare, unit_bytes = layer.arguments
+    key_bytes, both = layer.tiles
+    sizes = (unit_bytes, key_bytes, both - key_bytes)
+    return (
+        *(_bytes(pages), _bytes(spare), *sizes),
+        *orders(layer.key_dim, keys=True),
+        *orders(layer.value_dim, keys=False),
+    )
 
 
 def _bytes(pool: torch.Tensor) -> npt.NDArray[np.uint8]:

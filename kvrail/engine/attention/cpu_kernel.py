@@ -17,7 +17,8 @@ import math
 import numpy as np
 from numba import float32, int32, int64, njit, types, uint8, void
 
-from kvrail.codec.core.cpu_compile import compiled
+from kvrail.codec.core.cpu_compile import compiled, version_of
+from kvrail.engine.attention import cpu_kernel_vectors
 from kvrail.engine.attention.cpu_kernel_vectors import (
     BFLOAT16,
     E4M3,
@@ -38,13 +39,14 @@ from kvrail.engine.attention.cpu_kernel_vectors import (
     widen_float16,
     widen_float32,
 )
+from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
+from kvrail.engine.kv.lossless import form
+from kvrail.engine.kv.lossless.cpu_kernels import open_high, pair_at
 
 KEYS = 64
 """Tokens of a block."""
 _LINE = 64
 """Bytes of a cache line."""
-
-
 _LOG2_E, _LN2_UPPER, _LN2_LOWER = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LEAST_EXPONENT = np.float32(-87.0)
 _ZERO, _ONE, _HALF, _NEVER = np.float32(0), np.float32(1), np.float32(0.5), np.float32(-np.inf)
@@ -110,6 +112,26 @@ def _widen_block(kind, item_bytes, pool, scales, rows, dim, out, padded, narrow)
             if dim % LANES:
                 last = dim - LANES
                 _widen(kind, pool, begin + last * item_bytes, out, at + last, scale)
+
+
+@njit(nogil=True)
+def _open_tile(closed, begin, dim, order, channels, out):
+    """out[i * dim : i * dim + dim] = the rows of a closed tile, for each of the block's tokens."""
+    pages, spare, unit_bytes = closed[:3]
+    bases, high, bits = np.empty(dim, np.uint8), np.empty(KEYS * dim, np.uint8), out.view(np.uint32)
+    open_high(pages, begin, dim, order, channels, spare, unit_bytes, bases, high)
+    for place in range(KEYS * dim):
+        bits[order[place]] = (np.uint32(high[place]) << np.uint32(8) | np.uint32(pages[begin + place])) << np.uint32(16)
+
+
+@njit(nogil=True)
+def _open_block(closed, page, head, block, page_size, kv_heads, key_dim, value_dim, block_keys, block_values):
+    """A block's keys and values, of a closed page; see attend_units for `closed`."""
+    key_bytes, value_bytes = closed[3], closed[4]
+    number, blocks = block % page_size // KEYS, page_size // KEYS
+    begin = pair_at(page, head, number, kv_heads, blocks, key_bytes + value_bytes)
+    _open_tile(closed, begin, key_dim, closed[5], closed[6], block_keys)
+    _open_tile(closed, begin + key_bytes, value_dim, closed[7], closed[8], block_values)
 
 
 @njit(nogil=True)
@@ -209,9 +231,20 @@ def _weigh_rows(weights, skipped, group, before, block, window, softcap, largest
 
 
 @njit(nogil=True)
+def _scaled_queries(query, begin, head, group, scale, sinks, queries, totals, largest):
+    """The queries of a unit's rows, and what their sums begin with."""
+    key_dim = query.shape[2]
+    for row in range(len(totals)):
+        for d in range(key_dim):
+            queries[row * key_dim + d] = scale * query[begin + row // group, head * group + row % group, d]
+        if len(sinks):
+            totals[row], largest[row] = _ONE, sinks[head * group + row % group]
+
+
+@njit(nogil=True)
 def _attend_unit(
     query, out, begin, end, before, head, table, keys, values, key_scales, value_scales, kind, item_bytes,
-    page_size, kv_heads, scale, window, softcap, sinks,
+    page_size, kv_heads, scale, window, softcap, sinks, closed_tokens, closed,
 ):  # fmt: skip
     """Tokens begin to end of `query`, whose sequence has `before` tokens before them."""
     key_dim, value_dim, group = query.shape[2], out.shape[2], query.shape[1] // kv_heads
@@ -219,11 +252,7 @@ def _attend_unit(
     count, tokens = (end - begin) * group, before + end - begin
     queries, sums = np.empty(count * key_dim, np.float32), np.zeros(count * value_width, np.float32)
     totals, largest = np.zeros(count, np.float32), np.full(count, _NEVER, np.float32)
-    for row in range(count):
-        for d in range(key_dim):
-            queries[row * key_dim + d] = scale * query[begin + row // group, head * group + row % group, d]
-        if len(sinks):
-            totals[row], largest[row] = _ONE, sinks[head * group + row % group]
+    _scaled_queries(query, begin, head, group, scale, sinks, queries, totals, largest)
     block_keys, block_values = np.zeros(KEYS * key_width, np.float32), np.zeros(KEYS * value_width, np.float32)
     columns, weights = np.empty(key_width * KEYS, np.float32), np.empty(count * KEYS, np.float32)
     bits, narrow = np.empty(KEYS, np.int32), np.zeros(4 * LANES, np.uint8)
@@ -232,12 +261,16 @@ def _attend_unit(
     _find_rows(table, page_size, kv_heads, head, first, tokens, next_rows)
     for block in range(first, tokens, KEYS):
         rows, next_rows = next_rows, rows
-        if block + KEYS < tokens:
+        if closed_tokens <= block + KEYS < tokens:
             _find_rows(table, page_size, kv_heads, head, block + KEYS, tokens, next_rows)
             _prefetch_rows(keys, next_rows, key_dim * item_bytes)
             _prefetch_rows(values, next_rows, value_dim * item_bytes)
-        _widen_block(kind, item_bytes, keys, key_scales, rows, key_dim, block_keys, key_width, narrow)
-        _widen_block(kind, item_bytes, values, value_scales, rows, value_dim, block_values, value_width, narrow)
+        if block < closed_tokens:
+            page = table[block // page_size]
+            _open_block(closed, page, head, block, page_size, kv_heads, key_dim, value_dim, block_keys, block_values)
+        else:
+            _widen_block(kind, item_bytes, keys, key_scales, rows, key_dim, block_keys, key_width, narrow)
+            _widen_block(kind, item_bytes, values, value_scales, rows, value_dim, block_values, value_width, narrow)
         for i in range(0, KEYS, LANES):
             for d in range(0, key_width, LANES):
                 transpose(block_keys, i * key_width + d, key_width, columns, d * KEYS + i, KEYS)
@@ -260,30 +293,42 @@ def _attend_unit(
             out[begin + row // group, head * group + row % group, d] = sums[row * value_width + d] / totals[row]
 
 
-_bytes, _scales = types.Array(uint8, 1, "C"), types.Array(float32, 1, "C")
+_bytes, _scales, _orders = (types.Array(kind, 1, "C") for kind in (uint8, float32, int32))
 
 
-@compiled(
-    void(
-        types.Array(int64, 2, "C"), types.Array(float32, 3, "C"), types.Array(float32, 3, "C"),
-        types.Array(int32, 2, "C"), _bytes, _bytes, _scales, _scales, int64, int64, int64, int64,
-        float32, int64, float32, _scales,
-    )
-)  # fmt: skip
-def attend_units(
-    units, query, out, page_tables, keys, values, key_scales, value_scales, kind, item_bytes, page_size, kv_heads,
-    scale, window, softcap, sinks,
-):  # fmt: skip
-    """Attend each unit's tokens to their own sequences' pages.
+def _attending(version):
+    """The kernel; `version`, of the files that it takes functions from, it only closes over: see `compiled`."""
 
-    units: [units, 5], a row each: sequence, KV head, first and last + 1 of its tokens in the step, and how many tokens
-    its sequence has before these. query: [tokens, heads, key_dim]; out: [tokens, heads, value_dim]; page_tables:
-    [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat, empty where elements
-    have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or empty.
-    """
-    for unit in range(len(units)):
-        sequence, head, begin, end, before = units[unit]
-        _attend_unit(
-            query, out, begin, end, before, head, page_tables[sequence], keys, values, key_scales, value_scales, kind,
-            item_bytes, page_size, kv_heads, scale, window, softcap, sinks,
-        )  # fmt: skip
+    @compiled(
+        void(
+            types.Array(int64, 2, "C"), types.Array(float32, 3, "C"), types.Array(float32, 3, "C"),
+            types.Array(int32, 2, "C"), _bytes, _bytes, _scales, _scales, int64, int64, int64, int64,
+            float32, int64, float32, _scales, types.Array(int64, 1, "C"),
+            types.Tuple([_bytes, _bytes, int64, int64, int64, _orders, _orders, _orders, _orders]),
+        )
+    )  # fmt: skip
+    def attend_units(
+        units, query, out, page_tables, keys, values, key_scales, value_scales, kind, item_bytes, page_size, kv_heads,
+        scale, window, softcap, sinks, closed_tokens, closed,
+    ):  # fmt: skip
+        """Attend each unit's tokens to their own sequences' pages.
+
+        units: [units, 5], a row each: sequence, KV head, first and last + 1 of its tokens in the step, and how many
+        tokens its sequence has before these. query: [tokens, heads, key_dim]; out: [tokens, heads, value_dim];
+        page_tables: [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat,
+        empty where elements have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or
+        empty. closed_tokens: [sequences], how many tokens lie in closed pages, from the sequence's beginning. closed:
+        of one layer's closed pages their bytes, the spare units, bytes of a unit and of both tiles, then form's places
+        and base_places of both.
+        """
+        for unit in range(len(units) + (0 & version)):
+            sequence, head, begin, end, before = units[unit]
+            _attend_unit(
+                query, out, begin, end, before, head, page_tables[sequence], keys, values, key_scales, value_scales,
+                kind, item_bytes, page_size, kv_heads, scale, window, softcap, sinks, closed_tokens[sequence], closed,
+            )  # fmt: skip
+
+    return attend_units
+
+
+attend_units = _attending(version_of(lossless_kernels, form, cpu_kernel_vectors))

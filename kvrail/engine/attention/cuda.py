@@ -42,10 +42,20 @@ def paged_attention(
             out[:rows],
             options,
             _processors(query.device),
+            closed_tokens=meta.closed_tokens,
         )
     if len(meta.blocks):
         write_pages(layer, key, value, meta.slots)
-        prefill_attention(query, layer, meta.page_tables, meta.blocks, out, options, _processors(query.device))
+        prefill_attention(
+            query,
+            layer,
+            meta.page_tables,
+            meta.blocks,
+            out,
+            options,
+            _processors(query.device),
+            closed_tokens=meta.closed_tokens,
+        )
     return out
 
 

@@ -23,6 +23,9 @@ class StepMeta:
     slots: int32 [tokens], where each new token's KV goes: page * page_size + offset. On CUDA -1 for padding and for
     sequences with one new token, which the decode kernel stores.
     page_tables: int32 [sequences, width]; sequences with one new token first.
+    closed_tokens: [sequences], tokens in closed pages (engine.kv.lossless), whole pages from the sequence's beginning;
+    their entries of page_tables number closed pages, the others plain ones. int64 on a CPU, int32 on CUDA; None: all
+    pages are plain.
     plan, on a CPU: (new tokens, tokens in all) of each sequence. shared, on a CPU: by window, the units that the first
     layer has made for all.
     The rest is for CUDA, where every length is read from device memory, so that a captured step serves any lengths.
@@ -39,6 +42,7 @@ class StepMeta:
     kv_lens: Any = None
     counters: Any = None
     blocks: Any = None
+    closed_tokens: Any = None
     shared: dict[int, Any] = field(default_factory=dict, init=False)
 
 

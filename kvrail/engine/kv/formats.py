@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrail.engine.kv.format import KVFormat, PageTensor, PageTensors
+from kvrail.engine.kv.lossless.pages import ClosedLayer
 from kvrail.values.layout import KVLayout
 
 
@@ -14,13 +15,15 @@ class LayerPages:
     """One layer's part of a pool of plain or scaled pages; views, not copies.
 
     keys: [pages, page_size, kv_heads, key_dim]; values: [pages, page_size, kv_heads, value_dim]; scales, where the
-    element type has eight bits: float32 [pages, page_size, kv_heads], else None; element = stored * scale.
+    element type has eight bits: float32 [pages, page_size, kv_heads], else None; element = stored * scale. closed:
+    pages in lossless form, where there are some beside these.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+    closed: ClosedLayer | None = None
 
     @property
     def page_size(self) -> int:
@@ -46,6 +49,17 @@ class LayerPages:
     def arguments(self) -> tuple[torch.Tensor | None, ...]:
         """What kernels take: keys, values, key scales, value scales."""
         return self.keys, self.values, self.key_scales, self.value_scales
+
+    @property
+    def closed_arguments(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        """What kernels take of closed pages: pages, spare units, bytes of a unit."""
+        return (None, None, 0) if self.closed is None else self.closed.arguments
+
+    @property
+    def closed_tiles(self) -> dict[str, int]:
+        """Kernels' constants: bytes of a closed page's tile of keys, and of both tiles; 0 where no page is closed."""
+        sizes = (0, 0) if self.closed is None else self.closed.tiles
+        return dict(zip(("KEY_TILE", "BOTH_TILES"), sizes, strict=True))
 
     @property
     def pairs(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:
@@ -76,7 +90,9 @@ class PlainFormat:
 
     def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
         """Views of layer `index`."""
-        return LayerPages(*(tensor[index] for tensor in tensors))
+        keys, values, *scales = (tensor[index] for tensor in tensors)
+        key_scales, value_scales = scales or (None, None)
+        return LayerPages(keys, values, key_scales, value_scales)
 
     def copy(self, pages: PageTensors, src: int, dst: int) -> None:
         """Copy page `src` of all layers to page `dst`, on the current stream."""

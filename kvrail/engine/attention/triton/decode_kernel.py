@@ -14,11 +14,20 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.triton.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
+from kvrail.engine.attention.triton.closed_kernel import add_closed_blocks
+from kvrail.engine.attention.triton.order import (
+    HeadShape,
+    block_of,
+    joined_at_once,
+    padded,
+    parts_of,
+    score_constants,
+    severed,
+)
 from kvrail.engine.attention.triton.order_kernel import (
     LOWEST,
     add_block,
-    begins_part,
+    end_block,
     fold,
     join,
     leave,
@@ -50,14 +59,16 @@ class DecodeTuning:
     registers: int | None = None
 
 
-def tuning_for(shape: HeadShape, rows: int) -> DecodeTuning:
-    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128.
+def tuning_for(shape: HeadShape, rows: int, closed: bool = False) -> DecodeTuning:
+    """Parameters for `rows` sequences with heads of `shape`; chosen on an H100 for heads of 128. closed: of full pages.
 
     With few sequences each program needs more loads under way; with many, more programs at once are faster. 1 x 2,048
     tokens take 10.1 us with the former parameters and 11.2 with the latter, 32 x 1,152 tokens 67.8 and 64.9.
     """
     if block_of(shape) < 64:
         return DecodeTuning(stages=2)
+    if closed:
+        return DecodeTuning(stages=3, registers=168) if rows <= _FEW_ROWS else DecodeTuning(stages=5)
     return DecodeTuning(stages=5) if rows <= _FEW_ROWS else DecodeTuning(stages=3, registers=128)
 
 
@@ -102,9 +113,40 @@ def _store_token(
     tl.debug_barrier()  # the token is read again below
 
 
+@triton.jit
+def _join_if_last(
+    counter,
+    left,
+    out,
+    part_out,
+    part_top,
+    part_total,
+    sinks,
+    row,
+    kv_head,
+    parts,
+    part_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_JOINED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    SINKS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Count the parts that this program left; join all where these were the last ones."""
+    tl.debug_barrier()  # all threads' stores come before the count that announces them
+    if tl.atomic_add(counter, left, sem="acq_rel") + left == parts:
+        tl.store(counter, 0)  # for the next layer
+        join(
+            out, part_out, part_top, part_total, sinks, row, kv_head, parts, part_stride,
+            KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
+        )  # fmt: skip
+
+
 @triton.jit(
-    do_not_specialize=["table_stride", "part_stride", "shortest"],
-    do_not_specialize_on_alignment=["page_tables", "kv_lens", "counters"],
+    do_not_specialize=["table_stride", "part_stride", "shortest", "unit_bytes"],
+    do_not_specialize_on_alignment=["page_tables", "kv_lens", "counters", "closed_tokens"],
 )
 def _decode_kernel(
     query,
@@ -116,6 +158,10 @@ def _decode_kernel(
     value_scales,
     page_tables,
     kv_lens,
+    closed_pages,
+    spare,
+    unit_bytes,
+    closed_tokens,
     counters,
     sinks,
     out,
@@ -149,16 +195,18 @@ def _decode_kernel(
     SINKS: tl.constexpr,
     LIMIT: tl.constexpr,
     SEVERED: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):
-    """Grid: (KV_HEADS, splits, sequences).
+    """Grid: (KV_HEADS, splits, sequences). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
 
     Programs that share a sequence leave float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
     part_top, part_total [sequences, heads, part_stride].
     """
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + row)
-    first = tl.maximum(kv_len - WINDOW, 0) if WINDOW > 0 else 0
-    first = first // BLOCK * BLOCK
+    first = tl.maximum(kv_len - WINDOW, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
     begin, end = share_of(first, kv_len, split, tl.num_programs(1), shortest)
     if (begin >= end) & (split > 0):
         return
@@ -181,13 +229,20 @@ def _decode_kernel(
         other=0.0,
     )
     position = tl.full([1], kv_len - 1, tl.int32)
-    place = (row * KV_HEADS * GROUP + head) * part_stride
-    first_part = part_of(first)
+    place = (row * KV_HEADS * GROUP + head) * part_stride - part_of(first)
     all_acc = tl.zeros([GROUP_PADDED, VALUE_DIM_PADDED], tl.float32)
     all_top = tl.full([GROUP_PADDED], LOWEST, tl.float32)
     all_total = tl.zeros([GROUP_PADDED], tl.float32)
     acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
-    for block in range(begin, end, BLOCK):
+    opened = begin
+    if BOTH_TILES:
+        opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + row), end))
+        all_acc, all_top, all_total, acc, top, total = add_closed_blocks(
+            q, closed_pages, spare, unit_bytes, table, kv_head, begin, opened, end, position, kv_len, scale, softcap,
+            part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
+            GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES, ASSEMBLED,
+        )  # fmt: skip
+    for block in range(opened, end, BLOCK):
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
         scores = scores_of(
             q, keys, key_scales, base, rows, block, position, kv_len, scale, softcap,
@@ -197,15 +252,10 @@ def _decode_kernel(
             scores, values, value_scales, base, rows, acc, top, total, block, kv_len, scale, softcap, q.dtype,
             VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, LIMIT > 0, SEVERED, True,
         )  # fmt: skip
-        if begins_part(block + BLOCK) & (block + BLOCK < end):
-            if alone:
-                all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-            else:
-                leave(
-                    part_out, part_top, part_total, place + part_of(block) - first_part, acc, top, total, live,
-                    VALUE_DIM, VALUE_DIM_PADDED,
-                )  # fmt: skip
-            acc, top, total = nothing(GROUP_PADDED, VALUE_DIM_PADDED)
+        all_acc, all_top, all_total, acc, top, total = end_block(
+            part_out, part_top, part_total, place, block, end, alone, live, all_acc, all_top, all_total,
+            acc, top, total, GROUP_PADDED, VALUE_DIM, VALUE_DIM_PADDED, BLOCK,
+        )  # fmt: skip
 
     if alone:
         all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
@@ -215,19 +265,14 @@ def _decode_kernel(
         tl.store(out + where, result.to(out.dtype.element_ty), live[:, None] & (value_dim < VALUE_DIM)[None, :])
     else:
         leave(
-            part_out, part_top, part_total, place + part_of(end - 1) - first_part, acc, top, total, live,
+            part_out, part_top, part_total, place + part_of(end - 1), acc, top, total, live,
             VALUE_DIM, VALUE_DIM_PADDED,
         )  # fmt: skip
-        left = part_of(end - 1) - part_of(begin) + 1
-        parts = part_of(kv_len - 1) - first_part + 1
-        tl.debug_barrier()  # all threads' stores come before the count that announces them
-        counter = counters + row * KV_HEADS + kv_head
-        if tl.atomic_add(counter, left, sem="acq_rel") + left == parts:
-            tl.store(counter, 0)  # for the next layer
-            join(
-                out, part_out, part_top, part_total, sinks, row, kv_head, parts, part_stride,
-                KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
-            )  # fmt: skip
+        _join_if_last(
+            counters + row * KV_HEADS + kv_head, part_of(end - 1) - part_of(begin) + 1, out, part_out, part_top,
+            part_total, sinks, row, kv_head, part_of(kv_len - 1) - part_of(first) + 1, part_stride,
+            KV_HEADS, GROUP, GROUP_JOINED, VALUE_DIM, VALUE_DIM_PADDED, SINKS, AT_ONCE,
+        )  # fmt: skip
 
 
 def decode_attention(
@@ -242,6 +287,7 @@ def decode_attention(
     options: ScoreOptions,
     processors: int,
     tuning: DecodeTuning | None = None,
+    closed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Store each sequence's one new token and attend it to the sequence's pages.
 
@@ -249,13 +295,13 @@ def decode_attention(
     kv_lens: int32 [sequences], the new token included; 0: nothing is stored, and the output is zeros. counters: int32
     [sequences * kv_heads], zeros, and zeros again afterwards. out: [sequences, heads, value_dim], contiguous.
     processors: multiprocessors of the device. tuning: launch parameters, by default those of `tuning_for`.
+    closed_tokens: int32 [sequences], see StepMeta; None where all pages are plain.
     """
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     rows, heads, key_dim = query.shape
-    page_size, kv_heads = layer.page_size, layer.kv_heads
-    value_dim = out.shape[2]
+    page_size, kv_heads, value_dim = layer.page_size, layer.kv_heads, out.shape[2]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
-    tuning = tuning or tuning_for(shape, rows)
+    tuning = tuning or tuning_for(shape, rows, layer.closed is not None)
     splits, shortest = splits_for(rows, kv_heads, tuning.programs * processors, block_of(shape))
     parts = parts_of(page_tables.shape[1] * page_size)
     part_out = torch.empty(rows, heads, parts, value_dim, device=query.device)
@@ -267,6 +313,8 @@ def decode_attention(
         *layer.arguments,
         page_tables,
         kv_lens,
+        *layer.closed_arguments,
+        closed_tokens,
         counters,
         options.sinks,
         out,
@@ -284,11 +332,11 @@ def decode_attention(
         **_dims(kv_heads, heads // kv_heads, key_dim, value_dim),
         PAGE_SIZE=page_size,
         BLOCK=block_of(shape),
-        WINDOW=options.window,
-        SOFTCAP=options.softcap != 0,
-        SINKS=options.sinks is not None,
+        **score_constants(options),
         LIMIT=layer.limit,
         SEVERED=severed(shape) and isinstance(_decode_kernel, triton.JITFunction),
+        **layer.closed_tiles,
+        ASSEMBLED=isinstance(_decode_kernel, triton.JITFunction),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         maxnreg=tuning.registers,

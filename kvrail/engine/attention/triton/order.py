@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from kvrail.engine.attention.options import ScoreOptions
 from kvrail.values.layout import KVLayout
 
 FIRST = 8
@@ -69,7 +70,7 @@ def parts_of(tokens: int) -> int:
 
 
 def severed(shape: HeadShape) -> bool:
-    """Whether keys and values in registers pass an opaque operation after loading: see `_apart`."""
+    """Whether keys and values in registers pass an opaque operation after loading: see `apart`."""
     return shape.compute_bytes == 2 > shape.page_bytes
 
 
@@ -77,3 +78,8 @@ def joined_at_once(group: int, value_dim: int) -> int:
     """Parts of a KV head's query heads that a joining program holds at once."""
     elements = int(triton.next_power_of_2(group)) * padded(value_dim)
     return max(1, min(8, _JOIN_ELEMENTS // elements))
+
+
+def score_constants(options: ScoreOptions) -> dict[str, int]:
+    """Kernels' constants of `options`."""
+    return {"WINDOW": options.window, "SOFTCAP": options.softcap != 0, "SINKS": options.sinks is not None}

@@ -48,7 +48,7 @@ def tanh(x):
 
 
 @triton.jit
-def _apart(x, SEVERED: tl.constexpr):
+def apart(x, SEVERED: tl.constexpr):
     """`x`; if SEVERED, through an operation that is opaque to the compiler.
 
     Where both operands come from registers and were loaded as narrower elements, the compiler hands a sum's terms to
@@ -120,9 +120,25 @@ def scores_of(
         k = tl.load(key, mask=mask, other=0.0)
     else:
         k = tl.load(key)
-    scores = tl.dot(q, _apart(k.to(q.dtype), SEVERED), input_precision="ieee")
+    scores = tl.dot(q, apart(k.to(q.dtype), SEVERED), input_precision="ieee")
     if SCALED:
         scores *= tl.load(key_scales + base + rows, mask=token < end, other=0.0)[None, :]
+    return seen_scores(scores, token, position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
+
+
+@triton.jit
+def seen_scores(
+    scores,
+    token,
+    position,
+    end,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Products of queries and keys with softcap, and minus infinity where a query does not see a token."""
     if SOFTCAP:
         scores = tanh(scores * scale / softcap)
     if MASKED:
@@ -162,14 +178,7 @@ def add_block(
     mask = (value_dim < VALUE_DIM)[None, :]
     if MASKED:
         mask &= (token < end)[:, None]
-    factor = (softcap if SOFTCAP else scale) * _LOG2E
-    higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
-    weights = tl.exp2(
-        tl.fma(scores, tl.broadcast_to(factor, scores.shape), tl.broadcast_to(-higher[:, None], scores.shape))
-    )
-    shrink = tl.exp2(top - higher)
-    ones = tl.full([BLOCK, SUMS], 1.0, dtype)
-    total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
+    weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
     if SCALED:
         weights *= tl.load(value_scales + base + rows, mask=token < end, other=0.0)[None, :]
     value = values + base * VALUE_DIM + rows[:, None] * VALUE_DIM + value_dim[None, :]
@@ -177,8 +186,22 @@ def add_block(
         v = tl.load(value, mask=mask, other=0.0)
     else:
         v = tl.load(value)
-    acc = tl.dot(weights.to(dtype), _apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
+    acc = tl.dot(weights.to(dtype), apart(v.to(dtype), SEVERED), acc * shrink[:, None], input_precision="ieee")
     return acc, higher, total
+
+
+@triton.jit
+def weights_of(scores, top, total, scale, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """A block's weights: (weights, what the sums before shrink by, the highest score, sums of weights)."""
+    factor = scale * _LOG2E
+    higher = tl.maximum(top, tl.max(scores, axis=1) * factor)
+    weights = tl.exp2(
+        tl.fma(scores, tl.broadcast_to(factor, scores.shape), tl.broadcast_to(-higher[:, None], scores.shape))
+    )
+    shrink = tl.exp2(top - higher)
+    ones = tl.full([BLOCK, SUMS], 1.0, dtype)
+    total = tl.dot(weights.to(dtype), ones, total * shrink[:, None], input_precision="ieee")
+    return weights, shrink, higher, total
 
 
 @triton.jit
@@ -233,6 +256,41 @@ def leave(
     tl.store(part_out + where, acc, live[:, None] & (value_dim < VALUE_DIM)[None, :])
     tl.store(part_top + part, top, live)
     tl.store(part_total + part, sums_of(total), live)
+
+
+@triton.jit
+def end_block(
+    part_out,
+    part_top,
+    part_total,
+    place,
+    block,
+    end,
+    alone,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where a part ends behind `block`, but not the program's share, fold it into `all_`, or leave it for `join`.
+
+    place: of part 0 of each row.
+    """
+    if begins_part(block + BLOCK) & (block + BLOCK < end):
+        if alone:
+            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+        else:
+            part = place + part_of(block)
+            leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
+    return all_acc, all_top, all_total, acc, top, total
 
 
 @triton.jit

@@ -18,23 +18,28 @@ import triton.language as tl
 
 from kvrail.engine.attention.meta import BLOCK_FIELDS
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.attention.triton.order import HeadShape, block_of, joined_at_once, padded, parts_of, severed
+from kvrail.engine.attention.triton.order import (
+    HeadShape,
+    block_of,
+    joined_at_once,
+    padded,
+    parts_of,
+    score_constants,
+    severed,
+)
 from kvrail.engine.attention.triton.order_kernel import (
     LOWEST,
-    add_block,
-    begins_part,
     fold,
     join,
     leave,
     nothing,
     output_of,
     part_of,
-    scores_of,
     share_of,
-    slots_of,
     sums_of,
 )
 from kvrail.engine.attention.triton.page_kernels import unit_stride
+from kvrail.engine.attention.triton.prefill_block_kernel import one_block, one_closed_block
 from kvrail.engine.kv.formats import LayerPages
 
 _FIELDS = tl.constexpr(BLOCK_FIELDS)
@@ -80,71 +85,6 @@ def tuning_for(shape: HeadShape, tokens: int, heads: int, kv_heads: int, process
 
 
 @triton.jit
-def _one_block(
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    table,
-    kv_head,
-    block,
-    position,
-    end,
-    scale,
-    softcap,
-    begin,
-    part_out,
-    part_top,
-    part_total,
-    place,
-    live,
-    all_acc,
-    all_top,
-    all_total,
-    acc,
-    top,
-    total,
-    KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    KEY_DIM_PADDED: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    SEVERED: tl.constexpr,
-    SHARED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Add one block to its part, `acc`, `top` and `total`; where it begins a part, the last one is folded into `all_`.
-
-    SHARED: that one is left for `join`; place: that of part 0 of each row; begin: the program's first block.
-    """
-    base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
-    scores = scores_of(
-        q, keys, key_scales, base, rows, block, position, end, scale, softcap,
-        KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED,
-    )  # fmt: skip
-    if begins_part(block):  # after the product: its wait covers the product before it, which is still under way
-        if SHARED:
-            if block > begin:
-                part = place + part_of(block - 1)
-                leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
-        else:
-            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
-        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
-    acc, top, total = add_block(
-        scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
-        VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED,
-    )  # fmt: skip
-    return all_acc, all_top, all_total, acc, top, total
-
-
-@triton.jit
 def _fields(blocks):
     """The fields of the program's block, see StepMeta.blocks."""
     fields = blocks + tl.program_id(0) * _FIELDS
@@ -159,14 +99,21 @@ def _seen(lowest, count, sequence, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
     return first, end
 
 
-@triton.jit(do_not_specialize=["table_stride", "part_stride"], do_not_specialize_on_alignment=["page_tables", "blocks"])
+@triton.jit(
+    do_not_specialize=["table_stride", "part_stride", "unit_bytes"],
+    do_not_specialize_on_alignment=["page_tables", "closed_tokens", "blocks"],
+)
 def _prefill_kernel(
     query,
     keys,
     values,
     key_scales,
     value_scales,
+    closed_pages,
+    spare,
+    unit_bytes,
     page_tables,
+    closed_tokens,
     blocks,
     sinks,
     out,
@@ -196,11 +143,15 @@ def _prefill_kernel(
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     SEVERED: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):
     """Grid: (blocks, HEADS / TOGETHER, SPLITS). A block's fields: see StepMeta.blocks.
 
     A program has QUERIES queries of each of TOGETHER heads. Programs that share a block leave float32: part_out
-    [tokens, HEADS, part_stride, VALUE_DIM], and part_top, part_total [tokens, HEADS, part_stride].
+    [tokens, HEADS, part_stride, VALUE_DIM], and part_top, part_total [tokens, HEADS, part_stride]. KEY_TILE,
+    BOTH_TILES: bytes of closed pages' tiles, or 0.
     """
     ROWS: tl.constexpr = QUERIES * TOGETHER
     SHARED: tl.constexpr = SPLITS > 1
@@ -233,20 +184,31 @@ def _prefill_kernel(
     all_top = tl.full([ROWS], LOWEST, tl.float32)
     all_total = tl.zeros([ROWS], tl.float32)
     acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
+    opened = begin
+    if BOTH_TILES:  # whole pages before the queries' own tokens
+        opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + tl.maximum(sequence, 0)), stop))
+        for block in range(begin, opened, BLOCK):
+            all_acc, all_top, all_total, acc, top, total = one_closed_block(
+                q, closed_pages, spare, unit_bytes, table, kv_head, block, position, end, scale, softcap,
+                begin, part_out, part_top, part_total, place, live,
+                all_acc, all_top, all_total, acc, top, total,
+                KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK,
+                WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, ASSEMBLED,
+            )  # fmt: skip
     if WINDOW > 0:  # a window begins inside a block: all blocks are masked
-        masked_from = begin
+        masked_from = opened
     else:
         masked_from = tl.minimum(lowest + 1, end) // BLOCK * BLOCK
-        for block in range(begin, tl.minimum(masked_from, stop), BLOCK):
-            all_acc, all_top, all_total, acc, top, total = _one_block(
+        for block in range(opened, tl.minimum(masked_from, stop), BLOCK):
+            all_acc, all_top, all_total, acc, top, total = one_block(
                 q, keys, values, key_scales, value_scales, table, kv_head, block, position, end, scale, softcap,
                 begin, part_out, part_top, part_total, place, live,
                 all_acc, all_top, all_total, acc, top, total,
                 KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, ROWS, BLOCK,
                 WINDOW, SOFTCAP, SCALED, SEVERED, SHARED, False,
             )  # fmt: skip
-    for block in range(tl.maximum(begin, masked_from), stop, BLOCK):
-        all_acc, all_top, all_total, acc, top, total = _one_block(
+    for block in range(tl.maximum(opened, masked_from), stop, BLOCK):
+        all_acc, all_top, all_total, acc, top, total = one_block(
             q, keys, values, key_scales, value_scales, table, kv_head, block, position, end, scale, softcap,
             begin, part_out, part_top, part_total, place, live,
             all_acc, all_top, all_total, acc, top, total,
@@ -307,16 +269,16 @@ def prefill_attention(
     options: ScoreOptions,
     processors: int,
     tuning: PrefillTuning | None = None,
+    closed_tokens: torch.Tensor | None = None,
 ) -> None:
     """Attend the queries of `blocks` to their sequences' tokens up to themselves, which the pages hold.
 
     query: [tokens, heads, key_dim]; page_tables: int32 [sequences, width]; blocks: int32 [blocks, 4], of at most
     `tuning.queries` queries each, see StepMeta.blocks; out: [tokens, heads, value_dim], contiguous; rows outside all
     blocks are not written. processors: multiprocessors of the device. tuning: launch parameters, by default those of
-    `tuning_for`.
+    `tuning_for`. closed_tokens: int32 [sequences], see StepMeta; None where all pages are plain.
     """
-    query = unit_stride(query)
-    tokens, heads, key_dim = query.shape
+    tokens, heads, key_dim = (query := unit_stride(query)).shape
     page_size, kv_heads, value_dim = layer.values.shape[1:]
     shape = HeadShape(key_dim, value_dim, query.element_size(), layer.keys.element_size())
     tuning = tuning or tuning_for(shape, tokens, heads, kv_heads, processors)
@@ -327,13 +289,13 @@ def prefill_attention(
         "VALUE_DIM": value_dim,
         "VALUE_DIM_PADDED": padded(value_dim),
         "BLOCK": block_of(shape),
-        "WINDOW": options.window,
-        "SINKS": options.sinks is not None,
     }
     _prefill_kernel[(len(blocks), heads // tuning.heads, tuning.splits)](
         query,
         *layer.arguments,
+        *layer.closed_arguments,
         page_tables,
+        closed_tokens,
         blocks,
         options.sinks,
         out,
@@ -351,11 +313,13 @@ def prefill_attention(
         TOGETHER=tuning.heads,
         SPLITS=tuning.splits,
         SHORTEST=_SHORTEST,
-        SOFTCAP=options.softcap != 0,
         SCALED=layer.scaled,
         SEVERED=severed(shape)
         and tuning.queries * tuning.heads < 64  # with 64 rows, tensor cores read them from shared memory
         and isinstance(_prefill_kernel, triton.JITFunction),
+        **score_constants(options),
+        **layer.closed_tiles,
+        ASSEMBLED=isinstance(_prefill_kernel, triton.JITFunction),
         **shared,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
@@ -385,6 +349,8 @@ def _join(
         GROUP=group,
         GROUP_PADDED=int(triton.next_power_of_2(group)),
         AT_ONCE=joined_at_once(group, value_dim),
+        WINDOW=options.window,
+        SINKS=options.sinks is not None,
         **shared,
         enable_fp_fusion=False,
     )

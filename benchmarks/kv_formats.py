@@ -1,0 +1,211 @@
+"""Decode attention over lossless pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
+
+    python -m benchmarks.kv_formats [--escapes 0,1e-4,1e-3] [--loads 64x2048,1x32768] [--sweep] [--no-rates]
+
+One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of
+another scale, and a share of values so small that they are escapes, beside some 5e-5 that are so by themselves. Each
+time is the median of replays of a captured graph whose launches go over several layers, so that no cache holds their
+pages. Both kernels must give the same bits, or the benchmark fails. --sweep: also other launch parameters.
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention
+from kvrail.engine.kv.formats import LayerPages
+from kvrail.engine.kv.lossless.form import GROUPS, RAW, SLOTS, TOKENS, Tile
+from kvrail.engine.kv.lossless.pages import ClosedPages, page_bytes
+from kvrail.values.layout import KVLayout
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+LOADS = "64x2048,32x8192,8x32768,1x32768"
+_DISTINCT = 256
+"""Pages that are drawn; pools repeat them."""
+_PLAIN_BYTES = 800 << 20
+"""Of bfloat16 pages that the launches of a graph go over, at least."""
+_REPLAYS = 15
+SWEEP = [
+    DecodeTuning(stages=stages, programs=programs, registers=registers)
+    for stages in (3, 5)
+    for registers in (None, 168, 128)
+    for programs in (2, 4)
+]
+
+
+class Load:
+    """`batch` sequences of `context` tokens in pages of both forms, each with one new token."""
+
+    def __init__(self, batch: int, context: int, escapes: float) -> None:
+        torch.manual_seed(0)
+        pages = batch * context // TOKENS
+        self.layers = -(-_PLAIN_BYTES // (pages * layout_of(1).page_bytes))
+        self._fill(pages, batch, escapes)
+        self.options, self.processors = ScoreOptions(DIM**-0.5), processors()
+        order = torch.randperm(pages, device="cuda").view(batch, -1)
+        last = torch.arange(pages, pages + batch, device="cuda")[:, None]
+        self.table = torch.cat([order, last], 1).int()
+        self.lengths = torch.full((batch,), context + 1, dtype=torch.int32, device="cuda")
+        self.closed_tokens = self.lengths - 1
+        self.counters = torch.zeros(batch * KV_HEADS, dtype=torch.int32, device="cuda")
+        self.query = torch.randn(batch, HEADS, DIM, device="cuda").bfloat16()
+        self.key, self.value = torch.randn(2, batch, KV_HEADS, DIM, device="cuda").bfloat16()
+
+    def _fill(self, pages: int, batch: int, escapes: float) -> None:
+        """Pages are drawn from _DISTINCT, which the kernels for CPUs close."""
+        keys, values = (draw(_DISTINCT, escapes) for _ in range(2))
+        closed, every = ClosedPages(layout_of(1), _DISTINCT, _DISTINCT * KV_HEADS * 2, "cpu"), torch.arange(_DISTINCT)
+        closed.close(keys[None], values[None], every, every)
+        chosen = torch.randint(_DISTINCT, (self.layers, pages + batch))
+        self.keys, self.values = (pool.cuda()[chosen.cuda()] for pool in (keys, values))
+        self.closed = ClosedPages(layout_of(self.layers), pages, 1, "cuda")
+        self.closed.spare = closed.spare.cuda()
+        some = closed.pages[0].cuda()
+        for layer, numbers in zip(self.closed.pages, chosen.cuda(), strict=True):
+            layer.copy_(some[numbers[:pages]])
+
+    def attend(self, layer: int, lossless: bool, tuning: DecodeTuning | None = None) -> torch.Tensor:
+        """Attention of one layer."""
+        out = torch.empty_like(self.query)
+        decode_attention(
+            self.query,
+            self.key,
+            self.value,
+            LayerPages(self.keys[layer], self.values[layer], closed=self.closed.layer(layer) if lossless else None),
+            self.table,
+            self.lengths,
+            self.counters,
+            out,
+            self.options,
+            self.processors,
+            tuning,
+            self.closed_tokens if lossless else None,
+        )
+        return out
+
+    def microseconds(self, lossless: bool, tuning: DecodeTuning | None = None) -> float:
+        """Of one layer's attention."""
+        launches = max(4, self.layers)
+
+        def launch() -> None:
+            for number in range(launches):
+                self.attend(number % self.layers, lossless, tuning)
+
+        return timed(launch, captured=True) / launches
+
+    def raw_share(self) -> float:
+        """Share of tiles that are raw."""
+        form = Tile(DIM)
+        words = self.closed.pages.view(torch.int32).unflatten(-1, (2, form.bytes // 4))
+        return float((words[..., -GROUPS * SLOTS] & RAW).ne(0).float().mean())
+
+
+def layout_of(layers: int) -> KVLayout:
+    """The layout of a model with `layers` layers."""
+    return KVLayout(layers, KV_HEADS, DIM, DIM, TOKENS, "bfloat16")
+
+
+def draw(pages: int, escapes: float) -> torch.Tensor:
+    """Keys or values of some pages, on the CPU."""
+    shape = (pages, TOKENS, KV_HEADS, DIM)
+    drawn = torch.randn(shape) * torch.exp2(torch.randint(-3, 4, (KV_HEADS, DIM)).float())
+    return torch.where(torch.rand(shape) < escapes, drawn * 2.0**-40, drawn).bfloat16()
+
+
+def processors() -> int:
+    """Multiprocessors of the GPU."""
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+
+
+def timed(launch: Callable[[], None], captured: bool = False) -> float:
+    """Microseconds of what `launch` enqueues, the median of replays."""
+    launch()
+    torch.cuda.synchronize()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        launch = graph.replay
+        launch()
+    found = []
+    for _ in range(_REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launch()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) * 1000)
+    return statistics.median(found)
+
+
+def measure(load: Load, name: str, escapes: float, sweep: bool) -> bool:
+    """Print one load's figures; whether the bits are the same."""
+    same = all(
+        torch.equal(*(load.attend(layer, form).view(torch.int16) for form in (False, True)))
+        for layer in range(load.layers)
+    )
+    plain, lossless = load.microseconds(False), load.microseconds(True)
+    print(
+        f"| {name} | {escapes:g} | {load.raw_share():.2%} | {plain:.1f} | {lossless:.1f} | {lossless / plain:.3f} | "
+        f"{'same bits' if same else 'BITS DIFFER'} |",
+        flush=True,
+    )
+    for tuning in SWEEP if sweep else ():
+        try:
+            found = load.microseconds(True, tuning)
+        except OutOfResources:
+            continue
+        print(f"  {tuning}: {found:.1f} ({found / plain:.3f})", flush=True)
+    return same
+
+
+def rates(layers: int, pages: int) -> bool:
+    """Print how fast pages are closed and opened, in bytes of plain pages a second; whether all bits came back."""
+    plain = [draw(min(pages, _DISTINCT), 0).cuda().repeat(-(-pages // _DISTINCT), 1, 1, 1)[:pages] for _ in range(2)]
+    keys, values = (pool.expand(layers, *pool.shape).contiguous() for pool in plain)
+    closed, every = ClosedPages(layout_of(layers), pages, layers * pages, "cuda"), torch.arange(pages, device="cuda")
+    failed = int(closed.close(keys, values, every, every))
+    print(f"{layers} x {pages} pages closed, {failed} tiles without a unit", flush=True)
+    opened = [torch.zeros_like(pool) for pool in (keys, values)]
+    closed.open(*opened, every, every)
+    exact = all(torch.equal(*(t.view(torch.int16) for t in pair)) for pair in zip(opened, (keys, values), strict=True))
+    print(f"opened: {'same bits' if exact else 'BITS DIFFER'}", flush=True)
+    for name, work in (("closing", closed.close), ("opening", closed.open)):
+        taken = timed(functools.partial(work, keys, values, every, every))
+        print(f"{name}: {taken:.0f} us, {2 * keys.nbytes / taken / 1e3:.0f} GB/s of bfloat16", flush=True)
+    return exact
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--escapes", default="0,1e-4,1e-3")
+    parser.add_argument("--loads", default=LOADS, help="empty: only closing and opening")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--no-rates", action="store_true", help="only attention")
+    arguments = parser.parse_args()
+    same, bits = True, 16 * page_bytes(layout_of(1)) / layout_of(1).page_bytes
+    print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}, {bits:.2f} bits a value\n", flush=True)
+    print("| sequences x tokens | escapes added | raw tiles | bfloat16, us | lossless, us | of bfloat16 | |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for name in filter(None, arguments.loads.split(",")):
+        batch, context = map(int, name.split("x"))
+        for number, escapes in enumerate(map(float, arguments.escapes.split(","))):
+            load = Load(batch, context, escapes)
+            same &= measure(load, name, escapes, arguments.sweep and not number)
+            del load
+            torch.cuda.empty_cache()
+    for layers, pages in () if arguments.no_rates else ((1, 16), (36, 1), (36, 128)):
+        same &= rates(layers, pages)
+    if not same:
+        raise SystemExit("lossless pages do not give the bits of plain ones")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Attention over a block of a closed page: the values of a plain page, in the same order of sums."""
+
+import triton
+import triton.language as tl
+
+from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_scores, weights_of
+from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
+
+
+@triton.jit
+def pair_of(
+    closed_pages,
+    table,
+    block,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+):
+    """Where the tiles of a block of a closed page begin."""
+    page = tl.load(table + block // PAGE_SIZE).to(tl.int64)
+    pair = (page * KV_HEADS + kv_head) * (PAGE_SIZE // BLOCK) + block % PAGE_SIZE // BLOCK
+    return closed_pages + tl.multiple_of(pair * BOTH_TILES, 64)
+
+
+@triton.jit
+def closed_scores_of(
+    q,
+    pair,
+    spare,
+    unit_bytes,
+    block,
+    position,
+    end,
+    scale,
+    softcap,
+    KEY_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):
+    """What scores_of computes, of a block of a closed page. pair: see pair_of; spare: spare units, of unit_bytes."""
+    k = open_keys(pair, spare, unit_bytes, KEY_DIM, ASSEMBLED)
+    scores = tl.dot(q, apart(k.to(q.dtype), ASSEMBLED), input_precision="ieee")
+    return seen_scores(scores, block + tl.arange(0, BLOCK), position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
+
+
+@triton.jit
+def add_closed_block(
+    scores,
+    pair,
+    spare,
+    unit_bytes,
+    acc,
+    top,
+    total,
+    scale,
+    softcap,
+    dtype: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):
+    """What add_block does, of a block of a closed page. KEY_TILE: bytes of the keys before its values."""
+    weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
+    v = open_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
+    weighted = acc * shrink[:, None]
+    acc = tl.dot(weights.to(dtype), apart(v.to(dtype), ASSEMBLED), weighted, input_precision="ieee")
+    return acc, higher, total
+
+
+@triton.jit
+def add_closed_blocks(
+    q,
+    closed_pages,
+    spare,
+    unit_bytes,
+    table,
+    kv_head,
+    begin,
+    opened,
+    end,
+    position,
+    kv_len,
+    scale,
+    softcap,
+    part_out,
+    part_top,
+    part_total,
+    place,
+    alone,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    KV_HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):
+    """The decode kernel's loop over a share's closed blocks, `begin` to `opened`."""
+    for block in range(begin, opened, BLOCK):
+        pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
+        scores = closed_scores_of(
+            q, pair, spare, unit_bytes, block, position, kv_len, scale, softcap,
+            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+        )  # fmt: skip
+        acc, top, total = add_closed_block(
+            scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+            VALUE_DIM, BLOCK, KEY_TILE, SOFTCAP, ASSEMBLED,
+        )  # fmt: skip
+        all_acc, all_top, all_total, acc, top, total = end_block(
+            part_out, part_top, part_total, place, block, end, alone, live,
+            all_acc, all_top, all_total, acc, top, total, ROWS, VALUE_DIM, VALUE_DIM, BLOCK,
+        )  # fmt: skip
+    return all_acc, all_top, all_total, acc, top, total

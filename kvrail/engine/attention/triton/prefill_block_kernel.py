@@ -1,0 +1,168 @@
+"""Steps of the prefill kernel: one block of keys, of plain or of closed pages, joins its part."""
+
+import triton
+import triton.language as tl
+
+from kvrail.engine.attention.triton.closed_kernel import add_closed_block, closed_scores_of, pair_of
+from kvrail.engine.attention.triton.order_kernel import (
+    add_block,
+    begins_part,
+    fold,
+    leave,
+    nothing,
+    part_of,
+    scores_of,
+    slots_of,
+    sums_of,
+)
+
+
+@triton.jit
+def _begin_part(
+    part_out,
+    part_top,
+    part_total,
+    place,
+    block,
+    begin,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    ROWS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Where `block` begins a part, fold the part before it into `all_`, or leave it for `join` if SHARED.
+
+    It stands after the scores' product, whose wait covers the part's last product, still under way.
+    """
+    if begins_part(block):
+        if SHARED:
+            if block > begin:
+                part = place + part_of(block - 1)
+                leave(part_out, part_top, part_total, part, acc, top, total, live, VALUE_DIM, VALUE_DIM_PADDED)
+        else:
+            all_acc, all_top, all_total = fold(all_acc, all_top, all_total, acc, top, sums_of(total))
+        acc, top, total = nothing(ROWS, VALUE_DIM_PADDED)
+    return all_acc, all_top, all_total, acc, top, total
+
+
+@triton.jit
+def one_block(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    table,
+    kv_head,
+    block,
+    position,
+    end,
+    scale,
+    softcap,
+    begin,
+    part_out,
+    part_top,
+    part_total,
+    place,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_DIM_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    SEVERED: tl.constexpr,
+    SHARED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add one block to its part, `acc`, `top` and `total`; where it begins a part, the last one is folded into `all_`.
+
+    SHARED: that one is left for `join`; place: that of part 0 of each row; begin: the program's first block.
+    """
+    base, rows = slots_of(table, block, kv_head, end, KV_HEADS, PAGE_SIZE, BLOCK)
+    scores = scores_of(
+        q, keys, key_scales, base, rows, block, position, end, scale, softcap,
+        KEY_DIM, KEY_DIM_PADDED, BLOCK, WINDOW, SOFTCAP, SCALED, SEVERED, MASKED,
+    )  # fmt: skip
+    all_acc, all_top, all_total, acc, top, total = _begin_part(
+        part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
+        ROWS, VALUE_DIM, VALUE_DIM_PADDED, SHARED,
+    )  # fmt: skip
+    acc, top, total = add_block(
+        scores, values, value_scales, base, rows, acc, top, total, block, end, scale, softcap, q.dtype,
+        VALUE_DIM, VALUE_DIM_PADDED, BLOCK, SOFTCAP, SCALED, SEVERED, MASKED,
+    )  # fmt: skip
+    return all_acc, all_top, all_total, acc, top, total
+
+
+@triton.jit
+def one_closed_block(
+    q,
+    closed_pages,
+    spare,
+    unit_bytes,
+    table,
+    kv_head,
+    block,
+    position,
+    end,
+    scale,
+    softcap,
+    begin,
+    part_out,
+    part_top,
+    part_total,
+    place,
+    live,
+    all_acc,
+    all_top,
+    all_total,
+    acc,
+    top,
+    total,
+    KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
+):
+    """What one_block does, of a block of a closed page."""
+    pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
+    scores = closed_scores_of(
+        q, pair, spare, unit_bytes, block, position, end, scale, softcap,
+        KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+    )  # fmt: skip
+    all_acc, all_top, all_total, acc, top, total = _begin_part(
+        part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
+        ROWS, VALUE_DIM, VALUE_DIM, SHARED,
+    )  # fmt: skip
+    acc, top, total = add_closed_block(
+        scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
+        VALUE_DIM, BLOCK, KEY_TILE, SOFTCAP, ASSEMBLED,
+    )  # fmt: skip
+    return all_acc, all_top, all_total, acc, top, total
