@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvrail.services.decode.choice
-import kvrail.services.prefill.servicer
+import kvrail.transfer.route
 from kvrail.codec import registry
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
 from kvrail.config.settings import DecodeSettings
@@ -155,14 +155,14 @@ async def test_a_codec_that_does_not_take_the_pages_is_refused():
     ],
 )
 def test_a_setting_that_cannot_work_is_an_error_at_start(setting, dtype, words):
-    options = settings(DecodeSettings, "unread", codec=setting, kv_dtype=dtype)
+    options = settings(DecodeSettings, tiny_model("llama"), codec=setting, kv_dtype=dtype)
     with pytest.raises(ConfigError, match=words):
         Codecs(options, allow_lossy=False).check(options.codec)
 
 
 @pytest.mark.parametrize(("dtype", "usual"), [("bfloat16", "splitzip-channel"), ("float32", "raw")])
 def test_what_is_asked_for_of_an_unknown_link_follows_the_pages(dtype, usual):
-    codecs = Codecs(settings(DecodeSettings, "unread", kv_dtype=dtype), allow_lossy=False)
+    codecs = Codecs(settings(DecodeSettings, tiny_model("llama"), kv_dtype=dtype), allow_lossy=False)
     assert codecs.check(DecodeSettings().codec) == "auto"
     assert codecs.usual == usual
 
@@ -211,7 +211,7 @@ async def test_a_codebook_that_does_not_fit_is_an_error_at_start(tmp_path, chang
 
 def test_a_codebook_that_cannot_be_read_is_an_error_at_start(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.json: .*name a readable file"):
-        options = settings(DecodeSettings, "unread", kv_dtype="bfloat16", codebook=str(tmp_path / "nowhere.json"))
+        options = settings(DecodeSettings, tiny_model("llama"), kv_dtype="bfloat16", codebook=str(tmp_path / "nowhere.json"))
         Codecs(options, allow_lossy=False)
 
 
@@ -242,10 +242,8 @@ async def test_frames_carry_nothing_of_other_requests(monkeypatch, name):
 async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypatch, decode_bytes):
     monkeypatch.setattr(kvrail.services.decode.choice.Chooser, "link_bytes_per_s", lambda *_: 1234)
     told = []
-    sized = kvrail.services.prefill.servicer.frame_bytes
-    monkeypatch.setattr(
-        kvrail.services.prefill.servicer, "frame_bytes", lambda *given: told.append(given) or sized(*given)
-    )
+    sized = kvrail.transfer.route.frame_bytes
+    monkeypatch.setattr(kvrail.transfer.route, "frame_bytes", lambda *given: told.append(given) or sized(*given))
     async with cluster(tiny_model("llama"), "tcp", decode={"max_frame_bytes": decode_bytes}, **SHARED) as c:
         answer = await c.ask(prompt_of(300), max_tokens=2)
     assert answer.summary.prefill_worker
