@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -65,11 +66,12 @@ def up_fields() -> dict[str, FieldInfo]:
 def run(arguments: argparse.Namespace) -> int:
     """Start the cluster and keep it until a signal; returns 0. Raises ConfigError and ClusterError."""
     check_worker_installed("up")
-    cluster = plan_cluster(given_flags(arguments, up_fields()), arguments.config, visible_gpus())
-    output = Output(sys.stdout, prefix=cluster.router.log_format == "text")
-    names = ", ".join(process.name for process in cluster.processes)
-    output.say(f"starting {names} with {cluster.router.model} on {cluster.device}")
-    asyncio.run(_supervise(cluster, output))
+    with ExitStack() as held:
+        cluster = plan_cluster(given_flags(arguments, up_fields()), arguments.config, visible_gpus(), held)
+        output = Output(sys.stdout, prefix=cluster.router.log_format == "text")
+        names = ", ".join(process.name for process in cluster.processes)
+        output.say(f"starting {names} with {cluster.router.model} on {cluster.device}")
+        asyncio.run(_supervise(cluster, output))
     return 0
 
 

@@ -14,6 +14,8 @@ from kvrail.cli.main import build_parser
 from kvrail.cli.up import program, up_fields, welcome
 from kvrail.config.settings import BothSettings, DecodeSettings, PrefillSettings, RouterSettings
 from kvrail.errors import ConfigError
+from kvrail.rpc.http_side import _listen
+from kvrail.rpc.server import build_server
 
 SETTINGS = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings, "worker": BothSettings}
 
@@ -31,7 +33,8 @@ def model(tmp_path, monkeypatch):
 
 def plan(*argv, config=None, gpus=(), model):
     arguments = build_parser().parse(["up", "--port", "0", "--model", model, *argv])
-    return plan_cluster(given_flags(arguments, up_fields()), config, list(gpus))
+    with ExitStack() as held:
+        return plan_cluster(given_flags(arguments, up_fields()), config, list(gpus), held)
 
 
 def settings_of(process):
@@ -163,6 +166,21 @@ def test_a_taken_port_is_refused(model, host):
         port = str(taken.getsockname()[1])
         with pytest.raises(ConfigError, match=rf"{host}:{port}.*in use.*--port"):
             plan("--host", host, "--port", port, model=model)
+
+
+async def test_another_cluster_takes_no_port_of_one_that_still_starts(model, monkeypatch):
+    """Two clusters that start at once draw from the same ports; the workers of each can listen on theirs."""
+    monkeypatch.setattr("kvrail.cli.cluster.plan.WORKER_PORTS", range(20_100, 20_300))
+    given = given_flags(build_parser().parse(["up", "--port", "0", "--model", model]), up_fields())
+    with ExitStack() as held:
+        planned = [plan_cluster(given, None, [], held) for _ in range(20)]
+        workers = [settings_of(process) for cluster in planned for process in cluster.processes[1:]]
+        ports = [port for worker in workers for port in (worker.port, worker.metrics_port)]
+        assert len(set(ports)) == len(ports) == 80
+        rpc, listener = await build_server(), _listen(LOOPBACK, workers[0].metrics_port)
+        assert rpc.bind(LOOPBACK, workers[0].port) == workers[0].port
+        listener.close()
+        await rpc.stop()
 
 
 def test_an_address_of_another_machine_is_refused(model):

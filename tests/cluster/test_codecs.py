@@ -211,7 +211,9 @@ async def test_a_codebook_that_does_not_fit_is_an_error_at_start(tmp_path, chang
 
 def test_a_codebook_that_cannot_be_read_is_an_error_at_start(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.json: .*name a readable file"):
-        options = settings(DecodeSettings, tiny_model("llama"), kv_dtype="bfloat16", codebook=str(tmp_path / "nowhere.json"))
+        options = settings(
+            DecodeSettings, tiny_model("llama"), kv_dtype="bfloat16", codebook=str(tmp_path / "nowhere.json")
+        )
         Codecs(options, allow_lossy=False)
 
 

@@ -66,10 +66,11 @@ class _Worker:
     metrics_port: int
 
 
-def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[str]) -> Cluster:
+def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[str], held: ExitStack) -> Cluster:
     """Decide ports, devices and threads.
 
-    flags: by field name, as given on the command line. gpus: what CUDA shows, in its order.
+    flags: by field name, as given on the command line. gpus: what CUDA shows, in its order. held: keeps the ports for
+    the cluster's processes until it closes; another cluster on this machine chooses others.
     Raises ConfigError where a setting is wrong, the router's port is taken, or a GPU is asked for and there is none.
     """
     up = UpSettings.load(_of(UpSettings, flags), config)
@@ -91,11 +92,10 @@ def plan_cluster(flags: Mapping[str, object], config: Path | None, gpus: list[st
     check_tracing(router.otlp_endpoint)
     device = resolve_device(up.device, gpus)
     devices = place(device, len(roles), len(gpus))
-    with ExitStack() as held:
-        http_port = _reserve(held, router.host, router.port)
-        first = up.metrics_port if router.port else 0
-        own = [first + number if first else 0 for number in range(len(roles))]
-        ports = [(_reserve(held, LOOPBACK, 0), _reserve(held, LOOPBACK, port, "--metrics-port")) for port in own]
+    http_port = _reserve(held, router.host, router.port)
+    first = up.metrics_port if router.port else 0
+    own = [first + number if first else 0 for number in range(len(roles))]
+    ports = [(_reserve(held, LOOPBACK, 0), _reserve(held, LOOPBACK, port, "--metrics-port")) for port in own]
     workers = [_Worker(*role, on, *pair) for role, on, pair in zip(roles, devices, ports, strict=True)]
     processes = [_router_process(router, router_flags, http_port, workers, config)]
     for worker in workers:
@@ -135,24 +135,27 @@ def _reserve(held: ExitStack, host: str, port: int, flag: str = "--port") -> int
         return port
     for candidate in random.SystemRandom().sample(WORKER_PORTS, 100):
         with suppress(ConfigError):
-            _bind(held, host, candidate)
-            return candidate
-    _bind(held, host, WORKER_PORTS[0])
-    return WORKER_PORTS[0]
+            return _bind(held, host, candidate)
+    return _bind(held, host, WORKER_PORTS[0])
 
 
-def _bind(held: ExitStack, host: str, port: int, flag: str = "--port", *, reuse: bool = False) -> None:
-    """Hold a port. `reuse`: also one that a server has just left; but then two of these could hold the same one."""
+def _bind(held: ExitStack, host: str, port: int, flag: str = "--port", *, reuse: bool = False) -> int:
+    """Hold a port, on which a process of the cluster can listen all the same; returns it.
+
+    `reuse`: also one that a server has just left; but then two of these could hold the same one.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         probe = held.enter_context(socket.socket(family, kind, proto))
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         probe.bind(address)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on: who sets it too can listen there
     except OSError as error:
         raise ConfigError(
             f"{flag}: cannot listen on {host}:{port}: {error.strerror}; "
             f"end what listens there, or name another port with {flag}"
         ) from None
+    return port
 
 
 def _memory(worker: _Worker, sharing: int, gpus: list[str]) -> dict[str, object]:
