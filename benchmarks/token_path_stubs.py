@@ -69,17 +69,16 @@ class StubDecode:
             model=model, protocol_version=PROTOCOL_VERSION, codecs=["raw"], max_running=512, max_waiting=512
         )
 
-    async def generate(self, request: decode_pb2.GenerateRequest, context: Any) -> Any:
+    async def generate(self, request: decode_pb2.GenerateRequest, context: Any) -> None:
         """The output of one request."""
         count = request.sampling.max_tokens
         for number in range(count):
             await self.steps.step()
-            yield decode_pb2.GenerateReply(
-                token_ids=[65 + number % 26],
-                text=text(),
-                finish_reason=decode_pb2.FINISH_REASON_LENGTH if number == count - 1 else 0,
-            )
-        yield decode_pb2.GenerateReply(summary=decode_pb2.GenerateSummary(completion_tokens=count))
+            finish_reason = decode_pb2.FINISH_REASON_LENGTH if number == count - 1 else 0
+            reply = decode_pb2.GenerateReply(token_ids=[65 + number % 26], text=text(), finish_reason=finish_reason)
+            await context.write(reply)
+        summary = decode_pb2.GenerateSummary(completion_tokens=count)
+        await context.write(decode_pb2.GenerateReply(summary=summary))
 
 
 async def serve_worker() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -174,9 +174,10 @@ class FakeDecode:
         self.requests.append(request)
         self.deadlines.append(context.time_remaining())
         try:
-            async for reply in self.script(self, request):
-                yield reply
-        except (asyncio.CancelledError, GeneratorExit):
+            async with aclosing(self.script(self, request)) as replies:
+                async for reply in replies:
+                    await context.write(reply)
+        except asyncio.CancelledError:
             self.cancelled.set()
             raise
 
