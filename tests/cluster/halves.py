@@ -89,4 +89,5 @@ def _write(block: Block, bits: np.ndarray) -> None:
 def staged_codecs(monkeypatch):
     """The codecs of this module can be asked for by name."""
     for made in (Halves, LossyHalves, Noise):
-        monkeypatch.setitem(registry._CODECS, made.name, (__name__, made.__name__, False))
+        info = registry.CodecInfo(made.name, f"{__name__}:{made.__name__}", exact=made.exact)
+        monkeypatch.setitem(registry._codecs, made.name, info)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvrail.services.decode.choice
-import kvrail.services.prefill.servicer
+import kvrail.transfer.route
 from kvrail.codec import registry
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
 from kvrail.config.settings import DecodeSettings
@@ -48,7 +48,7 @@ async def never_sent(dtype):
 def content(worker, prompt, space=""):
     """Bits of the full pages of a prompt, in order, of each of the pool's tensors."""
     pages = worker.engine._scheduler.pool.match(page_hashes(prompt, PAGE, space=space))
-    return [pool[:, pages].view(torch.uint8) for pool in worker.cache.as_block()]
+    return [pool[:, pages].view(torch.uint8) for pool in worker.access.cache.as_block()]
 
 
 def metric(worker, name, codec, **labels):
@@ -114,7 +114,7 @@ async def test_a_payload_that_is_wrong_in_itself_touches_no_page(monkeypatch, ca
         return with_payload(stage, memoryview(wrong)[: len(wrong) - (fault == "cut")], sealed=True)
 
     async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **SHARED) as c:
-        before = c.decode.cache.tensors["keys"].clone()
+        before = c.decode.access.cache.tensors["keys"].clone()
         pages = note_pages(monkeypatch, c.decode)
         on_send(monkeypatch, faulty)
         answer = await c.ask(PROMPTS[1], codec=name)
@@ -242,10 +242,8 @@ async def test_frames_carry_nothing_of_other_requests(monkeypatch, name):
 async def test_frames_are_sized_by_the_link_and_by_what_both_ends_take(monkeypatch, decode_bytes):
     monkeypatch.setattr(kvrail.services.decode.choice.Chooser, "link_bytes_per_s", lambda *_: 1234)
     told = []
-    sized = kvrail.services.prefill.servicer.frame_bytes
-    monkeypatch.setattr(
-        kvrail.services.prefill.servicer, "frame_bytes", lambda *given: told.append(given) or sized(*given)
-    )
+    sized = kvrail.transfer.route.frame_bytes
+    monkeypatch.setattr(kvrail.transfer.route, "frame_bytes", lambda *given: told.append(given) or sized(*given))
     async with cluster(tiny_model("llama"), "tcp", decode={"max_frame_bytes": decode_bytes}, **SHARED) as c:
         answer = await c.ask(prompt_of(300), max_tokens=2)
     assert answer.summary.prefill_worker
