@@ -14,12 +14,13 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kvrail.config.settings import RouterSettings
 from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.http_side import listen
 from kvrail.rpc.server import build_server
 from kvrail.security.tls import Tls
 from kvrail.services.router.fleet import workers
 from kvrail.services.router.fleet.worker import NOT_ASKED
 from kvrail.services.router.http.app import build_app
-from kvrail.services.router.main import RouterServer, listen, open_admin
+from kvrail.services.router.main import RouterServer, open_admin
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.telemetry.moments import Moment
 from kvrail.text import Tokenizer
