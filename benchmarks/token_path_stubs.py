@@ -69,17 +69,16 @@ class StubDecode:
             model=model, protocol_version=PROTOCOL_VERSION, codecs=["raw"], max_running=512, max_waiting=512
         )
 
-    async def generate(self, request: decode_pb2.GenerateRequest, context: Any) -> Any:
+    async def generate(self, request: decode_pb2.GenerateRequest, context: Any) -> None:
         """The output of one request."""
         count = request.sampling.max_tokens
         for number in range(count):
             await self.steps.step()
-            yield decode_pb2.GenerateReply(
-                token_ids=[65 + number % 26],
-                text=text(),
-                finish_reason=decode_pb2.FINISH_REASON_LENGTH if number == count - 1 else 0,
-            )
-        yield decode_pb2.GenerateReply(summary=decode_pb2.GenerateSummary(completion_tokens=count))
+            finish_reason = decode_pb2.FINISH_REASON_LENGTH if number == count - 1 else 0
+            reply = decode_pb2.GenerateReply(token_ids=[65 + number % 26], text=text(), finish_reason=finish_reason)
+            await context.write(reply)
+        summary = decode_pb2.GenerateSummary(completion_tokens=count)
+        await context.write(decode_pb2.GenerateReply(summary=summary))
 
 
 async def serve_worker() -> None:
@@ -157,35 +156,38 @@ class StubEngine:
 
 async def serve_servicer() -> None:
     """The real servicer of a decode worker over a stub engine; it reports CPU time, without a metrics port."""
-    from prometheus_client import CollectorRegistry
-
     from kvrail.config.settings import DecodeSettings
     from kvrail.runtime.drain import ActiveCalls
     from kvrail.services.decode.fetcher import Fetcher
     from kvrail.services.decode.prefill_workers import GrpcPrefillWorkers
     from kvrail.services.decode.servicer import DecodeServicer
-    from kvrail.telemetry.worker import TransferMetrics
+    from kvrail.telemetry.series import Registry
+    from kvrail.telemetry.worker import CodecMetrics, TransferMetrics
+    from kvrail.worker.access import EngineAccess
     from kvrail.worker.codecs import Codecs
+    from kvrail.worker.observing import KVMeters
     from kvrail.worker.transports import Transports
 
-    engine = StubEngine(asyncio.get_running_loop())
+    engine: Any = StubEngine(asyncio.get_running_loop())
+    cache: Any = SimpleNamespace(layout=SimpleNamespace(page_bytes=1, page_size=1))
+    side: Any = None
+    registry = Registry()
 
     async def no_grammar(key: Any, client: str) -> None:
         assert not key
 
     settings = DecodeSettings(local_prefill_tokens=0)
     worker: Any = SimpleNamespace(
-        engine=engine,
-        events=engine.events,
+        access=EngineAccess(engine, engine.events, cache, side),
+        meters=KVMeters(TransferMetrics(registry, MODEL, (), ("received",)), CodecMetrics(registry, MODEL)),
         calls=ActiveCalls(),
         check_model=lambda name: None,
         grammars=SimpleNamespace(get=no_grammar),
         numerics="",
         tracing=None,
-        loaded=SimpleNamespace(fingerprint="", layout=SimpleNamespace(page_bytes=1, page_size=1)),
+        loaded=SimpleNamespace(fingerprint=""),
     )
     codecs = Codecs(settings, allow_lossy=False)
-    worker.transfers = TransferMetrics(CollectorRegistry(), MODEL, codecs.names)
     transports, prefill_workers = Transports([]), GrpcPrefillWorkers()
     fetcher = Fetcher(worker, settings, codecs, transports, "raw", "raw", prefill_workers)
     servicer = DecodeServicer(worker, fetcher, (), ())

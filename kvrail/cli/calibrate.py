@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from kvrail.cli.checks import check_model, check_readable, check_writable
-from kvrail.cli.flags import Commands, add_command
+from kvrail.cli.flags import Commands, add_command, add_measured
 from kvrail.cli.role import check_worker_installed
-from kvrail.config.settings import DEMO_MODEL
 from kvrail.runtime import logs
 from kvrail.tools.calibrate.options import Options
 
@@ -31,31 +30,13 @@ def add_commands(commands: Commands) -> None:
     """Add `kvrail calibrate`."""
     with add_command(commands, "calibrate", SUMMARY, EPILOG, run) as parser:
         what = parser.add_argument_group("what is measured")
-        what.add_argument(
-            "--model",
-            default=DEMO_MODEL,
-            metavar="MODEL",
-            help="model: a local folder or a Hub name (safetensors only; default the demo model)",
-        )
-        what.add_argument(
-            "--text", action="append", required=True, type=Path, metavar="FILE", help="UTF-8 text; may be repeated"
-        )
+        add_measured(what, DTYPES)
         what.add_argument(
             "--tokens",
             default=32768,
             type=int,
             metavar="N",
             help="measure at most N tokens, an equal share of each text (default 32768)",
-        )
-        what.add_argument(
-            "--kv-dtype",
-            default="bfloat16",
-            choices=DTYPES,
-            metavar="TYPE",
-            help=f"element type of the KV pages, a worker's --kv-dtype ({' | '.join(DTYPES)}; default bfloat16)",
-        )
-        what.add_argument(
-            "--device", default="cpu", metavar="DEVICE", help="where to compute: cpu, cuda or cuda:N (default cpu)"
         )
         codebook = parser.add_argument_group("codebook")
         codebook.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to write it, as JSON")

@@ -5,7 +5,7 @@ import difflib
 import json
 import shutil
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias, get_args, get_origin
@@ -181,6 +181,29 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add --config."""
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML file with settings; flags and environment win (default none)"
+    )
+
+
+def add_measured(group: Any, dtypes: Sequence[str]) -> None:
+    """Add the flags of commands that measure a model's KV on the user's text. dtypes: those that --kv-dtype takes."""
+    group.add_argument(
+        "--model",
+        default=DEMO_MODEL,
+        metavar="MODEL",
+        help="model: a local folder or a Hub name (safetensors only; default the demo model)",
+    )
+    group.add_argument(
+        "--text", action="append", required=True, type=Path, metavar="FILE", help="UTF-8 text; may be repeated"
+    )
+    group.add_argument(
+        "--kv-dtype",
+        default="bfloat16",
+        choices=dtypes,
+        metavar="TYPE",
+        help=f"element type of the KV pages, a worker's --kv-dtype ({' | '.join(dtypes)}; default bfloat16)",
+    )
+    group.add_argument(
+        "--device", default="cpu", metavar="DEVICE", help="where to compute: cpu, cuda or cuda:N (default cpu)"
     )
 
 

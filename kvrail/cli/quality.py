@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from kvrail.cli.checks import check_codec, check_model, check_readable, check_writable, lossy_codecs
-from kvrail.cli.flags import Commands, add_command
+from kvrail.cli.flags import Commands, add_command, add_measured
 from kvrail.cli.role import check_worker_installed
-from kvrail.config.settings import DEMO_MODEL
 from kvrail.runtime import logs
 from kvrail.tools.quality.options import Options
 
@@ -31,16 +30,8 @@ def add_commands(commands: Commands) -> None:
     """Add `kvrail quality`."""
     with add_command(commands, "quality", SUMMARY, EPILOG, run) as parser:
         what = parser.add_argument_group("what is measured")
-        what.add_argument(
-            "--model",
-            default=DEMO_MODEL,
-            metavar="MODEL",
-            help="model: a local folder or a Hub name (safetensors only; default the demo model)",
-        )
+        add_measured(what, DTYPES)
         what.add_argument("--codecs", default="", metavar="A,B", help="codecs, by name (default: all that are lossy)")
-        what.add_argument(
-            "--text", action="append", required=True, type=Path, metavar="FILE", help="UTF-8 text; may be repeated"
-        )
         what.add_argument(
             "--contexts", default=35, type=int, metavar="N", help="at most N contexts, of all texts (default 35)"
         )
@@ -49,16 +40,6 @@ def add_commands(commands: Commands) -> None:
         )
         what.add_argument(
             "--next-tokens", default=128, type=int, metavar="N", help="tokens after it that are judged (default 128)"
-        )
-        what.add_argument(
-            "--kv-dtype",
-            default="bfloat16",
-            choices=DTYPES,
-            metavar="TYPE",
-            help=f"element type of the KV pages, a worker's --kv-dtype ({' | '.join(DTYPES)}; default bfloat16)",
-        )
-        what.add_argument(
-            "--device", default="cpu", metavar="DEVICE", help="where to compute: cpu, cuda or cuda:N (default cpu)"
         )
         output = parser.add_argument_group("output")
         output.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, as JSON")

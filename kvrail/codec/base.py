@@ -170,15 +170,18 @@ class Encoding(Protocol):
 
 
 class Codec(Protocol):
-    """Pages to stages and back. One conformance suite (tests/codec) holds for all of them."""
+    """Pages to stages and back. One conformance suite (tests/codec) holds for all of them.
+
+    Made once; any thread may use it. A codec that inherits from this states what differs from one exact stage.
+    """
 
     name: str
-    num_stages: int
-    exact: bool  # whether the last stage restores every bit
+    num_stages: int = 1
+    exact: bool = True  # whether the last stage restores every bit
     dtypes: frozenset[str]  # element types that it takes
-    parameters_id: int  # 64 bits that must be equal at both ends; 0 where nothing but the name matters
-    device_payloads: bool  # whether payloads may lie on a CUDA device, at either end
-    reads_earlier_payloads: bool  # whether a stage is decoded from the payloads of those before it, too
+    parameters_id: int = 0  # 64 bits that must be equal at both ends; 0 where nothing but the name matters
+    device_payloads: bool = False  # whether payloads may lie on a CUDA device, at either end
+    reads_earlier_payloads: bool = False  # whether a stage is decoded from the payloads of those before it, too
 
     def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the encoding of `pages` on their device's current stream.
@@ -220,3 +223,10 @@ def check_place(codec: Codec, pages: PagedBlock, on_device: bool) -> None:
         raise ValueError(f"{codec.name} makes payloads in host memory alone; encode without on_device")
     if on_device and pages.device.type != "cuda":
         raise ValueError(f"the pages lie on {pages.device}, not on a CUDA device; encode without on_device")
+
+
+def check_dtype(codec: Codec, pages: PagedBlock) -> None:
+    """Raise CodecError where a codec does not take the pages' element type."""
+    if pages.spec.dtype not in codec.dtypes:
+        taken = ", ".join(sorted(codec.dtypes))
+        raise CodecError(f"{codec.name} does not take dtype {pages.spec.dtype}; it takes {taken}")

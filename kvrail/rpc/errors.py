@@ -6,12 +6,10 @@ error's class and attributes. A peer that sends no trailer, or a foreign one, is
 
 import asyncio
 import functools
-import inspect
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
@@ -163,13 +161,6 @@ async def abort_with(context: grpc.aio.ServicerContext, error: KvrailError) -> N
     raise AssertionError("context.abort returned")
 
 
-async def _abort_after(error: Exception, request: Any, context: grpc.aio.ServicerContext) -> NoReturn:
-    """Map what a servicer's method raised; an unexpected error is logged and sent as INTERNAL."""
-    if isinstance(error, KvrailError):
-        await abort_with(context, error)
-    await abort_with(context, internal_error(error, request))
-
-
 def internal_error(error: BaseException, request: Any) -> KvrailError:
     """Log an unexpected error; returns the one that the caller gets."""
     request_id = getattr(request, "request_id", "") or "without id"
@@ -181,35 +172,23 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def maps_errors(method: _Method) -> _Method:
-    """Let a servicer's method, unary or response-streaming, raise from the error tree.
+    """Let a servicer's method, a coroutine, raise from the error tree; an unexpected error is logged, sent as INTERNAL.
 
     Cancellation passes untouched: the caller no longer listens.
     """
-    if inspect.isasyncgenfunction(method):
-
-        @functools.wraps(method)
-        async def streaming(self: Any, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            try:
-                async with aclosing(method(self, request, context)) as replies:
-                    async for reply in replies:
-                        yield reply
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:  # noqa: BLE001 - the boundary of the process
-                await _abort_after(error, request, context)
-
-        return cast(_Method, streaming)
 
     @functools.wraps(method)
-    async def unary(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def mapped(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             return await method(self, request, context)
         except grpc.aio.AbortError:
             raise
+        except KvrailError as error:
+            await abort_with(context, error)
         except Exception as error:  # noqa: BLE001 - the boundary of the process
-            await _abort_after(error, request, context)
+            await abort_with(context, internal_error(error, request))
 
-    return cast(_Method, unary)
+    return cast(_Method, mapped)
 
 
 def is_cancelling() -> bool:

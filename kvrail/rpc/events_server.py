@@ -6,11 +6,9 @@ ones, in which each request has several replies.
 """
 
 import asyncio
-import inspect
 import logging
 import secrets
 from collections.abc import Iterable
-from contextlib import aclosing
 from typing import Any, Protocol
 
 import grpc
@@ -36,8 +34,8 @@ MAX_TIMEOUT_S = 1e9
 class DecodeWorker(Protocol):
     """What a decode worker does behind the service."""
 
-    def generate(self, request: decode_pb2.GenerateRequest, context: "RequestContext") -> Any:
-        """Serve one request: a coroutine that writes its replies, or an async generator of them.
+    async def generate(self, request: decode_pb2.GenerateRequest, context: "RequestContext") -> None:
+        """Serve one request, writing its replies to `context`.
 
         It raises from the error tree, and is cancelled when the request is aborted.
         """
@@ -187,7 +185,7 @@ class EventSender:
         context = RequestContext(self, number, timeout_s)
         try:
             async with asyncio.timeout(timeout_s or None):
-                await _complete(self._worker.generate(request, context), context)
+                await self._worker.generate(request, context)
         except KvrailError as raised:
             error = raised
         except TimeoutError:
@@ -218,16 +216,6 @@ class RequestContext:
     def time_remaining(self) -> float | None:
         """Seconds until the deadline; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
-
-
-async def _complete(replies: Any, context: RequestContext) -> None:
-    """Send what a request generates, to its end."""
-    if inspect.isawaitable(replies):
-        await replies
-        return
-    async with aclosing(replies):
-        async for reply in replies:
-            await context.write(reply)
 
 
 def _end_of(error: KvrailError | None) -> decode_pb2.RequestEnd:

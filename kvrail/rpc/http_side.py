@@ -75,21 +75,20 @@ class SideServer(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, setting: str = "port") -> socket.socket:
+    """A listening socket; port 0 takes any free one. Raises ConfigError, which names `setting`, if it cannot."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen()
+            listener.listen(2048)
         except OSError:
             listener.close()
             raise
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}; set metrics-port to a free port, or to 0"
-        ) from error
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}; set {setting} to a free port, or to 0") from error
     return listener
 
 
@@ -115,7 +114,7 @@ async def start_side_server(
         return Response("ok\n") if healthy() else Response("not serving\n", status_code=503)
 
     routes = [Route("/health", health), *(Route(path, metrics) for path in METRICS_PATHS)]
-    listener = _listen(host, port)
+    listener = listen(host, port, "metrics-port")
     app: ASGIApp = Starlette(routes=routes)
     config = side_config(app if tls is None else MembersOnly(app, frozenset({"/health"})), tls)
     server = SideServer(config)

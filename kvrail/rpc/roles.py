@@ -1,9 +1,7 @@
 """Which roles may call which method; the role is in the caller's certificate."""
 
-import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -56,15 +54,6 @@ class RoleCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 def _checked(serve: Serve, method: str, allowed: frozenset[Role]) -> Serve:
     """`serve` behind the check."""
-    if inspect.isasyncgenfunction(serve):
-
-        async def streaming(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            await _check(context, method, allowed)
-            async with aclosing(serve(request, context)) as replies:
-                async for reply in replies:
-                    yield reply
-
-        return streaming
 
     async def checked(request: Any, context: grpc.aio.ServicerContext) -> Any:
         await _check(context, method, allowed)

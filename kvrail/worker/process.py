@@ -5,7 +5,6 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -13,7 +12,7 @@ from kvrail import __version__
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.engine import Engine
-from kvrail.engine.kv.cache import PagedCache, pages_that_fit
+from kvrail.engine.kv.cache import pages_that_fit
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
@@ -64,36 +63,28 @@ class Ports:
 class Worker:
     """An engine and its surroundings; built once, before the first request.
 
-    numerics: see `Finding`. codecs: by name, the number of its parameters. instance: of this start of the process.
+    numerics: see `Finding`. meters: what transfers and codecs count in. codecs: by name, the number of its parameters.
+    instance: of this start of the process.
     """
 
     settings: WorkerSettings
     loaded: LoadedModel
     numerics: str
-    engine: Engine
-    events: EventRouter
-    cache: PagedCache
-    side: SideStream
+    access: EngineAccess
+    meters: KVMeters
     calls: ActiveCalls
     registry: Registry
     exposition: Exposition
-    transfers: TransferMetrics
-    coding: CodecMetrics
     codecs: Mapping[str, int]
     grammars: Grammars
     tracing: Tracing | None
     instance: int = field(default_factory=lambda: secrets.randbits(64))
     ports: Ports = field(default_factory=Ports)
 
-    @cached_property
-    def access(self) -> EngineAccess:
-        """What services do with the engine."""
-        return EngineAccess(self.engine, self.events, self.cache, self.side)
-
-    @cached_property
-    def meters(self) -> KVMeters:
-        """What transfers count in."""
-        return KVMeters(self.transfers, self.coding)
+    @property
+    def engine(self) -> Engine:
+        """The engine."""
+        return self.access.engine
 
     def check_model(self, name: str) -> None:
         """Raise ModelNotFoundError unless `name` is the model that this worker serves."""
@@ -236,15 +227,14 @@ def build_worker(
         settings=settings,
         loaded=loaded,
         numerics=runner.finding.numerics,
-        engine=engine,
-        events=events,
-        cache=runner.cache,
-        side=side or SideStream(loaded.device),
+        access=EngineAccess(engine, events, runner.cache, side or SideStream(loaded.device)),
+        meters=KVMeters(
+            TransferMetrics(registry, name, (), ("sent",) * prefills + ("received",) * decodes),
+            CodecMetrics(registry, name, encodes=prefills, decodes=decodes),
+        ),
         calls=ActiveCalls(),
         registry=registry,
         exposition=Exposition(registry, vllm=decodes),
-        transfers=TransferMetrics(registry, name, (), ("sent",) * prefills + ("received",) * decodes),
-        coding=CodecMetrics(registry, name, encodes=prefills, decodes=decodes),
         codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
         tracing=tracing,

@@ -136,7 +136,8 @@ def settings(cls, folder, *, num_pages=200, max_frame_bytes=0, **changes):
     }
     own = {"local_prefill_tokens": 0} if issubclass(cls, DecodeSettings) else {}
     values = {**defaults, **own, **{k: v for k, v in changes.items() if k in cls.model_fields}}
-    values["kv_memory_gib"] = kv_gib(folder, num_pages, values["kv_dtype"], values["page_size"])
+    if os.path.isdir(folder):  # tests of settings alone name no model
+        values["kv_memory_gib"] = kv_gib(folder, num_pages, values["kv_dtype"], values["page_size"])
     return cls(**values)
 
 

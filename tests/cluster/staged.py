@@ -81,11 +81,11 @@ def drafts_now(worker):
 
 def held_bytes(c):
     """Of later stages at the prefill workers, and of earlier ones at the decode worker."""
-    return sum(worker.transfers.held_bytes.value for worker in c.prefills.values()) + kept_bytes(c)
+    return sum(worker.meters.transfers.held_bytes.value for worker in c.prefills.values()) + kept_bytes(c)
 
 
 def kept_bytes(c):
-    return c.decode.transfers.kept_bytes.value
+    return c.decode.meters.transfers.kept_bytes.value
 
 
 class Dying:

@@ -48,7 +48,7 @@ async def never_sent(dtype):
 def content(worker, prompt, space=""):
     """Bits of the full pages of a prompt, in order, of each of the pool's tensors."""
     pages = worker.engine._scheduler.pool.match(page_hashes(prompt, PAGE, space=space))
-    return [pool[:, pages].view(torch.uint8) for pool in worker.cache.as_block()]
+    return [pool[:, pages].view(torch.uint8) for pool in worker.access.cache.as_block()]
 
 
 def metric(worker, name, codec, **labels):
@@ -114,7 +114,7 @@ async def test_a_payload_that_is_wrong_in_itself_touches_no_page(monkeypatch, ca
         return with_payload(stage, memoryview(wrong)[: len(wrong) - (fault == "cut")], sealed=True)
 
     async with cluster(tiny_model("llama"), kv_dtype="bfloat16", **SHARED) as c:
-        before = c.decode.cache.tensors["keys"].clone()
+        before = c.decode.access.cache.tensors["keys"].clone()
         pages = note_pages(monkeypatch, c.decode)
         on_send(monkeypatch, faulty)
         answer = await c.ask(PROMPTS[1], codec=name)

@@ -22,7 +22,7 @@ from tests.models import generate, tiny_model
 
 
 def value(worker, reason):
-    return worker.transfers.fallbacks[reason].value
+    return worker.meters.transfers.fallbacks[reason].value
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ async def test_once_the_pages_are_complete_the_calls_end_matters_to_nobody(llama
         assert reached.is_set() and answer.summary.prefill_worker
         assert answer.tokens == {0: generate(str(llama), tuple(prompt_of(300)), 16)}
         await c.settled()
-        assert c.decode.transfers.transfers["received", "committed"].value == 1
+        assert c.decode.meters.transfers.transfers["received", "committed"].value == 1
         assert value(c.decode, "local") == value(c.decode, "alternate") == 0
 
 
@@ -150,7 +150,7 @@ async def test_layers_that_are_told_late_are_sent_all_the_same(llama, monkeypatc
     """As on a GPU: what a step completes is passed on by a thread, and the prompt may be done before that is heard."""
     async with cluster(llama, max_batch_tokens=128) as c:
         (prefill,) = c.prefills.values()
-        monkeypatch.setattr(prefill.side, "mark", Slow)
+        monkeypatch.setattr(prefill.access.side, "mark", Slow)
         for number in range(5):
             prompt = prompt_of(310)[number:]
             answer = await c.ask(prompt)
@@ -166,7 +166,7 @@ def note_pages(monkeypatch, worker):
     compute_here = worker.engine.compute_here
 
     def noting(request_id):
-        seen.append(worker.cache.tensors["keys"].clone())
+        seen.append(worker.access.cache.tensors["keys"].clone())
         compute_here(request_id)
 
     monkeypatch.setattr(worker.engine, "compute_here", noting)
@@ -181,7 +181,7 @@ async def test_a_corrupt_frame_touches_no_page_and_the_answer_comes_all_the_same
         return with_payload(stage, memoryview(wrong))
 
     async with cluster(llama, transport) as c:
-        before = c.decode.cache.tensors["keys"].clone()
+        before = c.decode.access.cache.tensors["keys"].clone()
         pages = note_pages(monkeypatch, c.decode)
         on_send(monkeypatch, flipping)
         answer = await c.ask(prompt_of(300))

@@ -85,7 +85,7 @@ async def test_drafts_are_made_while_later_stages_wait_and_verified_when_they_co
         assert marks["kv_complete"] < marks["verified"] < marks["finished"]
         await c.settled()
         assert not held_bytes(c)
-        share = c.decode.transfers.hidden_share
+        share = c.decode.meters.transfers.hidden_share
         assert share.read()[1] > 0
 
 

@@ -51,7 +51,7 @@ async def test_an_alternate_takes_over_between_stages(llama, monkeypatch, transp
         hold_later_stages(monkeypatch, lambda: until_drafted(c.decode, 4, dying))
         answer = await c.ask(prompt, codec="halves", temperature=0.7, seed=3, max_tokens=32, provisional=True)
         assert answer.tokens == expected.tokens and answer.text == expected.text
-        assert dying.deaths == 1 and c.decode.transfers.fallbacks["alternate"].value == 1
+        assert dying.deaths == 1 and c.decode.meters.transfers.fallbacks["alternate"].value == 1
         assert answer.summary.prefill_worker == list(c.prefills)[1]
         (first, confirmed, proposed), (again, *_) = settled(answer, expected)
         assert first == again == 1 and not confirmed and proposed >= 4
@@ -68,7 +68,7 @@ async def test_without_an_alternate_the_prompt_is_computed_here(llama, monkeypat
         hold_later_stages(monkeypatch, lambda: until_drafted(c.decode, 2, dying))
         answer = await c.ask(prompt, codec="halves", max_tokens=32)
         assert answer.tokens == expected.tokens and not answer.summary.prefill_worker
-        assert dying.deaths == 2 and c.decode.transfers.fallbacks["local"].value == 1
+        assert dying.deaths == 2 and c.decode.meters.transfers.fallbacks["local"].value == 1
         await c.settled()
         assert not held_bytes(c)
 
@@ -110,7 +110,7 @@ async def test_a_lossy_codec_needs_the_operators_leave(llama):
         answer = await c.ask(prompt, codec="lossy-halves")
         assert answer.summary.lossy and answer.summary.codec == "lossy-halves"
         assert not (await c.ask(prompt, codec="halves")).summary.lossy
-        assert c.decode.transfers.lossy_requests.value == 1
+        assert c.decode.meters.transfers.lossy_requests.value == 1
         await c.settled()
 
 

@@ -119,7 +119,7 @@ def equal(ours, theirs):
 async def test_a_prompt_is_computed_here_after_the_late_write(monkeypatch, device, transport, waits):
     late = LateWrites(monkeypatch, device)
     async with lean_cluster(tiny_model("llama"), transport, device, decode=DECODE, **FRAME) as c:
-        late.side, prompt = c.decode.side, prompt_of(LENGTH)
+        late.side, prompt = c.decode.access.side, prompt_of(LENGTH)
         undisturbed = await c.ask(prompt, local=True)
         pages = await pages_of(c, late, prompt)
         fail_behind_a_wrong_write(monkeypatch, late)
@@ -142,7 +142,7 @@ async def test_pages_go_to_others_after_the_late_write(monkeypatch, device, wait
     """The client leaves while the write is enqueued; another prompt needs the same pages."""
     late = LateWrites(monkeypatch, device)
     async with lean_cluster(tiny_model("llama"), "tcp", device, decode=DECODE, **FRAME) as c:
-        late.side, other = c.decode.side, prompt_of(LENGTH, seed=1)
+        late.side, other = c.decode.access.side, prompt_of(LENGTH, seed=1)
         undisturbed = await c.ask(other, local=True)
         pages = await pages_of(c, late, other)
         fail_behind_a_wrong_write(monkeypatch, late)

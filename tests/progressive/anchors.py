@@ -52,4 +52,5 @@ BROKEN = (AllNoise, HalfRight, NoNumbers)
 def broken_anchors(monkeypatch):
     """The codecs of this module can be asked for by name."""
     for made in BROKEN:
-        monkeypatch.setitem(registry._CODECS, made.name, (__name__, made.__name__, False))
+        info = registry.CodecInfo(made.name, f"{__name__}:{made.__name__}", exact=made.exact)
+        monkeypatch.setitem(registry._codecs, made.name, info)

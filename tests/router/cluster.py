@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,12 +14,13 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kvrail.config.settings import RouterSettings
 from kvrail.rpc.errors import maps_errors
+from kvrail.rpc.http_side import listen
 from kvrail.rpc.server import build_server
 from kvrail.security.tls import Tls
 from kvrail.services.router.fleet import workers
 from kvrail.services.router.fleet.worker import NOT_ASKED
 from kvrail.services.router.http.app import build_app
-from kvrail.services.router.main import RouterServer, listen, open_admin
+from kvrail.services.router.main import RouterServer, open_admin
 from kvrail.services.router.plan.defaults import Defaults
 from kvrail.telemetry.moments import Moment
 from kvrail.text import Tokenizer
@@ -174,9 +175,10 @@ class FakeDecode:
         self.requests.append(request)
         self.deadlines.append(context.time_remaining())
         try:
-            async for reply in self.script(self, request):
-                yield reply
-        except (asyncio.CancelledError, GeneratorExit):
+            async with aclosing(self.script(self, request)) as replies:
+                async for reply in replies:
+                    await context.write(reply)
+        except asyncio.CancelledError:
             self.cancelled.set()
             raise
 

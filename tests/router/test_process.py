@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrail.errors import ConfigError
-from kvrail.services.router.main import listen
+from kvrail.rpc.http_side import listen
 from kvrail.text import Tokenizer
 from kvrail.wire.v1 import decode_pb2
 from tests.router.cluster import MODEL, summary, until

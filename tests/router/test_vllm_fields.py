@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvrail.grammar import Grammars
-from kvrail.services.router.generate import dispatch
+from kvrail.services.router.fleet import ways
 from kvrail.text import Tokenizer
 from kvrail.values.pagehash import page_digest, page_hashes
 from kvrail.wire.v1 import common_pb2, decode_pb2
@@ -62,8 +62,8 @@ async def test_prefixes_of_different_salts_are_not_looked_for_in_each_other(
     cluster.decode[0].status, cluster.prefill[0].status = status(layout=layout), status(layout=layout)
     await until(lambda: cluster.service.pool.page_size == 16)
     looked_for = []
-    choose = dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda *a, **k: looked_for.append(tuple(a[1].pages)) or choose(*a, **k))
+    choose = ways.choose
+    monkeypatch.setattr(ways, "choose", lambda *a, **k: looked_for.append(tuple(a[1].pages)) or choose(*a, **k))
     prompt = list(range(20, 60))
     for salt in (None, "tenant", "other", "tenant"):
         answer = await cluster.complete(prompt=prompt, cache_salt=salt)

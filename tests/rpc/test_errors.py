@@ -32,7 +32,7 @@ class Raising:
 
     async def generate(self, request, context):
         if request.model:
-            yield decode_pb2.GenerateReply(text="one")
+            await context.write(decode_pb2.GenerateReply(text="one"))
         raise self.error
 
     @maps_errors

@@ -29,9 +29,9 @@ class Slow:
     async def generate(self, request, context):
         self.running += 1
         try:
-            yield decode_pb2.GenerateReply(text="one")
+            await context.write(decode_pb2.GenerateReply(text="one"))
             await self.release.wait()
-            yield decode_pb2.GenerateReply(text="two")
+            await context.write(decode_pb2.GenerateReply(text="two"))
         except asyncio.CancelledError:
             self.cancelled.set()
             raise

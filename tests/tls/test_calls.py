@@ -26,9 +26,9 @@ class Decode:
         self.release = asyncio.Event()
 
     async def generate(self, request, context):
-        yield decode_pb2.GenerateReply(text="one")
+        await context.write(decode_pb2.GenerateReply(text="one"))
         await self.release.wait()
-        yield decode_pb2.GenerateReply(text="two")
+        await context.write(decode_pb2.GenerateReply(text="two"))
 
     @maps_errors
     async def GetStatus(self, request, context):

@@ -6,7 +6,6 @@ import torch
 
 STRIP_ROWS = 16
 TILE_COLUMNS = 64
-TILE_WEIGHTS = STRIP_ROWS * TILE_COLUMNS
 LOW_BYTES, CODE_BYTES = 1024, 384
 FIXED_BYTES = LOW_BYTES + CODE_BYTES
 """Bytes of a block before its records."""

@@ -7,11 +7,12 @@ import torch
 
 from kvrail.codec.base import (
     Block,
-    CodecError,
+    Codec,
     Encoding,
     EncodingStats,
     PagedBlock,
     Payload,
+    check_dtype,
     check_place,
     check_stage,
 )
@@ -84,17 +85,14 @@ class IntegerEncoding:
         _complete(self._host.numpy(), self._layout)
 
 
-class IntegerCodec:
+class IntegerCodec(Codec):
     """Codes of eight or four bits, with a minimum and a scale a group; on CPU and CUDA."""
+
+    exact = False
+    dtypes = frozenset(FORMATS)
 
     def __init__(self, name: str, code: IntegerCode) -> None:
         self.name = name
-        self.num_stages = 1
-        self.exact = False
-        self.device_payloads = False
-        self.reads_earlier_payloads = False
-        self.dtypes = frozenset(FORMATS)
-        self.parameters_id = 0
         self._code = code
 
     def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
@@ -103,7 +101,7 @@ class IntegerCodec:
         Raises CodecError where the element type is none of `dtypes`; ValueError where payloads are to stay `on_device`.
         """
         check_place(self, pages, on_device)
-        self._check_dtype(pages)
+        check_dtype(self, pages)
         return IntegerEncoding(pages, plans_of(pages.spec, self._code))
 
     def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
@@ -112,17 +110,12 @@ class IntegerCodec:
         Raises CodecError, with `out` untouched, where the payload is not one of this codec, spec and stage.
         """
         check_stage(self, stage, payloads)
-        self._check_dtype(out)
+        check_dtype(self, out)
         source = host_bytes(self.name, payloads[0])
         layout = parse(source, out.spec, self._code)
         uploaded = to_device(source, out.device)
         starts = zip(layout.parts, layout.offsets, layout.tails, strict=True)
         out.scatter(Block(*(_restored(source, uploaded, *each) for each in starts)))
-
-    def _check_dtype(self, pages: PagedBlock) -> None:
-        dtype = pages.spec.dtype
-        if dtype not in self.dtypes:
-            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
 
 
 def int8() -> IntegerCodec:

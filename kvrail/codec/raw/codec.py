@@ -8,11 +8,13 @@ import torch
 
 from kvrail.codec.base import (
     BlockSpec,
+    Codec,
     CodecError,
     Encoding,
     EncodingStats,
     PagedBlock,
     Payload,
+    check_dtype,
     check_place,
     check_stage,
 )
@@ -55,17 +57,12 @@ class RawEncoding:
         return EncodingStats(self._values, raw_tensors=2)
 
 
-class RawCodec:
+class RawCodec(Codec):
     """Bytes as they are."""
 
-    def __init__(self) -> None:
-        self.name = "raw"
-        self.num_stages = 1
-        self.exact = True
-        self.device_payloads = True
-        self.reads_earlier_payloads = False
-        self.dtypes = frozenset(FLOATS)
-        self.parameters_id = 0
+    name = "raw"
+    dtypes = frozenset(FLOATS)
+    device_payloads = True
 
     def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
         """Launch the copies of `pages` on their device's current stream: to the host, or to a buffer beside them.
@@ -74,9 +71,7 @@ class RawCodec:
         payloads are to stay `on_device` and the pages lie on a CPU.
         """
         check_place(self, pages, on_device)
-        dtype = pages.spec.dtype
-        if dtype not in self.dtypes:
-            raise CodecError(f"raw does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
+        check_dtype(self, pages)
         return RawEncoding(pages, on_device)
 
     def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:

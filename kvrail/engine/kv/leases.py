@@ -10,12 +10,10 @@ from kvrail.engine.kv.pages import PagePool
 class PageLease:
     """A hold on a request's pages by a transfer, which reads or writes them beside the engine.
 
-    The pages are not reused until the lease is released, whatever becomes of the request. `generations` are the pages'
-    allocation counts when the lease was taken.
+    The pages are not reused until the lease is released, whatever becomes of the request.
     """
 
     pages: tuple[int, ...]
-    generations: tuple[int, ...]
 
 
 class Leases:
@@ -38,7 +36,7 @@ class Leases:
         """Hold a request's pages until a transfer claims them."""
         pages = tuple(page_table)
         self._pool.acquire(pages)
-        self._unclaimed[request_id] = PageLease(pages, tuple(self._pool.generation(page) for page in pages))
+        self._unclaimed[request_id] = PageLease(pages)
 
     def claim(self, request_id: str) -> PageLease | None:
         """Take over the hold on an admitted request's pages; None where the request has been dropped."""

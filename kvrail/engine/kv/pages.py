@@ -46,7 +46,6 @@ class PagePool:
         self._tier = tier if prefix_cache else None
         self._free: deque[int] = deque(range(num_pages))
         self._holders = [0] * num_pages
-        self._generation = [0] * num_pages
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -72,16 +71,11 @@ class PagePool:
         pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
-            self._generation[page] += 1
         return pages
 
     def is_cached(self, page: int) -> bool:
         """Whether the page has no holder but known content."""
         return page in self._cached
-
-    def generation(self, page: int) -> int:
-        """How often the page was allocated; a writer that has another number has lost the page."""
-        return self._generation[page]
 
     def match(self, hashes: Iterable[PageHash]) -> list[int]:
         """The longest run of leading pages whose content is here, without taking them."""

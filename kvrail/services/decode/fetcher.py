@@ -68,7 +68,7 @@ class Fetcher:
         self.workers = workers
         self.breakers = Breakers()
         self.fallbacks = LocalFallbacks(LOCAL_FALLBACK_TOKENS)
-        self.chooser = Chooser(worker.transfers, settings.max_drafts, first_codec)
+        self.chooser = Chooser(worker.meters.transfers, settings.max_drafts, first_codec)
         self._codecs = codecs
         self._asked_codec = asked_codec
         self._allowed = AllowedWorkers(settings.allowed_prefill_workers)

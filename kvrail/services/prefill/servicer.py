@@ -45,7 +45,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._parts = HandlerParts(
             worker.access,
             worker.grammars,
-            worker.transfers,
+            worker.meters.transfers,
             observer,
             PATIENCE_S if "decode" in settings.roles else math.inf,
         )

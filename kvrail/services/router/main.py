@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from kvrail.config.settings import RouterSettings
 from kvrail.errors import ConfigError
-from kvrail.rpc.http_side import SideServer, side_config
+from kvrail.rpc.http_side import SideServer, listen, side_config
 from kvrail.runtime import logs, loops
 from kvrail.security.tls import DoorCertificate, Tls
 from kvrail.services.router.answer.service import RouterService
@@ -141,23 +141,6 @@ class RouterServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any free one. Raises ConfigError if the address is not available."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(2048)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error}; set host and port to a free one") from error
-    return listener
-
-
 def most_connections(settings: RouterSettings) -> int:
     """Connections of clients at once; more are answered 503."""
     return CONNECTIONS_PER_REQUEST * settings.max_concurrent_requests
@@ -178,7 +161,7 @@ def open_admin(server: RouterServer, settings: RouterSettings, tls: Tls | None) 
     if settings.admin_port < 0:
         return
     host = settings.admin_host or settings.host
-    listener = listen(host, settings.admin_port)
+    listener = listen(host, settings.admin_port, "admin-port")
     server.add_admin(listener, tls if settings.metrics_tls else None, page=settings.status_page != "off")
     log.info("admin port on %s:%d", host, listener.getsockname()[1])
 

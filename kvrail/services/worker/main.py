@@ -48,8 +48,8 @@ async def _main(settings: PrefillSettings | DecodeSettings) -> None:
         stack.push_async_callback(transports.aclose)
         stack.callback(codecs.close)
         first = transports.first_codec(codecs.usual)
-        codecs.prepare(first, worker.loaded, worker.coding)
-        worker.transfers.expect(first)
+        codecs.prepare(first, worker.loaded, worker.meters.coding)
+        worker.meters.transfers.expect(first)
         if asked != AUTO:
             codecs.ask_for(asked)
         prefill, decode = None, None

@@ -7,11 +7,12 @@ import torch
 
 from kvrail.codec.base import (
     Block,
-    CodecError,
+    Codec,
     Encoding,
     EncodingStats,
     PagedBlock,
     Payload,
+    check_dtype,
     check_place,
     check_stage,
 )
@@ -86,19 +87,14 @@ class KVCompEncoding:
         return self._totals
 
 
-class KVCompCodec:
-    """Symbols by an error bound, coded with one Huffman code a layer; quantised on CPU and CUDA, coded on the CPU.
+class KVCompCodec(Codec):
+    """Symbols by an error bound, coded with one Huffman code a layer; quantised on CPU and CUDA, coded on the CPU."""
 
-    Made once; any thread may use it.
-    """
+    exact = False
+    dtypes = frozenset(FORMATS)
 
     def __init__(self, name: str, code: KVCompCode) -> None:
         self.name = name
-        self.num_stages = 1
-        self.exact = False
-        self.device_payloads = False
-        self.reads_earlier_payloads = False
-        self.dtypes = frozenset(FORMATS)
         self.parameters_id = code.id
         self._code = code
 
@@ -108,7 +104,7 @@ class KVCompCodec:
         Raises CodecError where the element type is none of `dtypes`; ValueError where payloads are to stay `on_device`.
         """
         check_place(self, pages, on_device)
-        self._check_dtype(pages)
+        check_dtype(self, pages)
         return KVCompEncoding(pages, plans_of(pages.spec, self._code))
 
     def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
@@ -117,7 +113,7 @@ class KVCompCodec:
         Raises CodecError, with `out` untouched, where the payload is not one of this codec, parameters and spec.
         """
         check_stage(self, stage, payloads)
-        self._check_dtype(out)
+        check_dtype(self, out)
         source = host_bytes(self.name, payloads[0])
         layout = parse(source, out.spec, self._code)
         places = zip(layout.parts, layout.offsets, layout.streams, strict=True)
@@ -126,11 +122,6 @@ class KVCompCodec:
             for part, start, stream in places
         ]
         out.scatter(Block(*tensors))
-
-    def _check_dtype(self, pages: PagedBlock) -> None:
-        dtype = pages.spec.dtype
-        if dtype not in self.dtypes:
-            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
 
 
 def kvcomp(code: KVCompCode | None = None) -> KVCompCodec:

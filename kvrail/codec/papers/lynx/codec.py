@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from kvrail.codec.base import Codec, Encoding, PagedBlock, Payload, check_dtype, check_place, check_stage
 from kvrail.codec.core.backend import Backend, backend_of
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.papers.lynx.format import FORMATS, LynxCode
@@ -18,19 +18,16 @@ if TYPE_CHECKING:
     _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
 
 
-class LynxCodec:
-    """Anchors, residuals and, where exact, what restores every bit; on CPU and CUDA.
+class LynxCodec(Codec):
+    """Anchors, residuals and, where exact, what restores every bit; on CPU and CUDA."""
 
-    Made once; any thread may use it.
-    """
+    dtypes = frozenset(FORMATS)
+    reads_earlier_payloads = True
 
     def __init__(self, name: str, code: LynxCode, *, exact: bool) -> None:
         self.name = name
         self.num_stages = EXACT + 1 if exact else EXACT
         self.exact = exact
-        self.device_payloads = False
-        self.reads_earlier_payloads = True
-        self.dtypes = frozenset(FORMATS)
         self.parameters_id = code.id
         self._code = code
 
@@ -41,7 +38,7 @@ class LynxCodec:
         where payloads are to stay `on_device`.
         """
         check_place(self, pages, on_device)
-        self._check_dtype(pages)
+        check_dtype(self, pages)
         return _backend(pages.device).encode(pages, self._coding(pages))
 
     def decode(self, stage: int, payloads: Sequence[Payload], out: PagedBlock) -> None:
@@ -52,7 +49,7 @@ class LynxCodec:
         a payload is not one of this codec, parameters, spec and its stage, or the first two are of different blocks.
         """
         check_stage(self, stage, payloads)
-        self._check_dtype(out)
+        check_dtype(self, out)
         sources = [host_bytes(self.name, payload) for payload in payloads]
         layouts: Sequence[Layout]
         if stage == RESIDUAL:
@@ -64,11 +61,6 @@ class LynxCodec:
 
     def _coding(self, pages: PagedBlock) -> Coding:
         return Coding(plans_of(pages.spec, self._code), self.num_stages)
-
-    def _check_dtype(self, pages: PagedBlock) -> None:
-        dtype = pages.spec.dtype
-        if dtype not in self.dtypes:
-            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")
 
 
 def _backend(device: torch.device) -> Backend[Coding, Layout]:

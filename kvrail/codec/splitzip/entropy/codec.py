@@ -6,27 +6,24 @@ coded. On CUDA all of this runs on the device.
 
 from collections.abc import Sequence
 
-from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from kvrail.codec.base import Codec, Encoding, PagedBlock, Payload, check_dtype, check_place, check_stage
 from kvrail.codec.core.backend import backend_of
 from kvrail.codec.splitzip.tiles.format import FORMATS, WindowCode
 
 _PACKAGE = "kvrail.codec.splitzip.entropy"
 
 
-class AnsCodec:
+class AnsCodec(Codec):
     """Sixteen exponents below the largest of each channel in each page, the codes coded by rANS; on CPU and CUDA.
 
-    chunk: values of a tile at most. Made once; any thread may use it.
+    chunk: values of a tile at most.
     """
 
+    name = "splitzip-ans"
+    dtypes = frozenset(FORMATS)
+    device_payloads = True
+
     def __init__(self, chunk: int = 4096) -> None:
-        self.name = "splitzip-ans"
-        self.num_stages = 1
-        self.exact = True
-        self.device_payloads = True
-        self.reads_earlier_payloads = False
-        self.dtypes = frozenset(FORMATS)
-        self.parameters_id = 0
         self._code = WindowCode(4, per_channel=True, chunk=chunk)
 
     def encode(self, pages: PagedBlock, *, on_device: bool = False) -> Encoding:
@@ -36,7 +33,7 @@ class AnsCodec:
         takes it; ValueError where payloads are to stay `on_device` and the pages lie on a CPU.
         """
         check_place(self, pages, on_device)
-        self._check_dtype(pages)
+        check_dtype(self, pages)
         backend = backend_of(_PACKAGE, pages.device)
         encoding: Encoding = (
             backend.AnsEncoding(pages, self._code, on_device)
@@ -51,10 +48,5 @@ class AnsCodec:
         Raises CodecError, with `out` untouched, where the payload is not one of this codec and spec.
         """
         check_stage(self, stage, payloads)
-        self._check_dtype(out)
+        check_dtype(self, out)
         backend_of(_PACKAGE, out.device).decode(payloads[0], self._code, out)
-
-    def _check_dtype(self, pages: PagedBlock) -> None:
-        dtype = pages.spec.dtype
-        if dtype not in self.dtypes:
-            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self.dtypes))}")

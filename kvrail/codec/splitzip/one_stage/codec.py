@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from kvrail.codec.base import Codec, Encoding, PagedBlock, Payload, check_dtype, check_place, check_stage
 from kvrail.codec.core.backend import Backend, backend_of
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.one_stage.codebook import Codebook, default_codebook
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
     _BACKENDS: tuple[Backend[Coding, Layout], ...] = (cpu, gpu, reference)
 
 
-class WindowCodec:
+class WindowCodec(Codec):
     """A window code in one exact stage, on CPU and CUDA.
 
     codes: the code of each element type that it takes, all fixed or all per channel; codebook: the tops of a fixed
-    code, else None. Made once; any thread may use it.
+    code, else None.
     """
 
     def __init__(self, name: str, codes: dict[str, WindowCode], codebook: Codebook | None) -> None:
         self.name = name
-        self.num_stages = 1
-        self.exact = True
-        self.device_payloads = False
-        self.reads_earlier_payloads = False
         self.dtypes = frozenset(codes)
         self.parameters_id = 0 if codebook is None else codebook.id
         self._codes = codes
@@ -58,9 +54,8 @@ class WindowCodec:
         _backend(out.device).decode(stage, [source], [layout], coding, out)
 
     def _coding(self, pages: PagedBlock) -> Coding:
+        check_dtype(self, pages)
         dtype = pages.spec.dtype
-        if dtype not in self._codes:
-            raise CodecError(f"{self.name} does not take dtype {dtype}; it takes {', '.join(sorted(self._codes))}")
         plans = plans_of(pages.spec, self._codes[dtype])
         if self._codebook is None:
             return Coding(plans, (None, None))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvrail.codec.base import CodecError, Encoding, PagedBlock, Payload, check_place, check_stage
+from kvrail.codec.base import Codec, Encoding, PagedBlock, Payload, check_dtype, check_place, check_stage
 from kvrail.codec.core.backend import Backend, backend_of
 from kvrail.codec.core.host import host_bytes
 from kvrail.codec.splitzip.progressive_ans.payload import StageLayout, parse_first, parse_rest
@@ -18,24 +18,22 @@ if TYPE_CHECKING:
     _BACKENDS: tuple[Backend[Plans, StageLayout], ...] = (cpu, gpu, reference)
 
 
-class ProgressiveAnsCodec:
+class ProgressiveAnsCodec(Codec):
     """Exponents and the top of mantissas, entropy-coded, then the low mantissa bits: exact, on CPU and CUDA.
 
     kept: mantissa bits of keys and of values that the first stage shows, where elements have 16 bits; chunk: values of
-    a tile at most. Made once; any thread may use it. Raises ValueError where a number of bits is not in KEPT_BITS.
+    a tile at most. Raises ValueError where a number of bits is not in KEPT_BITS.
     """
+
+    name = "splitzip-progressive-ans"
+    num_stages = 2
+    dtypes = frozenset(FORMATS)
 
     def __init__(self, kept: tuple[int, int] = (3, 1), chunk: int = 4096) -> None:
         for bits in kept:
             if bits not in KEPT_BITS:
                 known = f"{KEPT_BITS[0]} to {KEPT_BITS[-1]}"
                 raise ValueError(f"the first stage shows {bits} mantissa bits; choose {known}")
-        self.name = "splitzip-progressive-ans"
-        self.num_stages = 2
-        self.exact = True
-        self.device_payloads = False
-        self.reads_earlier_payloads = False
-        self.dtypes = frozenset(FORMATS)
         self.parameters_id = kept[0] << 8 | kept[1]
         self._kept = kept
         self._code = WindowCode(4, per_channel=True, chunk=chunk)
@@ -63,10 +61,8 @@ class ProgressiveAnsCodec:
         _backend(out.device).decode(stage, [source], [layout], plans, out)
 
     def _plans(self, pages: PagedBlock) -> Plans:
-        spec = pages.spec
-        if spec.dtype not in self.dtypes:
-            raise CodecError(f"{self.name} does not take dtype {spec.dtype}; it takes {', '.join(sorted(self.dtypes))}")
-        return cut_plans(spec, self._code, self._kept)
+        check_dtype(self, pages)
+        return cut_plans(pages.spec, self._code, self._kept)
 
 
 def _backend(device: torch.device) -> Backend[Plans, StageLayout]:

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from starlette.datastructures import State
-
 from kvrail import __version__
 from kvrail.config.settings import RouterSettings
 from kvrail.grammar import Checker
 from kvrail.security.tls import Tls
 from kvrail.services.router.answer.admission import Admission
 from kvrail.services.router.answer.answer import Answer, RequestHandler
-from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall, ChatCall, CompletionCall, Parts
+from kvrail.services.router.answer.calls import MAX_NAME_CHARS, ApiCall, Parts
 from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.answer.trace import RequestTrace
 from kvrail.services.router.errors import refuse
@@ -26,7 +24,7 @@ from kvrail.services.router.plan.defaults import Defaults
 from kvrail.services.router.plan.encoding import Encoder
 from kvrail.services.router.plan.shaping import Shaper
 from kvrail.services.router.plan.translate import Planner
-from kvrail.services.router.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from kvrail.services.router.schema import DetokenizeRequest, TokenizeRequest
 from kvrail.telemetry.exposition import Exposition
 from kvrail.telemetry.making import show_certificates, show_process
 from kvrail.telemetry.router import RouterMetrics
@@ -73,14 +71,6 @@ class RouterService:
     def check_model(self, name: str | None) -> str:
         """The name to answer under; raises ModelNotFoundError where it is none of this model's."""
         return self.parts.served_name(name)
-
-    def chat(self, request: ChatRequest, state: State) -> Answer:
-        """Answer /v1/chat/completions."""
-        return self.answer(ChatCall(request, state, self.parts))
-
-    def complete(self, request: CompletionRequest, state: State) -> Answer:
-        """Answer /v1/completions."""
-        return self.answer(CompletionCall(request, state, self.parts))
 
     def answer(self, call: ApiCall) -> Answer:
         """The response that answers a call. Raises InvalidRequestError for more sequences than a client can have."""
