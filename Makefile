@@ -119,7 +119,7 @@ boards-picture: $(VENV)/.page  ## draw the boards of a demo cluster under traffi
 docs-metrics: $(VENV)/.dev  ## writes the tables of docs/metrics.md from the code
 	$(BIN)/python scripts/metrics_page.py
 
-docs-models: $(VENV)/.dev  ## writes the table of docs/models.md from the newest smoke run on a GPU
+docs-models: $(VENV)/.dev  ## writes what the newest smoke run on a GPU says into docs/models.md and docs/performance.md
 	$(BIN)/python scripts/models_page.py
 
 protos: $(VENV)/.dev  ## regenerate the stubs in kvrail/wire/v1
@@ -167,7 +167,7 @@ bench-codec: $(VENV)/.bench  ## ratio and speed of the KV codecs, beside their p
 bench-codec-kernels: $(VENV)/.bench  ## the codecs' GPU kernels beside the memory's limit
 	$(BIN)/python -m benchmarks.codec_kernels $(ARGS)
 
-bench-weights-gpu: $(VENV)/.dev  ## products with packed and TCA-TBE weights beside cuBLAS, and a model's steps, on a GPU
+bench-weights-gpu: $(VENV)/.dev  ## products with compact and TCA-TBE weights beside cuBLAS, and a model's steps, on a GPU
 	$(BIN)/python -m benchmarks.weights_gpu $(ARGS)
 
 bench-weights: $(VENV)/.bench  ## ratio and speed of packed models and checkpoints, beside ZipNN where it is installed, and zstd

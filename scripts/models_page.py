@@ -1,4 +1,4 @@
-"""Writes the table of docs/models.md from the newest smoke run on a GPU: `make docs-models`."""
+"""Writes what the newest smoke run on a GPU says into docs/models.md and docs/performance.md: `make docs-models`."""
 
 import json
 import re
@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "models.md"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu-smoke.json"
-MARKS = re.compile("(<!-- models -->\n).*?(<!-- end of models -->)", re.DOTALL)
+MODELS, PERFORMANCE = ROOT / "docs" / "models.md", ROOT / "docs" / "performance.md"
 
 
 def table(architectures: list[str], results: dict) -> str:
@@ -31,20 +30,48 @@ def table(architectures: list[str], results: dict) -> str:
     return "\n".join([run, "", *lines])
 
 
-def written(page: str, architectures: list[str], results: dict) -> str:
-    """The page with its table as it should be."""
-    text = table(architectures, results)
-    page, found = MARKS.subn(lambda match: f"{match[1]}{text}\n{match[2]}", page)
+def summary(results: dict) -> str:
+    """The whole run as a list of figures, failed cases by name."""
+    cases = results["cases"]
+    requests, crossed, differ, compared = (
+        sum(case[key] for case in cases) for key in ("requests", "crossed", "differ", "compared_with_transformers")
+    )
+    failed = [case["case"] for case in cases if case["faults"]]
+    ends = f"; failed: {', '.join(failed)}" if failed else ""
+    run = f"{results['date']}, one {results['card']}, PyTorch {results['torch']}, commit {results['commit'][:8]}"
+    return "\n".join(
+        [
+            f"Newest result, {run}:",
+            "",
+            f"- {len(cases) - len(failed)} of {len(cases)} cases pass{ends};",
+            f"- {requests:,} requests; the KV of {crossed:,} came from a prefill worker;",
+            f"- answers that differ from those of the same requests alone: {differ:,};",
+            f"- greedy answers in float32 compared with transformers': {compared:,}.",
+        ]
+    )
+
+
+def written(page: Path, mark: str, text: str) -> str:
+    """The page with `text` between its marks, which are comments."""
+    place = re.compile(f"(<!-- {mark} -->\n).*?(<!-- end of {mark} -->)", re.DOTALL)
+    content, found = place.subn(lambda match: f"{match[1]}{text}\n{match[2]}", page.read_text(encoding="utf-8"))
     if found != 1:
-        raise SystemExit(f"{PAGE.name} has no place for the table; mark it with <!-- models -->")
-    return page
+        raise SystemExit(f"{page.name} has no place for the result; mark it with <!-- {mark} -->")
+    return content
+
+
+def pages(architectures: list[str], results: dict) -> dict[Path, str]:
+    """Each page as it should be."""
+    return {
+        MODELS: written(MODELS, "models", table(architectures, results)),
+        PERFORMANCE: written(PERFORMANCE, "smoke", summary(results)),
+    }
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     from tests.smoke.models import ARCHITECTURES
 
-    before = PAGE.read_text(encoding="utf-8")
-    after = written(before, list(ARCHITECTURES), json.loads(RESULTS.read_text(encoding="utf-8")))
-    PAGE.write_text(after, encoding="utf-8")
-    sys.stdout.write(f"{PAGE} is written\n")
+    for page, content in pages(list(ARCHITECTURES), json.loads(RESULTS.read_text(encoding="utf-8"))).items():
+        page.write_text(content, encoding="utf-8")
+        sys.stdout.write(f"{page} is written\n")

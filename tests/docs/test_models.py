@@ -1,4 +1,4 @@
-"""docs/models.md says what the newest smoke run on a GPU says, of each architecture that it tries."""
+"""docs/models.md and docs/performance.md say what the newest smoke run on a GPU says."""
 
 import json
 import runpy
@@ -14,17 +14,26 @@ def script() -> dict:
     return runpy.run_path(str(ROOT / "scripts" / "models_page.py"))
 
 
-def test_the_page_is_current(script):
-    page = script["PAGE"].read_text(encoding="utf-8")
-    results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
-    assert script["written"](page, list(ARCHITECTURES), results) == page, "run make docs-models"
+@pytest.fixture
+def results(script) -> dict:
+    return json.loads(script["RESULTS"].read_text(encoding="utf-8"))
+
+
+def test_the_pages_are_current(script, results):
+    pages = script["pages"](list(ARCHITECTURES), results)
+    for page, content in pages.items():
+        assert page.read_text(encoding="utf-8") == content, "run make docs-models"
     for architecture in ARCHITECTURES:
-        assert f"| `{architecture}` |" in page
-    results["cases"][0]["faults"] = ["a request failed"]
-    assert script["written"](page, list(ARCHITECTURES), results) != page
+        assert f"| `{architecture}` |" in pages[script["MODELS"]]
 
 
-def test_an_architecture_without_a_run_is_shown_as_such(script):
-    assert "| `new` | new | | | | not run yet |" in script["table"](
-        ["new"], {**json.loads(script["RESULTS"].read_text(encoding="utf-8")), "cases": []}
-    )
+def test_a_failed_case_changes_both_pages(script, results):
+    results["cases"][0] |= {"faults": ["a request failed"], "differ": 1}
+    pages = script["pages"](list(ARCHITECTURES), results)
+    assert "failed: llama;" in pages[script["PERFORMANCE"]]
+    assert "requests alone: 1;" in pages[script["PERFORMANCE"]]
+    assert "**fails**" in pages[script["MODELS"]]
+
+
+def test_an_architecture_without_a_run_is_shown_as_such(script, results):
+    assert "| `new` | new | | | | not run yet |" in script["table"](["new"], {**results, "cases": []})

@@ -31,6 +31,6 @@ def test_a_planted_word_is_found(tmp_path):
 def test_tests_are_read_for_names_alone_and_history_for_nothing(tmp_path):
     text = "It is read " + "anew by a car" + "rier.\n"
     found = SCRIPT["hits"](
-        repository(tmp_path, {"tests/a.py": text, "CHANGELOG.md": text, "docs/decisions/1.md": text})
+        repository(tmp_path, {"tests/a.py": text, "benchmarks/archive/1.md": text, "docs/decisions/1.md": text})
     )
     assert [hit.split(": ")[0] for hit in found] == ["tests/a.py:1"]
