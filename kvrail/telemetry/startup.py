@@ -45,7 +45,7 @@ class Startup:
         self._phase, self._before, self._begun = phase, self._seconds[phase].value, perf_counter()
 
     def loaded(self, done: int, total: int) -> None:
-        """So many bytes of the weights are loaded, of so many."""
+        """Record the bytes of weights that are loaded, and all."""
         self._bytes["total"].set(total)
         self._bytes["loaded"].set(min(done, total))
 

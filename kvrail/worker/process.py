@@ -43,6 +43,7 @@ from kvrail.worker.budgets import limits_of, mixed_tokens
 from kvrail.worker.device import bytes_of, device_name, device_now
 from kvrail.worker.monitor import Monitor
 from kvrail.worker.observing import KVMeters
+from kvrail.worker.transports import in_clear
 
 logger = logging.getLogger("kvrail.worker")
 
@@ -132,6 +133,7 @@ class Worker:
             metrics_port=self.monitor.port,
             report=report_of(self.monitor.registry, device_now(loaded.device)),
             roles=settings.roles,
+            kv_in_clear=bool(in_clear(settings, transports)),
         )
 
     def _kv_events(self, asked: common_pb2.StatusRequest) -> common_pb2.KVEvents | None:

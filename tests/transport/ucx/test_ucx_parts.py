@@ -5,6 +5,7 @@ import importlib.util
 import os
 import uuid
 import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from kvrail.transport.base import MAX_ADDRESS_BYTES
 from kvrail.transport.regions import RegionPool, host_pool
 from kvrail.transport.ucx import TRANSPORT, UcxSettings, UcxTransport, available, library
 from kvrail.transport.ucx.address import UcxAddress
+from kvrail.transport.ucx.network import device_of
 from kvrail.transport.ucx.retired import RetiredBuffers
 from kvrail.transport.ucx.sender import UcxSender
 from kvrail.transport.ucx.tags import DIRECTION_MASK, PAYLOADS, Kind, shorten, tag
@@ -86,6 +88,11 @@ def test_the_environment_overrules_settings(monkeypatch):
     assert "TLS" not in config
     assert config["NET_DEVICES"] == "lo"
     monkeypatch.delenv("UCX_TLS")
+    assert device_of("127.0.0.1") == device_of("localhost") == "lo"
+    with pytest.raises(ConfigError, match=r"--ucx-host 192.0.2.1 is 192.0.2.1, but this machine has 127.0.0.1 \(lo\)"):
+        device_of("192.0.2.1")
+    with pytest.raises(ConfigError, match=r"--ucx-host nobody.invalid: .*; name an address of this machine"):
+        device_of("nobody.invalid")
     assert UcxSettings().config(on_device=True)["TLS"] == "tcp,cma,self,cuda_copy,cuda_ipc"
 
 
@@ -199,5 +206,5 @@ async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, device, co
     monkeypatch.setattr(UcxTransport, "start", start)
     monkeypatch.setattr(transports, "_cores", lambda: cores)
     settings = PrefillSettings(transport="ucx")
-    await TRANSPORT.start(transports._options(settings, torch.device(device), pool=host_pool(4096)))
+    await TRANSPORT.start(replace(transports._options(settings, torch.device(device)), pool=host_pool(4096)))
     assert spins == [polls]
