@@ -3,10 +3,28 @@
 import fcntl
 import socket
 import struct
+from pathlib import Path
 
 from kvrail.errors import ConfigError
 
+RDMA = Path("/sys/class/infiniband")
 _SIOCGIFADDR = 0x8915
+
+
+def rdma_ports() -> list[str]:
+    """RDMA devices of this machine, as UCX names them: device and port, such as mlx5_0:1."""
+    return [f"{port.parents[1].name}:{port.name}" for port in sorted(RDMA.glob("*/ports/*"))]
+
+
+def devices_of(host: str) -> str:
+    """UCX's setting of its network devices: that of `host` and, where RDMA is used, the RDMA devices on it.
+
+    An RDMA device that has no network device of its own, as InfiniBand without IP, is taken too. Raises ConfigError as
+    `device_of`.
+    """
+    name = device_of(host)
+    owners = {port: RDMA / port.partition(":")[0] / "device" / "net" for port in rdma_ports()}
+    return ",".join([name, *(port for port, nets in owners.items() if not nets.is_dir() or (nets / name).exists())])
 
 
 def device_of(host: str) -> str:

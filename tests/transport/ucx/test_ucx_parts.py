@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 import os
+import subprocess
+import sys
 import uuid
 import zlib
 from dataclasses import replace
@@ -17,7 +19,8 @@ from kvrail.config.settings import PrefillSettings
 from kvrail.errors import ConfigError, IncompatibleError, TransferAbortedError
 from kvrail.transport.base import MAX_ADDRESS_BYTES
 from kvrail.transport.regions import RegionPool, host_pool
-from kvrail.transport.ucx import TRANSPORT, UcxSettings, UcxTransport, available, library
+from kvrail.transport.registry import TransportOptions
+from kvrail.transport.ucx import TRANSPORT, UcxSettings, UcxTransport, available, library, network
 from kvrail.transport.ucx.address import UcxAddress
 from kvrail.transport.ucx.network import device_of
 from kvrail.transport.ucx.retired import RetiredBuffers
@@ -94,6 +97,46 @@ def test_the_environment_overrules_settings(monkeypatch):
     with pytest.raises(ConfigError, match=r"--ucx-host nobody.invalid: .*; name an address of this machine"):
         device_of("nobody.invalid")
     assert UcxSettings().config(on_device=True)["TLS"] == "tcp,cma,self,cuda_copy,cuda_ipc"
+
+
+def test_rdma_is_taken_where_there_are_devices_and_a_ucx_that_knows_them(monkeypatch, tmp_path):
+    for name, net in (("mlx5_0", "lo"), ("mlx5_1", "eth7"), ("ib0", "")):  # RoCE on two networks, InfiniBand without IP
+        (tmp_path / name / "ports" / "1").mkdir(parents=True)
+        if net:
+            (tmp_path / name / "device" / "net" / net).mkdir(parents=True)
+    monkeypatch.setattr(network, "RDMA", tmp_path)
+    assert network.rdma_ports() == ["ib0:1", "mlx5_0:1", "mlx5_1:1"]
+    assert network.devices_of("127.0.0.1") == "lo,ib0:1,mlx5_0:1"
+    config = UcxSettings(rdma=True).config(on_device=True)
+    assert config["TLS"] == "rc,ud,tcp,cma,self,cuda_copy,cuda_ipc"
+
+
+@pytest.mark.parametrize(("system", "rdma"), [("true", True), ("false", False)])
+async def test_the_wheels_ucx_is_not_asked_for_rdma(monkeypatch, tmp_path, system, rdma):
+    (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    monkeypatch.setattr(network, "RDMA", tmp_path)
+    monkeypatch.setenv(library.PREFER_SYSTEM, system)
+    found = []
+
+    async def start(**options):
+        found.append(options["settings"])
+
+    monkeypatch.setattr(UcxTransport, "start", start)
+    await TRANSPORT.start(TransportOptions(torch.device("cpu"), pool=host_pool(4096), ucx_host="127.0.0.1"))
+    (settings,) = found
+    assert settings.rdma == rdma
+    assert settings.extra == {"NET_DEVICES": "lo,mlx5_0:1" if rdma else "lo"}
+
+
+def test_a_system_without_ucx_is_not_served_by_the_wheels():
+    """UCXX's loader falls back to the wheel's without a word."""
+    if why := available():
+        pytest.skip(why)
+    code = "from kvrail.transport.ucx import available; print(available())"
+    environment = os.environ | {library.PREFER_SYSTEM: "true"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    if "libucp" in done.stdout:
+        assert "asks for the system's UCX, but" in done.stdout and "LD_LIBRARY_PATH" in done.stdout
 
 
 @pytest.fixture
