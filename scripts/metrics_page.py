@@ -9,8 +9,9 @@ from pathlib import Path
 from kvrail.telemetry.making import show_certificates, show_process, show_worker
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Family, Registry
+from kvrail.telemetry.startup import Startup
 from kvrail.telemetry.vllm import CLUSTER_METRICS, VLLM_METRICS
-from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, MemoryMetrics, TransferMetrics
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 MODEL = "m"
@@ -40,10 +41,12 @@ def router() -> dict[str, Family]:
 def worker(*, decodes: bool) -> dict[str, Family]:
     """What a decode or a prefill worker shows."""
     registry = Registry()
+    Startup(registry, MODEL, "decode" if decodes else "prefill")
     engine = EngineMetrics(registry, MODEL, receives=decodes, drafts=decodes)
     engine.show_cache(page_size=64, pages=1, kv_dtype="bfloat16", prefix_cache=True)
     about = ("device", "dtype", "kv_cache", "torch", "cuda")
     show_worker(registry, MODEL, role="decode" if decodes else "prefill", **dict.fromkeys(about, ""))
+    MemoryMetrics(registry, MODEL, weights=0, kv_cache=0)
     TransferMetrics(registry, MODEL, (), ("received",) if decodes else ("sent",))
     CodecMetrics(registry, MODEL, encodes=not decodes, decodes=decodes)
     return families(registry)

@@ -56,6 +56,7 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "codebook",
             "transport",
             "ucx_in_clear",
+            "ucx_host",
             "data_port",
             "transfer_memory_mib",
             "transfer_timeout_s",

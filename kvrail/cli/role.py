@@ -1,10 +1,8 @@
 """`kvrail router`, `kvrail prefill`, `kvrail decode` and `kvrail worker`: one service in this process."""
 
 import argparse
-import gc
 import importlib
 import importlib.util
-import logging
 import os
 from functools import partial
 from typing import cast
@@ -21,10 +19,8 @@ from kvrail.config.settings import (
     WorkerSettings,
 )
 from kvrail.errors import ConfigError
-from kvrail.runtime import background
+from kvrail.runtime import background, loops
 from kvrail.telemetry.tracing import check_tracing
-
-logger = logging.getLogger("kvrail.worker")
 
 ROLES: dict[str, type[ServiceSettings]] = {
     "router": RouterSettings,
@@ -75,13 +71,7 @@ def run(role: str, arguments: argparse.Namespace) -> int:
         check_worker_installed(role)
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read once, when torch is imported
     importlib.import_module("kvrail.runtime.logs").setup(settings.log_level, settings.log_format, role)
-    if role != "router":
-        logger.info("loading PyTorch and transformers")
-    service = "router" if role == "router" else "worker"
-    gc.disable()  # what an import brings stays: to look for garbage in it takes a quarter of the import's time
-    main = importlib.import_module(f"kvrail.services.{service}.main")
-    gc.freeze()
-    gc.enable()
+    main = loops.import_service(f"kvrail.services.{'router' if role == 'router' else 'worker'}.main")
     return background.end(cast(int, main.run(settings)))
 
 

@@ -272,6 +272,9 @@ class WorkerSettings(ServiceSettings):
         False,
         description="allow ucx with TLS although it does not encrypt KV: an observer of that network can read prompts",
     )
+    ucx_host: str = Field(
+        "", description="name or address of this machine on the one network that ucx may use; default: all of them"
+    )
     codebook: str = Field(
         "", description="codebook file of codec splitzip, equal on every worker; default: the built-in one"
     )

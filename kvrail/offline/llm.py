@@ -26,6 +26,7 @@ from kvrail.services.router.plan.shaping import Shaper
 from kvrail.services.router.plan.translate import Limits, Plan, Planner
 from kvrail.services.router.schema import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from kvrail.telemetry.series import Registry
+from kvrail.telemetry.startup import Startup
 from kvrail.text import load_tokenizer
 from kvrail.wire.convert import sampling_from_proto
 from kvrail.worker.process import build_engine
@@ -56,8 +57,14 @@ class LLM:
         loop = (loops.loop_factory() or asyncio.new_event_loop)()
         try:
             self._events = EventRouter(loop)
+            registry = Registry()
             loaded, _, self._engine = build_engine(
-                settings, Registry(), self._events.deliver, tokenizer, weights=forms_of(settings)
+                settings,
+                registry,
+                Startup(registry, settings.model_name, settings.table),
+                self._events.deliver,
+                tokenizer,
+                weights=forms_of(settings),
             )
         except BaseException:
             loop.close()

@@ -1,8 +1,8 @@
 """A small HTTP server beside a worker's gRPC one: metrics and health for those who speak no gRPC."""
 
-import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Literal
 
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvrail.errors import ConfigError
+from kvrail.runtime import loops
 from kvrail.security.tls import Tls, roles_of
 
 METRICS_PATHS = ("/metrics", "/metrics/vllm")
@@ -92,36 +93,42 @@ def listen(host: str, port: int, setting: str = "port") -> socket.socket:
     return listener
 
 
-async def start_side_server(
+@contextlib.contextmanager
+def side_server(
     host: str,
     port: int,
-    render: Callable[[str], Awaitable[tuple[bytes, str]]],
-    healthy: Callable[[], bool],
+    render: Callable[[str, str], Awaitable[tuple[bytes, str]]],
+    obstacle: Callable[[], str],
     tls: Tls | None = None,
-) -> tuple[int, Callable[[], Awaitable[None]]]:
-    """Serve /metrics, /metrics/vllm and /health; returns the bound port and a coroutine function that stops it.
+) -> Iterator[int]:
+    """Serve /metrics, /metrics/vllm and /health while the block runs; yields the bound port.
 
-    render: path -> (body, content type), for the two metrics paths. healthy: False turns /health into a 503.
-    tls: its certificate; then metrics need a client certificate of the CA, of any role. /health needs none: a probe
-    may have none, and learns one bit. Raises ConfigError if the port is taken.
+    The server has a thread and a loop of its own, so that it answers while the process imports or loads something.
+    render: path and Accept header -> (body, content type), for the two metrics paths. obstacle: why requests cannot be
+    sent here, which turns /health into a 503, or "". Both are called in that thread. tls: its certificate; then metrics
+    need a client certificate of the CA, of any role. /health needs none: a probe may have none, and learns the state
+    alone. Raises ConfigError if the port is taken.
     """
 
     async def metrics(request: Request) -> Response:
-        body, content_type = await render(request.url.path)
-        return Response(body, headers={"content-type": content_type})
+        body, content_type = await render(request.url.path, request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type, "vary": "accept"})
 
     async def health(_: Request) -> Response:
-        return Response("ok\n") if healthy() else Response("not serving\n", status_code=503)
+        why = obstacle()
+        return Response(f"{why}\n", status_code=503) if why else Response("ok\n")
 
     routes = [Route("/health", health), *(Route(path, metrics) for path in METRICS_PATHS)]
-    listener = listen(host, port, "metrics-port")
     app: ASGIApp = Starlette(routes=routes)
     config = side_config(app if tls is None else MembersOnly(app, frozenset({"/health"})), tls)
+    listener = listen(host, port, "metrics-port")
     server = SideServer(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="http side server")
-
-    async def stop() -> None:
+    thread = threading.Thread(
+        target=lambda: loops.run(server.serve(sockets=[listener])), name="http side server", daemon=True
+    )
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
         server.should_exit = True
-        await task
-
-    return listener.getsockname()[1], stop
+        thread.join()

@@ -107,6 +107,7 @@ async def serve_until_signal(
     rpc: RpcServer,
     *,
     on_drain: Callable[[], None],
+    on_ready: Callable[[], None] = lambda: None,
     drained: Callable[[], Awaitable[None]],
     grace_period_s: float,
     broken: Coroutine[Any, Any, Exception] | None = None,
@@ -115,7 +116,8 @@ async def serve_until_signal(
 
     On the first signal: health turns NOT_SERVING, `on_drain` stops admission, and running requests get
     `grace_period_s` seconds until `drained` returns. A second signal ends the wait. What still runs is cancelled.
-    broken: the error that it returns is raised at once, without waiting for requests.
+    on_ready: called once signals are taken. broken: the error that it returns is raised at once, without waiting for
+    requests.
     """
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
@@ -125,6 +127,7 @@ async def serve_until_signal(
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
+    on_ready()
     watch = None if broken is None else asyncio.create_task(broken)
     asked = asyncio.create_task(first.wait())
     tasks: list[asyncio.Task[Any]] = [asked] if watch is None else [asked, watch]

@@ -15,6 +15,14 @@ request_id: ContextVar[str] = ContextVar("request_id", default="-")
 trace_ids: ContextVar[tuple[str, str] | None] = ContextVar("trace_ids", default=None)
 """Trace and span of that request, in hexadecimal; None where it is not traced."""
 
+
+def exemplar() -> dict[str, str]:
+    """What leads from a metric to the current request: its trace's id, or without one its own; empty outside of any."""
+    if (ids := trace_ids.get()) is not None:
+        return {"trace_id": ids[0]}
+    return {"request_id": current} if (current := request_id.get()) != "-" else {}
+
+
 FOREIGN_LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access")
 """Loggers of libraries that bring handlers of their own; theirs are removed, so that one format comes out."""
 

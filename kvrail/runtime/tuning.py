@@ -12,8 +12,6 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import TypeVar
 
-import torch
-
 from kvrail.runtime.loops import share_interpreter
 
 T = TypeVar("T")
@@ -62,5 +60,7 @@ def compute_with(threads: int) -> None:
 
     Helpers of an engine take 1. All cores go to one thread, the engine's.
     """
+    import torch  # not above: a worker tunes its process before this import, which takes seconds
+
     torch.set_num_threads(threads)
     torch.get_num_threads()  # a thread's first question settles its number; later ones may set another for theirs

@@ -10,6 +10,7 @@ from kvrail.telemetry.series import Gauge
 
 DIRECTIONS = ("sent", "received")
 PAGE_STATES = ("free", "used", "cached")
+MEMORY_USES = ("weights", "kv_cache", "other", "free")
 
 
 class EngineMetrics:
@@ -86,6 +87,26 @@ class EngineMetrics:
         """Record the pages in each state; the three add up to the pool."""
         for state, count in zip(PAGE_STATES, (free, used, cached), strict=True):
             self.pages[state].set(count)
+
+
+class MemoryMetrics:
+    """What takes a GPU's memory. weights, kv_cache: bytes of both, which do not change."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, *, weights: int, kv_cache: int) -> None:
+        self._bytes = Make(registry, model_name).gauges(
+            "kvrail_worker_memory_bytes",
+            "The GPU's memory by use; other: captured steps, buffers, libraries, other processes.",
+            "use",
+            MEMORY_USES,
+        )
+        self._bytes["weights"].set(weights)
+        self._bytes["kv_cache"].set(kv_cache)
+
+    def show(self, *, free: int, total: int) -> None:
+        """Record what is free of the GPU's memory, in bytes."""
+        self._bytes["free"].set(free)
+        known = self._bytes["weights"].value + self._bytes["kv_cache"].value
+        self._bytes["other"].set(max(0, total - free - known))
 
 
 class TransferMetrics:
@@ -217,6 +238,11 @@ class CodecMetrics:
         self._compiling = make.gauge_family(
             "kvrail_codec_compiling", "1 while a codec that was asked for is being compiled, then 0.", "codec"
         )
+        self._compile_seconds = make.gauge_family(
+            "kvrail_codec_compile_seconds",
+            "Time until a codec's kernels were compiled, or loaded from the cache, in this process.",
+            "codec",
+        )
         if decodes:
             self._decode_seconds = make.histogram_family(
                 "kvrail_kv_decode_seconds",
@@ -247,6 +273,10 @@ class CodecMetrics:
     def compiling(self, codec: str, under_way: bool) -> None:
         """Record whether a codec that was asked for is being compiled."""
         self._compiling.labels(self._model, codec).set(under_way)
+
+    def compiled(self, codec: str, seconds: float) -> None:
+        """Record how long a codec took to be compiled or loaded."""
+        self._compile_seconds.labels(self._model, codec).set(seconds)
 
     def encoded(self, codec: str, seconds: float, *, values: int, escapes: int, raw_tensors: int) -> None:
         """Count one block that was encoded."""

@@ -37,7 +37,8 @@ class TransportOptions:
     device: where this end's pages lie. pool: host memory to receive into, pinned beside a GPU; None: this end only
     sends. host, port: where an end that sends may listen, at any free port for 0; an end without a host only receives.
     encrypt: payloads are encrypted, if the transport can. silence_s: seconds without any progress after which the other
-    end counts as lost. poll: spend a core on polling, if the transport can.
+    end counts as lost. poll: spend a core on polling, if the transport can. ucx_host: an address of this machine on the
+    one network that UCX may use; "": all of them.
     """
 
     device: torch.device
@@ -47,6 +48,7 @@ class TransportOptions:
     encrypt: bool = False
     silence_s: float = 60.0
     poll: bool = False
+    ucx_host: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,9 @@ class Codecs:
         compiled or loaded until it is asked for. Raises CodecChoiceError as `get`.
         """
         for name in {WITHOUT_CODE, first}:
+            begin = perf_counter()
             use_once(self.get(name), sample_pages(_measured_spec(loaded), loaded.device))
+            metrics.compiled(name, perf_counter() - begin)
             self._used.add(name)
         self._loaded, self._metrics = loaded, metrics
         if names := tuple(name for name in self.automatic if not self.usable(name)):
@@ -206,7 +208,9 @@ class Codecs:
             self._asked_for[name] = "could not be compiled"
         else:
             self._used.add(name)
-            logger.info("codec %s is compiled and in use after %.1f s", name, perf_counter() - begin)
+            seconds = perf_counter() - begin
+            metrics.compiled(name, seconds)
+            logger.info("codec %s is compiled and in use after %.1f s", name, seconds)
         finally:
             metrics.compiling(name, False)
 

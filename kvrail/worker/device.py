@@ -15,6 +15,12 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def bytes_of(model: torch.nn.Module) -> int:
+    """Bytes of memory that a model's parameters and buffers take; what several share counts once."""
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def device_now(device: torch.device) -> Device:
     """The device with its memory as it is now; on a CPU, the process's largest resident memory and the host's."""
     if device.type == "cuda":

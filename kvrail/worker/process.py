@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvrail import __version__
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.engine import Engine
@@ -28,11 +27,11 @@ from kvrail.grammar import Grammars
 from kvrail.rpc.report import report_of
 from kvrail.runtime.drain import ActiveCalls
 from kvrail.runtime.tuning import in_passing_thread
-from kvrail.telemetry.exposition import Exposition
-from kvrail.telemetry.making import show_process, show_worker
+from kvrail.telemetry.making import show_worker
 from kvrail.telemetry.series import Registry
+from kvrail.telemetry.startup import Startup, State
 from kvrail.telemetry.tracing import Tracing
-from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, MemoryMetrics, TransferMetrics
 from kvrail.text import Tokenizer, load_tokenizer
 from kvrail.transfer.streams import SideStream
 from kvrail.wire import PROTOCOL_VERSION
@@ -40,8 +39,10 @@ from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
 from kvrail.worker.budgets import limits_of, mixed_tokens
-from kvrail.worker.device import device_name, device_now
+from kvrail.worker.device import bytes_of, device_name, device_now
+from kvrail.worker.monitor import Monitor
 from kvrail.worker.observing import KVMeters
+from kvrail.worker.transports import in_clear
 
 logger = logging.getLogger("kvrail.worker")
 
@@ -50,13 +51,6 @@ MAX_DIGESTS = 8192
 
 WARMING = "warming up"
 WARMING_CUDA = "warming up: GPU kernels are compiled at the first start, minutes, and loaded at later ones"
-
-
-@dataclass
-class Ports:
-    """Ports that are known once they are bound; 0 before."""
-
-    metrics: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,13 +67,12 @@ class Worker:
     access: EngineAccess
     meters: KVMeters
     calls: ActiveCalls
-    registry: Registry
-    exposition: Exposition
+    monitor: Monitor
+    memory: MemoryMetrics | None
     codecs: Mapping[str, int]
     grammars: Grammars
     tracing: Tracing | None
     instance: int = field(default_factory=lambda: secrets.randbits(64))
-    ports: Ports = field(default_factory=Ports)
 
     @property
     def engine(self) -> Engine:
@@ -128,9 +121,10 @@ class Worker:
             ),
             max_batch_tokens=settings.max_batch_tokens,
             mixed_batch_tokens=mixed_tokens(settings),
-            metrics_port=self.ports.metrics,
-            report=report_of(self.registry, device_now(loaded.device)),
+            metrics_port=self.monitor.port,
+            report=report_of(self.monitor.registry, device_now(loaded.device)),
             roles=settings.roles,
+            kv_in_clear=bool(in_clear(settings, transports)),
         )
 
     def _kv_events(self, asked: common_pb2.StatusRequest) -> common_pb2.KVEvents | None:
@@ -147,19 +141,24 @@ class Worker:
             complete=events.complete,
         )
 
-    async def render_metrics(self, path: str) -> tuple[bytes, str]:
-        """Body and content type of a metrics path."""
+    def measure(self) -> None:
+        """Bring up to date what is measured at a scrape alone. Any thread may call it."""
         self.engine.report_load()
-        return await self.exposition.answer(path)
+        if self.memory is not None:
+            free, total = torch.cuda.mem_get_info(self.loaded.device)
+            self.memory.show(free=free, total=total)
 
-    def healthy(self) -> bool:
-        """Whether requests can be sent here."""
-        return not self.calls.draining and self.engine.status().healthy
+    def state(self) -> State:
+        """Whether requests can be sent here, and if not, why."""
+        if self.calls.draining:
+            return "draining"
+        return "serving" if self.engine.status().healthy else "broken"
 
 
 def build_engine(
     settings: WorkerSettings,
     registry: Registry,
+    startup: Startup,
     deliver: Callable[[Delivery], None],
     tokenizer: Tokenizer | None,
     *,
@@ -170,11 +169,11 @@ def build_engine(
     """Load the model and build the engine, which is not started yet. Raises from kvrail.errors.
 
     deliver: see Engine. tokenizer: None where no text is made. weights: the forms in which they may be stored, and in
-    which they are held; None: as safetensors have them.
+    which they are held; None: as safetensors have them. startup: takes each phase.
     """
 
     def load() -> tuple[LoadedModel, ModelRunner]:
-        return _load(settings, weights or WeightForms())
+        return _load(settings, weights or WeightForms(), startup)
 
     loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
     pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
@@ -204,6 +203,7 @@ def build_engine(
 
 def build_worker(
     settings: WorkerSettings,
+    monitor: Monitor,
     *,
     codecs: Mapping[str, int],
     side: SideStream | None = None,
@@ -215,14 +215,24 @@ def build_worker(
 
     codecs: those that can be asked for, with the number of their parameters. side: of its transfers; None: a new one.
     """
-    tracing, registry, name = Tracing.start(settings.otlp_endpoint, settings.table), Registry(), settings.model_name
+    tracing, name = Tracing.start(settings.otlp_endpoint, settings.table), settings.model_name
+    registry = monitor.registry
     prefills, decodes = "prefill" in settings.roles, "decode" in settings.roles
     tokenizer, events = load_tokenizer(settings.model) if decodes else None, EventRouter(asyncio.get_running_loop())
     loaded, runner, engine = build_engine(
-        settings, registry, events.deliver, tokenizer, listener=listener, max_drafts=max_drafts, weights=weights
+        settings,
+        registry,
+        monitor.startup,
+        events.deliver,
+        tokenizer,
+        listener=listener,
+        max_drafts=max_drafts,
+        weights=weights,
     )
-    show_process(registry, __version__, PROTOCOL_VERSION)
     _show_device(registry, settings, loaded)
+    memory = None
+    if loaded.device.type == "cuda":
+        memory = MemoryMetrics(registry, name, weights=bytes_of(loaded.model), kv_cache=runner.cache.bytes)
     return Worker(
         settings=settings,
         loaded=loaded,
@@ -233,8 +243,8 @@ def build_worker(
             CodecMetrics(registry, name, encodes=prefills, decodes=decodes),
         ),
         calls=ActiveCalls(),
-        registry=registry,
-        exposition=Exposition(registry, vllm=decodes),
+        monitor=monitor,
+        memory=memory,
         codecs=codecs,
         grammars=Grammars(lambda: tokenizer or load_tokenizer(settings.model), loaded.eos_token_ids),
         tracing=tracing,
@@ -256,8 +266,9 @@ def _show_device(registry: Registry, settings: WorkerSettings, loaded: LoadedMod
     )
 
 
-def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, ModelRunner]:
+def _load(settings: WorkerSettings, weights: WeightForms, startup: Startup) -> tuple[LoadedModel, ModelRunner]:
     """The model and its page pool, compiled and captured where that is asked for."""
+    startup.enter("load")
     if settings.device != "cpu":
         check_toolchain()
     loaded = load_model(
@@ -269,6 +280,7 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
         load_format=settings.load_format,
         max_model_len=settings.max_model_len,
         packed=weights.reader,
+        progress=startup.loaded,
     )
     if weights.hold is not None:
         loaded = weights.hold(loaded)
@@ -289,7 +301,7 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
         invariant=settings.invariant != "off",
     )
     logger.info("%s", WARMING if settings.device == "cpu" else WARMING_CUDA)
-    runner.warm_up()
+    runner.warm_up(startup.enter)
     _tell_of(runner.finding, settings)
     logger.info(
         "%s: %d layers, context %d, %d pages of %d tokens (%s, %.1f MiB), fingerprint %s",

@@ -45,7 +45,10 @@ class Transports:
         names = ", else by ".join(transport.name for transport in started)
         where = " from GPU to GPU" if started[0].on_device else ""
         why = "".join(f"; {obstacle}" for obstacle in obstacles)
-        logger.info("KV crosses by %s%s (%s %s)%s", names, where, flag_name("transport"), settings.transport, why)
+        open_ones = in_clear(settings, [transport.name for transport in started])
+        clear = f", unencrypted by {', '.join(open_ones)} although calls are encrypted" if open_ones else ""
+        level, asked = logging.WARNING if clear else logging.INFO, f"{flag_name('transport')} {settings.transport}"
+        logger.log(level, "KV crosses by %s%s%s (%s)%s", names, where, clear, asked, why)
         return cls(started)
 
     @property
@@ -74,6 +77,19 @@ class Transports:
         await asyncio.gather(*(transport.aclose() for transport in self.all))
 
 
+def in_clear(settings: WorkerSettings, names: Sequence[str]) -> list[str]:
+    """Those of the transports `names` by which KV would cross unencrypted beside encrypted calls."""
+    return [name for name in names if settings.tls_cert and not registry.get(name).encrypts]
+
+
+def taken(settings: WorkerSettings) -> list[str]:
+    """Names of the transports that a worker's settings allow, best first, whether they can be started here or not.
+
+    Raises ConfigError as `Transports.start`.
+    """
+    return [info.name for info in registry.candidates(settings.transport) if not _refusal(info, settings)]
+
+
 def _options(settings: WorkerSettings, device: torch.device) -> TransportOptions:
     on_cuda, ends = device.type == "cuda", dict[str, Any]()
     if isinstance(settings, PrefillSettings):
@@ -82,7 +98,12 @@ def _options(settings: WorkerSettings, device: torch.device) -> TransportOptions
         ends["pool"] = host_pool(settings.transfer_memory_mib << 20, pinned=on_cuda)
     polls = on_cuda and _cores() >= POLLING_CORES
     return TransportOptions(
-        device, encrypt=bool(settings.tls_cert), silence_s=settings.transfer_timeout_s, poll=polls, **ends
+        device,
+        encrypt=bool(settings.tls_cert),
+        silence_s=settings.transfer_timeout_s,
+        poll=polls,
+        ucx_host=settings.ucx_host,
+        **ends,
     )
 
 

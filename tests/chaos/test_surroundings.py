@@ -109,11 +109,11 @@ def test_kernels_are_compiled_though_their_cache_cannot_be_written(tmp_path):
 STARTS = """
 import os
 from kvrail.config.settings import DecodeSettings
-from kvrail.worker.serving import run_worker
-async def main():
+from kvrail.worker.starting import run_worker
+async def main(*_):
     with open("/dev/full", "w") as full:
         full.write("a kernel")
-raise SystemExit(run_worker(DecodeSettings(), main()))
+raise SystemExit(run_worker(DecodeSettings(), main))
 """
 
 

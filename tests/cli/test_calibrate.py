@@ -20,6 +20,7 @@ from kvrail.tools.calibrate import measure as measuring
 from kvrail.tools.calibrate.main import describe, make_codebook
 from kvrail.tools.calibrate.report import report
 from kvrail.wire.v1 import common_pb2
+from kvrail.worker.monitor import Monitor
 from kvrail.worker.process import build_worker
 from tests.models import VOCAB, reference_model, tiny_model
 
@@ -130,7 +131,7 @@ def test_the_codebook_covers_at_least_what_the_default_covers(calibrate, text, t
 async def test_the_fingerprint_is_what_a_worker_reports(calibrate, tmp_path):
     assert calibrate()[0] == 0
     settings = DecodeSettings(model=str(tiny_model("llama")), kv_memory_gib=0.01)
-    worker = build_worker(settings, codecs={"raw": 0})
+    worker = build_worker(settings, Monitor(settings), codecs={"raw": 0})
     assert (
         Codebook.load(tmp_path / "codebook.json").model_fingerprint
         == worker.status(common_pb2.StatusRequest(), []).model.fingerprint

@@ -178,7 +178,7 @@ print([name for name in ("torch", "numpy", "numba") if name in sys.modules])
 
 
 def test_workers_run_without_triton():
-    code = "import sys; sys.modules['triton'] = None; import kvrail.services.worker.main"
+    code = "import sys; sys.modules['triton'] = None; import kvrail.services.worker.serving"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

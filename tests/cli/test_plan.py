@@ -14,7 +14,7 @@ from kvrail.cli.main import build_parser
 from kvrail.cli.up import program, up_fields, welcome
 from kvrail.config.settings import BothSettings, DecodeSettings, PrefillSettings, RouterSettings
 from kvrail.errors import ConfigError
-from kvrail.rpc.http_side import _listen
+from kvrail.rpc.http_side import listen
 from kvrail.rpc.server import build_server
 
 SETTINGS = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings, "worker": BothSettings}
@@ -177,7 +177,7 @@ async def test_another_cluster_takes_no_port_of_one_that_still_starts(model, mon
         workers = [settings_of(process) for cluster in planned for process in cluster.processes[1:]]
         ports = [port for worker in workers for port in (worker.port, worker.metrics_port)]
         assert len(set(ports)) == len(ports) == 80
-        rpc, listener = await build_server(), _listen(LOOPBACK, workers[0].metrics_port)
+        rpc, listener = await build_server(), listen(LOOPBACK, workers[0].metrics_port)
         assert rpc.bind(LOOPBACK, workers[0].port) == workers[0].port
         listener.close()
         await rpc.stop()

@@ -18,6 +18,7 @@ from kvrail.services.prefill.servicer import PrefillServicer
 from kvrail.transfer.streams import SideStream
 from kvrail.transport.inproc import InprocTransport
 from kvrail.worker.codecs import AUTO, Codecs
+from kvrail.worker.monitor import Monitor
 from kvrail.worker.process import build_worker
 from kvrail.worker.weights import forms_of
 from tests.cluster.cluster import Cluster, InprocWorkers, settings, transports_for
@@ -37,6 +38,7 @@ async def both_workers(folder, transport="tcp", count=2, authority=None, **chang
             codecs = Codecs(options, allow_lossy=options.allow_lossy)
             worker = build_worker(
                 options,
+                Monitor(options),
                 codecs=codecs.parameters,
                 side=side,
                 listener=observer,

@@ -27,6 +27,7 @@ from kvrail.values.sampling import SamplingParams
 from kvrail.wire.convert import sampling_to_proto
 from kvrail.wire.v1 import decode_pb2
 from kvrail.worker.codecs import AUTO, Codecs
+from kvrail.worker.monitor import Monitor
 from kvrail.worker.process import Worker, build_worker
 from kvrail.worker.transports import Transports
 from kvrail.worker.weights import forms_of
@@ -172,6 +173,7 @@ async def cluster(
         codecs = Codecs(options, allow_lossy=True)
         worker = build_worker(
             options,
+            Monitor(options),
             codecs=codecs.parameters,
             side=side,
             listener=observer,
@@ -194,6 +196,7 @@ async def cluster(
     codecs = Codecs(options, allow_lossy=options.allow_lossy)
     worker = build_worker(
         options,
+        Monitor(options),
         codecs=codecs.parameters,
         max_drafts=options.max_drafts,
         weights=forms_of(options),

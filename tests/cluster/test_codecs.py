@@ -53,7 +53,7 @@ def content(worker, prompt, space=""):
 
 def metric(worker, name, codec, **labels):
     labels = {"model_name": worker.settings.model_name, "codec": codec, **labels}
-    return worker.registry.get_sample_value(name, labels)
+    return worker.monitor.registry.get_sample_value(name, labels)
 
 
 @pytest.mark.parametrize(("name", "dtype", "transport"), CASES)
@@ -294,7 +294,7 @@ async def test_a_transfer_of_one_frame_tells_the_link(monkeypatch, transport):
 def transfer_seconds(worker):
     """Of all transfers that a decode worker has received, handshakes and computation included."""
     labels = {"model_name": worker.settings.model_name, "direction": "received"}
-    return worker.registry.get_sample_value("kvrail_kv_transfer_seconds_sum", labels)
+    return worker.monitor.registry.get_sample_value("kvrail_kv_transfer_seconds_sum", labels)
 
 
 @pytest.fixture

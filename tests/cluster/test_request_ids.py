@@ -4,12 +4,27 @@ import asyncio
 import threading
 
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 
 from tests.cluster.cluster import TRANSPORTS, cluster
 from tests.cluster.test_equality import prompt_of
 from tests.models import generate, tiny_model
 
 SAME = "the-same"
+SENT = ("kvrail_kv_transfer_seconds",)
+RECEIVED = (*SENT, "kvrail_kv_exposed_transfer_seconds")
+
+
+async def test_a_transfers_metrics_lead_to_a_request():
+    async with cluster(tiny_model("llama")) as c:
+        await c.ask(prompt_of(300), request_id="the-slow-one")
+        await c.settled()
+        for worker, names in ((c.decode, RECEIVED), (*c.prefills.values(), SENT)):
+            text, _ = await worker.monitor.render("/metrics", "application/openmetrics-text")
+            families = {each.name: each for each in openmetrics.text_string_to_metric_families(text.decode())}
+            for name in names:
+                found = [each.exemplar.labels for each in families[name].samples if each.exemplar]
+                assert found == [{"request_id": "the-slow-one"}], name
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

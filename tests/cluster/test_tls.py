@@ -5,7 +5,7 @@ import pytest
 from kvrail.config.settings import DecodeSettings, PrefillSettings
 from kvrail.errors import ConfigError
 from kvrail.transport.tcp.sealed import SealedStream
-from kvrail.worker.transports import Transports
+from kvrail.worker.transports import Transports, in_clear, taken
 from tests.certificates import Authority
 from tests.cluster.cluster import WITHOUT_UCX, cluster, settings
 from tests.cluster.test_equality import prompt_of
@@ -38,7 +38,7 @@ async def test_tokens_are_the_same_and_payloads_sealed(authority, monkeypatch):
 
 
 @pytest.mark.skipif(bool(WITHOUT_UCX), reason=WITHOUT_UCX)
-async def test_ucx_has_to_be_asked_for_beside_tls(authority):
+async def test_ucx_has_to_be_asked_for_beside_tls(authority, caplog):
     import torch
 
     paths = authority.settings("decode")
@@ -48,8 +48,11 @@ async def test_ucx_has_to_be_asked_for_beside_tls(authority):
         auto = await Transports.start(settings(cls, FOLDER, transport="auto", **paths), torch.device("cpu"))
         assert auto.names == ["tcp"]
         await auto.aclose()
-        asked = await Transports.start(
-            settings(cls, FOLDER, transport="auto", ucx_in_clear=True, **paths), torch.device("cpu")
-        )
-        assert asked.names == ["ucx", "tcp"]
+        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+        options = settings(cls, FOLDER, transport="auto", ucx_in_clear=True, ucx_host="127.0.0.1", **paths)
+        asked = await Transports.start(options, torch.device("cpu"))
+        assert asked.names == taken(options) == ["ucx", "tcp"] and in_clear(options, asked.names) == ["ucx"]
         await asked.aclose()
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert "unencrypted by ucx although calls are encrypted" in warning
+        caplog.clear()

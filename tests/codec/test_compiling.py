@@ -125,6 +125,7 @@ def prepare(made):
     """Returns what the gauge says of a codec."""
     metrics = CollectorRegistry()
     made.prepare("raw", LOADED, CodecMetrics(metrics, "m"))
+    assert metrics.get_sample_value("kvrail_codec_compile_seconds", {"model_name": "m", "codec": "raw"}) > 0
     return lambda name: metrics.get_sample_value("kvrail_codec_compiling", {"model_name": "m", "codec": name})
 
 

@@ -28,7 +28,8 @@ from kvrail.telemetry import buckets
 from kvrail.telemetry.making import show_certificates, show_process, show_worker
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Family, Registry
-from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, TransferMetrics
+from kvrail.telemetry.startup import Startup
+from kvrail.telemetry.worker import CodecMetrics, EngineMetrics, MemoryMetrics, TransferMetrics
 
 ROOT = Path(__file__).parents[2]
 SCRAPED = {"instance", "job", "le"}
@@ -52,6 +53,8 @@ def known_series():
     registry = Registry()
     for made in (RouterMetrics, EngineMetrics, TransferMetrics, CodecMetrics):
         made(registry, "m")
+    Startup(registry, "m", "decode")
+    MemoryMetrics(registry, "m", weights=0, kv_cache=0)
     show_process(registry, "1", 1)
     show_certificates(registry, {})
     show_worker(registry, "m", role="", device="", dtype="", kv_cache="", torch="", cuda="")
@@ -163,8 +166,8 @@ tests:
   - interval: 5s
     input_series:
       - {series: 'kvrail_worker_target{instance="r:1", role="decode", worker="d:7", target="d:9"}', values: '1x60'}
-      - {series: 'kvrail_worker_info{instance="d:9", role="decode", model_name="m"}', values: '1x60'}
-      - {series: 'kvrail_worker_info{instance="e:9", role="decode", model_name="m"}', values: '1x60'}
+      - {series: 'kvrail_process_state{instance="d:9", role="decode", model_name="m", state="serving"}', values: '1x60'}
+      - {series: 'kvrail_process_state{instance="e:9", role="decode", model_name="m", state="loading"}', values: '1x60'}
       - series: 'kvrail_kv_payload_bytes_total{instance="d:9", model_name="m", direction="received"}'
         values: 0+50x60
       - series: 'kvrail_kv_transfer_seconds_sum{instance="d:9", model_name="m", direction="received"}'
@@ -260,7 +263,7 @@ class Prometheus(BaseHTTPRequestHandler):
         query = parse_qs(body)["query"][0]
         labels = {name: "x" for name in ("instance", "stage", "outcome", "state", "codec", "kind", "k", "le", "role")}
         labels |= {name: "x" for name in ("worker", "phase", "reason", "direction", "source", "handler", "status")}
-        labels |= {"prefill_worker": "p", "model_name": "m"}
+        labels |= {"prefill_worker": "p", "model_name": "m", "use": "x"}
         status, result = 200, [{"metric": labels, "value": [0, "1"]}]
         for part, answer in self.wrong.items():
             if part in query:

@@ -16,8 +16,8 @@ from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.worker import EngineMetrics
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "kvrail"
-CASES = ("minimal", "gpu", "hpa", "gateway", "metrics", "everything")
-GPU_CASES = ("gpu", "everything")
+CASES = ("minimal", "gpu", "nvlink", "hpa", "gateway", "metrics", "everything")
+GPU_CASES = ("gpu", "nvlink", "everything")
 OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
 ROLES = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
 
@@ -181,8 +181,8 @@ def test_a_process_takes_the_environment_that_it_is_given(cases, case, role):
     else:
         assert ports["grpc"] == settings.port
         assert ports["metrics"] == settings.metrics_port
-        assert settings.device == ("cuda" if case in GPU_CASES else "cpu")
-        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (case in GPU_CASES)
+        assert settings.device.partition(":")[0] == ("cuda" if case in GPU_CASES else "cpu")
+        assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (case in GPU_CASES and case != "nvlink")
     if role == "prefill":
         assert ports["data"] == settings.data_port
     if case == "everything":
@@ -310,6 +310,9 @@ def test_pools_are_scaled_by_metrics_that_exist(cases):
         {"prefil": {}},
         {"decode": {"replicas": 0}},
         {"worker": {"gpus": 2}},
+        {"kv": {"path": "rdma"}},
+        {"kv": {"path": "sockets", "cudaIpc": True}},
+        {"kv": {"cudaIpc": True}},
         {"router": {"settings": {"Policy": "least-load"}}},
         {"model": {"name": ""}},
         {"router": {"httpRoute": {"enabled": True}}},

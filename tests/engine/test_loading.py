@@ -23,7 +23,9 @@ def test_tells_how_many_bytes_of_the_weights_are_loaded(monkeypatch: pytest.Monk
     total = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     assert sum(tensor_bytes(folder).values()) == total
     monkeypatch.setattr("kvrail.engine.model.loading.GB", 1.0)
-    load_model(str(folder), **OPTIONS)
+    reported = []
+    load_model(str(folder), **OPTIONS, progress=lambda *found: reported.append(found))
+    assert reported[0] == (0, total) and reported[-1] == (total, total) and reported == sorted(reported)
     lines = [record.getMessage() for record in caplog.records if "loading weights" in record.getMessage()]
     assert lines[0].startswith(f"loading weights: {total:.2f} GB in ")
     done = [float(line.split()[2]) for line in lines[1:]]

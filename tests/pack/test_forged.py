@@ -104,7 +104,9 @@ class Forgery:
         """
         self.write(data)
         try:
-            found = PackedWeights().load(self.folder).tensors
+            reported: list[tuple[int, int]] = []
+            found = PackedWeights().load(self.folder, lambda *done: reported.append(done)).tensors
+            assert reported == sorted(reported) and all(done <= total for done, total in reported)
         except ConfigError as error:
             assert str(self.folder / NAME) in str(error)
             assert main(["unpack", str(self.folder), str(self.out)]) == unpacked

@@ -111,7 +111,7 @@ async def test_values_are_those_of_the_metrics(tokenizer: Tokenizer):
 
 async def check_values(cluster: Cluster):
     for decode in cluster.decode:
-        decode.status = status(report=REPORT, running=3, waiting=1)
+        decode.status = status(report=REPORT, running=3, waiting=1, kv_in_clear=True)
     await cluster.complete(prompt=[1, 2, 3], n=2)
     await cluster.complete(prompt=[1, 2], max_tokens=1)
     await cluster.complete(temperature="hot")
@@ -119,6 +119,7 @@ async def check_values(cluster: Cluster):
     await until(lambda: all(worker.answer and worker.answer.running == 3 for worker in pool.decode.values()))
     found = await shown(cluster)
     assert found["shown"] == "all"
+    assert [worker["kv_in_clear"] for worker in found["workers"]] == [False, True, True]
     for outcome in ("stop", "length", "invalid", "error"):
         assert found["outcomes"][outcome] == await cluster.metric(f'kvrail_requests_total{{outcome="{outcome}"}}')
     assert found["outcomes"]["stop"] == found["outcomes"]["length"] == found["outcomes"]["invalid"] == 1

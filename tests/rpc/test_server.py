@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvrail.errors import ConfigError, DeadlineError, KvrailError, RequestCancelledError
 from kvrail.rpc.channel import open_channel
 from kvrail.rpc.client import DecodeClient
-from kvrail.rpc.http_side import start_side_server
+from kvrail.rpc.http_side import side_server
 from kvrail.rpc.server import build_server, serve_until_signal
 from kvrail.wire.v1 import decode_pb2
 
@@ -144,25 +144,25 @@ async def test_failing_drain_is_raised_and_the_server_stops(running):
         await asyncio.wait_for(serving, 10)
 
 
-async def test_side_server():
-    ready = [True]
+def test_side_server():
+    """It answers while this thread runs no loop, as one does that loads a model."""
+    why = [""]
 
-    async def render(path):
-        return f"metrics of {path}\n".encode(), "text/plain; version=1"
+    async def render(path, accept):
+        return f"metrics of {path} for {accept}\n".encode(), "text/plain; version=1"
 
-    port, stop = await start_side_server("127.0.0.1", 0, render, lambda: ready[0])
-    with pytest.raises(ConfigError, match=str(port)):
-        await start_side_server("127.0.0.1", port, render, lambda: True)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-        reply = await client.get("/metrics/vllm")
-        assert reply.text == "metrics of /metrics/vllm\n"
-        assert reply.headers["content-type"] == "text/plain; version=1"
-        assert (await client.get("/metrics")).text == "metrics of /metrics\n"
-        assert (await client.get("/health")).status_code == 200
-        ready[0] = False
-        assert (await client.get("/health")).status_code == 503
-        assert (await client.get("/secrets")).status_code == 404
-    await stop()
+    with side_server("127.0.0.1", 0, render, lambda: why[0]) as port:
+        with pytest.raises(ConfigError, match=str(port)), side_server("127.0.0.1", port, render, lambda: ""):
+            pass
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"accept": "text/openmetrics"}) as client:
+            reply = client.get("/metrics/vllm")
+            assert reply.text == "metrics of /metrics/vllm for text/openmetrics\n"
+            assert reply.headers["content-type"] == "text/plain; version=1"
+            assert client.get("/metrics").text == "metrics of /metrics for text/openmetrics\n"
+            assert client.get("/health").status_code == 200
+            why[0] = "loading: import"
+            reply = client.get("/health")
+            assert (reply.status_code, reply.text) == (503, "loading: import\n")
+            assert client.get("/secrets").status_code == 404
     with pytest.raises(httpx.ConnectError):
-        async with httpx.AsyncClient() as client:
-            await client.get(f"http://127.0.0.1:{port}/health")
+        httpx.get(f"http://127.0.0.1:{port}/health")

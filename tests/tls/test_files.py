@@ -11,7 +11,7 @@ import pytest
 
 from kvrail.cli.main import main
 from kvrail.errors import ConfigError
-from kvrail.rpc.http_side import start_side_server
+from kvrail.rpc.http_side import side_server
 from kvrail.security.tls import ROLES, Tls, parts_of
 from tests.certificates import Authority
 
@@ -132,7 +132,7 @@ def test_what_the_command_refuses(tmp_path, capsys, arguments, match):
     assert not list((tmp_path / "out").glob("*"))
 
 
-async def one_metric(path):
+async def one_metric(path, accept):
     return b"m 1\n", "text/plain"
 
 
@@ -140,8 +140,11 @@ async def test_the_metrics_port_of_a_worker(authority, monkeypatch):
     """Metrics for members of the CA, health for all; another CA is taken over while the port is open."""
     monkeypatch.setattr("kvrail.runtime.watched.LOOK_EVERY_S", 0.0)
     tls = authority.tls("decode")
-    port, stop = await start_side_server("127.0.0.1", 0, one_metric, lambda: True, tls)
+    with side_server("127.0.0.1", 0, one_metric, lambda: "", tls) as port:
+        await ask_the_metrics_port(port, authority)
 
+
+async def ask_the_metrics_port(port, authority):
     def client(of, role=None):
         context = ssl.create_default_context(cafile=str(of.folder / "ca.pem"))
         if role is not None:
@@ -169,4 +172,3 @@ async def test_the_metrics_port_of_a_worker(authority, monkeypatch):
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as plain:
         with pytest.raises(httpx.HTTPError):
             await plain.get("/health")
-    await stop()

@@ -76,13 +76,13 @@ def label_replaced(expr: str, label: str, value: str) -> str:
 def named(expr: str, *, chosen: bool = False) -> str:
     """Series of workers, by `instance`, with the labels `role` and `worker` as the router's series have them.
 
-    A worker that no router has reported is named by its `instance`. chosen: only workers that the board's variable
-    names.
+    A worker that no router has reported, as while it loads, is named by its `instance`. chosen: only workers that the
+    board's variable names.
     """
     worker, instance = (f"{{{WORKER}}}", '{instance=~"$worker"}') if chosen else ("", "")
     known = f'label_replace(kvrail_worker_target{worker}, "instance", "$1", "target", "(.+)")'
     others = (
-        f'label_replace(max by (instance, role) (kvrail_worker_info{instance}), "worker", "$1", "instance", "(.+)")'
+        f'label_replace(max by (instance, role) (kvrail_process_state{instance}), "worker", "$1", "instance", "(.+)")'
     )
     names = f"topk by (instance) (1, {known})\n    or on (instance) {others}"
     return f"({expr})\n  * on (instance) group_left (role, worker) (\n    {names})"

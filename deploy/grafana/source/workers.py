@@ -155,6 +155,36 @@ def _memory() -> list[Panel]:
     ]
 
 
+def _start() -> list[Panel]:
+    return [
+        bars(
+            "Start-up by phase",
+            "What took the time of each worker's last start, or has so far.",
+            "s",
+            _chosen(f"{total('kvrail_worker_start_seconds', by='instance, phase')} > 0.01", ", {{phase}}"),
+            width=8,
+        ),
+        bars(
+            "Codecs compiled",
+            "Time until the kernels were compiled or loaded, by worker.",
+            "s",
+            _chosen(total("kvrail_codec_compile_seconds", by="instance, codec"), ", {{codec}}"),
+            width=8,
+        ),
+        lines(
+            "GPU memory",
+            "By use, over the chosen workers.",
+            "bytes",
+            Query(
+                f"sum by (use) ({named(total('kvrail_worker_memory_bytes', by='instance, use'), chosen=True)})",
+                "{{use}}",
+            ),
+            stacked=True,
+            width=8,
+        ),
+    ]
+
+
 def _processes(ours: str, shown: Callable[[str], Query], cores: str, memory: str, files: str) -> list[Panel]:
     """What processes take.
 
@@ -188,6 +218,7 @@ def _worker_processes() -> list[Panel]:
 def workers() -> Dashboard:
     """What each worker does and holds."""
     sections = {"Load": _load(), "Steps": _steps(), "KV pages": _memory(), "Processes": _worker_processes()}
+    sections["Start and memory"] = _start()
     description = "What each worker does and holds."
     return board("kvrail-workers", "workers", description, sections, of_workers=True)
 

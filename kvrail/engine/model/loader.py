@@ -22,7 +22,7 @@ from kvrail.engine.model.loading import logged_loading
 from kvrail.engine.model.onednn_linear import can_use_onednn, use_onednn
 from kvrail.engine.model.probe import forward, inspect, verify
 from kvrail.engine.model.support import context_limit, refuse_unsupported
-from kvrail.engine.model.weights import LoadedWeights, WeightReader, plain_files
+from kvrail.engine.model.weights import LoadedWeights, Progress, WeightReader, plain_files
 from kvrail.errors import ConfigError, UnsupportedModelError, reason_of
 from kvrail.values.layout import DTYPE_BYTES, KVLayout
 
@@ -87,13 +87,14 @@ def load_model(
     load_format: LoadFormat,
     max_model_len: int = 0,
     packed: WeightReader | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> LoadedModel:
     """Load `model`, a local folder or a Hub name, and probe it.
 
     dtype: "auto" (float32 on a CPU, bfloat16 on CUDA), "float32" or "bfloat16". kv_dtype: a key of
     kvrail.values.layout.DTYPE_BYTES. load_format "dummy" reads the configuration alone and draws random weights from a
     fixed seed on the device. max_model_len 0: the model's own limit. packed: reads folders whose weights are stored in
-    its form and not as safetensors files; the fingerprint is the same for both.
+    its form and not as safetensors files; the fingerprint is the same for both. progress: of the weights.
 
     Raises ConfigError for settings that do not fit the model or the machine, UnsupportedModelError for models that
     paged attention would not run exactly.
@@ -112,8 +113,8 @@ def load_model(
     refuse_unsupported(config)
     register()
     disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are for lines
-    weights = None if stored is None else stored.load(folder)
-    lm = _build(folder, config, compute, place, load_format, weights)
+    weights = None if stored is None else stored.load(folder, progress)
+    lm = _build(folder, config, compute, place, load_format, weights, progress)
     found = inspect(lm, config)
     vocab_size = lm.get_output_embeddings().weight.shape[0]
     if can_use_onednn(lm):
@@ -202,6 +203,7 @@ def _build(
     device: torch.device,
     load_format: LoadFormat,
     weights: LoadedWeights | None,
+    progress: Progress,
 ) -> Any:
     """The model in evaluation mode on `device`, with our attention."""
     try:
@@ -212,7 +214,7 @@ def _build(
         else:
             auto: Any = AutoModelForCausalLM
             options = {"config": config, "use_safetensors": True, "trust_remote_code": False}
-            with logged_loading(folder):
+            with logged_loading(folder, progress):
                 lm = _complete(auto.from_pretrained(folder, dtype=dtype, **options, **_REPORTED), folder)
             lm = lm.to(device)
         lm.set_attn_implementation(NAME)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from kvrail.engine.model.header import read_header
+from kvrail.engine.model.weights import Progress
 
 logger = logging.getLogger("kvrail.worker")
 
@@ -19,15 +20,18 @@ GB = 1e9
 
 
 @contextmanager
-def logged_loading(folder: Path) -> Iterator[None]:
+def logged_loading(folder: Path, progress: Progress) -> Iterator[None]:
     """Log how many bytes of the safetensors files of `folder` transformers has loaded, while the block runs.
 
-    Raises ConfigError where a header is damaged.
+    progress: called as they change. Raises ConfigError where a header is damaged.
     """
     sizes = tensor_bytes(folder)
     total = sum(sizes.values())
     logger.info("loading weights: %.2f GB in %d tensors", total / GB, len(sizes))
-    before = transformers_logging.set_tqdm_hook(lambda _, args, kwargs: _Loading(sizes, total, *args, **kwargs))
+    progress(0, total)
+    before = transformers_logging.set_tqdm_hook(
+        lambda _, args, kwargs: _Loading(sizes, total, progress, *args, **kwargs)
+    )
     try:
         yield
     finally:
@@ -44,8 +48,15 @@ class _Loading:
     """Takes the place of transformers' progress bar: it yields (name, how to load) of each tensor."""
 
     def __init__(
-        self, sizes: Mapping[str, int], total: int, items: Any = (), clock: Callable[[], float] = monotonic, **_: Any
+        self,
+        sizes: Mapping[str, int],
+        total: int,
+        progress: Progress,
+        items: Any = (),
+        clock: Callable[[], float] = monotonic,
+        **_: Any,
     ) -> None:
+        self._progress = progress
         self._sizes, self._total, self._items, self._clock = sizes, total, items, clock
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,6 +67,7 @@ class _Loading:
             yield item
             name = item[0] if isinstance(item, tuple) else ""
             done += self._sizes.get(name, mean)  # where transformers changed the name, the average
+            self._progress(min(done, self._total), self._total)
             if self._clock() - logged > LOG_S:
                 logged = self._clock()
                 logger.info("loading weights: %.2f of %.2f GB", min(done, self._total) / GB, self._total / GB)

@@ -1,11 +1,14 @@
 """Weight files as the loader sees them: plain safetensors files, or files that a service's reader understands."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of weights that are loaded, and all."""
 
 
 class WeightFile(Protocol):
@@ -32,7 +35,7 @@ class WeightReader(Protocol):
 
     pattern: str  # matches the names of its files
 
-    def load(self, folder: Path) -> LoadedWeights:
+    def load(self, folder: Path, progress: Progress) -> LoadedWeights:
         """The weights of a folder that has such files. Raises ConfigError where they cannot be read."""
         ...
 

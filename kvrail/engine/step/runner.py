@@ -17,6 +17,7 @@ from kvrail.engine.sampling.draw import DrawParams
 from kvrail.engine.step.graphs import StepGraphs, batch_sizes
 from kvrail.engine.step.invariance import Finding, check, choose_products
 from kvrail.runtime.tuning import compute_with
+from kvrail.telemetry.startup import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -80,25 +81,28 @@ class ModelRunner:
         else:
             compute_with(self._threads)
 
-    def warm_up(self) -> None:
+    def warm_up(self, enter: Callable[[Phase], None] = lambda _: None) -> None:
         """Compile kernels and capture graphs, so that no request waits for them; then set `finding`.
 
-        Overwrites pages.
+        Overwrites pages. enter: called as each phase begins.
         """
+        enter("compile")
         if self.launches_async:
-            self._warm_up_cuda()
+            self._warm_up_cuda(enter)
         else:
             importlib.import_module("kvrail.engine.attention.cpu")
+        enter("warm_up")
         if self._invariant:
             self.finding = check(self, self._max_running, self._max_tokens)
 
-    def _warm_up_cuda(self) -> None:
+    def _warm_up_cuda(self, enter: Callable[[Phase], None]) -> None:
         self.bind_thread()
         choose_products(invariant=self._invariant)
         if self._wants_compiled:
             compile_layers(self.loaded.layers, self.loaded.projections)
         for slices in self._rehearsals():
             self.execute(slices)
+        enter("capture")
         if self._wants_graphs:
             self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens, self._min_rows)
         fed = Feed(torch.zeros(1, dtype=torch.int64, device=self.loaded.device), [0])

@@ -16,6 +16,7 @@ from kvrail.engine.kv.leases import PageLease
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.errors import IncompatibleError, KvrailError
 from kvrail.rpc.prefill.client import PrefillClient
+from kvrail.runtime.logs import exemplar
 from kvrail.services.decode.choice import LinkSample
 from kvrail.services.decode.progress import Progress, Received
 from kvrail.telemetry.moments import Moment
@@ -113,7 +114,7 @@ class FetchAttempt:
         await unless_silent(self._first, silence_s)
         self._timeline.mark(Moment.KV_COARSE)  # marked already where the codec has several stages
         self._timeline.mark(Moment.KV_COMPLETE)
-        self._parts.meters.transfers.seconds["received"].observe(perf_counter() - self._begun)
+        self._parts.meters.transfers.seconds["received"].observe(perf_counter() - self._begun, example=exemplar())
 
     async def follow_to_end(self) -> None:
         """Follow the call to its end, and put the prefill worker's spans beside those made here."""

@@ -10,6 +10,7 @@ from kvrail.engine.aio import EngineEvents
 from kvrail.engine.request.events import Admitted
 from kvrail.errors import DeadlineError, KvrailError, OverloadedError
 from kvrail.runtime.breaker import Breaker
+from kvrail.runtime.logs import exemplar
 from kvrail.services.decode.fetch_attempt import FetchAttempt
 from kvrail.services.decode.fetcher import Fetcher
 from kvrail.services.decode.prefill_workers import PrefillTarget
@@ -160,7 +161,7 @@ class PromptFetch:
         progress.committed = True
         progress.invariance.received(address, received.numerics)
         if (exposed := progress.exposed_s()) is not None:
-            self._metrics.exposed_seconds.observe(exposed)
+            self._metrics.exposed_seconds.observe(exposed, example=exemplar())
         if received.lossy:
             self._metrics.lossy_requests.inc()
         if received.codec != progress.asked_codec:

@@ -12,6 +12,7 @@ from kvrail.engine.request.requests import EngineRequest
 from kvrail.errors import KvrailError, OverloadedError, TransferAbortedError
 from kvrail.grammar import Grammar, Grammars
 from kvrail.rpc.prefill.replies import PrefillReplies
+from kvrail.runtime.logs import exemplar
 from kvrail.runtime.waiting import settled
 from kvrail.services.prefill.observer import PageObserver
 from kvrail.telemetry.moments import Moment, Timeline
@@ -98,7 +99,7 @@ class PrefillHandler:
             raise
         finally:
             parts.metrics.transfers["sent", outcome].inc()
-            parts.metrics.seconds["sent"].observe(self._timeline.elapsed())
+            parts.metrics.seconds["sent"].observe(self._timeline.elapsed(), example=exemplar())
             parts.observer.forget(self._engine_id)
             self._admitted()
             events.close()

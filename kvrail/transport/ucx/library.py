@@ -38,12 +38,17 @@ def available() -> str:
     return ""
 
 
+def prefers_system() -> bool:
+    """Whether the environment asks for a UCX of the system in place of the wheel's, which has no verbs."""
+    return os.environ.get(PREFER_SYSTEM, "false").lower() != "false"
+
+
 @functools.cache
 def load() -> Library:
     """UCXX, loaded once. Raises ConfigError where it is absent, incomplete or took a UCX that was not asked for."""
     if importlib.util.find_spec("ucxx") is None:
         raise ConfigError(f"transport 'ucx' needs UCXX, which is not installed; {EXTRA}, or use --transport tcp")
-    system = os.environ.get(PREFER_SYSTEM, "false").lower() != "false"
+    system = prefers_system()
     # UCXX loads librmm and libucx in one attempt. Where either is missing it takes a UCX of the system without a word.
     missing = [name for name in ("librmm", "libucx") if importlib.util.find_spec(name) is None]
     if missing and not system:
@@ -57,8 +62,7 @@ def load() -> Library:
             array = importlib.import_module("ucxx._lib.arr").Array
     except (ImportError, OSError) as error:
         raise ConfigError(f"UCXX does not load: {error}; {EXTRA}, or use --transport tcp") from error
-    if not system:
-        _check_origin()
+    _check_origin(system=system)
     return Library(api, array, api.UCXError, api.UCXMessageTruncatedError)
 
 
@@ -79,15 +83,20 @@ def _environment_restored() -> Iterator[None]:
                 del os.environ[name]
 
 
-def _check_origin() -> None:
-    """Raise ConfigError where this process took another UCX than the one that was installed beside UCXX."""
+def _check_origin(*, system: bool) -> None:
+    """Raise ConfigError where this process took another UCX than it was to: the one beside UCXX, or the system's."""
     spec = importlib.util.find_spec("libucx")
     folder = Path(spec.origin).resolve().parent if spec is not None and spec.origin else None
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = {line.split(maxsplit=5)[5] for line in maps if "libucp.so" in line}
-    strange = [path for path in mapped if folder is None or not Path(path).resolve().is_relative_to(folder)]
-    if strange or not mapped:
+    bundled = {path for path in mapped if folder is not None and Path(path).resolve().is_relative_to(folder)}
+    if system and bundled:
         raise ConfigError(
-            f"UCX was loaded from {', '.join(sorted(strange)) or 'nowhere'}, not from {folder}; remove that one from"
-            f" LD_LIBRARY_PATH, or set {PREFER_SYSTEM}=true to mean it"
+            f"{PREFER_SYSTEM} asks for the system's UCX, but {', '.join(sorted(bundled))} was loaded; libucp.so,"
+            " libuct.so, libucs.so, libucm.so and libucs_signal.so, by these names, must be in LD_LIBRARY_PATH"
+        )
+    if not system and (mapped - bundled or not mapped):
+        raise ConfigError(
+            f"UCX was loaded from {', '.join(sorted(mapped - bundled)) or 'nowhere'}, not from {folder}; remove that"
+            f" one from LD_LIBRARY_PATH, or set {PREFER_SYSTEM}=true to mean it"
         )

@@ -2,12 +2,14 @@
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kvrail.engine.model.header import CODED_AS, Tensor, shown
-from kvrail.engine.model.weights import LoadedWeights, WeightFile
+from kvrail.engine.model.weights import LoadedWeights, Progress, WeightFile
 from kvrail.errors import ConfigError
 from kvrail.worker.packed.file import SUFFIX, PackedFile
 from kvrail.worker.packed.source import WEIGHTS
@@ -55,16 +57,18 @@ class PackedWeights:
 
     pattern = WEIGHTS + SUFFIX
 
-    def load(self, folder: Path) -> LoadedWeights:
-        """Decode all packed files of a folder, each tensor on all threads.
+    def load(self, folder: Path, progress: Progress = lambda done, total: None) -> LoadedWeights:
+        """Decode all packed files of a folder, each tensor on all threads. progress: of the bytes on disk.
 
         Raises ConfigError that names file and tensor where something is damaged, and for deltas.
         """
         begun, stored = time.monotonic(), 0
+        paths = sorted(folder.glob(self.pattern))
+        total = sum(path.stat().st_size for path in paths if path.exists())
         files: list[WeightFile] = []
         tensors: dict[str, torch.Tensor] = {}
-        for path in sorted(folder.glob(self.pattern)):
-            image, found = _decoded(path)
+        for path in paths:
+            image, found = _decoded(path, partial(_tell, progress, stored, total))
             files.append(image)
             if twice := next(iter(found.keys() & tensors.keys()), None):
                 raise ConfigError(f"tensor {shown(twice)} of {path} is in another file of its folder too; delete one")
@@ -81,7 +85,12 @@ class PackedWeights:
         return LoadedWeights(tensors, files)
 
 
-def _decoded(path: Path) -> tuple[Image, dict[str, torch.Tensor]]:
+def _tell(progress: Progress, before: int, total: int, done: int) -> None:
+    """Report that `done` bytes of a file are decoded, behind `before` bytes of others."""
+    progress(before + done, total)
+
+
+def _decoded(path: Path, progress: Callable[[int], None]) -> tuple[Image, dict[str, torch.Tensor]]:
     with PackedFile(path) as packed:
         if packed.base is not None:
             raise ConfigError(
@@ -93,5 +102,6 @@ def _decoded(path: Path) -> tuple[Image, dict[str, torch.Tensor]]:
         whole[: len(packed.header.raw)] = memoryview(packed.header.raw)
         for place, tensor in enumerate(packed.header.tensors):
             packed.decode(place, whole[tensor.begin : tensor.end])
+            progress(packed.parts[place].offset + packed.parts[place].size)
         image = Image(packed.name, torch.from_numpy(whole))
         return image, {tensor.name: image.tensor(tensor) for tensor in packed.header.tensors}

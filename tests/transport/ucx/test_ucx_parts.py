@@ -3,8 +3,11 @@
 import asyncio
 import importlib.util
 import os
+import subprocess
+import sys
 import uuid
 import zlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +19,10 @@ from kvrail.config.settings import PrefillSettings
 from kvrail.errors import ConfigError, IncompatibleError, TransferAbortedError
 from kvrail.transport.base import MAX_ADDRESS_BYTES
 from kvrail.transport.regions import RegionPool, host_pool
-from kvrail.transport.ucx import TRANSPORT, UcxSettings, UcxTransport, available, library
+from kvrail.transport.registry import TransportOptions
+from kvrail.transport.ucx import TRANSPORT, UcxSettings, UcxTransport, available, library, network
 from kvrail.transport.ucx.address import UcxAddress
+from kvrail.transport.ucx.network import device_of
 from kvrail.transport.ucx.retired import RetiredBuffers
 from kvrail.transport.ucx.sender import UcxSender
 from kvrail.transport.ucx.tags import DIRECTION_MASK, PAYLOADS, Kind, shorten, tag
@@ -86,7 +91,52 @@ def test_the_environment_overrules_settings(monkeypatch):
     assert "TLS" not in config
     assert config["NET_DEVICES"] == "lo"
     monkeypatch.delenv("UCX_TLS")
+    assert device_of("127.0.0.1") == device_of("localhost") == "lo"
+    with pytest.raises(ConfigError, match=r"--ucx-host 192.0.2.1 is 192.0.2.1, but this machine has 127.0.0.1 \(lo\)"):
+        device_of("192.0.2.1")
+    with pytest.raises(ConfigError, match=r"--ucx-host nobody.invalid: .*; name an address of this machine"):
+        device_of("nobody.invalid")
     assert UcxSettings().config(on_device=True)["TLS"] == "tcp,cma,self,cuda_copy,cuda_ipc"
+
+
+def test_rdma_is_taken_where_there_are_devices_and_a_ucx_that_knows_them(monkeypatch, tmp_path):
+    for name, net in (("mlx5_0", "lo"), ("mlx5_1", "eth7"), ("ib0", "")):  # RoCE on two networks, InfiniBand without IP
+        (tmp_path / name / "ports" / "1").mkdir(parents=True)
+        if net:
+            (tmp_path / name / "device" / "net" / net).mkdir(parents=True)
+    monkeypatch.setattr(network, "RDMA", tmp_path)
+    assert network.rdma_ports() == ["ib0:1", "mlx5_0:1", "mlx5_1:1"]
+    assert network.devices_of("127.0.0.1") == "lo,ib0:1,mlx5_0:1"
+    config = UcxSettings(rdma=True).config(on_device=True)
+    assert config["TLS"] == "rc,ud,tcp,cma,self,cuda_copy,cuda_ipc"
+
+
+@pytest.mark.parametrize(("system", "rdma"), [("true", True), ("false", False)])
+async def test_the_wheels_ucx_is_not_asked_for_rdma(monkeypatch, tmp_path, system, rdma):
+    (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    monkeypatch.setattr(network, "RDMA", tmp_path)
+    monkeypatch.setenv(library.PREFER_SYSTEM, system)
+    found = []
+
+    async def start(**options):
+        found.append(options["settings"])
+
+    monkeypatch.setattr(UcxTransport, "start", start)
+    await TRANSPORT.start(TransportOptions(torch.device("cpu"), pool=host_pool(4096), ucx_host="127.0.0.1"))
+    (settings,) = found
+    assert settings.rdma == rdma
+    assert settings.extra == {"NET_DEVICES": "lo,mlx5_0:1" if rdma else "lo"}
+
+
+def test_a_system_without_ucx_is_not_served_by_the_wheels():
+    """UCXX's loader falls back to the wheel's without a word."""
+    if why := available():
+        pytest.skip(why)
+    code = "from kvrail.transport.ucx import available; print(available())"
+    environment = os.environ | {library.PREFER_SYSTEM: "true"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    if "libucp" in done.stdout:
+        assert "asks for the system's UCX, but" in done.stdout and "LD_LIBRARY_PATH" in done.stdout
 
 
 @pytest.fixture
@@ -199,5 +249,5 @@ async def test_workers_poll_on_a_gpu_with_cores_to_spare(monkeypatch, device, co
     monkeypatch.setattr(UcxTransport, "start", start)
     monkeypatch.setattr(transports, "_cores", lambda: cores)
     settings = PrefillSettings(transport="ucx")
-    await TRANSPORT.start(transports._options(settings, torch.device(device), pool=host_pool(4096)))
+    await TRANSPORT.start(replace(transports._options(settings, torch.device(device)), pool=host_pool(4096)))
     assert spins == [polls]

@@ -4,19 +4,13 @@ import logging
 import time
 from typing import Any
 
-from kvrail.runtime.logs import request_id, trace_ids
+from kvrail.runtime.logs import exemplar
 from kvrail.services.router.generate.generation import Generation
 from kvrail.services.router.values import Delta, Drafted, Updates
 from kvrail.telemetry.moments import Moment, Timeline
 from kvrail.telemetry.router import COUNTED_TOKENS, RouterMetrics
 
 log = logging.getLogger("kvrail.router.observe")
-
-
-def _example() -> dict[str, str]:
-    """What leads from a metric to the current request: its trace's id, or without one its own."""
-    ids = trace_ids.get()
-    return {"request_id": request_id.get()} if ids is None else {"trace_id": ids[0]}
 
 
 class RequestRecord:
@@ -57,7 +51,7 @@ class RequestRecord:
     def _begun(self) -> None:
         """Take note of the first token."""
         self.first_token_s = self._timeline.elapsed()
-        self._metrics.time_to_first_token.observe(self.first_token_s, example=_example())
+        self._metrics.time_to_first_token.observe(self.first_token_s, example=exemplar())
         self._metrics.waiting.dec()
         self._metrics.running.inc()
 
@@ -97,7 +91,7 @@ class RequestRecord:
         total = self._timeline.mark(Moment.RESPONDED)
         prompt_tokens = 0 if generation is None else generation.plan.prompt_tokens
         if outcome in ("stop", "length") and generation is not None:
-            metrics.request_seconds.observe(total, example=_example())
+            metrics.request_seconds.observe(total, example=exemplar())
             for name, seconds in self._timeline.parts().items():
                 metrics.stage_seconds[name].observe(seconds)
             self._observe_phases()

@@ -47,7 +47,8 @@ class Card {
     this.detail.textContent = worker.detail ?? "";
     this.detail.hidden = !worker.detail;
     const about = [worker.device && `${worker.device}, ${bytes(worker.memory_used)} of ${bytes(worker.memory_total)} memory`,
-      worker.compiling?.length && `compiles ${worker.compiling.join(", ")}`].filter(Boolean);
+      worker.compiling?.length && `compiles ${worker.compiling.join(", ")}`,
+      worker.kv_in_clear && "KV crosses unencrypted"].filter(Boolean);
     this.device.textContent = about.join("; ");
     this.device.hidden = about.length === 0;
     const known = worker.pages_total !== undefined;

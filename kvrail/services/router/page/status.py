@@ -179,6 +179,7 @@ def _more(worker: Worker) -> dict[str, Any]:
         "memory_used": answer.report.memory_used,
         "memory_total": answer.report.memory_total,
         "compiling": list(answer.report.compiling),
+        "kv_in_clear": answer.kv_in_clear,
     }
 
 
