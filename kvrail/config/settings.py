@@ -256,7 +256,9 @@ class WorkerSettings(ServiceSettings):
         300.0,
         description="longest engine step or event-loop turn, in seconds; a worker that takes longer exits",
     )
-    max_running: PositiveInt = Field(64, description="most sequences in one engine step")
+    max_running: int = Field(
+        0, ge=0, description="most sequences in a step; 0: 64; 64 to 256, by its pages, on a GPU that decodes"
+    )
     max_waiting: PositiveInt = Field(256, description="most waiting requests; more are refused as overload")
     prefix_cache: bool = Field(True, description="reuse pages of finished requests for prompts with the same beginning")
     eager: bool = Field(False, description="on CUDA, run steps without CUDA graphs and without torch.compile")

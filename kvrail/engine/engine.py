@@ -179,6 +179,11 @@ class Engine:
         return not self._stopping and self._failures < MAX_FAILURES
 
     @property
+    def max_running(self) -> int:
+        """Most sequences that it runs at once."""
+        return self._scheduler.budget.max_running
+
+    @property
     def step_seconds(self) -> float:
         """For how long the present step has run; 0 between steps."""
         since = self._stepping_since
