@@ -1,6 +1,6 @@
 """How many tokens go into an engine's step, by its device and its part in the cluster."""
 
-from kvrail.config.settings import WorkerSettings
+from kvrail.config.settings import DecodeSettings, WorkerSettings
 from kvrail.engine.schedule.chunks import StepBudget
 
 MIXED_TOKENS = 512
@@ -35,6 +35,13 @@ def helping_tokens(settings: WorkerSettings) -> int:
     return settings.mixed_batch_tokens or (MIXED_TOKENS_CPU if settings.device == "cpu" else HELPING_TOKENS)
 
 
+def gap_seconds(settings: WorkerSettings) -> float:
+    """Longest step in which sequences decode; 0: no limit. A CPU computes few tokens in any limit that suits a GPU."""
+    if not isinstance(settings, DecodeSettings) or settings.device == "cpu":
+        return 0.0
+    return settings.slo_gap_ms / 1e3
+
+
 def most_running(settings: WorkerSettings, num_pages: int) -> int:
     """Most sequences of a step: what was asked for, or as many as the pages hold with PLACE_TOKENS each."""
     if settings.max_running or settings.device == "cpu" or settings.roles == ("prefill",):
@@ -52,4 +59,5 @@ def limits_of(settings: WorkerSettings, vocab_size: int, max_running: int) -> St
         mixed_tokens(settings),
         max(LEAST_PROMPT_ROWS, PROMPT_LOGITS_BYTES // (4 * vocab_size)),
         helping_tokens(settings),
+        gap_seconds(settings),
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrail.config.settings import BothSettings, DecodeSettings, PrefillSettings
-from kvrail.worker.budgets import LEAST_PLACES, MOST_PLACES, most_running
+from kvrail.worker.budgets import LEAST_PLACES, MOST_PLACES, gap_seconds, most_running
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,17 @@ def test_places_follow_the_pages_of_a_gpu(cls, device, pages, places):
 
 def test_what_was_asked_for_counts():
     assert most_running(DecodeSettings(model="m", device="cuda", max_running=7), 5_400) == 7
+
+
+def test_gap_limits_are_for_gpus_that_decode():
+    found = [
+        gap_seconds(each)
+        for each in (
+            BothSettings(model="m", device="cuda"),
+            DecodeSettings(model="m", device="cuda:1", slo_gap_ms=20),
+            DecodeSettings(model="m", device="cuda", slo_gap_ms=0),
+            DecodeSettings(model="m", device="cpu"),
+            PrefillSettings(model="m", device="cuda"),
+        )
+    ]
+    assert found == [0.03, 0.02, 0, 0, 0]
