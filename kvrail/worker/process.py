@@ -257,7 +257,7 @@ def _show_device(registry: Registry, settings: WorkerSettings, loaded: LoadedMod
     show_worker(
         registry,
         settings.model_name,
-        role=settings.table,
+        role="both" if len(settings.roles) > 1 else settings.table,
         device=device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         kv_cache=settings.kv_dtype,

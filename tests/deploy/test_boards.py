@@ -259,7 +259,9 @@ class Prometheus(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["content-length"])).decode()
         query = parse_qs(body)["query"][0]
         labels = {name: "x" for name in ("instance", "stage", "outcome", "state", "codec", "kind", "k", "le", "role")}
-        labels |= {name: "x" for name in ("worker", "phase", "reason", "direction", "source", "handler", "status")}
+        labels |= {
+            name: "x" for name in ("worker", "phase", "reason", "direction", "source", "handler", "status", "way")
+        }
         labels |= {"prefill_worker": "p", "model_name": "m"}
         status, result = 200, [{"metric": labels, "value": [0, "1"]}]
         for part, answer in self.wrong.items():
