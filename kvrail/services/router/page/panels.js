@@ -70,11 +70,11 @@ function waysOf(ways) {
   const names = { here: "where they decode", apart: "on another worker" };
   const entries = Object.entries(ways ?? {}).map(([way, reasons]) => [way, Object.entries(reasons).filter(([, value]) => value)]);
   const all = entries.flatMap(([, reasons]) => reasons).reduce((sum, [, value]) => sum + value, 0);
-  const told = entries.filter(([, reasons]) => reasons.length).map(([way, reasons]) => {
+  const shares = entries.filter(([, reasons]) => reasons.length).map(([way, reasons]) => {
     const share = reasons.reduce((sum, [, value]) => sum + value, 0) / all;
     return `${percent(share)} ${names[way]} (${reasons.map(([reason, value]) => `${reason} ${percent(value / all)}`).join(", ")})`;
   });
-  return told.length ? `prompts computed: ${told.join("; ")}` : "";
+  return shares.length ? `prompts computed: ${shares.join("; ")}` : "";
 }
 
 // The router's own queue: how full it is, and for whom.
