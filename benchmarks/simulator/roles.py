@@ -97,7 +97,7 @@ def main() -> None:
     steps = (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)
     both = RolesSimulation(count)
     jobs = both.run(phases(steps, count, seconds)).jobs
-    heads = "phase", "requests/s", "both roles", "95 % of the best split after", "computed apart (sd)", "best fixed split"
+    heads = "phase", "requests/s", "both roles", "95 % of the best split after", "computed apart (sd)", "best split"
     print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for number, step in enumerate(steps):
         begin, end = number * seconds + arguments.settle_s, (number + 1) * seconds
