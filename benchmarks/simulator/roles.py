@@ -11,6 +11,7 @@ import argparse
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import mean, pstdev
 
 from benchmarks.simulator.cluster import Simulation
 from benchmarks.simulator.trace import Request
@@ -69,6 +70,13 @@ def goodput(jobs: Sequence[Job], begin: float, end: float, slo: Slo | None = Non
     return sum(came) / len(came)
 
 
+def settled_s(jobs: Sequence[Job], begin: float, end: float, least: float, window_s: float = 3.0) -> float:
+    """Seconds from `begin` until every later window has at least this goodput."""
+    windows = [begin + number * window_s for number in range(int((end - begin) / window_s))]
+    late = [each for each in windows if goodput(jobs, each, each + window_s) < least]
+    return max(late, default=begin - window_s) + window_s - begin
+
+
 def turns(ways: Sequence[tuple[float, str, str]], begin: float, end: float, window_s: float = 1.0) -> list[float]:
     """The share of prompts that were computed apart, by window."""
     counts: dict[int, list[bool]] = {}
@@ -89,7 +97,8 @@ def main() -> None:
     steps = (PREFILL_HEAVY, DECODE_HEAVY, PREFILL_HEAVY)
     both = RolesSimulation(count)
     jobs = both.run(phases(steps, count, seconds)).jobs
-    print("| phase | requests/s | both roles | computed apart | best fixed split |\n|---|---|---|---|---|")
+    heads = "phase", "requests/s", "both roles", "95 % of the best split after", "computed apart (sd)", "best split"
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for number, step in enumerate(steps):
         begin, end = number * seconds + arguments.settle_s, (number + 1) * seconds
         shares = turns(both.ways, begin, end)
@@ -98,8 +107,10 @@ def main() -> None:
             alone = RolesSimulation(count, round(share * count)).run(phases([step], count, seconds)).jobs
             fixed[share] = goodput(alone, arguments.settle_s, seconds)
         best = max(fixed, key=fixed.__getitem__)
-        print(f"| {step.name} | {step.rate * count:.0f} | {goodput(jobs, begin, end):.1%}", end=" | ")
-        print(f"{sum(shares) / len(shares):.0%} | {fixed[best]:.1%} ({best:.0%} prefill) |", flush=True)
+        after = settled_s(jobs, number * seconds, end, 0.95 * fixed[best])
+        print(f"| {step.name} | {step.rate * count:.0f} | {goodput(jobs, begin, end):.1%} | {after:.0f} s", end=" | ")
+        print(f"{mean(shares):.0%} ({pstdev(shares):.2f})", end=" | ")
+        print(f"{fixed[best]:.1%} ({best:.0%} prefill) |", flush=True)
 
 
 if __name__ == "__main__":

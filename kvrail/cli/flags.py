@@ -72,6 +72,8 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "max_concurrent_requests",
             "prefill_wait_s",
             "newcomer_share",
+            "slo_ttft_ms",
+            "slo_gap_ms",
             "priorities",
             "trust_request_chat_template",
             "policy",

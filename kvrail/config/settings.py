@@ -35,7 +35,9 @@ MAX_FRAME_BYTES = 64 << 20
 """KV of a frame, before encoding; NVLink takes 0.2 ms for it, and larger frames gain nothing."""
 FRAMES_IN_MEMORY = 8
 """Frames that a decode worker's transfer memory holds at least: some are received while others are decoded."""
-
+GAP_LIMIT: float = Field(
+    30.0, ge=0, description="time between two tokens of a stream, in ms, that prompts beside it must keep; 0: no limit"
+)
 
 WorkerRole = Literal["prefill", "decode"]
 
@@ -191,9 +193,7 @@ class RouterSettings(ServiceSettings):
     slo_ttft_ms: PositiveFloat = Field(
         500.0, description="time to the first token, in ms, that the router keeps where workers prefill and decode"
     )
-    slo_gap_ms: PositiveFloat = Field(
-        30.0, description="time between two tokens of a stream, in ms, that it keeps there"
-    )
+    slo_gap_ms: float = GAP_LIMIT
     priorities: bool = Field(
         False, description="let requests set a priority among their client's requests; lower is earlier"
     )
@@ -256,7 +256,9 @@ class WorkerSettings(ServiceSettings):
         300.0,
         description="longest engine step or event-loop turn, in seconds; a worker that takes longer exits",
     )
-    max_running: PositiveInt = Field(64, description="most sequences in one engine step")
+    max_running: int = Field(
+        0, ge=0, description="most sequences in a step; 0: 64; 64 to 256, by its pages, on a GPU that decodes"
+    )
     max_waiting: PositiveInt = Field(256, description="most waiting requests; more are refused as overload")
     prefix_cache: bool = Field(True, description="reuse pages of finished requests for prompts with the same beginning")
     eager: bool = Field(False, description="on CUDA, run steps without CUDA graphs and without torch.compile")
@@ -322,6 +324,7 @@ class DecodeSettings(WorkerSettings):
         min_length=1,
         description="KV codec; auto: the one that gives tokens soonest on the measured link",
     )
+    slo_gap_ms: float = GAP_LIMIT
     allow_lossy: bool = Field(False, description="allow lossy KV codecs, in --codec and in requests")
     max_drafts: int = Field(
         64, ge=0, description="most tokens drafted while later stages of the KV are transferred; 0: none"

@@ -22,7 +22,6 @@ from kvrail.engine.request.events import Delivery, LayerListener, LayerProgress
 from kvrail.engine.request.requests import EngineRequest, ModelLimits, check_request
 from kvrail.engine.sampling.masks import MaskFinder
 from kvrail.engine.sampling.sampler import Sampler
-from kvrail.engine.schedule.cost import StepCostModel
 from kvrail.engine.schedule.launch_delay import LaunchDelay
 from kvrail.engine.schedule.planning import Step
 from kvrail.engine.schedule.scheduler import Scheduler
@@ -85,7 +84,7 @@ class Engine:
         self._failures = 0
         self._stepping_since: float | None = None
         self._preemptions = 0
-        self.step_cost = StepCostModel()
+        self.step_cost = scheduler.cost
         self._launch_delay = LaunchDelay()
         self.steps = 0  # that have ended
         self._stopping = False
@@ -177,6 +176,11 @@ class Engine:
     def alive(self) -> bool:
         """Whether it takes requests; once it has given up it never does again."""
         return not self._stopping and self._failures < MAX_FAILURES
+
+    @property
+    def max_running(self) -> int:
+        """Most sequences that it runs at once."""
+        return self._scheduler.budget.max_running
 
     @property
     def step_seconds(self) -> float:

@@ -11,6 +11,7 @@ from kvrail.config.origins import explain
 from kvrail.config.settings import WorkerSettings
 from kvrail.config.types import ComputeDtype, KVDtype
 from kvrail.errors import ConfigError
+from kvrail.worker.budgets import MOST_PLACES
 
 WAITING_FACTOR = 4
 """Requests that the engine holds, for each sequence that it runs at once; further prompts wait outside of it."""
@@ -63,4 +64,4 @@ class LLMSettings(WorkerSettings):
             first = error.errors(include_url=False)[0]
             key = str(first["loc"][0])
             raise ConfigError(explain(cls.table, cls.model_fields, key, key, first)) from None
-        return settings.model_copy(update={"max_waiting": WAITING_FACTOR * settings.max_running})
+        return settings.model_copy(update={"max_waiting": WAITING_FACTOR * (settings.max_running or MOST_PLACES)})

@@ -4,10 +4,10 @@ Each client has a counter of the tokens that were computed for it; the waiting c
 client that returns after a pause starts at the smallest counter of the busy ones, so turns cannot be saved up. (Y.
 Sheng et al., Fairness in serving large language models, OSDI 2024: virtual token counters.)
 
-Turns alone do not help a newcomer while one client's long outputs hold every place. So the last places
-stay free: a client may hold at most a certain multiple of the free places, which leaves a share to clients with few.
-(A. K. Choudhury and E. L. Hahne, Dynamic queue length thresholds for shared-memory packet switches, IEEE/ACM ToN 6(2),
-1998.)
+A client may hold at most a certain multiple of the free places, which leaves a share to clients with few. (A. K.
+Choudhury and E. L. Hahne, Dynamic queue length thresholds for shared-memory packet switches, IEEE/ACM ToN 6(2), 1998.)
+No place stays empty while a prompt waits: those that no client within its share can use are lent to the others. They
+come back as soon as a client within its share waits: it takes them from those that borrowed last.
 """
 
 import heapq
@@ -23,13 +23,19 @@ PATIENCE = 64
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A prompt that waits. places: sequences that it needs room for. priority: within its client; lower is earlier."""
+    """A prompt that waits. places: sequences that it needs room for. priority: within its client; lower is earlier.
+
+    passed: prompts that were served before it because it found no room. lent: its places are, or would be, beyond the
+    share of its client. took: it has taken lent places back, which it does once.
+    """
 
     client: str
     places: int
     tokens: int
     priority: int = 0
     passed: int = 0
+    lent: bool = False
+    took: bool = False
     order: tuple[int, int] = field(default=(0, 0))
 
     def __lt__(self, other: "Ticket") -> bool:
@@ -55,6 +61,7 @@ class FairQueue:
         self._waiting: dict[str, list[Ticket]] = {}  # a heap each
         self._served: Counter[str] = Counter()  # weighted tokens of clients that wait or hold something
         self._held: Counter[str] = Counter()  # places
+        self._lent: dict[str, list[Ticket]] = {}  # tickets that hold places beyond their client's share, oldest first
         self._numbers = 0
         self._gone: set[Ticket] = set()  # in a heap still
         self._length = 0
@@ -87,26 +94,36 @@ class FairQueue:
         self._tidy(ticket.client)
 
     def turns(self, free: int) -> Iterator[Ticket]:
-        """The first ticket of each client that may have places of those that are free, the client served least first.
+        """The first ticket of each client: of clients within their share of the `free` places, then of the others.
 
-        A client that holds nothing may have any. The caller takes the first that fits. A ticket that PATIENCE others
-        have passed is the last one.
+        Among either, the client served least is first. A client that holds nothing is within its share, and places that
+        are lent count as free. The caller takes the first that fits. A ticket that PATIENCE others have passed is the
+        last one.
         """
-        for client in sorted(self._waiting, key=lambda each: (self._served[each], self._waiting[each][0].order)):
-            ticket = self._waiting[client][0]
-            held = self._held.get(client, 0)
-            if not held or fair(held, ticket.places, free, self._share):
-                yield ticket
-                if ticket.passed >= PATIENCE:
-                    return
+        free += sum(ticket.places for tickets in self._lent.values() for ticket in tickets)
+        for rank, ticket in sorted((self._rank(client, free), tickets[0]) for client, tickets in self._waiting.items()):
+            ticket.lent = rank[0]
+            yield ticket
+            if ticket.passed >= PATIENCE:
+                return
 
     def granted(self, ticket: Ticket, passed: Iterable[Ticket] = ()) -> None:
         """The ticket has its places; its prompt is computed. passed: those before it, for which there was no room."""
         for other in passed:
             other.passed += 1
         self._held[ticket.client] += ticket.places
+        if ticket.lent:
+            self._lent.setdefault(ticket.client, []).append(ticket)
         self.charge(ticket.client, ticket.tokens)
         self.remove(ticket)
+
+    def borrowed(self, ticket: Ticket) -> Ticket | None:
+        """The ticket that is to give its places back to this one, which no room was found for; None: it has to wait."""
+        if ticket.lent or ticket.took:
+            return None
+        others = sorted((len(lent), client) for client, lent in self._lent.items() if client != ticket.client)
+        candidates = (each for _, client in reversed(others) for each in reversed(self._lent[client]))
+        return next((each for each in candidates if each.places >= ticket.places), None)
 
     def charge(self, client: str, tokens: int) -> None:
         """Tokens were computed for a client."""
@@ -115,9 +132,23 @@ class FairQueue:
     def ended(self, ticket: Ticket) -> None:
         """The ticket's places are free again."""
         self._held[ticket.client] -= ticket.places
+        if lent := self._lent.get(ticket.client):
+            own = (
+                ticket if ticket.lent else lent[0]
+            )  # where a place of its own ends, one that it has borrowed takes over
+            lent.remove(own)
+            own.lent = False
+            if not lent:
+                del self._lent[ticket.client]
         if self._held[ticket.client] <= 0:
             del self._held[ticket.client]
         self._tidy(ticket.client)
+
+    def _rank(self, client: str, free: int) -> tuple[bool, int, tuple[int, int]]:
+        """The lower, the sooner it is the client's turn: whether it is beyond its share, its tokens, its order."""
+        held, ticket = self._held.get(client, 0), self._waiting[client][0]
+        beyond = held > 0 and not fair(held, ticket.places, free, self._share)
+        return beyond, self._served[client], ticket.order
 
     def _push(self, ticket: Ticket) -> None:
         client = ticket.client

@@ -38,7 +38,7 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
-from kvrail.worker.budgets import limits_of, mixed_tokens
+from kvrail.worker.budgets import limits_of, mixed_tokens, most_running
 from kvrail.worker.device import bytes_of, device_name, device_now
 from kvrail.worker.monitor import Monitor
 from kvrail.worker.observing import KVMeters
@@ -103,7 +103,7 @@ class Worker:
             transports=transports,
             running=load.running,
             waiting=load.waiting,
-            max_running=settings.max_running,
+            max_running=self.engine.max_running,
             max_waiting=settings.max_waiting,
             pages_total=counts.free + counts.used + counts.cached,
             pages_free=counts.free,
@@ -190,7 +190,7 @@ def build_engine(
     engine = Engine(
         runner,
         sampler,
-        Scheduler(pool, limits_of(settings, loaded.vocab_size)),
+        Scheduler(pool, limits_of(settings, loaded.vocab_size, runner.max_running)),
         ModelLimits(loaded.vocab_size, loaded.max_model_len, loaded.eos_token_ids),
         tokenizer,
         measured,
@@ -257,7 +257,7 @@ def _show_device(registry: Registry, settings: WorkerSettings, loaded: LoadedMod
     show_worker(
         registry,
         settings.model_name,
-        role=settings.table,
+        role="both" if len(settings.roles) > 1 else settings.table,
         device=device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         kv_cache=settings.kv_dtype,
@@ -294,7 +294,7 @@ def _load(settings: WorkerSettings, weights: WeightForms, startup: Startup) -> t
     runner = ModelRunner(
         loaded,
         num_pages,
-        max_running=settings.max_running,
+        max_running=most_running(settings, num_pages),
         max_batch_tokens=settings.max_batch_tokens,
         cuda_graphs=not settings.eager,
         compile=not settings.eager,

@@ -1,4 +1,7 @@
-"""Two prefill workers, two decode workers and a router, each a process that can be killed, stopped and cut off."""
+"""Four workers and a router, each a process that can be killed, stopped and cut off.
+
+Two workers prefill and two decode, or all four do both.
+"""
 
 import os
 import signal
@@ -26,20 +29,25 @@ PAGES = 96
 
 
 class Cluster:
-    """Run inside the hub's namespace."""
+    """Run inside the hub's namespace. decodes: the workers that decode."""
 
-    def __init__(self, ground: Ground, folder: Path, models: Sequence[Path], transport: str) -> None:
-        """`models`: what all serve, and one of the same shape with other weights. transport: of the KV."""
+    def __init__(self, ground: Ground, folder: Path, models: Sequence[Path], transport: str, both: bool) -> None:
+        """`models`: what all serve, and one of the same shape with other weights. transport: of the KV.
+
+        both: all workers prefill and decode.
+        """
         self.ground = ground
         self.url = f"http://{HUB_HOST}:{HTTP_PORT}"
         self._folder = folder
         self._models = models
         self._transport = transport
+        self._both = both
+        self.decodes = (*PREFILL, *DECODE) if both else DECODE
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         for number in (*PREFILL, *DECODE):
             self.start(number)
-        targets = [",".join(map(self.target, numbers)) for numbers in (DECODE, PREFILL)]
-        flags = ["--decode-workers", targets[0], "--prefill-workers", targets[1]]
+        named = {"--workers": self.decodes} if both else {"--decode-workers": DECODE, "--prefill-workers": PREFILL}
+        flags = [part for flag, numbers in named.items() for part in (flag, ",".join(map(self.target, numbers)))]
         self._router = self._launch("router", "router", HUB_HOST, HTTP_PORT, [], self._models[0], *flags)
 
     def target(self, number: int) -> str:
@@ -48,10 +56,10 @@ class Cluster:
 
     def start(self, number: int, other_weights: bool = False) -> None:
         """Start a worker at the address that it always has."""
-        role = "prefill" if number in PREFILL else "decode"
+        role = "worker" if self._both else "prefill" if number in PREFILL else "decode"
         memory = str(kv_gib(self._models[0], PAGES))
         flags = ["--kv-dtype", "bfloat16", "--kv-memory-gib", memory, "--transport", self._transport]
-        if role == "decode":
+        if role != "prefill":
             flags += ["--local-prefill-tokens", "16"]
         inside = self.ground.inside(self.ground.workers[number])
         name, host = f"{role}-{number}", self.ground.host(number)
@@ -88,7 +96,7 @@ class Cluster:
             said = httpx.get(f"{self.url}/health", timeout=5).json()
         except httpx.HTTPError:
             return {}
-        return said["decode_workers"] | said["prefill_workers"]
+        return said["decode_workers"] | said["prefill_workers"] | said["workers"]
 
     def healthy(self) -> set[int]:
         """Workers that take requests."""

@@ -68,8 +68,10 @@ SCENARIOS: dict[str, tuple[tuple[int, ...], tuple[Fault, ...]]] = {
     "slow links": (ALL, (slowed,)),
     "upgrades": (ALL, (replaced,)),
     "other weights": (ALL, (bewitched,)),
+    "both roles": (ALL, (killed, stopped, replaced)),
 }
-"""Whom a scenario befalls, and what."""
+"""Whom a scenario befalls, and what. In the last one every worker prefills and decodes."""
+BOTH = "both roles"
 
 
 async def befall(cluster: Cluster, scenario: str, seed: int, done: list[str]) -> None:
@@ -84,8 +86,8 @@ async def befall(cluster: Cluster, scenario: str, seed: int, done: list[str]) ->
             await asyncio.sleep(rng.uniform(*PAUSE_S))
             healthy = await asyncio.to_thread(cluster.healthy)
             able = healthy - {worker for worker, task in under_way.items() if not task.done()}
-            spare = able & set(DECODE)
-            choice = [w for w in victims if w in able and (w in PREFILL or len(spare) > 1)]
+            spare = able & set(cluster.decodes)
+            choice = [w for w in victims if w in able and (w not in cluster.decodes or len(spare) > 1)]
             if choice:
                 worker, fault = rng.choice(choice), rng.choice(faults)
                 done.append(f"{fault.__name__} {worker}")

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from tests.chaos.cluster import Cluster
-from tests.chaos.faults import SCENARIOS, befall
+from tests.chaos.faults import BOTH, SCENARIOS, befall
 from tests.chaos.ground import Ground
 from tests.chaos.load import ask, bodies, storm
 
@@ -82,7 +82,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     ground = Ground(args.hub, tuple(args.workers.split(",")))
-    cluster = Cluster(ground, args.folder, [Path(model) for model in args.models.split(",")], args.transport)
+    models = [Path(model) for model in args.models.split(",")]
+    cluster = Cluster(ground, args.folder, models, args.transport, args.scenario == BOTH)
     try:
         cluster.settled()
         report = asyncio.run(weather(cluster, args.scenario, args.requests, args.seed))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.chaos.cluster import ROOT
-from tests.chaos.faults import SCENARIOS
+from tests.chaos.faults import BOTH, SCENARIOS
 from tests.chaos.ground import laid
 from tests.models import tiny_model
 
@@ -24,7 +24,7 @@ NO_LOSS = ("upgrades", "slow links")
 chaos = pytest.mark.chaos
 
 
-IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades")
+IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades", BOTH)
 """Scenarios in which no link is harmed: UCX finds a way between processes of one machine that passes none."""
 
 
@@ -33,7 +33,8 @@ IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades")
     ("name", "transport"),
     [
         ("everything", "tcp"),
-        *(pytest.param(name, "tcp", marks=chaos) for name in SCENARIOS if name != "everything"),
+        (BOTH, "tcp"),
+        *(pytest.param(name, "tcp", marks=chaos) for name in SCENARIOS if name not in ("everything", BOTH)),
         *(pytest.param(name, "ucx", marks=chaos) for name in IN_ONE_MACHINE),
     ],
 )

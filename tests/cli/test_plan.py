@@ -140,14 +140,14 @@ def test_the_file_reaches_the_services_and_up_itself(tmp_path, model):
     )
     cluster = plan(config=path, model=model)
     router, prefill, *decode = map(settings_of, cluster.processes)
-    assert (router.max_body_bytes, prefill.page_size, prefill.max_running) == (5, 8, 64)
+    assert (router.max_body_bytes, prefill.page_size, prefill.max_running) == (5, 8, 0)
     assert [each.max_running for each in decode] == [3, 3]
 
 
 def test_a_mistake_in_a_services_table_is_found_before_anything_starts(tmp_path, model):
     path = tmp_path / "cluster.toml"
-    path.write_text("[decode]\nmax_running = 0\n")
-    with pytest.raises(ConfigError, match=r"max_running in .*cluster\.toml: 0"):
+    path.write_text("[decode]\nmax_running = -1\n")
+    with pytest.raises(ConfigError, match=r"max_running in .*cluster\.toml: -1"):
         plan(config=path, model=model)
 
 

@@ -263,7 +263,7 @@ class Prometheus(BaseHTTPRequestHandler):
         query = parse_qs(body)["query"][0]
         labels = {name: "x" for name in ("instance", "stage", "outcome", "state", "codec", "kind", "k", "le", "role")}
         labels |= {name: "x" for name in ("worker", "phase", "reason", "direction", "source", "handler", "status")}
-        labels |= {"prefill_worker": "p", "model_name": "m", "use": "x"}
+        labels |= {"prefill_worker": "p", "model_name": "m", "use": "x", "way": "x"}
         status, result = 200, [{"metric": labels, "value": [0, "1"]}]
         for part, answer in self.wrong.items():
             if part in query:

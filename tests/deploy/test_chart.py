@@ -11,15 +11,22 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from kvrail.config.settings import DecodeSettings, PrefillSettings, RouterSettings
+from kvrail.config.settings import BothSettings, DecodeSettings, PrefillSettings, RouterSettings
+from kvrail.security.tls import parts_of, role_host, role_uri
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.worker import EngineMetrics
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "kvrail"
-CASES = ("minimal", "gpu", "nvlink", "hpa", "gateway", "metrics", "everything")
-GPU_CASES = ("gpu", "nvlink", "everything")
+CASES = ("minimal", "gpu", "nvlink", "both", "rolling", "hpa", "gateway", "metrics", "everything")
+GPU_CASES = ("gpu", "nvlink", "both", "everything")
+BOTH_CASES = ("both", "rolling")
 OLDEST, NEWEST = "1.27", kubernetes_validate.latest_version()
-ROLES = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings}
+ROLES = {"router": RouterSettings, "prefill": PrefillSettings, "decode": DecodeSettings, "worker": BothSettings}
+ONE_ROLE = ("router", "prefill", "decode")
+
+
+def roles_in(case):
+    return tuple(ROLES) if case in BOTH_CASES else ONE_ROLE
 
 
 def rendered(values):
@@ -105,6 +112,7 @@ CUSTOM = {
     "Certificate": fields(
         secretName=TEXT,
         commonName=TEXT,
+        uris={"type": "array", "items": TEXT},
         dnsNames={"type": "array", "items": TEXT},
         usages={"type": "array", "items": {"enum": ["digital signature", "server auth", "client auth"]}},
         privateKey=fields(algorithm={"enum": ["ECDSA"]}, size={"enum": [256]}, rotationPolicy={"enum": ["Always"]}),
@@ -144,10 +152,10 @@ def test_all_optional_parts_are_there_with_everything(cases):
     objects, _ = cases["everything"]
     for kind, names in (
         ("ScaledObject", {"prefill", "decode"}),
-        ("ServiceMonitor", set(ROLES)),
-        ("Certificate", set(ROLES)),
-        ("NetworkPolicy", set(ROLES)),
-        ("PodDisruptionBudget", set(ROLES)),
+        ("ServiceMonitor", set(ONE_ROLE)),
+        ("Certificate", set(ONE_ROLE)),
+        ("NetworkPolicy", set(ONE_ROLE)),
+        ("PodDisruptionBudget", set(ONE_ROLE)),
     ):
         assert set(of_kind(objects, kind)) == names
     assert "replicas" not in of_kind(objects, "Deployment")["decode"]["spec"], "KEDA says how many"
@@ -166,8 +174,7 @@ def settings_of(objects, role):
         return ROLES[role].load(), given, container
 
 
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "role"), [(case, role) for case in CASES for role in roles_in(case)])
 def test_a_process_takes_the_environment_that_it_is_given(cases, case, role):
     objects, _ = cases[case]
     settings, given, container = settings_of(objects, role)
@@ -183,7 +190,7 @@ def test_a_process_takes_the_environment_that_it_is_given(cases, case, role):
         assert ports["metrics"] == settings.metrics_port
         assert settings.device.partition(":")[0] == ("cuda" if case in GPU_CASES else "cpu")
         assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (case in GPU_CASES and case != "nvlink")
-    if role == "prefill":
+    if role in ("prefill", "worker"):
         assert ports["data"] == settings.data_port
     if case == "everything":
         assert settings.model_names == ("qwen3-8b", "default")
@@ -202,9 +209,9 @@ def test_settings_reach_the_processes_as_they_are_written(cases):
 
 @pytest.mark.parametrize("case", CASES)
 def test_names_selectors_and_ports_fit_together(cases, case):
-    objects, _ = cases[case]
+    (objects, _), roles = cases[case], roles_in(case)
     deployments, services = of_kind(objects, "Deployment"), of_kind(objects, "Service")
-    for role in ROLES:
+    for role in roles:
         pod = deployments[role]["spec"]["template"]
         labels, (container,) = pod["metadata"]["labels"], pod["spec"]["containers"]
         for name in (role, "router-admin") if role == "router" else (role,):
@@ -217,16 +224,23 @@ def test_names_selectors_and_ports_fit_together(cases, case):
             assert {each["targetPort"] for each in services[name]["spec"]["ports"]} <= names
         volumes = {each["name"] for each in pod["spec"]["volumes"]}
         assert {each["name"] for each in container["volumeMounts"]} == volumes
-        others = [other for other in ROLES if other != role]
+        others = [other for other in roles if other != role]
         for other in others:
             theirs = deployments[other]["spec"]["template"]["metadata"]["labels"]
             assert not services[role]["spec"]["selector"].items() <= theirs.items()
     settings = settings_of(objects, "router")[0]
-    for role, found in (("prefill", settings.prefill_workers), ("decode", settings.decode_workers)):
+    named = {"prefill": settings.prefill_workers, "decode": settings.decode_workers, "worker": settings.workers}
+    for role in set(roles) - {"router"}:
         port = services[role]["spec"]["ports"][0]["port"]
-        assert found == (f"dns+demo-kvrail-{role}.llm.svc.cluster.local:{port}",)
+        found = named.pop(role)
+        assert found == (f"dns+demo-kvrail-{role}.llm.svc.cluster.local:{port}",) * bool(
+            case != "both" or role == "worker"
+        )
         assert services[role]["spec"]["clusterIP"] == "None"
-    assert settings_of(objects, "decode")[0].allowed_prefill_workers == ("demo-kvrail-prefill.llm.svc.cluster.local",)
+    assert not any(named.values())
+    prefills = tuple(f"demo-kvrail-{role}.llm.svc.cluster.local" for role in ("prefill", "worker") if role in roles)
+    for role in set(roles) & {"decode", "worker"}:
+        assert settings_of(objects, role)[0].allowed_prefill_workers == prefills
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -273,24 +287,61 @@ def reaches(objects, source, target, port):
 @pytest.mark.parametrize("case", ["minimal", "gpu"])
 def test_only_those_who_must_reach_a_worker_do(cases, case):
     objects, _ = cases[case]
-    labels = {role: of_kind(objects, "Deployment")[role]["spec"]["template"]["metadata"]["labels"] for role in ROLES}
+    labels = {role: of_kind(objects, "Deployment")[role]["spec"]["template"]["metadata"]["labels"] for role in ONE_ROLE}
     labels["stranger"] = {"app": "stranger"}
     for source in labels:
         assert reaches(objects, labels[source], "router", 8000)
         assert reaches(objects, labels[source], "decode", 7002) == (source == "router")
         assert reaches(objects, labels[source], "prefill", 7001) == (source in ("router", "decode"))
         assert reaches(objects, labels[source], "prefill", 7003) == (source == "decode")
-        for target in ROLES:
+        for target in ONE_ROLE:
             assert reaches(objects, labels[source], target, 9100), "metrics, unless metricsFrom says by whom"
 
 
 def test_with_everything_strangers_get_nothing_and_workers_speak_ucx(cases):
     objects, _ = cases["everything"]
-    labels = {role: of_kind(objects, "Deployment")[role]["spec"]["template"]["metadata"]["labels"] for role in ROLES}
+    labels = {role: of_kind(objects, "Deployment")[role]["spec"]["template"]["metadata"]["labels"] for role in ONE_ROLE}
     for target, port in (("router", 8000), ("router", 9100), ("decode", 9100), ("prefill", 9100), ("decode", 7002)):
         assert not reaches(objects, {"app": "stranger"}, target, port)
     assert reaches(objects, labels["decode"], "prefill", 40000)
     assert reaches(objects, labels["prefill"], "decode", 40000)
+
+
+def test_workers_of_both_roles_are_reached_as_either(cases):
+    objects, _ = cases["rolling"]
+    labels = {role: of_kind(objects, "Deployment")[role]["spec"]["template"]["metadata"]["labels"] for role in ROLES}
+    labels["stranger"] = {"app": "stranger"}
+    for source in labels:
+        asks = source in ("router", "decode", "worker")
+        assert reaches(objects, labels[source], "worker", 7003) == asks
+        assert reaches(objects, labels[source], "prefill", 7001) == asks
+        assert reaches(objects, labels[source], "worker", 7004) == (source in ("decode", "worker"))
+        assert reaches(objects, labels[source], "prefill", 7003) == (source in ("decode", "worker"))
+        assert reaches(objects, labels[source], "decode", 7002) == (source == "router")
+
+
+@pytest.mark.parametrize("case", ["both", "everything"])
+def test_a_certificate_gives_the_roles_that_its_process_asks_for(cases, case):
+    for role, made in of_kind(cases[case][0], "Certificate").items():
+        assert made["spec"]["uris"] == [role_uri(part) for part in parts_of(role)]
+        assert {role_host(part) for part in parts_of(role)} < set(made["spec"]["dnsNames"])
+
+
+def test_workers_of_both_roles_are_scaled_by_either_measure(cases):
+    triggers = of_kind(cases["both"][0], "ScaledObject")["worker"]["spec"]["triggers"]
+    found = [(each["metadata"]["query"], each["metadata"]["threshold"]) for each in triggers]
+    assert [("kvrail_engine_sequences" in query, threshold) for query, threshold in found] == [
+        (True, "32"),
+        (False, "8"),
+    ]
+    assert 'pod=~"demo-kvrail-worker-.*"' in found[0][0] and 'pod=~"demo-kvrail-router-.*"' in found[1][0]
+    both = {"workers": {"replicas": 2, "autoscaling": {"enabled": True, "kind": "hpa"}}}
+    metrics = of_kind(rendered(both)[0], "HorizontalPodAutoscaler")["worker"]["spec"]["metrics"]
+    values = [each[each["type"].lower()] for each in metrics]
+    assert [(each["metric"]["name"], each["target"]["averageValue"]) for each in values] == [
+        ("kvrail_engine_sequences", "32"),
+        ("kvrail_queue_prompts", "8"),
+    ]
 
 
 def test_pools_are_scaled_by_metrics_that_exist(cases):
@@ -412,7 +463,7 @@ def test_downloads_are_made_once_and_kept(cases):
     claim = of_kind(objects, "PersistentVolumeClaim")["hub"]
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     (job,) = of_kind(objects, "Job").values()
-    pods = [of_kind(objects, "Deployment")[role]["spec"]["template"]["spec"] for role in ROLES]
+    pods = [of_kind(objects, "Deployment")[role]["spec"]["template"]["spec"] for role in ONE_ROLE]
     for pod in (job["spec"]["template"]["spec"], *pods):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes["hub"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]

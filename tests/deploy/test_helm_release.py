@@ -68,7 +68,33 @@ def test_selectors_never_change(cluster):
     first = selectors()
     for case in CASES:
         release.upgrade(str(CHART), "demo", values_of(case), namespace="llm")
-        assert selectors() == first
+        now = selectors()
+        assert all(selector == first.get(key, selector) for key, selector in now.items())
+        first |= now
+
+
+def test_one_role_becomes_both_in_steps_that_each_serve(cluster):
+    """The commands of docs/operations/kubernetes.md."""
+    release, api = cluster
+    steps = [
+        ({}, {"decode": 1, "prefill": 1}),
+        ({"workers": {"replicas": 2}}, {"decode": 1, "prefill": 1, "worker": 2}),
+        ({"workers": {"replicas": 2}, "decode": {"replicas": 0}, "prefill": {"replicas": 0}}, {"worker": 2}),
+    ]
+    page = (CHART.parents[2] / "docs" / "operations" / "kubernetes.md").read_text()
+    for number, (values, serving) in enumerate(steps):
+        (release.upgrade if number else release.install)(str(CHART), "demo", values, namespace="llm")
+        deployed = {name: each["spec"] for (kind, name), each in api.live().items() if kind == "Deployment"}
+        replicas = {name.removeprefix("demo-kvrail-"): spec["replicas"] for name, spec in deployed.items()}
+        assert {role: n for role, n in replicas.items() if n and role != "router"} == serving
+        (router,) = deployed["demo-kvrail-router"]["template"]["spec"]["containers"]
+        named = {each["name"] for each in router["env"] if each.get("value", "").startswith("dns+")}
+        kinds = {"worker": "KVRAIL_ROUTER_WORKERS"} | {
+            role: f"KVRAIL_ROUTER_{role.upper()}_WORKERS" for role in ("prefill", "decode")
+        }
+        assert named == {kinds[role] for role in serving}
+        for name, setting in values.items():
+            assert f"--set {name}.replicas={setting['replicas']}" in page or f"{name}.replicas=0" in page
 
 
 def test_a_wrong_value_changes_nothing(cluster):

@@ -27,8 +27,17 @@ def free_ports(count):
 class Processes:
     """A router, prefill and decode workers of one model, each a process of its own; they can be killed."""
 
-    def __init__(self, folder: Path, model: Path, *flags: str, prefills: int = 2, decodes: int = 2) -> None:
-        """flags: of every worker."""
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        *flags: str,
+        prefills: int = 2,
+        decodes: int = 2,
+        both: bool = False,
+        router: tuple[str, ...] = (),
+    ) -> None:
+        """flags: of every worker. both: each could do both, and the router knows it by one. router: its flags."""
         self.processes: dict[str, subprocess.Popen] = {}
         self.folder, self.model = folder, model
         http, *ports = free_ports(1 + prefills + decodes)
@@ -36,11 +45,11 @@ class Processes:
         addresses = [f"127.0.0.1:{port}" for port in ports]
         self.prefills, self.decodes = addresses[:prefills], addresses[prefills:]
         for address in self.prefills:
-            self.start("prefill", address, *flags)
+            self.start("worker" if both else "prefill", address, *flags)
         for address in self.decodes:
-            self.start("decode", address, *flags)
+            self.start("worker" if both else "decode", address, *flags)
         workers = ["--decode-workers", ",".join(self.decodes), "--prefill-workers", ",".join(self.prefills)]
-        self.start("router", f"127.0.0.1:{http}", *workers)
+        self.start("router", f"127.0.0.1:{http}", *workers, *router)
         deadline = time.monotonic() + 180
         while any(state != "healthy" for state in self.states().values()):
             assert time.monotonic() < deadline, "not healthy"
@@ -73,6 +82,9 @@ class Processes:
     def kill(self, address):
         self.processes[address].send_signal(signal.SIGKILL)
         self.processes[address].wait()
+
+    def signal(self, address, what):
+        self.processes[address].send_signal(what)
 
     def close(self):
         for process in self.processes.values():

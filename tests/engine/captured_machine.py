@@ -97,7 +97,7 @@ class CapturedRunner(ModelRunner):
 
     def __init__(self, num_pages: int, page_size: int, **limits: int) -> None:
         super().__init__(TokenModel(page_size), num_pages, **limits)
-        self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens)
+        self._graphs = StepGraphs(self.loaded, self.cache, self.max_running, self._max_tokens)
 
 
 class Event:

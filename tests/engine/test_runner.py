@@ -1,6 +1,7 @@
 """Packed paged steps against transformers' own dense forward pass, for many architectures."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import kvrail.engine.step.runner
 from kvrail.engine.batch.batch import SequenceSlice
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.model.onednn_linear import mean_weights
-from kvrail.engine.step.graphs import batch_sizes
+from kvrail.engine.step.graphs import batch_sizes, token_sizes
 from kvrail.engine.step.runner import ModelRunner
 from tests.engine import tiny_models
 from tests.engine.attention_cases import poison
@@ -153,8 +154,19 @@ def test_captured_batch_sizes_end_with_the_largest_step() -> None:
     assert batch_sizes(1) == [1]
     assert batch_sizes(6) == [1, 2, 4, 6]
     assert batch_sizes(8) == [1, 2, 4, 8]
-    assert batch_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
-    assert batch_sizes(64)[-2:] == [56, 64]
+    assert batch_sizes(40) == [1, 2, 4, 8, 16, 32, 40]
+    assert batch_sizes(100)[-4:] == [48, 64, 96, 100]
+
+
+def test_a_start_with_256_places_captures_no_more_sizes_than_one_with_64_did() -> None:
+    assert len(batch_sizes(256)) + len(token_sizes(2048)) <= 36
+
+
+@pytest.mark.parametrize("most", [1, 100, 512, 2048, 8192])
+def test_captured_steps_are_at_most_an_eighth_larger(most: int) -> None:
+    sizes = token_sizes(most)
+    assert sizes[-1] == most and sizes == sorted(set(sizes))
+    assert all(after <= (before + 1) * 9 / 8 for before, after in pairwise(sizes) if before >= 512)
 
 
 def test_small_steps_take_one_core(monkeypatch: pytest.MonkeyPatch) -> None:

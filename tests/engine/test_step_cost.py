@@ -1,6 +1,12 @@
 """The cost of steps, by tokens and by sequences, is a line through what was measured."""
 
+import math
+
+import pytest
+
+from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.cost import LineFit, StepCostModel
+from tests.engine.bench import Bench
 
 
 def test_a_line_through_steps():
@@ -20,3 +26,51 @@ def test_a_line_through_steps():
     cost.note(300, 4, 0.5)
     cost.note(500, 4, 1.1)
     assert abs(cost.full_prefill - 0.002) < 1e-9
+
+
+def measured(chunk_s: float, steps: int = 200) -> StepCostModel:
+    """Decode steps take 8 ms and 20 us a sequence; a token of a prompt beside them adds `chunk_s`."""
+    cost = StepCostModel()
+    for step in range(steps):
+        sequences, tokens = 16 + step % 48, 128 + step % 256
+        cost.note(0, sequences, 8e-3 + 2e-5 * sequences)
+        cost.note(tokens, sequences, 8e-3 + 2e-5 * sequences + chunk_s * tokens)
+    return cost
+
+
+def test_tokens_of_a_prompt_beside_decoding_are_measured():
+    assert measured(2e-5).tokens_within(0.02, 100) == pytest.approx((0.02 - 0.01) / 2e-5, rel=0.01)
+    assert measured(2e-5).tokens_within(0.005, 100) == 0
+    unknown = StepCostModel()
+    unknown.note(500, 0, 0.01)
+    unknown.note(500, 10, 0.02)
+    assert unknown.tokens_within(0.001, 100) == math.inf  # no step has decoded alone
+
+
+@pytest.mark.parametrize(
+    ("chunk_s", "others", "tokens"), [(1e-5, 64, 448), (5e-5, 64, 354), (5e-4, 64, 64), (5e-5, 900, 64)]
+)
+def test_chunks_keep_the_gap_limit(chunk_s, others, tokens):
+    """Up to what is allowed beside others, down to an eighth of it."""
+    cost, limits = measured(chunk_s), {"mixed_batch_tokens": 512, "helping_batch_tokens": 256}
+    limited, free = StepBudget(2048, 1024, 64, gap_s=0.03, **limits), StepBudget(2048, 1024, 64, **limits)
+    assert limited.chunk_tokens(others, beside=True, cost=cost) == pytest.approx(tokens, abs=5)
+    assert limited.chunk_tokens(others, beside=False, cost=cost) == 2048 - others
+    assert limited.chunk_tokens(others, beside=True, cost=StepCostModel()) == max(512 - others, 128)
+    assert free.chunk_tokens(others, beside=True, cost=cost) == max(512 - others, 128)
+    helping = limited.chunk_tokens(others, beside=True, helping=True, cost=cost)
+    assert helping <= max(256 - others, 64)
+
+
+@pytest.mark.parametrize(("gap_s", "chunk"), [(0.0, 38), (0.01, 12)])
+def test_an_engine_follows_what_its_steps_took(gap_s, chunk):
+    bench = Bench(num_pages=200, max_batch_tokens=80, mixed_batch_tokens=40, max_running=16, gap_s=gap_s)
+    for number in range(2):
+        bench.submit(str(number), [number + 3] * 2, max_tokens=30)
+    bench.step(3)
+    for step in range(400):
+        bench.engine.step_cost.note(0, 1 + step % 3, 3e-3)
+        bench.engine.step_cost.note(20 + step % 9, 2, 3e-3 + 5e-4 * (20 + step % 9))
+    bench.submit("long", [7] * 70, max_tokens=1)
+    bench.step(1)
+    assert bench.machine.steps[-1] == [1, 1, chunk]

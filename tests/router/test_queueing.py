@@ -42,15 +42,43 @@ class Room:
         self.queue.ended(ticket)
 
 
-def test_a_greedy_client_leaves_room_and_a_newcomer_waits_for_nobody():
+def test_a_lone_client_gets_every_place():
+    room = Room(64)
+    for _ in range(64):
+        room.queue.add(Ticket("alone", 1, 100))
+    assert len(room.serve()) == 64
+    assert (len(room.queue), room.free) == (0, 0)
+
+
+@pytest.mark.parametrize("newcomers", [1, 6])
+def test_what_a_greedy_client_has_borrowed_goes_to_newcomers_as_it_ends(newcomers: int):
     room = Room(64)
     for _ in range(500):
         room.queue.add(Ticket("greedy", 1, 100))
-    assert len(room.serve()) == 58  # of 64, less a tenth, rounded
-    newcomer = Ticket("newcomer", 1, 100)
-    room.queue.add(newcomer)
-    assert room.serve() == [newcomer]
-    assert len(room.queue) == 442
+    room.serve()
+    for number in range(newcomers):
+        room.queue.charge("greedy", 1)
+        room.queue.add(Ticket(f"newcomer{number}", 1, 10_000))
+    assert room.serve() == []
+    for _ in range(newcomers):  # one end each, however long their prompts
+        room.end(room.held[0])
+        [ticket] = room.serve()
+        assert ticket.client.startswith("newcomer")
+    room.end(room.held[0])
+    assert [ticket.client for ticket in room.serve()] == ["greedy"]
+
+
+def test_clients_beyond_their_share_take_turns_by_what_they_were_served():
+    room = Room(20)
+    for _ in range(60):
+        room.queue.add(Ticket("greedy", 1, 100))
+    room.serve()
+    for _ in range(60):
+        room.queue.add(Ticket("other", 1, 100))
+    for _ in range(60):
+        room.end(room.held[0])
+        assert len(room.serve()) == 1
+    assert Counter(ticket.client for ticket in room.held) == {"greedy": 10, "other": 10}
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(1, 40))

@@ -1,5 +1,6 @@
 """The status page's files and headers, and its JSON beside the metrics; tests/page draws it in a browser."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from kvrail.rpc.report import Device, report_of
 from kvrail.services.router.answer.recent import RecentRequests
 from kvrail.services.router.page.history import STEPS, History, quantile
 from kvrail.services.router.page.routes import FILES
-from kvrail.services.router.page.status import StatusPage
+from kvrail.services.router.page.status import FRESH_S, StatusPage
 from kvrail.telemetry.moments import PARTS
 from kvrail.telemetry.router import RouterMetrics
 from kvrail.telemetry.series import Family, Registry
@@ -135,6 +136,11 @@ async def check_values(cluster: Cluster):
     assert sum(split["parts"].values()) == pytest.approx(split["seconds"], rel=0.05)
     assert found["kv"] == {"splitzip": {"raw": 8000, "payload": 6000}}  # of both
     assert found["drafts"] == {"proposed": 20, "accepted": 14}
+    assert found["ways"] == {"here": {}, "apart": {}}
+    for way, reason in (("here", "cost"), ("here", "cost"), ("apart", "gap")):
+        cluster.service.metrics.went(way, reason)
+    await asyncio.sleep(FRESH_S)
+    assert (await shown(cluster))["ways"] == {"here": {"cost": 2.0}, "apart": {"gap": 1.0}}
     prefill, decode, _ = found["workers"]
     assert (prefill["role"], decode["role"]) == ("prefill", "decode")
     assert decode["links"] == {"p:1": 2.5e9}

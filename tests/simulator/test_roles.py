@@ -4,7 +4,16 @@ from statistics import pstdev
 
 import pytest
 
-from benchmarks.simulator.roles import DECODE_HEAVY, PREFILL_HEAVY, RolesSimulation, goodput, keeps, phases, turns
+from benchmarks.simulator.roles import (
+    DECODE_HEAVY,
+    PREFILL_HEAVY,
+    RolesSimulation,
+    goodput,
+    keeps,
+    phases,
+    settled_s,
+    turns,
+)
 from benchmarks.simulator.workers import Job
 from kvrail.services.router.fleet.ways import Slo
 
@@ -31,6 +40,8 @@ def test_each_phase_is_served_as_by_its_best_split(stepped):
     for number, step in enumerate(STEPS):
         found = goodput(jobs, number * SECONDS + SETTLED, (number + 1) * SECONDS)
         assert found >= 0.95 * best[step.name], (step, found, best)
+        begin, end = number * SECONDS, (number + 1) * SECONDS
+        assert settled_s(jobs, begin, end, 0.95 * best[step.name]) <= SETTLED
 
 
 def test_the_ways_do_not_alternate(stepped):

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.simulator.__main__ import table
 from benchmarks.simulator.cluster import Simulation
 from benchmarks.simulator.trace import Request, Shape, generate, read_trace, write_trace
+from benchmarks.simulator.workers import Speed
 from kvrail.services.router.fleet.policy import POLICIES
 
 RATE = 0.7 * 8 * 40_000 / 2200
@@ -29,6 +30,14 @@ def means():
 def test_shared_prefixes_are_worth_a_third_of_the_wait(means):
     assert means[0.8, "prefix-aware"] <= 0.7 * means[0.8, "round-robin"]
     assert all(means[0.8, "prefix-aware"] < means[0.8, policy] for policy in POLICIES if policy != "prefix-aware")
+
+
+def test_64_streams_of_one_client_wait_for_no_place():
+    """Each first token comes as soon as its prompt can be computed, long before the first answer ends."""
+    trace = [Request(0.0, 512, 1000, key="alone") for _ in range(64)]
+    outcome = Simulation("prefix-aware", 1, pages=5300, prefill_wait_s=0).run(trace)
+    computed_s = sum(request.prompt_tokens for request in trace) * Speed().prefill_s
+    assert max(outcome.times) <= computed_s + 0.1 < min(job.end for job in outcome.jobs)
 
 
 def test_nothing_is_lost_where_nothing_is_shared(means):

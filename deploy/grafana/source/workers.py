@@ -318,6 +318,13 @@ def _placing() -> list[Panel]:
             width=8,
         ),
         lines(
+            "Ways of prompts by reason",
+            "Computed where they decode (here) or on another worker (apart), where workers do both, and why.",
+            "ops",
+            Query(rate("kvrail_prompt_ways_total", by="way, reason"), "{{way}}: {{reason}}"),
+            width=8,
+        ),
+        lines(
             "Prefix tokens",
             "That decode workers were expected to hold, and that they found.",
             TOKEN_RATE,

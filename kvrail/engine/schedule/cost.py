@@ -1,5 +1,6 @@
 """How long this engine's steps take: a line through the measured seconds, by tokens or by sequences."""
 
+import math
 from dataclasses import dataclass
 
 WEIGHT = 0.05
@@ -16,6 +17,10 @@ class Line:
 
     base: float = 0.0
     each: float = 0.0
+
+    def at(self, size: int) -> float:
+        """Seconds of a step of this size."""
+        return self.base + self.each * size
 
 
 class LineFit:
@@ -52,10 +57,13 @@ class LineFit:
 
 
 class StepCostModel:
-    """Cost of steps that compute prompts, by their tokens, and of steps that only decode, by their sequences."""
+    """Cost of steps that compute prompts, by their tokens, and of steps that only decode, by their sequences.
+
+    Of steps with both, what a token of a prompt adds is measured by itself: the first ones of a step cost little.
+    """
 
     def __init__(self) -> None:
-        self._prefill, self._decode, self._full = LineFit(), LineFit(), LineFit()
+        self._prefill, self._decode, self._full, self._beside = LineFit(), LineFit(), LineFit(), LineFit()
 
     def note(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
         """A step computed `prompt_tokens` and decoded `sequences` in `seconds`."""
@@ -63,6 +71,8 @@ class StepCostModel:
             self._prefill.note(prompt_tokens, seconds)
             if prompt_tokens >= FULL_TOKENS:
                 self._full.note(prompt_tokens, seconds)
+            if sequences and (decoding := self.decode.at(sequences)):
+                self._beside.note(prompt_tokens, max(0.0, seconds - decoding))
         elif sequences:
             self._decode.note(sequences, seconds)
 
@@ -80,3 +90,8 @@ class StepCostModel:
     def decode(self) -> Line:
         """Seconds of a step that only decodes, by its sequences."""
         return self._decode.line()
+
+    def tokens_within(self, seconds: float, sequences: int) -> float:
+        """Tokens of prompts in a step of `seconds` beside sequences that decode; infinite as long as not measured."""
+        each = self._beside.mean
+        return max(0.0, seconds - self.decode.at(sequences)) / each if each else math.inf

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.request.sequence import Sequence, Status
 from kvrail.engine.schedule.chunks import StepBudget, share
+from kvrail.engine.schedule.cost import StepCostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Scheduler:
     def __init__(self, pool: PagePool, budget: StepBudget) -> None:
         self.pool = pool
         self.budget = budget
+        self.cost = StepCostModel()
         self.preemptions = 0
         self.preemptions_of_ended: list[int] = []  # of each sequence, until somebody takes them
         self._waiting: deque[Sequence] = deque()
@@ -139,10 +141,8 @@ class Scheduler:
         after = {item.sequence: item.start + item.count for item in current}
         alive = [s for s in self._running if s.status is Status.RUNNING and s not in ending]
         work = [Work(s, after[s], 1, source=rows[s]) for s in alive if s in rows]
-        known = [s for s in alive if s not in rows and s.output_ids]
-        last = [
-            s for s in known if after.get(s, s.computed) == len(s.token_ids) - 1
-        ]  # drawn elsewhere, or just admitted
+        known = [s for s in alive if s not in rows and s.output_ids]  # drawn elsewhere, or just admitted
+        last = [s for s in known if after.get(s, s.computed) == len(s.token_ids) - 1]
         work += [Work(s, len(s.token_ids) - 1, 1) for s in last]
         missing = sum(self._missing_pages(item.sequence, item.start + 1) for item in work)
         if len(work) > self.budget.max_batch_tokens or not self.pool.can_allocate(missing):
@@ -314,7 +314,8 @@ class Scheduler:
     def _chunk_tokens(self, others: int) -> int:
         """Tokens of prompts in a step that computes `others` beside them."""
         helping = any(sequence.remote for sequence in (*self._receiving, *self._running))
-        return self.budget.chunk_tokens(others, beside=bool(others or self._receiving), helping=helping)
+        beside = bool(others or self._receiving)
+        return self.budget.chunk_tokens(others, beside=beside, helping=helping, cost=self.cost)
 
     def _chunks(self, prompts: list[tuple[Sequence, int]], tokens: int) -> list[Work]:
         """Chunks of prompts; see chunks.share."""

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 GROUPS = 12
 """Groups of layers of a step: behind the last one, a twelfth of the step's pages is still to be sent."""
+TILE_TOKENS = 16
+"""Sizes of steps are multiples of this, the least number of tokens that a GPU's matrix units take."""
 STEPS = 3
 """Steps that may be on the device at once, and one more."""
 VERIFIED_ROWS = 64
@@ -243,12 +245,14 @@ class _Recorder:
 
 
 def batch_sizes(max_running: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, 32, … and last `max_running`."""
-    small = [size for size in (1, 2, 4, 8) if size < max_running]
-    return [*small, *range(16, max_running, 8), max_running]
+    """1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, … and last `max_running`."""
+    sizes = (1, 2, 4, 8, *range(16, 64, 16), 64, *range(96, max_running, 32))
+    return [*(size for size in sizes if size < max_running), max_running]
 
 
 def token_sizes(max_tokens: int) -> list[int]:
     """Numbers of tokens, and last `max_tokens`; for 512 tokens or more, never more than an eighth beyond a step's."""
-    sizes = [32, *range(64, 1024, 64), *range(1024, 2048, 128), *range(2048, max_tokens, 256)]
+    sizes = [32, *range(64, 512, 64), 512]
+    while sizes[-1] < max_tokens:
+        sizes.append(sizes[-1] * 9 // 8 // TILE_TOKENS * TILE_TOKENS)
     return [*(size for size in sizes if size < max_tokens), max_tokens]

@@ -53,7 +53,7 @@ class ModelRunner:
     ) -> None:
         self.loaded = loaded
         self.cache = PagedCache(loaded.layout, num_pages, loaded.device)
-        self._max_running = max_running
+        self.max_running = max_running
         self._max_tokens = max(max_batch_tokens, max_running)
         self._wants_graphs = cuda_graphs and self.launches_async
         self._wants_compiled = compile and self.launches_async
@@ -93,7 +93,7 @@ class ModelRunner:
             importlib.import_module("kvrail.engine.attention.cpu")
         enter("warm_up")
         if self._invariant:
-            self.finding = check(self, self._max_running, self._max_tokens)
+            self.finding = check(self, self.max_running, self._max_tokens)
 
     def _warm_up_cuda(self, enter: Callable[[Phase], None]) -> None:
         self.bind_thread()
@@ -104,7 +104,7 @@ class ModelRunner:
             self.execute(slices)
         enter("capture")
         if self._wants_graphs:
-            self._graphs = StepGraphs(self.loaded, self.cache, self._max_running, self._max_tokens, self._min_rows)
+            self._graphs = StepGraphs(self.loaded, self.cache, self.max_running, self._max_tokens, self._min_rows)
         fed = Feed(torch.zeros(1, dtype=torch.int64, device=self.loaded.device), [0])
         self.execute([SequenceSlice([0], 0, range(self.cache.num_pages), 1)], feed=fed)
         torch.cuda.synchronize(self.loaded.device)
@@ -130,9 +130,9 @@ class ModelRunner:
         """
         packed = pack(slices, self.loaded.layout.page_size)
         tokens, sequences = len(packed.token_ids), len(packed.plan)
-        if tokens > self._max_tokens or sequences > self._max_running:
+        if tokens > self._max_tokens or sequences > self.max_running:
             raise ValueError(
-                f"a step of {sequences} sequences and {tokens} tokens exceeds max_running {self._max_running} "
+                f"a step of {sequences} sequences and {tokens} tokens exceeds max_running {self.max_running} "
                 f"or max_batch_tokens {self._max_tokens}"
             )
         for piece in slices:
@@ -160,5 +160,5 @@ class ModelRunner:
         yield [SequenceSlice([0] * room, 0, pages, 1)]
         if room > 2:
             yield [SequenceSlice([0, 0], room - 2, pages, 1)]
-        for rows in batch_sizes(self._max_running):
+        for rows in batch_sizes(self.max_running):
             yield [SequenceSlice([0], 0, pages, 1)] * rows

@@ -18,9 +18,21 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 
+{{- /* The roles whose workers there are, with spaces; `worker` is a worker of both. */ -}}
+{{- define "kvrail.workerRoles" -}}
+prefill decode{{ if gt (int .Values.workers.replicas) 0 }} worker{{ end }}
+{{- end }}
+
 {{- /* A worker role's values: the role's own win over those of `worker`. */ -}}
 {{- define "kvrail.worker" -}}
-{{- mergeOverwrite (deepCopy .root.Values.worker) (deepCopy (index .root.Values .role)) | toYaml -}}
+{{- $own := index .root.Values (ternary "workers" .role (eq .role "worker")) -}}
+{{- mergeOverwrite (deepCopy .root.Values.worker) (deepCopy $own) | toYaml -}}
+{{- end }}
+
+{{- /* Hosts of the workers that prefill. */ -}}
+{{- define "kvrail.prefillHosts" -}}
+{{ include "kvrail.host" (dict "root" . "role" "prefill") }}
+{{- if gt (int .Values.workers.replicas) 0 }},{{ include "kvrail.host" (dict "root" . "role" "worker") }}{{ end }}
 {{- end }}
 
 {{- /* The DNS name that has all addresses of a role's pods that are ready. */ -}}
@@ -155,4 +167,11 @@ scaleDown:
 
 {{- define "kvrail.threshold" -}}
 {{ .values.autoscaling.threshold | default (ternary "8" "32" (eq .role "prefill")) }}
+{{- end }}
+
+{{- /* The query by which a role's pods are scaled: prompts that wait, or sequences that run. Takes root, role. */ -}}
+{{- define "kvrail.scaleQuery" -}}
+{{- $of := ternary "router" .role (eq .role "prefill") -}}
+{{- $pods := printf "namespace=%q, pod=~%q" .root.Release.Namespace (printf "%s-%s-.*" (include "kvrail.name" .root) $of) -}}
+{{ if eq .role "prefill" }}{{ printf "sum(kvrail_queue_prompts{%s})" $pods }}{{ else }}{{ printf "sum(kvrail_engine_sequences{%s, state=\"running\"})" $pods }}{{ end }}
 {{- end }}

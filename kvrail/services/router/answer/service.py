@@ -1,6 +1,7 @@
 """The router's parts, put together."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -54,7 +55,7 @@ class RouterService:
         self._look_at_certificates = show_certificates(self.registry, certificate_ends)
         self._exposition = Exposition(self.registry)
         self.pool = WorkerPool(settings, self.metrics, tls)
-        slo = Slo(settings.slo_ttft_ms / 1e3, settings.slo_gap_ms / 1e3)
+        slo = Slo(settings.slo_ttft_ms / 1e3, settings.slo_gap_ms / 1e3 or math.inf)
         self.dispatcher = Dispatcher(self.pool, self.metrics, settings.newcomer_share, settings.prefill_wait_s, slo)
         self.admission = Admission(settings.max_concurrent_requests, settings.newcomer_share, self.dispatcher.rate)
         self.tokenizer = tokenizer

@@ -89,14 +89,20 @@ class _Worker:
 
     def computes(self, request: PlacementRequest, slo: Slo) -> _Cost:
         """The prompt is computed here, beside what decodes."""
-        load, chunk = self.load, self.load.chunk_tokens or USUAL_CHUNK
+        load = self.load
         wait_s = max(0.0, load.backlog * self.token_s - load.computing_s)
         own_s = self.missing * self.token_s
         step_s = load.step_s + self.decoding * self.sequence_s if self.decoding else 0.0
+        chunk = self._chunk(slo.gap_s - step_s)
         first_s = wait_s + own_s + math.ceil((load.backlog + self.missing) / chunk) * step_s
         gap_s = step_s + min(chunk, self.missing) * self.token_s if self.decoding else 0.0
         tie = load.sequences, lot(request, self.each.target)
         return _Cost(first_s > slo.ttft_s, gap_s > slo.gap_s, first_s + self.decoding * own_s, tie)
+
+    def _chunk(self, spare_s: float) -> float:
+        """Tokens of its steps beside decoding: what keeps the limit of gaps, at least an eighth of the most."""
+        most = self.load.chunk_tokens or USUAL_CHUNK
+        return max(most / 8, min(most, spare_s / self.token_s))
 
     def decodes(self, request: PlacementRequest) -> float:
         """Seconds that its sequences and the request cost each other, and that prompts to come cost the request."""

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvrail.errors import DeadlineError, KvrailError
 from kvrail.runtime.queueing import OUTPUT_WEIGHT, FairQueue, Ticket
@@ -45,7 +45,8 @@ class Reservation:
     """What a prompt holds of a decode worker and, until its first token, of the worker that computes it.
 
     prefill: prefill workers, first the one that is to compute the prompt. places: sequences that the decode worker
-    computes at once. began: when, for the worker's breaker.
+    computes at once. began: when, for the worker's breaker. taken_back: its places, which were lent, went to another
+    prompt.
     """
 
     dispatcher: "Dispatcher"
@@ -56,12 +57,14 @@ class Reservation:
     began: float
     _computing: Worker | None
     _tokens: int
-    _left: bool = field(default=False)
+    taken_back: bool = False
+    _stop: Callable[[], object] | None = None
+    _left: bool = False
 
     def succeeded(self, tokens: int) -> None:
         """The worker has sent `tokens` more tokens."""
         self.worker.breaker.succeeded(self.began)
-        if tokens:
+        if tokens and not self._left:
             self.computed()
             self.dispatcher.queue.charge(self.turn.ticket.client, OUTPUT_WEIGHT * tokens)
 
@@ -78,6 +81,19 @@ class Reservation:
         """All output is there. tokens: its length. found: tokens of the prompt that the worker had cached."""
         self.dispatcher.answered(tokens // self.turn.request.n, found)
 
+    def take_back(self) -> None:
+        """Give the places to another prompt now; this one goes on later, where it stopped."""
+        self.taken_back = True
+        if self._stop is not None:
+            self._stop()
+        self.leave()
+
+    def stops_with(self, stop: Callable[[], object]) -> None:
+        """What ends the call to the worker, should the places be taken back; at once, if they have been."""
+        self._stop = stop
+        if self.taken_back:
+            stop()
+
     def leave(self, *, refused: bool = False) -> None:
         """Give everything back; harmless if that was done. refused: the worker had no room after all."""
         if self._left:
@@ -87,7 +103,7 @@ class Reservation:
         self.computed()
         self.worker.breaker.left(self.began)
         self.worker.leave(self.turn.request.n, self.places, self.turn.request.pages)
-        self.dispatcher.left(self.turn, ended=not refused)
+        self.dispatcher.left(self.turn, ended=not (refused or self.taken_back))
 
 
 class Dispatcher:
@@ -114,6 +130,7 @@ class Dispatcher:
         self._slo, self._usual = slo or Slo(), HERE
         self._clock = clock
         self._turns: dict[Ticket, Turn] = {}
+        self._reserved: dict[Ticket, Reservation] = {}
         self._computing: Counter[str] = Counter()  # tokens of prompts on their way to their first tokens, by client
         self._output = FIRST_OUTPUT
         self._number = 0
@@ -200,8 +217,9 @@ class Dispatcher:
         passed: list[Ticket] = []
         decode, prefill = self._pool.candidates()
         loads = [each.load for each in able(decode)]
-        if not any(load.has_room() for load in loads):
+        if not loads:
             return False
+        room = any(load.has_room() for load in loads)
         free = sum(max(0, load.max_running - load.sequences) for load in loads)
         for ticket in self.queue.turns(free):
             turn = self._turns[ticket]
@@ -209,6 +227,10 @@ class Dispatcher:
             if granted is None or granted.done():  # its request has just ended
                 self._drop(ticket)
                 return True
+            if not room:
+                if self._take_back(ticket, {each.target for each in able(decode)}):
+                    return True
+                continue
             urgent, spare_s = not self._computing[ticket.client], turn.since + self._prefill_wait_s - self._clock()
             choice = choose_way(
                 *(self._pool.policy, turn.request, decode, prefill, self._slo),
@@ -223,6 +245,15 @@ class Dispatcher:
                 return True
             passed.append(ticket)
         return False
+
+    def _take_back(self, ticket: Ticket, targets: set[str]) -> bool:
+        """Make room on one of these workers for a prompt whose client is within its share and has none on its way."""
+        borrower = None if self._computing[ticket.client] else self.queue.borrowed(ticket)
+        if borrower is None or self._reserved[borrower].worker.target not in targets:
+            return False
+        ticket.took = True
+        self._reserved[borrower].take_back()
+        return True
 
     def _take(self, turn: Turn, choice: WorkerChoice) -> Reservation:
         request, worker = turn.request, self._pool.decode[choice.decode.target]
@@ -242,7 +273,9 @@ class Dispatcher:
             self._metrics.went(self._usual, reason)
         if prefill:
             self._metrics.placed("prefill", computing.role, computing.target, choice.prefill[0].reason)
-        return Reservation(self, turn, worker, prefill, places, began, computing, tokens)
+        made = Reservation(self, turn, worker, prefill, places, began, computing, tokens)
+        self._reserved[turn.ticket] = made
+        return made
 
     def first_token(self, client: str, tokens: int) -> None:
         """`tokens` of a client's prompts have been computed, or are no longer needed."""
@@ -254,6 +287,7 @@ class Dispatcher:
     def left(self, turn: Turn, *, ended: bool) -> None:
         """A prompt has given its reservation back. ended: the worker had not refused it."""
         self.queue.ended(turn.ticket)
+        del self._reserved[turn.ticket]
         if ended:
             self.rate.ended(turn.request.n)
         self.serve()

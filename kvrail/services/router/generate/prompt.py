@@ -5,7 +5,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from kvrail.errors import DeadlineError, IncompatibleError, KvrailError, OverloadedError, WorkerUnavailableError
+from kvrail.errors import (
+    DeadlineError,
+    IncompatibleError,
+    KvrailError,
+    OverloadedError,
+    RequestCancelledError,
+    WorkerUnavailableError,
+)
 from kvrail.services.router.fleet.workers import WorkerPool
 from kvrail.services.router.generate.dispatch import Dispatcher, Reservation, Turn
 from kvrail.services.router.generate.output import PromptOutput
@@ -67,16 +74,17 @@ class PromptStream:
     async def updates(self) -> AsyncGenerator[Updates]:
         """The updates in order; raises from the error tree.
 
-        If a worker is lost, another one continues the output. If a worker has no room after all, the prompt waits
-        again, before the others of its client.
+        If a worker is lost, another one continues the output. If a worker has no room after all, or the prompt's place
+        was lent and is taken back, it waits again, before the others of its client.
         """
         output, route = self._output, self._route
         if self._request.sampling.HasField("prompt_logprobs") and len(self._request.prompt_token_ids) == 1:
             yield output.nothing_scored()
+        again = False
         while True:
             self._keep_to_the_weights()
-            again = bool(self._losses or self._refusals)
             reserved = await route.dispatcher.place(self._turn, route.time_left(), again=again)
+            again = True
             try:
                 async with aclosing(self._generated(reserved)) as batches:
                     async for updates in batches:
@@ -85,9 +93,12 @@ class PromptStream:
             except (WorkerUnavailableError, OverloadedError, IncompatibleError) as error:
                 if not self._continues(reserved, error):
                     return
+                route.metrics.failovers.inc()
+            except RequestCancelledError:
+                if not reserved.taken_back:
+                    raise
             finally:
                 reserved.leave()
-            route.metrics.failovers.inc()
             if output.drafts:
                 yield list(output.drafts.values())
                 output.drafts.clear()
@@ -124,6 +135,7 @@ class PromptStream:
         dispatched = route.timeline.mark(Moment.DISPATCHED)
         offset = route.timeline.elapsed() - dispatched
         call = worker.client.generate(self._request, timeout_s=route.time_left(), on_overflow=route.on_overflow)
+        reserved.stops_with(call.cancel)
         async with call as stream:
             while replies := await stream.read_waiting():
                 updates: list[Update] = []

@@ -65,22 +65,37 @@ export class Tiles {
   }
 }
 
+// Where workers of both roles computed prompts, and why; "" without such workers.
+function waysOf(ways) {
+  const names = { here: "where they decode", apart: "on another worker" };
+  const entries = Object.entries(ways ?? {}).map(([way, reasons]) => [way, Object.entries(reasons).filter(([, value]) => value)]);
+  const all = entries.flatMap(([, reasons]) => reasons).reduce((sum, [, value]) => sum + value, 0);
+  const shares = entries.filter(([, reasons]) => reasons.length).map(([way, reasons]) => {
+    const share = reasons.reduce((sum, [, value]) => sum + value, 0) / all;
+    return `${percent(share)} ${names[way]} (${reasons.map(([reason, value]) => `${reason} ${percent(value / all)}`).join(", ")})`;
+  });
+  return shares.length ? `prompts computed: ${shares.join("; ")}` : "";
+}
+
 // The router's own queue: how full it is, and for whom.
 export class QueueView {
   constructor(place) {
     this.here = new Meter("sequences at the router", "router");
     this.prompts = new Meter("prompts that wait for a turn", "waits");
     this.clients = html("p", { class: "muted small" });
+    this.ways = html("p", { class: "muted small ways" });
     this.element = html("div", { class: "router card" },
-      html("div", { class: "head" }, html("h3", {}, "router"), this.clients), html("dl", { class: "side" }, this.here.element, this.prompts.element));
+      html("div", { class: "head" }, html("h3", {}, "router"), this.clients), html("dl", { class: "side" }, this.here.element, this.prompts.element), this.ways);
     place.append(this.element);
   }
 
-  update({ active, limit, queue, policy }) {
+  update({ active, limit, queue, policy, ways }) {
     this.here.value.textContent = limit ? `${count(active)} of ${count(limit)}` : count(active);
     this.here.bar.update([{ className: "router", value: active }], limit ?? Math.max(active, 1), `${count(active)} sequences at the router`);
     this.prompts.element.hidden = !queue;
     this.clients.textContent = queue ? `${queue.clients ? `${plural(queue.clients, "client")} wait, in turns; ` : ""}policy ${policy}` : "";
+    this.ways.textContent = waysOf(ways);
+    this.ways.hidden = !this.ways.textContent;
     if (!queue) return;
     show(this.prompts.value, count(queue.prompts), queue.prompts, "kvrail_queue_prompts");
     this.prompts.bar.update([{ className: "waiting", value: queue.prompts }], limit, `${count(queue.prompts)} prompts wait`);

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvrail import __version__
 from kvrail.services.router.answer.service import RouterService
+from kvrail.services.router.fleet.ways import APART, HERE
 from kvrail.services.router.fleet.worker import Worker
 from kvrail.services.router.page.history import STEP_S, STEPS, History, Sample, quantile
 from kvrail.telemetry.readings import Readings
@@ -30,6 +31,7 @@ SERIES = (
     "kvrail_cached_prompt_tokens_total",
     "kvrail_generation_tokens_total",
     "kvrail_failovers_total",
+    "kvrail_prompt_ways_total",
 )
 
 
@@ -116,6 +118,7 @@ class StatusPage:
                 "cached": values.total("kvrail_cached_prompt_tokens_total"),
                 "generated": values.total("kvrail_generation_tokens_total"),
             },
+            "ways": {way: values.by("kvrail_prompt_ways_total", "reason", way=way) for way in (HERE, APART)},
             "split": self._split(now),
             "percentiles": self._percentiles(now),
             "notable": service.recent.notable(),
