@@ -41,7 +41,7 @@ def worker(*, decodes: bool) -> dict[str, Family]:
     """What a decode or a prefill worker shows."""
     registry = Registry()
     engine = EngineMetrics(registry, MODEL, receives=decodes, drafts=decodes)
-    engine.show_cache(page_size=64, pages=1, kv_dtype="bfloat16", prefix_cache=True)
+    engine.show_cache(page_size=64, pages=1, kv_dtype="bfloat16", prefix_cache=True, cache_bytes=1)
     about = ("device", "dtype", "kv_cache", "torch", "cuda")
     show_worker(registry, MODEL, role="decode" if decodes else "prefill", **dict.fromkeys(about, ""))
     TransferMetrics(registry, MODEL, (), ("received",) if decodes else ("sent",))

@@ -13,8 +13,7 @@ from kvrail import __version__
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.engine import Engine
-from kvrail.engine.kv.cache import PagedCache, pages_that_fit
-from kvrail.engine.kv.pages import PagePool
+from kvrail.engine.kv.cache import PagedCache
 from kvrail.engine.kv.prefix_events import Cursor
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
@@ -42,6 +41,7 @@ from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
 from kvrail.worker.budgets import limits_of, mixed_tokens
 from kvrail.worker.device import device_name, device_now
+from kvrail.worker.kv_cache import describe, page_pool, pages_for
 from kvrail.worker.observing import KVMeters
 
 logger = logging.getLogger("kvrail.worker")
@@ -186,7 +186,7 @@ def build_engine(
         return _load(settings, weights or WeightForms())
 
     loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
-    pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
+    pool, closer = page_pool(settings, runner.cache)
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sampler.warm_up()
     decodes = "decode" in settings.roles
@@ -196,6 +196,7 @@ def build_engine(
         pages=runner.cache.num_pages,
         kv_dtype=settings.kv_dtype,
         prefix_cache=settings.prefix_cache,
+        cache_bytes=runner.cache.bytes,
     )
     engine = Engine(
         runner,
@@ -207,6 +208,7 @@ def build_engine(
         deliver,
         listener,
         max_drafts,
+        closer,
     )
     return loaded, runner, engine
 
@@ -260,7 +262,7 @@ def _show_device(registry: Registry, settings: WorkerSettings, loaded: LoadedMod
         role=settings.table,
         device=device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
-        kv_cache=settings.kv_dtype,
+        kv_cache=settings.kv_dtype if settings.kv_cache == "plain" else f"{settings.kv_dtype}, {settings.kv_cache}",
         torch=torch.__version__,
         cuda=(torch.version.cuda or "") if cuda else "",
     )
@@ -282,16 +284,9 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
     )
     if weights.hold is not None:
         loaded = weights.hold(loaded)
-    page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
-    if page_bytes > settings.max_frame_bytes:
-        raise ConfigError(
-            f"a frame has at most {settings.max_frame_bytes} bytes, but a page of one layer has {page_bytes};"
-            " raise the decode workers' transfer_memory_mib or lower page_size"
-        )
-    num_pages = pages_that_fit(loaded.layout, loaded.device, settings.kv_memory_gib)
     runner = ModelRunner(
         loaded,
-        num_pages,
+        pages_for(settings, loaded),
         max_running=settings.max_running,
         max_batch_tokens=settings.max_batch_tokens,
         cuda_graphs=not settings.eager,
@@ -302,14 +297,11 @@ def _load(settings: WorkerSettings, weights: WeightForms) -> tuple[LoadedModel, 
     runner.warm_up()
     _tell_of(runner.finding, settings)
     logger.info(
-        "%s: %d layers, context %d, %d pages of %d tokens (%s, %.1f MiB), fingerprint %s",
+        "%s: %d layers, context %d, %s, fingerprint %s",
         settings.model_name,
         loaded.layout.num_layers,
         loaded.max_model_len,
-        num_pages,
-        settings.page_size,
-        settings.kv_dtype,
-        num_pages * loaded.layout.page_bytes / (1 << 20),
+        describe(runner.cache),
         loaded.fingerprint[:12],
     )
     return loaded, runner
