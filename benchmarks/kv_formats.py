@@ -170,7 +170,7 @@ def rates(layers: int, pages: int) -> bool:
     plain = [draw(min(pages, _DISTINCT), 0).cuda().repeat(-(-pages // _DISTINCT), 1, 1, 1)[:pages] for _ in range(2)]
     keys, values = (pool.expand(layers, *pool.shape).contiguous() for pool in plain)
     closed, every = ClosedPages(layout_of(layers), pages, layers * pages, "cuda"), torch.arange(pages, device="cuda")
-    failed = int(closed.close(keys, values, every, every))
+    failed = int(closed.close(keys, values, every, every).sum())
     print(f"{layers} x {pages} pages closed, {failed} tiles without a unit", flush=True)
     opened = [torch.zeros_like(pool) for pool in (keys, values)]
     closed.open(*opened, every, every)

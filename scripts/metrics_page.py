@@ -43,7 +43,7 @@ def worker(*, decodes: bool) -> dict[str, Family]:
     registry = Registry()
     Startup(registry, MODEL, "decode" if decodes else "prefill")
     engine = EngineMetrics(registry, MODEL, receives=decodes, drafts=decodes)
-    engine.show_cache(page_size=64, pages=1, kv_dtype="bfloat16", prefix_cache=True)
+    engine.show_cache(page_size=64, pages=1, kv_dtype="bfloat16", prefix_cache=True, cache_bytes=1)
     about = ("device", "dtype", "kv_cache", "torch", "cuda")
     show_worker(registry, MODEL, role="decode" if decodes else "prefill", **dict.fromkeys(about, ""))
     MemoryMetrics(registry, MODEL, weights=0, kv_cache=0)

@@ -65,12 +65,12 @@ def save_tokenizer(folder: Path) -> None:
 
 
 @functools.cache
-def tiny_model(family: str, seed: int = 0) -> Path:
+def tiny_model(family: str, seed: int = 0, **changes: int) -> Path:
     """A folder with a random model of `family` in float32, its tokenizer and its generation configuration."""
     folder = new_folder(family)
     config_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
-    config = config_class(**{**COMMON, **extra})
+    config = config_class(**{**COMMON, **extra, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -26,6 +26,7 @@ from kvrail.engine.schedule.launch_delay import LaunchDelay
 from kvrail.engine.schedule.planning import Step
 from kvrail.engine.schedule.scheduler import Scheduler
 from kvrail.engine.schedule.tracker import RequestTracker
+from kvrail.engine.step.closing import PageCloser
 from kvrail.engine.step.in_flight import InFlightStep, Runner
 from kvrail.errors import KvrailError, OverloadedError, WorkerUnavailableError
 from kvrail.telemetry.worker import EngineMetrics
@@ -54,6 +55,7 @@ class Engine:
 
     deliver: called with batches of events, in order, from any thread; must not block. listener: learns which pages each
     layer of a prefill completes. max_drafts: most tokens that a sequence drafts on coarse KV; 0 turns drafting off.
+    closer: where full pages are closed.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Engine:
         deliver: Callable[[Delivery], None],
         listener: LayerListener | None = None,
         max_drafts: int = 64,
+        closer: PageCloser | None = None,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
@@ -76,6 +79,7 @@ class Engine:
         self._metrics = metrics
         self._sink = deliver
         self._listener = listener
+        self._closer = closer
         self._changed = threading.Condition(threading.RLock())
         self._delivering = threading.Lock()  # taken before the other, if both are
         self._in_flight: InFlightStep | None = None
@@ -198,7 +202,9 @@ class Engine:
     def pending(self) -> bool:
         """Whether a step would compute or emit anything."""
         with self._changed:
-            return self._in_flight is not None or self._scheduler.has_work() or self._tracker.has_drawn
+            if self._in_flight is not None or self._scheduler.has_work() or self._tracker.has_drawn:
+                return True
+            return self._closer is not None and self._closer.pending
 
     def owes_a_step(self) -> bool:
         """Whether requests wait for a step alone."""
@@ -213,6 +219,8 @@ class Engine:
         """
         if not self._runner.launches_async:
             self._emit_drawn()
+        if self._closer is not None:
+            self._closer.close_pages(self._changed, lambda: self._in_flight is None and not self._scheduler.has_work())
         failures = self._failures
         now, self._in_flight = self._in_flight, None
         if now is None:
@@ -368,6 +376,8 @@ class Engine:
         status = self.status()
         self._metrics.set_load(status.running, status.waiting, status.receiving)
         self._metrics.set_pages(free=status.pages.free, used=status.pages.used, cached=status.pages.cached)
+        if self._closer is not None:
+            self._closer.report(self._metrics)
 
     def _emit_drawn(self) -> None:
         with self._changed:

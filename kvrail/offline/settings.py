@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     device: str
     dtype: ComputeDtype
     kv_dtype: KVDtype
+    kv_cache: Literal["plain", "lossless"]
     load_format: Literal["safetensors", "dummy"]
     weights: Literal["plain", "compact", "tbe"]
     page_size: int

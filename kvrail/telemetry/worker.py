@@ -33,6 +33,13 @@ class EngineMetrics:
                 "kvrail_engine_receiving_sequences", "Running sequences that only wait for their KV."
             )
         self.pages = make.gauges("kvrail_engine_pages", "KV pages by state.", "state", PAGE_STATES)
+        self.closed_pages = make.gauge("kvrail_engine_closed_pages", "KV pages in lossless form.")
+        self.stuck_pages = make.gauge(
+            "kvrail_engine_stuck_pages", "Full KV pages that stay plain, since they found no spare unit."
+        )
+        self.raw_tiles = make.gauge(
+            "kvrail_engine_raw_tiles_ratio", "Share of closed pages' tiles that take a spare unit; 1 is all."
+        )
         self.preemptions = make.counter("kvrail_engine_preemptions", "Sequences that gave up their pages to others.")
         self.sequence_preemptions = make.histogram(
             "kvrail_engine_sequence_preemptions",
@@ -67,8 +74,10 @@ class EngineMetrics:
             buckets.DRAFTS,
         )
 
-    def show_cache(self, *, page_size: int, pages: int, kv_dtype: str, prefix_cache: bool) -> None:
-        """Record what the KV cache is; once."""
+    def show_cache(self, *, page_size: int, pages: int, kv_dtype: str, prefix_cache: bool, cache_bytes: int) -> None:
+        """Record what the KV cache is; once. cache_bytes: its memory."""
+        self._make.gauge("kvrail_engine_cache_bytes", "Memory of the KV cache.").set(cache_bytes)
+        self._make.gauge("kvrail_engine_cache_tokens", "Tokens that fit into the KV cache.").set(pages * page_size)
         family = self._make.gauge_family(
             "kvrail_engine_cache_info",
             "The KV cache: tokens of a page, pages, their elements' type; the value is always 1.",

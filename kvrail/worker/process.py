@@ -11,8 +11,6 @@ import torch
 from kvrail.config.settings import WorkerSettings
 from kvrail.engine.aio import EventRouter
 from kvrail.engine.engine import Engine
-from kvrail.engine.kv.cache import pages_that_fit
-from kvrail.engine.kv.pages import PagePool
 from kvrail.engine.kv.prefix_events import Cursor
 from kvrail.engine.model.loader import LoadedModel, WeightForms, load_model
 from kvrail.engine.model.toolchain import check_toolchain
@@ -38,8 +36,9 @@ from kvrail.wire import PROTOCOL_VERSION
 from kvrail.wire.convert import layout_to_proto
 from kvrail.wire.v1 import common_pb2
 from kvrail.worker.access import EngineAccess
-from kvrail.worker.budgets import limits_of, mixed_tokens, most_running
+from kvrail.worker.budgets import limits_of, mixed_tokens
 from kvrail.worker.device import bytes_of, device_name, device_now
+from kvrail.worker.kv_cache import describe, page_pool, pages_for
 from kvrail.worker.monitor import Monitor
 from kvrail.worker.observing import KVMeters
 from kvrail.worker.transports import in_clear
@@ -176,7 +175,7 @@ def build_engine(
         return _load(settings, weights or WeightForms(), startup)
 
     loaded, runner = in_passing_thread(load) if settings.device.startswith("cpu") else load()
-    pool = PagePool(runner.cache.num_pages, settings.page_size, prefix_cache=settings.prefix_cache)
+    pool, closer = page_pool(settings, runner.cache)
     sampler = Sampler(loaded.vocab_size, loaded.device)
     sampler.warm_up()
     decodes = "decode" in settings.roles
@@ -186,6 +185,7 @@ def build_engine(
         pages=runner.cache.num_pages,
         kv_dtype=settings.kv_dtype,
         prefix_cache=settings.prefix_cache,
+        cache_bytes=runner.cache.bytes,
     )
     engine = Engine(
         runner,
@@ -197,6 +197,7 @@ def build_engine(
         deliver,
         listener,
         max_drafts,
+        closer,
     )
     return loaded, runner, engine
 
@@ -260,7 +261,7 @@ def _show_device(registry: Registry, settings: WorkerSettings, loaded: LoadedMod
         role="both" if len(settings.roles) > 1 else settings.table,
         device=device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
-        kv_cache=settings.kv_dtype,
+        kv_cache=settings.kv_dtype if settings.kv_cache == "plain" else f"{settings.kv_dtype}, {settings.kv_cache}",
         torch=torch.__version__,
         cuda=(torch.version.cuda or "") if cuda else "",
     )
@@ -284,17 +285,11 @@ def _load(settings: WorkerSettings, weights: WeightForms, startup: Startup) -> t
     )
     if weights.hold is not None:
         loaded = weights.hold(loaded)
-    page_bytes = loaded.layout.page_bytes // loaded.layout.num_layers
-    if page_bytes > settings.max_frame_bytes:
-        raise ConfigError(
-            f"a frame has at most {settings.max_frame_bytes} bytes, but a page of one layer has {page_bytes};"
-            " raise the decode workers' transfer_memory_mib or lower page_size"
-        )
-    num_pages = pages_that_fit(loaded.layout, loaded.device, settings.kv_memory_gib)
+    num_pages, running = pages_for(settings, loaded)
     runner = ModelRunner(
         loaded,
         num_pages,
-        max_running=most_running(settings, num_pages),
+        max_running=running,
         max_batch_tokens=settings.max_batch_tokens,
         cuda_graphs=not settings.eager,
         compile=not settings.eager,
@@ -304,14 +299,11 @@ def _load(settings: WorkerSettings, weights: WeightForms, startup: Startup) -> t
     runner.warm_up(startup.enter)
     _tell_of(runner.finding, settings)
     logger.info(
-        "%s: %d layers, context %d, %d pages of %d tokens (%s, %.1f MiB), fingerprint %s",
+        "%s: %d layers, context %d, %s, fingerprint %s",
         settings.model_name,
         loaded.layout.num_layers,
         loaded.max_model_len,
-        num_pages,
-        settings.page_size,
-        settings.kv_dtype,
-        num_pages * loaded.layout.page_bytes / (1 << 20),
+        describe(runner.cache),
         loaded.fingerprint[:12],
     )
     return loaded, runner

@@ -12,6 +12,7 @@ from kvrail.engine.request.events import Admitted, Output
 from kvrail.engine.request.requests import EngineRequest, ModelLimits
 from kvrail.engine.schedule.chunks import StepBudget
 from kvrail.engine.schedule.scheduler import Scheduler
+from kvrail.engine.step.closing import PageCloser
 from kvrail.telemetry.worker import EngineMetrics
 from kvrail.values.sampling import SamplingParams
 from tests.engine.page_machine import VOCAB, FirstIndexShift, PageMachine, expected
@@ -27,12 +28,21 @@ class Bench:
         max_drafts=64,
         ahead=False,
         tier=None,
+        slotted=None,
         **limits,
     ):
         settings = {"max_batch_tokens": 16, "max_running": 8, "max_waiting": 64, **limits}
         self.registry = CollectorRegistry()
         self.machine = PageMachine(num_pages, page_size, ahead=ahead)
-        self.pool = PagePool(num_pages, page_size, prefix_cache=prefix_cache, tier=tier and tier(self.machine.cells))
+        self.pool = PagePool(
+            num_pages,
+            page_size,
+            prefix_cache=prefix_cache,
+            tier=tier and tier(self.machine.cells),
+            slots=slotted and slotted.slots,
+        )
+        if slotted is not None:
+            self.machine.cells = slotted
         self.events: dict[str, list] = {}
         self.scheduler = Scheduler(self.pool, StepBudget(**settings))
         self.engine = Engine(
@@ -45,6 +55,7 @@ class Bench:
             self.deliver,
             listener,
             max_drafts,
+            slotted and PageCloser(self.pool, slotted),
         )
 
     def deliver(self, events):

@@ -57,6 +57,8 @@ CASES = (
     Case("compact weights", "llama", ("--weights", "compact")),
     Case("TCA-TBE weights", "llama", ("--weights", "tbe")),
     Case("a pool too small", "llama", ("--kv-memory-gib", SMALL_POOL_GIB)),
+    Case("lossless pages", "llama", ("--kv-cache", "lossless")),
+    Case("lossless pages, a pool too small", "llama", ("--kv-cache", "lossless", "--kv-memory-gib", SMALL_POOL_GIB)),
     Case("small steps", "mistral", ("--max-running", "6", "--max-batch-tokens", "256")),
     Case("eager", "gemma2", ("--eager",)),
     Case("pages of 16", "llama", ("--page-size", "16")),

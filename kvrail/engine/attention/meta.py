@@ -48,7 +48,7 @@ class StepMeta:
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """The lengths of a CUDA step's sections; StepMeta says what these hold."""
+    """The lengths of a CUDA step's sections; StepMeta says what these hold. closed: whether pages can be closed."""
 
     tokens: int
     sequences: int
@@ -56,20 +56,23 @@ class Extents:
     rows: int
     blocks: int
     kv_heads: int
+    closed: bool = False
 
     def sizes(self) -> list[int]:
-        """Integers in each section: slots, page_tables, kv_lens, counters, blocks."""
+        """Integers in each section: slots, page_tables, kv_lens, counters, blocks, closed_tokens."""
         return [
             self.tokens,
             self.sequences * self.width,
             self.rows,
             self.rows * self.kv_heads,
             self.blocks * BLOCK_FIELDS,
+            self.sequences * self.closed,
         ]
 
     def plan(self) -> torch.Tensor:
-        """The lengths as a tensor on the host: int64 [6]."""
-        return torch.tensor([self.tokens, self.sequences, self.width, self.rows, self.blocks, self.kv_heads])
+        """The lengths as a tensor on the host: int64 [7]."""
+        lengths = [self.tokens, self.sequences, self.width, self.rows, self.blocks, self.kv_heads]
+        return torch.tensor([*lengths, int(self.closed)])
 
     def words(self) -> int:
         """Integers of all sections and the gaps between them; at least 2: torch.compile specialises on 0 and 1."""
@@ -78,7 +81,7 @@ class Extents:
     def sections(self, data: Any) -> StepMeta:
         """Views of `data`, int32 [words], an array or a tensor."""
         sizes = self.sizes()
-        slots, tables, kv_lens, counters, blocks = (
+        slots, tables, kv_lens, counters, blocks, closed_tokens = (
             data[begin : begin + size] for begin, size in zip(section_starts(sizes), sizes, strict=False)
         )
         return StepMeta(
@@ -87,6 +90,7 @@ class Extents:
             kv_lens=kv_lens,
             counters=counters,
             blocks=blocks.reshape(self.blocks, BLOCK_FIELDS),
+            closed_tokens=closed_tokens if self.closed else None,
         )
 
 

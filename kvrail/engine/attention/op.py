@@ -83,5 +83,7 @@ def _over_elements(device: torch.device) -> PageAttention:
     return cpu.paged_attention
 
 
-_ATTENTION: dict[str, Callable[[torch.device], PageAttention]] = {"plain": _over_elements, "scaled": _over_elements}
+_ATTENTION: dict[str, Callable[[torch.device], PageAttention]] = {
+    name: _over_elements for name in ("plain", "scaled", "lossless")
+}
 """The attention of each form of pages on a device."""

@@ -59,6 +59,7 @@ def step_inputs(
         slots=torch.from_numpy(packed.slots.astype(np.int32)),
         page_tables=torch.from_numpy(packed.page_tables.astype(np.int32)),
         plan=[(new, total) for new, total in packed.plan.tolist()],
+        closed_tokens=None if packed.closed_tokens is None else torch.from_numpy(packed.closed_tokens),
     )
     none = torch.zeros(0, dtype=torch.int64)
     step = PagedStep.over(cache, none, none, on_layer, meta)
@@ -84,6 +85,7 @@ def _cuda_inputs(
         rows=packed.decodes,
         blocks=len(blocks),
         kv_heads=cache.layout.num_kv_heads,
+        closed=packed.closed_tokens is not None,
     )
     data = np.zeros(extents.words(), np.int32)
     fill_meta(extents.sections(data), packed, blocks)
@@ -124,6 +126,9 @@ def fill_meta(meta: StepMeta, packed: PackedStep, blocks: Ints) -> None:
     meta.kv_lens[rows:] = 0
     meta.blocks[: len(blocks)] = blocks
     meta.blocks[len(blocks) :] = 0
+    if packed.closed_tokens is not None:
+        meta.closed_tokens[:sequences] = packed.closed_tokens
+        meta.closed_tokens[sequences:] = 0
 
 
 def upload(arrays: Sequence[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:

@@ -18,7 +18,8 @@ class PackedStep:
 
     token_ids, positions, slots: [tokens]; page_tables: [sequences, width], unused entries 0; plan: [sequences, 2], new
     tokens and tokens in all; logit_rows: [rows], packed indices of the tokens whose logits are wanted, in the order of
-    the slices; decodes: how many leading sequences have one new token.
+    the slices; decodes: how many leading sequences have one new token. closed_tokens: [sequences], see
+    attention.meta.StepMeta; None: all pages are plain.
     """
 
     token_ids: Ints
@@ -28,10 +29,11 @@ class PackedStep:
     plan: Ints
     logit_rows: Ints
     decodes: int
+    closed_tokens: Ints | None = None
 
 
-def pack(slices: Sequence[SequenceSlice], page_size: int) -> PackedStep:
-    """Lay `slices` out on one axis."""
+def pack(slices: Sequence[SequenceSlice], page_size: int, slot_of: npt.NDArray[np.int32] | None = None) -> PackedStep:
+    """Lay `slices` out on one axis. slot_of: where pages lie, see engine.kv.lossless.slots; None: where they say."""
     order = sorted(range(len(slices)), key=lambda i: len(slices[i].token_ids) > 1)
     ordered = [slices[i] for i in order]
     new = np.fromiter((len(s.token_ids) for s in ordered), np.int64, len(ordered))
@@ -41,6 +43,9 @@ def pack(slices: Sequence[SequenceSlice], page_size: int) -> PackedStep:
     owner = np.repeat(np.arange(len(ordered)), new)
     positions = np.arange(ends[-1]) + np.repeat(start - (ends - new), new)
     tables = _page_tables(ordered, -(-total // page_size))
+    closed = None
+    if slot_of is not None:
+        tables, closed = _in_slots(tables, slot_of, start, total, page_size)
     slots = tables[owner, positions // page_size] * page_size + positions % page_size
     end_of = np.empty(len(slices), np.int64)
     end_of[order] = ends
@@ -52,6 +57,7 @@ def pack(slices: Sequence[SequenceSlice], page_size: int) -> PackedStep:
         plan=np.stack([new, total], axis=1),
         logit_rows=_last_tokens(end_of, np.fromiter((s.num_logits for s in slices), np.int64, len(slices))),
         decodes=int((new == 1).sum()),
+        closed_tokens=closed,
     )
 
 
@@ -68,6 +74,20 @@ def _page_tables(slices: Sequence[SequenceSlice], used: Ints) -> Ints:
     filled = np.arange(tables.shape[1]) < used[:, None]
     tables[filled] = np.fromiter(flat, np.int64, int(used.sum()))
     return tables
+
+
+def _in_slots(
+    tables: Ints, slot_of: npt.NDArray[np.int32], start: Ints, total: Ints, page_size: int
+) -> tuple[Ints, Ints]:
+    """Page tables of slots, and the tokens in closed pages of each sequence; these lie before all others."""
+    number = np.arange(tables.shape[1])
+    used = number < -(-total // page_size)[:, None]
+    slots = slot_of[tables].astype(np.int64)
+    closed = used & (slots < 0)
+    count = closed.sum(axis=1)
+    if (closed != (number < count[:, None])).any() or (count * page_size > start).any():
+        raise RuntimeError("a closed page lies behind an open one, or is to be written")
+    return np.where(closed, -1 - slots, slots * used), count * page_size
 
 
 def query_blocks(packed: PackedStep, most: int, padded: int = 0) -> Ints:

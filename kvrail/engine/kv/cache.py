@@ -6,6 +6,7 @@ import torch
 
 from kvrail.engine.kv.format import PageTensor
 from kvrail.engine.kv.formats import format_of
+from kvrail.engine.kv.lossless.slots import PageSlots
 from kvrail.errors import ConfigError
 from kvrail.values.layout import KVLayout
 
@@ -34,6 +35,16 @@ class PagedCache:
         self.tensors = {name: self._made(each) for name, each in self.format.tensors(layout).items()}
 
     @property
+    def slots(self) -> PageSlots | None:
+        """Where pages lie, where some are closed; None: each page has its own number in every tensor."""
+        return None
+
+    @property
+    def open_pages(self) -> int:
+        """The most pages that can be written: before requests come, the first ones."""
+        return self.num_pages
+
+    @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -47,32 +58,34 @@ class PagedCache:
         self.format.copy(self.tensors, src, dst)
 
     def as_block(self) -> list[torch.Tensor]:
-        """All pages as codecs read and write them (`KVFormat.as_block`)."""
+        """All pages that can be written, as codecs read and write them (`KVFormat.as_block`)."""
         return self.format.as_block(self.tensors)
 
     def _made(self, tensor: PageTensor) -> torch.Tensor:
         """One of the pool's tensors, filled: a NaN in an unwritten slot would poison masked products (0 * NaN)."""
-        shape = (self.layout.num_layers, self.num_pages, *tensor.shape)
+        shape = (self.layout.num_layers, self.open_pages, *tensor.shape)
         made = torch.zeros(shape, dtype=tensor.dtype, device=self.device)
         return made.fill_(tensor.fill) if tensor.fill else made
 
 
-def pages_that_fit(layout: KVLayout, device: torch.device | str, kv_memory_gib: float = 0.0) -> int:
-    """Pages of `layout` that fit into `kv_memory_gib` GiB.
+def memory_for_pages(device: torch.device | str, kv_memory_gib: float = 0.0) -> int:
+    """Bytes of memory for pages: `kv_memory_gib` GiB.
 
-    0: 2 GiB on a CPU; on CUDA 85 % of what is free, and a tenth of the GPU is left in any case. Raises ConfigError
-    where not even one page fits.
+    0: 2 GiB on a CPU; on CUDA 85 % of what is free, and a tenth of the GPU is left in any case.
     """
     device = torch.device(device)
     if kv_memory_gib:
-        budget = int(kv_memory_gib * (1 << 30))
-    elif device.type == "cuda":
+        return int(kv_memory_gib * (1 << 30))
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        budget = int(min(free * _DEFAULT_CUDA_FRACTION, free - total * _LEFT_OF_CUDA))
-    else:
-        budget = _DEFAULT_CPU_BYTES
-    page_bytes = format_of(layout).page_bytes(layout)
+        return int(min(free * _DEFAULT_CUDA_FRACTION, free - total * _LEFT_OF_CUDA))
+    return _DEFAULT_CPU_BYTES
+
+
+def pages_that_fit(layout: KVLayout, device: torch.device | str, kv_memory_gib: float = 0.0) -> int:
+    """Pages of `layout` that fit into `memory_for_pages`. Raises ConfigError where not even one page fits."""
+    budget, page_bytes = memory_for_pages(device, kv_memory_gib), format_of(layout).page_bytes(layout)
     pages = budget // page_bytes
     if pages < 1:
         raise ConfigError(

@@ -36,8 +36,7 @@ class KVFormat(Protocol):
     """A form of pages at rest. It changes no answer, and what crosses a wire is the same for all forms.
 
     A form may keep full pages closed, in fewer bytes, and those that still change open: a sequence's last page, drafts,
-    coarse stages. Such a form has tensors for both. `attend` closes a page in the step that fills it, `copy` knows both
-    kinds, and `as_block` opens pages for a codec and closes what has landed.
+    coarse stages. Its tensors are those of open pages, and its cache has more (`kvrail.engine.kv.lossless_cache`).
     """
 
     @property

@@ -1,4 +1,4 @@
-"""The forms of pages that there are: elements as they are computed, and eight-bit elements with scales."""
+"""The forms of pages that there are: elements as they are computed, eight-bit ones with scales, and lossless pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrail.engine.kv.format import KVFormat, PageTensor, PageTensors
-from kvrail.engine.kv.lossless.pages import ClosedLayer
+from kvrail.engine.kv.lossless.pages import ClosedLayer, page_bytes
 from kvrail.values.layout import KVLayout
 
 
@@ -115,7 +115,23 @@ class ScaledFormat(PlainFormat):
         return super().tensors(layout) | {"key_scales": scales, "value_scales": scales}
 
 
-FORMATS: dict[str, KVFormat] = {form.name: form for form in (PlainFormat(), ScaledFormat())}
+class LosslessFormat(PlainFormat):
+    """Plain pages, fewer than there are pages, and closed ones beside them: see `kvrail.engine.kv.lossless_cache`."""
+
+    name = "lossless"
+
+    def page_bytes(self, layout: KVLayout) -> int:
+        """Bytes of a closed page over all layers, without spare units."""
+        return page_bytes(layout)
+
+    def layer(self, tensors: Sequence[torch.Tensor], index: int) -> LayerPages:
+        """Views of layer `index`. tensors: keys, values, closed pages, spare units."""
+        keys, values, closed, spare = tensors
+        dims = keys.shape[-1], values.shape[-1]
+        return LayerPages(keys[index], values[index], closed=ClosedLayer(closed[index], spare, *dims))
+
+
+FORMATS: dict[str, KVFormat] = {form.name: form for form in (PlainFormat(), ScaledFormat(), LosslessFormat())}
 """By name."""
 
 

@@ -35,7 +35,7 @@ class Leases:
     def take(self, request_id: str, page_table: Sequence[int]) -> None:
         """Hold a request's pages until a transfer claims them."""
         pages = tuple(page_table)
-        self._pool.acquire(pages)
+        self._pool.lease(pages)
         self._unclaimed[request_id] = PageLease(pages)
 
     def claim(self, request_id: str) -> PageLease | None:
@@ -46,11 +46,11 @@ class Leases:
 
     def release(self, lease: PageLease) -> None:
         """A transfer no longer reads or writes the pages."""
-        self._pool.release(lease.pages)
+        self._pool.end_lease(lease.pages)
         self._claimed -= 1
 
     def drop(self, request_id: str) -> None:
         """Give back an unclaimed lease, if there is one."""
         lease = self._unclaimed.pop(request_id, None)
         if lease is not None:
-            self._pool.release(lease.pages)
+            self._pool.end_lease(lease.pages)

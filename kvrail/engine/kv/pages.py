@@ -20,6 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvrail.engine.kv.lossless.slots import FEWEST_AT_ONCE, Closing, PageSlots
 from kvrail.engine.kv.prefix_events import PrefixEvents
 from kvrail.engine.kv.tier import KVTier
 from kvrail.values.pagehash import PageHash
@@ -35,11 +36,22 @@ class PageCounts:
 
 
 class PagePool:
-    """Reference counts, prefix cache and least-recently-used eviction over `num_pages` pages."""
+    """Reference counts, prefix cache and least-recently-used eviction over `num_pages` pages.
+
+    slots: where full pages are closed: each allocated page takes an open one, until it is closed. A tier sees plain
+    pages only.
+    """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, prefix_cache: bool = True, tier: KVTier | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_cache: bool = True,
+        tier: KVTier | None = None,
+        slots: PageSlots | None = None,
     ) -> None:
+        assert tier is None or slots is None, "a tier reads and writes plain pages"
         self.num_pages = num_pages
         self.page_size = page_size
         self._keep = prefix_cache
@@ -48,6 +60,9 @@ class PagePool:
         self._holders = [0] * num_pages
         self._hash_of: dict[int, PageHash] = {}
         self._page_of: dict[PageHash, int] = {}
+        self.slots = slots
+        if slots is not None:
+            slots.clear()
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.events = PrefixEvents()
 
@@ -60,16 +75,30 @@ class PagePool:
         """Pages that `allocate` could hand out now."""
         return len(self._free) + len(self._cached)
 
-    def can_allocate(self, count: int) -> bool:
-        """Whether `allocate(count)` would succeed."""
-        return count <= self.available()
+    @property
+    def most_pages(self) -> int:
+        """The most pages that one sequence can have: all of them may be open at once."""
+        return self.num_pages if self.slots is None else self.slots.open_slots
+
+    def can_allocate(self, count: int, held: Iterable[int] = ()) -> bool:
+        """Whether `allocate(count)` would succeed once the pages `held` are acquired."""
+        revived = [page for page in held if self.is_cached(page)]
+        if count + len(revived) > self.available():
+            return False
+        if self.slots is None or count <= self.slots.free:
+            return True
+        return count <= self.slots.free + self.slots.count_open(self._cached) - self.slots.count_open(revived)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages, evicting cached ones where none is free. The caller becomes their only holder."""
         if not self.can_allocate(count):
             raise ValueError(f"{count} pages asked for, {self.available()} available; ask can_allocate first")
+        if self.slots is not None:
+            self._free_slots(self.slots, count)
         pages = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for page in pages:
+            if self.slots is not None:
+                self.slots.begin(page)
             self._holders[page] = 1
         return pages
 
@@ -85,7 +114,7 @@ class PagePool:
             if page is None:
                 break
             found.append(page)
-        return found
+        return found if self.slots is None else self.slots.usable(found)
 
     def acquire(self, pages: Iterable[int]) -> None:
         """Become one more holder of pages that are used or cached."""
@@ -105,7 +134,46 @@ class PagePool:
             if page in self._hash_of:
                 self._cached[page] = None
             else:
-                self._free.append(page)
+                self._set_free(page)
+
+    def lease(self, pages: Sequence[int]) -> None:
+        """Hold pages for a transfer, in the form that they have."""
+        self.acquire(pages)
+        if self.slots is not None:
+            self.slots.pin(pages)
+
+    def end_lease(self, pages: Sequence[int]) -> None:
+        """The reverse of `lease`."""
+        if self.slots is not None:
+            self.slots.unpin(pages)
+        self.release(pages)
+
+    def follow(self, pages: Sequence[int]) -> None:
+        """A page table has these cached pages, one behind the other."""
+        if self.slots is not None:
+            self.slots.follow(pages)
+
+    def fill(self, page_table: Sequence[int], number: int) -> None:
+        """Page `number` of a page table is full and final: it may be closed."""
+        if self.slots is not None:
+            self.slots.follow(page_table[max(number - 1, 0) : number + 1])
+            self.slots.fill(page_table[number])
+
+    def choose_closing(self, *, at_once: bool) -> Closing | None:
+        """Pages to close now; `PageSlots.settle` must follow. None: there are none, or too few, unless `at_once`.
+
+        Where open slots are scarce, closed pages make room for others: cached ones, least recently used first.
+        """
+        if self.slots is None or not (ready := self.slots.ready()):
+            return None
+        scarce = self.slots.free < self.slots.open_slots // 4
+        if len(ready) < FEWEST_AT_ONCE and not (at_once or scarce):
+            return None
+        if scarce and len(ready) > self.slots.free_closed:
+            closed = [page for page in self._cached if self.slots.is_closed(page)]
+            for page in closed[: len(ready) - self.slots.free_closed]:
+                self._set_free(self._evict(page))
+        return self.slots.choose(ready) if self.slots.free_closed else None
 
     def publish(self, page: int, page_hash: PageHash) -> None:
         """Make a full page's content known. Where another page with this content is known, that one stays."""
@@ -137,7 +205,7 @@ class PagePool:
                 self._tier.drop(page_hash)
             if page in self._cached:
                 del self._cached[page]
-                self._free.append(page)
+                self._set_free(page)
 
     def check(self) -> None:
         """Raise AssertionError unless every page is in exactly one state and hashes are one to one."""
@@ -149,9 +217,26 @@ class PagePool:
         assert {h: p for p, h in self._hash_of.items()} == self._page_of, "hashes and pages disagree"
         assert len(self.events) == len(self._page_of), "events and pages disagree"
         assert cached <= self._hash_of.keys() and not (free & self._hash_of.keys()), "cached pages need a hash"
+        if self.slots is not None:
+            self.slots.check(used | cached)
 
-    def _evict(self) -> int:
-        page, _ = self._cached.popitem(last=False)
+    def _set_free(self, page: int) -> None:
+        self._free.append(page)
+        if self.slots is not None:
+            self.slots.end(page)
+
+    def _free_slots(self, slots: PageSlots, count: int) -> None:
+        """Evict open pages, least recently used first, until `count` slots are free."""
+        if missing := max(0, count - slots.free):
+            evicted = [page for page in self._cached if slots.is_open(page)][:missing]
+            for page in evicted:
+                self._set_free(self._evict(page))
+
+    def _evict(self, page: int | None = None) -> int:
+        """Forget a cached page's content; None: of the one least recently used."""
+        if page is None:
+            page = next(iter(self._cached))
+        del self._cached[page]
         page_hash = self._forget_hash(page)
         if self._tier is not None:
             self._tier.store(page_hash, page)

@@ -103,10 +103,10 @@ def check_request(request: EngineRequest, limits: ModelLimits, pool: PagePool) -
             param="prompt",
         )
     longest = min(len(prompt) + (0 if request.prefill_only else request.params.max_tokens), limits.max_model_len)
-    if -(-longest // pool.page_size) > pool.num_pages:
+    if -(-longest // pool.page_size) > pool.most_pages:
         raise ContextLengthError(
             f"prompt and max_tokens make up to {longest} tokens; this worker's KV cache holds"
-            f" {pool.num_pages * pool.page_size}; shorten the prompt or lower max_tokens",
+            f" {pool.most_pages * pool.page_size}; shorten the prompt or lower max_tokens",
             param="max_tokens",
         )
 

@@ -266,8 +266,7 @@ class Scheduler:
         shared = min(len(held), (len(sequence.token_ids) - 1) // self.pool.page_size)
         fresh = self._pages_for(len(sequence.token_ids)) - shared
         spare = sum(1 for s in self._running if s.is_decoding())  # each may need one more page at the next step
-        revived = sum(1 for page in held if self.pool.is_cached(page))  # these leave the evictable pages
-        return self.pool.can_allocate(fresh + revived + (spare if self.num_running else 0))
+        return self.pool.can_allocate(fresh + (spare if self.num_running else 0), held)
 
     def _take_pages(self, sequence: Sequence) -> None:
         hits, last = self._usable_prefix(sequence)
@@ -282,6 +281,7 @@ class Scheduler:
         restored = self.pool.restore(sequence.shareable(self.pool.page_size)[len(hits) : whole], fresh)
         computed += restored * self.pool.page_size
         sequence.page_table = [*hits, *fresh]
+        self.pool.follow(hits)
         sequence.computed = min(computed, len(sequence.token_ids) - 1)
         sequence.published, sequence.borrowed = len(hits) + restored, computed > 0
         if not sequence.output_ids:
@@ -388,6 +388,7 @@ class Scheduler:
         hashes = sequence.hashes(self.pool.page_size)
         for number in range(sequence.published, full):
             self.pool.publish(sequence.page_table[number], hashes[number])
+            self.pool.fill(sequence.page_table, number)
         sequence.published = max(sequence.published, full)
 
     def _release(self, sequence: Sequence) -> None:

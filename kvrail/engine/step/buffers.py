@@ -38,15 +38,17 @@ class StepSize:
         return begins
 
 
-def decode_size(rows: int, width: int, kv_heads: int, tokens: int = 0) -> StepSize:
+def decode_size(rows: int, width: int, kv_heads: int, tokens: int = 0, *, closed: bool = False) -> StepSize:
     """At most `rows` sequences with one new token each and page tables of `width` pages, padded to `tokens`."""
-    return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads), draws=rows)
+    return StepSize(Extents(max(rows, tokens), rows, width, rows, 0, kv_heads, closed), draws=rows)
 
 
-def mixed_size(tokens: int, sequences: int, width: int, kv_heads: int, logit_rows: int, queries: int) -> StepSize:
+def mixed_size(
+    tokens: int, sequences: int, width: int, kv_heads: int, logit_rows: int, queries: int, *, closed: bool = False
+) -> StepSize:
     """At most `tokens` new tokens of at most `sequences` sequences, each with one or more of them."""
     rows, blocks = min(tokens, sequences), most_blocks(tokens, sequences, queries)
-    return StepSize(Extents(tokens, sequences, width, rows, blocks, kv_heads), min(tokens, logit_rows), queries)
+    return StepSize(Extents(tokens, sequences, width, rows, blocks, kv_heads, closed), min(tokens, logit_rows), queries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

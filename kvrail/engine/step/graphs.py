@@ -95,13 +95,17 @@ class StepGraphs:
                     layout.num_kv_heads,
                     max_running + VERIFIED_ROWS,
                     queries_of_a_block(layout, loaded.dtype, tokens),
+                    closed=cache.slots is not None,
                 ),
                 {*range(group - 1, self._last_layer, group), self._last_layer},
             )
             for tokens in reversed(token_sizes(max(max_tokens, min_rows)))
         ][::-1]
         self._decodes = [
-            self._capture(decode_size(rows, width, layout.num_kv_heads, min_rows), {self._near_end})
+            self._capture(
+                decode_size(rows, width, layout.num_kv_heads, min_rows, closed=cache.slots is not None),
+                {self._near_end},
+            )
             for rows in reversed(batch_sizes(max_running))
         ][::-1]
         taken = free - torch.cuda.mem_get_info(loaded.device)[0]

@@ -97,7 +97,7 @@ def check(runner: Runs, max_running: int, max_tokens: int) -> Finding:
     drafts are verified. Overwrites pages. max_running, max_tokens: the bounds of a step.
     """
     loaded, cache = runner.loaded, runner.cache
-    pages, extent = (cache.num_pages - 1) // 3, _EXTENTS[loaded.device.type]
+    pages, extent = (cache.open_pages - 1) // 3, _EXTENTS[loaded.device.type]
     length = min(extent.tokens, loaded.max_model_len, pages * loaded.layout.page_size)
     if length < 4 * extent.tail or max_tokens < 2 * extent.tail:
         return Finding("", f"there is room for {length} tokens or steps of {max_tokens}, too few for a trial")
@@ -182,7 +182,7 @@ class _Trial:
     def run(self, number: int, steps: Iterator[_Part]) -> _Way:
         """Compute it in pages of its own, the ones of this number."""
         pages, at, logits = range(number * self._pages, (number + 1) * self._pages), 0, []
-        beside = self._runner.cache.num_pages - 1
+        beside = self._runner.cache.open_pages - 1
         size = self._runner.loaded.layout.page_size
         for step in steps:
             own = SequenceSlice(self._ids[at : at + step.count], at, pages, step.logits)

@@ -10,6 +10,7 @@ from kvrail.engine.batch.batch import Extras, Feed, SequenceSlice
 from kvrail.engine.batch.inputs import step_inputs
 from kvrail.engine.batch.packing import pack
 from kvrail.engine.kv.cache import PagedCache
+from kvrail.engine.kv.lossless_cache import LosslessCache, LosslessSize
 from kvrail.engine.model.fusion import compile_layers
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.model.onednn_linear import mean_weights
@@ -36,14 +37,15 @@ class ModelRunner:
     and compilation are for CUDA and take effect with `warm_up`. Compilation is the model's, so it applies to every
     runner that shares it.
 
-    invariant: compute so that output is batch-invariant, and try in `warm_up` whether it is. On CUDA this chooses, for
-    the whole process, how products are computed.
+    num_pages: of plain pages; a LosslessSize where full pages are closed. invariant: compute so that output is
+    batch-invariant, and try in `warm_up` whether it is. On CUDA this chooses, for the whole process, how products are
+    computed.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        num_pages: int,
+        num_pages: int | LosslessSize,
         *,
         max_running: int,
         max_batch_tokens: int,
@@ -52,7 +54,11 @@ class ModelRunner:
         invariant: bool = True,
     ) -> None:
         self.loaded = loaded
-        self.cache = PagedCache(loaded.layout, num_pages, loaded.device)
+        self.cache = (
+            PagedCache(loaded.layout, num_pages, loaded.device)
+            if isinstance(num_pages, int)
+            else LosslessCache(loaded.layout, num_pages, loaded.device)
+        )
         self.max_running = max_running
         self._max_tokens = max(max_batch_tokens, max_running)
         self._wants_graphs = cuda_graphs and self.launches_async
@@ -94,6 +100,8 @@ class ModelRunner:
         enter("warm_up")
         if self._invariant:
             self.finding = check(self, self.max_running, self._max_tokens)
+        if isinstance(self.cache, LosslessCache):
+            self.cache.rehearse()
 
     def _warm_up_cuda(self, enter: Callable[[Phase], None]) -> None:
         self.bind_thread()
@@ -106,7 +114,7 @@ class ModelRunner:
         if self._wants_graphs:
             self._graphs = StepGraphs(self.loaded, self.cache, self.max_running, self._max_tokens, self._min_rows)
         fed = Feed(torch.zeros(1, dtype=torch.int64, device=self.loaded.device), [0])
-        self.execute([SequenceSlice([0], 0, range(self.cache.num_pages), 1)], feed=fed)
+        self.execute([SequenceSlice([0], 0, range(self.cache.open_pages), 1)], feed=fed)
         torch.cuda.synchronize(self.loaded.device)
         logger.info(
             "warmed up: layers %s, steps %s",
@@ -128,7 +136,8 @@ class ModelRunner:
         order, for the last layer and for some or all of those before. feed: the tokens of the first slices. draws:
         parameters of each row's draw, if the step can make it by itself: see `extras`.
         """
-        packed = pack(slices, self.loaded.layout.page_size)
+        slots = self.cache.slots
+        packed = pack(slices, self.loaded.layout.page_size, None if slots is None else slots.slot_of)
         tokens, sequences = len(packed.token_ids), len(packed.plan)
         if tokens > self._max_tokens or sequences > self.max_running:
             raise ValueError(
@@ -154,8 +163,8 @@ class ModelRunner:
     def _rehearsals(self) -> Iterator[list[SequenceSlice]]:
         """Steps of every kind, on any pages: prefill from scratch and onwards, decode, and mixed."""
         size = self.loaded.layout.page_size
-        room = min(self._max_tokens, self.cache.num_pages * size, self.loaded.max_model_len)
-        pages = range(self.cache.num_pages)
+        room = min(self._max_tokens, self.cache.open_pages * size, self.loaded.max_model_len)
+        pages = range(self.cache.open_pages)
         yield [SequenceSlice([0] * min(room, _COMPILED_FOR), 0, pages, 1)]
         yield [SequenceSlice([0] * room, 0, pages, 1)]
         if room > 2:

@@ -1,5 +1,6 @@
 """A pool of closed pages, on one device: see `form` for what a page is made of."""
 
+import copy
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -61,14 +62,20 @@ class ClosedPages:
         """Views of layer `index`."""
         return ClosedLayer(self.pages[index], self.spare, self.layout.key_dim, self.layout.value_dim)
 
+    def of_layers(self, layers: range) -> "ClosedPages":
+        """The same pages of some layers, to be opened."""
+        part = copy.copy(self)
+        part.pages = self.pages[layers.start : layers.stop]
+        return part
+
     def close(
         self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
         """Close full plain pages `sources` of all layers into pages `targets`, whose spare units return first.
 
         keys, values: bfloat16 [layers, plain pages, page_size, kv_heads, dim]; sources, targets: int64 [n], on the
-        device. Returns how many tiles found no spare unit, int64 [] on the device. Pages that hold one of those cannot
-        be opened.
+        device. Returns how many tiles of each page found no spare unit, int64 [n] on the device. A page with one of
+        those cannot be opened.
         """
         self.give_back(targets)
         kernels = self._kernels()
@@ -94,7 +101,7 @@ class ClosedPages:
             each.index_fill_(1, pages, 0)
 
     def _take_units(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Spare units for raw tiles of keys and of values, -1: not raw, or none was left; how many got none.
+        """Spare units for raw tiles of keys and of values, -1: not raw, or none was left; how many of a page got none.
 
         Units: int32 [layers, pages, kv_heads, blocks].
         """
@@ -103,7 +110,7 @@ class ClosedPages:
         got = raw & (place > 0)
         units = torch.where(got, self.free[place.clamp(min=0)], -1)
         self.free[:1] -= got.sum().int()
-        return units[0].contiguous(), units[1].contiguous(), (raw & ~got).sum()
+        return units[0].contiguous(), units[1].contiguous(), (raw & ~got).sum((0, 1, 3, 4))
 
     def _words(self, count: int) -> list[torch.Tensor]:
         """The first words of escapes of tiles of keys, then of values: int32 [layers, pages, heads, blocks, count]."""
