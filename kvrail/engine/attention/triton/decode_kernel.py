@@ -197,9 +197,11 @@ def _decode_kernel(
     SEVERED: tl.constexpr,
     KEY_TILE: tl.constexpr,
     BOTH_TILES: tl.constexpr,
+    CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """Grid: (KV_HEADS, splits, sequences). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
+    """Grid: (KV_HEADS, splits, sequences). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0;
+    CODE_BITS: see closed_scores_of.
 
     Programs that share a sequence leave float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
     part_top, part_total [sequences, heads, part_stride].
@@ -240,7 +242,7 @@ def _decode_kernel(
         all_acc, all_top, all_total, acc, top, total = add_closed_blocks(
             q, closed_pages, spare, unit_bytes, table, kv_head, begin, opened, end, position, kv_len, scale, softcap,
             part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
-            GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES, ASSEMBLED,
+            GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
     for block in range(opened, end, BLOCK):
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)
