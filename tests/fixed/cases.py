@@ -33,9 +33,7 @@ def check_kernels(dims: tuple[int, int], page_size: int, bits: int, device: str,
     """Close pages of all distributions with `kernels`; each tile is the reference's, opened and closed."""
     layers, heads = 2, 3
     both = pools(page_size, dims, layers, heads)
-    extra = [
-        pages_of(np.stack([np.stack(list(tiles((page_size, heads, dim), 3).values()))] * layers)) for dim in dims
-    ]
+    extra = [pages_of(np.stack([np.stack(list(tiles((page_size, heads, dim), 3).values()))] * layers)) for dim in dims]
     keys, values = (torch.cat(pair, 1).to(device) for pair in zip(both, extra, strict=True))
     number = keys.shape[1]
     closed = FixedPages(KVLayout(layers, heads, *dims, page_size, "bfloat16"), number + 2, bits, device)

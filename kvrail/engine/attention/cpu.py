@@ -18,8 +18,8 @@ from kvrail.engine.attention.cpu_kernel import attend_units
 from kvrail.engine.attention.cpu_kernel_vectors import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
-from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.fixed.pages import FixedLayer
+from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.pages import ClosedLayer
 
 Units = npt.NDArray[np.int64]

@@ -25,9 +25,7 @@ def open(
         open_tiles(pages, sources.numpy(), plain, targets.numpy(), *place)
 
 
-def _pools(
-    closed: FixedPages, keys: torch.Tensor, values: torch.Tensor
-) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+def _pools(closed: FixedPages, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
     """Of each layer the plain pool of keys, then that of values, each with the closed pages and their tiles' places."""
     layout, begin = closed.layout, 0
     for pool, tile in zip((keys, values), closed.tiles, strict=True):

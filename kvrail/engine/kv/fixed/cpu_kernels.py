@@ -16,9 +16,7 @@ from kvrail.engine.kv.lossless.cpu_kernels import pair_at, word_at
 from kvrail.engine.kv.lossless.form import TOKENS
 
 _REFUSED, _NO_SCALE = form.REFUSED, form.NO_SCALE
-_LEAST_SCALE, _LEAST_MIDDLE, _SLACK = (
-    np.float32(each) for each in (form.LEAST_SCALE, form.LEAST_MIDDLE, form.SLACK)
-)
+_LEAST_SCALE, _LEAST_MIDDLE, _SLACK = (np.float32(each) for each in (form.LEAST_SCALE, form.LEAST_MIDDLE, form.SLACK))
 _ONE = np.float32(1)
 _DROPPED = 45
 """Bits of a float64's mantissa that bfloat16 has not."""

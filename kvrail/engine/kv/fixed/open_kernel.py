@@ -107,7 +107,7 @@ def open_pages(
     target = tl.load(targets + tl.program_id(0)).to(tl.int64)
     tile = closed + layer * layer_bytes + (source * KV_HEADS * BLOCKS + number) * BOTH_TILES + BEGIN
     tile = tl.multiple_of(tile, 64)
-    if KEYS:
+    if KEYS:  # noqa: SIM108 a branch on constants
         values = tl.trans(open_tile(tile, BITS, DIM, 64, ASSEMBLED))
     else:
         values = open_tile(tile, BITS, 64, DIM, ASSEMBLED)

@@ -105,7 +105,9 @@ def unsupported(layout: KVLayout) -> str:
     """Why pages of `layout` have no closed form of fixed width; empty where they have one."""
     for name, dim in (("keys", layout.key_dim), ("values", layout.value_dim)):
         if not supports(dim, layout.dtype):
-            return f"{name} of {dim} {layout.dtype} a head have no int8 or int4 form: it is for bfloat16, multiples of 64"
+            return (
+                f"{name} of {dim} {layout.dtype} a head have no int8 or int4 form: it is for bfloat16, multiples of 64"
+            )
     if layout.page_size % TOKENS:
         return f"page_size {layout.page_size}: int8 and int4 pages hold multiples of {TOKENS} tokens"
     return ""
