@@ -29,9 +29,11 @@ def tiles(shape: tuple[int, ...], seed: int = 0) -> dict[str, Bits]:
     }
 
 
-def check_kernels(dims: tuple[int, int], page_size: int, bits: int, device: str, kernels: ModuleType) -> None:
+def check_kernels(
+    dims: tuple[int, int], page_size: int, bits: int, device: str, kernels: ModuleType, heads: int = 3
+) -> None:
     """Close pages of all distributions with `kernels`; each tile is the reference's, opened and closed."""
-    layers, heads = 2, 3
+    layers = 2
     both = pools(page_size, dims, layers, heads)
     extra = [pages_of(np.stack([np.stack(list(tiles((page_size, heads, dim), 3).values()))] * layers)) for dim in dims]
     keys, values = (torch.cat(pair, 1).to(device) for pair in zip(both, extra, strict=True))

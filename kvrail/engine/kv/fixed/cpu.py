@@ -26,7 +26,7 @@ def open(
 
 
 def _pools(closed: FixedPages, keys: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
-    """Of each layer the plain pool of keys, then that of values, each with the closed pages and their tiles' places."""
+    """Yield each layer's plain pool of keys, its closed pages and where their tiles lie; and the same for values."""
     layout, begin = closed.layout, 0
     for pool, tile in zip((keys, values), closed.tiles, strict=True):
         place = (layout.page_size, layout.num_kv_heads, tile.dim, tile.keys, tile.bits, begin, closed.pages.shape[-1])

@@ -16,6 +16,7 @@ from kvrail.engine.kv.fixed.form import (
     code_places,
     row_places,
 )
+from kvrail.engine.kv.lossless.form import TOKENS
 
 Bits = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
@@ -44,9 +45,9 @@ def open_tile(data: npt.NDArray[np.uint8], dim: int, keys: bool, bits: int) -> B
     scales, middles = (np.empty(tile.rows, np.uint16) for _ in range(2))
     scales[row_places(tile)] = data[tile.scales : tile.middles].view(np.uint16)
     middles[row_places(tile)] = data[tile.middles :].view(np.uint16)
-    codes = np.empty(64 * dim, np.int64)
-    codes[code_places(tile)] = _unpacked(data[: tile.scales].view(np.uint32), bits)
-    codes = codes.reshape(64, dim) - (1 << bits - 1)
+    unsigned = np.empty(TOKENS * dim, np.int64)
+    unsigned[code_places(tile)] = _unpacked(data[: tile.scales].view(np.uint32), bits)
+    codes = unsigned.reshape(TOKENS, dim) - (1 << bits - 1)
     scale, middle = (widened(each).astype(np.float64) for each in (scales, middles))
     if keys:
         return rounded(codes * scale + middle)
@@ -92,7 +93,7 @@ def _shifts(bits: int) -> npt.NDArray[np.uint32]:
 
 def _packed(codes: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint32]:
     """Codes, in the order of storage, as words."""
-    return np.bitwise_or.reduce(codes.reshape(-1, 32 // bits) << _shifts(bits), axis=1)
+    return np.asarray(np.bitwise_or.reduce(codes.reshape(-1, 32 // bits) << _shifts(bits), axis=1), np.uint32)
 
 
 def _unpacked(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint32]:
