@@ -53,7 +53,7 @@ class AtRest:
 
     @property
     def name(self) -> str:
-        """The form's, told apart from a codec's."""
+        """The form's, which is not the name of a codec."""
         return f"{self.form} pages"
 
     def pass_through(self, pages: PagedBlock) -> float:
