@@ -152,7 +152,7 @@ bench-engine: $(VENV)/.dev  ## throughput and latency of the engine
 bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind many, on a GPU
 	$(BIN)/python -m benchmarks.attention_chunks $(ARGS)
 
-bench-kv-formats: $(VENV)/.dev  ## decode attention over lossless pages beside bfloat16 pages, on a GPU
+bench-kv-formats: $(VENV)/.dev  ## decode attention over closed pages beside bfloat16 pages, on a GPU
 	$(BIN)/python -m benchmarks.kv_formats $(ARGS)
 
 bench-transport: $(VENV)/.dev  ## throughput of the transports of KV beside bare transports

@@ -1,15 +1,18 @@
-"""Decode attention over lossless pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
+"""Decode attention over closed pages beside bfloat16 pages, and the rates of closing and opening, on a GPU.
 
-    python -m benchmarks.kv_formats [--escapes 0,1e-4,1e-3] [--loads 64x2048,1x32768] [--sweep] [--no-rates]
+    python -m benchmarks.kv_formats [--forms lossless,int8,int4] [--escapes 0,1e-4,1e-3] [--loads 64x2048,1x32768]
+        [--sweep] [--no-rates]
 
 One layer of Qwen3-8B's shape: 32 heads over 8 KV heads of 128, pages of 64 tokens. KV is drawn: normal, each channel of
 another scale, and a share of values so small that they are escapes, beside some 5e-5 that are so by themselves. Each
 time is the median of replays of a captured graph whose launches go over several layers, so that no cache holds their
-pages. Both kernels must give the same bits, or the benchmark fails. --sweep: also other launch parameters.
+pages. Both kernels must give the same bits, or the benchmark fails; beside int8 and int4 pages, bfloat16 pages hold
+what these give opened. --sweep: also other launch parameters.
 """
 
 import argparse
 import functools
+import itertools
 import statistics
 from collections.abc import Callable
 
@@ -19,12 +22,16 @@ from triton.runtime.errors import OutOfResources
 
 from kvrail.engine.attention.options import ScoreOptions
 from kvrail.engine.attention.triton.decode_kernel import DecodeTuning, decode_attention
+from kvrail.engine.kv.fixed.pages import FixedPages
+from kvrail.engine.kv.fixed.pages import page_bytes as fixed_page_bytes
 from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.form import GROUPS, RAW, SLOTS, TOKENS, Tile
 from kvrail.engine.kv.lossless.pages import ClosedPages, page_bytes
 from kvrail.values.layout import KVLayout
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+FORMS = {"lossless": 0, "int8": 8, "int4": 4}
+"""Bits of a value of fixed width."""
 LOADS = "64x2048,32x8192,8x32768,1x32768"
 _DISTINCT = 256
 """Pages that are drawn; pools repeat them."""
@@ -42,8 +49,9 @@ SWEEP = [
 class Load:
     """`batch` sequences of `context` tokens in pages of both forms, each with one new token."""
 
-    def __init__(self, batch: int, context: int, escapes: float) -> None:
+    def __init__(self, form: str, batch: int, context: int, escapes: float) -> None:
         torch.manual_seed(0)
+        self.form = form
         pages = batch * context // TOKENS
         self.layers = -(-_PLAIN_BYTES // (pages * layout_of(1).page_bytes))
         self._fill(pages, batch, escapes)
@@ -60,24 +68,27 @@ class Load:
     def _fill(self, pages: int, batch: int, escapes: float) -> None:
         """Pages are drawn from _DISTINCT, which the kernels for CPUs close."""
         keys, values = (draw(_DISTINCT, escapes) for _ in range(2))
-        closed, every = ClosedPages(layout_of(1), _DISTINCT, _DISTINCT * KV_HEADS * 2, "cpu"), torch.arange(_DISTINCT)
+        every, width = torch.arange(_DISTINCT), FORMS[self.form]
+        closed = pool_of(self.form, 1, _DISTINCT, _DISTINCT * KV_HEADS * 2, "cpu")
         closed.close(keys[None], values[None], every, every)
+        closed.open(keys[None], values[None], every, every)
         chosen = torch.randint(_DISTINCT, (self.layers, pages + batch))
         self.keys, self.values = (pool.cuda()[chosen.cuda()] for pool in (keys, values))
-        self.closed = ClosedPages(layout_of(self.layers), pages, 1, "cuda")
-        self.closed.spare = closed.spare.cuda()
+        self.closed = pool_of(self.form, self.layers, pages, 1, "cuda")
+        if not width:
+            self.closed.spare = closed.spare.cuda()
         some = closed.pages[0].cuda()
         for layer, numbers in zip(self.closed.pages, chosen.cuda(), strict=True):
             layer.copy_(some[numbers[:pages]])
 
-    def attend(self, layer: int, lossless: bool, tuning: DecodeTuning | None = None) -> torch.Tensor:
+    def attend(self, layer: int, closed: bool, tuning: DecodeTuning | None = None) -> torch.Tensor:
         """Attention of one layer."""
         out = torch.empty_like(self.query)
         decode_attention(
             self.query,
             self.key,
             self.value,
-            LayerPages(self.keys[layer], self.values[layer], closed=self.closed.layer(layer) if lossless else None),
+            LayerPages(self.keys[layer], self.values[layer], closed=self.closed.layer(layer) if closed else None),
             self.table,
             self.lengths,
             self.counters,
@@ -85,25 +96,39 @@ class Load:
             self.options,
             self.processors,
             tuning,
-            self.closed_tokens if lossless else None,
+            self.closed_tokens if closed else None,
         )
         return out
 
-    def microseconds(self, lossless: bool, tuning: DecodeTuning | None = None) -> float:
+    def microseconds(self, closed: bool, tuning: DecodeTuning | None = None) -> float:
         """Of one layer's attention."""
         launches = max(4, self.layers)
 
         def launch() -> None:
             for number in range(launches):
-                self.attend(number % self.layers, lossless, tuning)
+                self.attend(number % self.layers, closed, tuning)
 
         return timed(launch, captured=True) / launches
 
     def raw_share(self) -> float:
         """Share of tiles that are raw."""
+        if FORMS[self.form]:
+            return 0.0
         form = Tile(DIM)
         words = self.closed.pages.view(torch.int32).unflatten(-1, (2, form.bytes // 4))
         return float((words[..., -GROUPS * SLOTS] & RAW).ne(0).float().mean())
+
+
+def pool_of(form: str, layers: int, pages: int, units: int, device: str) -> ClosedPages | FixedPages:
+    """A pool of closed pages. units: spare units, of lossless ones."""
+    layout, width = layout_of(layers), FORMS[form]
+    return FixedPages(layout, pages, width, device) if width else ClosedPages(layout, pages, units, device)
+
+
+def bits_of(form: str) -> float:
+    """Bits a value."""
+    layout, width = layout_of(1), FORMS[form]
+    return 16 * (fixed_page_bytes(layout, width) if width else page_bytes(layout)) / layout.page_bytes
 
 
 def layout_of(layers: int) -> KVLayout:
@@ -147,12 +172,13 @@ def timed(launch: Callable[[], None], captured: bool = False) -> float:
 def measure(load: Load, name: str, escapes: float, sweep: bool) -> bool:
     """Print one load's figures; whether the bits are the same."""
     same = all(
-        torch.equal(*(load.attend(layer, form).view(torch.int16) for form in (False, True)))
+        torch.equal(*(load.attend(layer, closed).view(torch.int16) for closed in (False, True)))
         for layer in range(load.layers)
     )
-    plain, lossless = load.microseconds(False), load.microseconds(True)
+    plain, closed = load.microseconds(False), load.microseconds(True)
     print(
-        f"| {name} | {escapes:g} | {load.raw_share():.2%} | {plain:.1f} | {lossless:.1f} | {lossless / plain:.3f} | "
+        f"| {load.form} | {name} | {escapes:g} | {load.raw_share():.2%} | {plain:.1f} | {closed:.1f} | "
+        f"{closed / plain:.3f} | "
         f"{'same bits' if same else 'BITS DIFFER'} |",
         flush=True,
     )
@@ -165,16 +191,17 @@ def measure(load: Load, name: str, escapes: float, sweep: bool) -> bool:
     return same
 
 
-def rates(layers: int, pages: int) -> bool:
-    """Print how fast pages are closed and opened, in bytes of plain pages a second; whether all bits came back."""
+def rates(form: str, layers: int, pages: int) -> bool:
+    """Print how fast pages are closed and opened, in bytes of plain pages a second; whether they are those of a CPU."""
     plain = [draw(min(pages, _DISTINCT), 0).cuda().repeat(-(-pages // _DISTINCT), 1, 1, 1)[:pages] for _ in range(2)]
     keys, values = (pool.expand(layers, *pool.shape).contiguous() for pool in plain)
-    closed, every = ClosedPages(layout_of(layers), pages, layers * pages, "cuda"), torch.arange(pages, device="cuda")
+    closed, every = pool_of(form, layers, pages, layers * pages, "cuda"), torch.arange(pages, device="cuda")
     failed = int(closed.close(keys, values, every, every).sum())
-    print(f"{layers} x {pages} pages closed, {failed} tiles without a unit", flush=True)
+    print(f"{form}: {layers} x {pages} pages closed, {failed} tiles not", flush=True)
     opened = [torch.zeros_like(pool) for pool in (keys, values)]
     closed.open(*opened, every, every)
-    exact = all(torch.equal(*(t.view(torch.int16) for t in pair)) for pair in zip(opened, (keys, values), strict=True))
+    wanted = expected(form, keys, values)
+    exact = all(torch.equal(*(t.view(torch.int16) for t in pair)) for pair in zip(opened, wanted, strict=True))
     print(f"opened: {'same bits' if exact else 'BITS DIFFER'}", flush=True)
     for name, work in (("closing", closed.close), ("opening", closed.open)):
         taken = timed(functools.partial(work, keys, values, every, every))
@@ -182,29 +209,44 @@ def rates(layers: int, pages: int) -> bool:
     return exact
 
 
+def expected(form: str, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What opened pages hold; all layers are alike."""
+    if not FORMS[form]:
+        return keys, values
+    pages = keys.shape[1]
+    closed, every = pool_of(form, 1, pages, 0, "cpu"), torch.arange(pages)
+    one = [pool[:1].cpu().contiguous() for pool in (keys, values)]
+    closed.close(*one, every, every)
+    closed.open(*one, every, every)
+    return one[0].cuda().expand_as(keys), one[1].cuda().expand_as(values)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--forms", default=",".join(FORMS))
     parser.add_argument("--escapes", default="0,1e-4,1e-3")
     parser.add_argument("--loads", default=LOADS, help="empty: only closing and opening")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--no-rates", action="store_true", help="only attention")
     arguments = parser.parse_args()
-    same, bits = True, 16 * page_bytes(layout_of(1)) / layout_of(1).page_bytes
-    print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}, {bits:.2f} bits a value\n", flush=True)
-    print("| sequences x tokens | escapes added | raw tiles | bfloat16, us | lossless, us | of bfloat16 | |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for name in filter(None, arguments.loads.split(",")):
+    same, forms = True, arguments.forms.split(",")
+    bits = ", ".join(f"{form} {bits_of(form):.2f}" for form in forms)
+    print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}; bits a value: {bits}\n", flush=True)
+    print("| form | sequences x tokens | escapes added | raw tiles | bfloat16, us | closed, us | of bfloat16 | |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for form, name in itertools.product(forms, filter(None, arguments.loads.split(","))):
         batch, context = map(int, name.split("x"))
-        for number, escapes in enumerate(map(float, arguments.escapes.split(","))):
-            load = Load(batch, context, escapes)
+        shares = [0.0] if FORMS[form] else [*map(float, arguments.escapes.split(","))]
+        for number, escapes in enumerate(shares):
+            load = Load(form, batch, context, escapes)
             same &= measure(load, name, escapes, arguments.sweep and not number)
             del load
             torch.cuda.empty_cache()
-    for layers, pages in () if arguments.no_rates else ((1, 16), (36, 1), (36, 128)):
-        same &= rates(layers, pages)
+    for form, (layers, pages) in itertools.product(forms, ((1, 16), (36, 1), (36, 128))):
+        same &= arguments.no_rates or rates(form, layers, pages)
     if not same:
-        raise SystemExit("lossless pages do not give the bits of plain ones")
+        raise SystemExit("closed pages do not give the bits of plain ones")
 
 
 if __name__ == "__main__":

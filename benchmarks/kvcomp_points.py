@@ -17,6 +17,7 @@ from kvrail.codec.papers.kvcomp.format import Granularity, KVCompCode, TensorCod
 from kvrail.config.settings import DEMO_MODEL
 from kvrail.engine.model.loader import LoadedModel, load_model
 from kvrail.text.samples import read_samples
+from kvrail.tools.quality.lossy import OnTheWire
 from kvrail.tools.quality.main import windows_of
 from kvrail.tools.quality.measure import measure
 from kvrail.tools.quality.options import PAGE_SIZE, Options
@@ -62,7 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     texts = tuple(args.text) or (Path(DEMO_MODEL) / "heldout.txt",)
     counts = (args.contexts, args.context_tokens, args.next_tokens)
-    options = Options(DEMO_MODEL, texts, (), *counts, dtype="bfloat16", device="cpu", json=None)
+    options = Options(DEMO_MODEL, texts, (), (), *counts, dtype="bfloat16", device="cpu", json=None)
     share = -(-options.contexts // len(texts))
     windows = windows_of(read_samples(DEMO_MODEL, texts, share * options.length), options)
     codecs = [int4(), *(codec_of(*point) for point in POINTS)]
@@ -72,7 +73,7 @@ def main() -> None:
             DEMO_MODEL, device="cpu", dtype="auto", kv_dtype="bfloat16", page_size=PAGE_SIZE, load_format="safetensors"
         )
         scale_channels(loaded, factor)
-        results.append(measure(loaded, windows, options.context_tokens, codecs))
+        results.append(measure(loaded, windows, options.context_tokens, [OnTheWire(codec) for codec in codecs]))
     print(f"{len(windows)} contexts of {options.context_tokens} tokens, {options.next_tokens} next tokens each")
     print(f"\n| codec | bits | change of the loss, % | top-1 | KL | key channels x {args.factor:g}: change, % | KL |")
     print("|" + "---|" * 7)
@@ -82,7 +83,7 @@ def main() -> None:
             for result, each in zip(results, (plain, large), strict=True)
         ]
         print(
-            f"| {plain.codec} | {plain.bits:.2f} | {changes[0]} | {plain.top1:.3f} | {plain.kl:.4f} "
+            f"| {plain.name} | {plain.bits:.2f} | {changes[0]} | {plain.top1:.3f} | {plain.kl:.4f} "
             f"| {changes[1]} | {large.kl:.4f} |"
         )
 

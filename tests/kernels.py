@@ -25,6 +25,7 @@ STEPS: tuple[Callable[[], object], ...] = (
             "codec.splitzip.entropy.cpu_kernels",
             "codec.splitzip.progressive_ans.cpu_kernels",
             "engine.kv.lossless.cpu_kernels",
+            "engine.kv.fixed.cpu_kernels",
             "engine.attention.cpu_kernel",
             "codec.papers.lynx.cpu_exact_kernels",
             "codec.splitzip.one_stage.cpu_kernels",

@@ -1,6 +1,7 @@
 """`kvrail quality` on tiny models, and its figures against transformers over a cache that went through the codec."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,14 @@ from kvrail.cli.main import main
 from kvrail.cli.quality import DTYPES
 from kvrail.codec import registry
 from kvrail.codec.base import Block, PagedBlock
+from kvrail.config.settings import DEMO_MODEL
 from kvrail.engine.model.loader import load_model
+from kvrail.text.samples import read_samples
+from kvrail.tools.quality.lossy import AtRest, OnTheWire
 from kvrail.tools.quality.measure import Figures, Measurement, measure
+from kvrail.tools.quality.options import PAGE_FORMS
 from kvrail.tools.quality.report import report, warnings
+from kvrail.values.layout import KVLayout
 from tests.models import VOCAB, reference_model, tiny_model
 
 CONTEXT, NEXT = 128, 24
@@ -78,7 +84,7 @@ def transformers_own(folder, window, codec):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_figures_are_those_of_transformers_over_a_cache_that_went_through_the_codec(family, name):
     folder, given, codec = tiny_model(family), windows(2), registry.get(name)
-    measured = measure(load(folder), given, CONTEXT, [codec])
+    measured = measure(load(folder), given, CONTEXT, [OnTheWire(codec)])
     (found,) = measured.figures
     losses, kls, agreed = [[], []], [], []
     for window in given:
@@ -98,7 +104,7 @@ def test_figures_are_those_of_transformers_over_a_cache_that_went_through_the_co
 
 @pytest.mark.parametrize("name", ["raw", "splitzip-channel", "lynx-exact"])
 def test_an_exact_codec_costs_nothing(name):
-    measured = measure(load(tiny_model("llama"), "bfloat16"), windows(2), CONTEXT, [registry.get(name)])
+    measured = measure(load(tiny_model("llama"), "bfloat16"), windows(2), CONTEXT, [OnTheWire(registry.get(name))])
     (found,) = measured.figures
     assert (found.loss, found.error, found.top1, found.kl) == (measured.loss, 0.0, 1.0, 0.0)
     assert found.bits < 17
@@ -107,8 +113,8 @@ def test_an_exact_codec_costs_nothing(name):
 def test_codecs_do_not_meet_what_others_left():
     loaded, given = load(tiny_model("llama"), "bfloat16"), windows(2)
     names = ("int4", "int8", "raw")
-    together = measure(loaded, given, CONTEXT, [registry.get(name) for name in names]).figures
-    apart = [measure(loaded, given, CONTEXT, [registry.get(name)]).figures[0] for name in names]
+    together = measure(loaded, given, CONTEXT, [OnTheWire(registry.get(name)) for name in names]).figures
+    apart = [measure(loaded, given, CONTEXT, [OnTheWire(registry.get(name))]).figures[0] for name in names]
     assert list(together) == apart
     assert together[0].kl > together[1].kl > together[2].kl == 0
 
@@ -119,13 +125,63 @@ def test_all_lossy_codecs_by_default_with_table_and_json(quality, tmp_path):
     assert (status, error) == (0, "")
     found = json.loads(path.read_text())
     lossy = [name for name in registry.names() if not registry.get(name).exact]
-    assert [each["codec"] for each in found["figures"]] == lossy
+    assert [each["name"] for each in found["figures"]] == lossy
     assert (found["contexts"], found["context_tokens"], found["next_tokens"]) == (3, 64, 8)
     assert (found["kv_dtype"], found["texts"], len(found["key_spreads"])) == ("bfloat16", ["text.txt"], 3)
     lines = {line.split()[0]: line for line in out.splitlines() if line}
     for each in found["figures"]:
-        assert f" {each['bits']:.2f} " in lines[each["codec"]] and f"{each['kl']:.5f}" in lines[each["codec"]]
+        assert f" {each['bits']:.2f} " in lines[each["name"]] and f"{each['kl']:.5f}" in lines[each["name"]]
     assert quality("--json", str(path))[0] == 2 and quality("--json", str(path), "--force")[0] == 0
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo model in bfloat16, and two contexts of 128 tokens of its held-out text."""
+    held_out = Path(DEMO_MODEL) / "heldout.txt"
+    (tokens,) = read_samples(str(DEMO_MODEL), [held_out], 400)
+    return load(DEMO_MODEL, "bfloat16"), [tokens[at : at + 128 + 64 + 1] for at in (0, 193)]
+
+
+def forms(loaded):
+    return [AtRest(name, width, loaded.layout) for name, width in PAGE_FORMS.items()]
+
+
+def test_pages_of_fixed_width_cost_the_demo_model_little(demo):
+    loaded, given = demo
+    plain, eight, four = measure(loaded, given, 128, forms(loaded)).figures
+    assert (plain.name, plain.bits, plain.kl, plain.top1) == ("plain pages", 16.0, 0.0, 1.0)
+    assert eight.bits == 8.5 and eight.top1 >= 0.98 and 0 < eight.kl < 1e-4
+    assert four.bits == 4.5 and four.top1 >= 0.95 and eight.kl < four.kl < 5e-3
+
+
+def test_the_first_page_is_exact_and_one_that_cannot_be_closed_stays_open():
+    layout = KVLayout(2, 3, 64, 64, 64, "bfloat16")
+    block = Block(*(torch.randn(2, 4, 64, 3, 64).bfloat16() for _ in range(2)))
+    block.keys[1, 2, 5, 0, 7] = float("inf")
+    before = [each.clone() for each in block.tensors()]
+    AtRest("int4", 4, layout).pass_through(PagedBlock.whole(block))
+    for old, new in zip(before, block.tensors(), strict=True):
+        assert [torch.equal(old[:, page], new[:, page]) for page in range(4)] == [True, False, True, False]
+
+
+def test_large_channels_of_the_keys_cost_pages_of_int4_no_more():
+    """Each row of a tile of keys is a channel: a factor of its own changes no code, but its rounding."""
+    layout = KVLayout(1, 2, 64, 64, 64, "bfloat16")
+    keys, values = (torch.randn(1, 2, 64, 2, 64).bfloat16() for _ in range(2))
+    factor = torch.where(torch.arange(64) % 16 == 0, 16.0, 1.0).bfloat16()
+    plain, wide = Block(keys.clone(), values.clone()), Block(keys * factor, values.clone())
+    for block in (plain, wide):
+        AtRest("int4", 4, layout).pass_through(PagedBlock.whole(block))
+    assert torch.equal(plain.keys * factor, wide.keys)
+    assert not torch.equal(plain.keys, keys)
+
+
+def test_forms_of_pages_from_the_command_line(capsys):
+    held_out = str(Path(DEMO_MODEL) / "heldout.txt")
+    flags = ["--contexts", "1", "--context-tokens", "128", "--next-tokens", "8", "--kv-cache", "int8,int4"]
+    assert main(["quality", "--text", held_out, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[3:5]] == [["int8", "pages", "8.50"], ["int4", "pages", "4.50"]]
 
 
 def test_channels_of_the_keys_that_differ_widely_are_told():
@@ -153,6 +209,8 @@ def test_a_model_with_large_key_channels_is_warned_of():
         (["--text", "/nowhere.txt"], "--text /nowhere.txt: No such file or directory; name a readable text file"),
         (["--codecs", "int8,kvcom"], "--codecs: codec 'kvcom' is unknown; did you mean kvcomp?"),
         (["--codecs", "auto"], "--codecs: codec 'auto' is unknown; "),
+        (["--kv-cache", "int4,int3"], "--kv-cache: no form of pages is called int3; there are plain, int8, int4"),
+        (["--kv-cache", "int4"], "--kv-cache: keys of "),
         (["--contexts", "0"], "--contexts is 0; ask for at least 1"),
         (["--context-tokens", "100"], "--context-tokens is 100; ask for whole pages, a multiple of 64"),
         (["--next-tokens", "0"], "--next-tokens is 0; ask for at least 1"),

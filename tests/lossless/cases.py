@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvrail.engine.kv.fixed.pages import FixedPages
+from kvrail.engine.kv.formats import LayerPages
 from kvrail.engine.kv.lossless.form import SPECIAL, TOKENS, Tile
 from kvrail.engine.kv.lossless.pages import ClosedPages
 from kvrail.engine.kv.lossless.reference import close_tile
@@ -54,11 +56,14 @@ def pages_of(bits: Bits) -> torch.Tensor:
     return torch.from_numpy(bits.copy().view(np.int16)).view(torch.bfloat16)
 
 
-def close_case(case: Case, pages: int | None = None, seed: int = 0) -> tuple[Case, torch.Tensor]:
+def close_case(
+    case: Case, pages: int | None = None, seed: int = 0, code_bits: int = 0, opened: LayerPages | None = None
+) -> tuple[Case, torch.Tensor]:
     """The same problem with full pages before the new tokens closed: (case, closed tokens a sequence).
 
-    pages: how many of each sequence at most; None: a random number. Closed pages' plain copies hold NaN, and so does
-    what is closed and belongs to no sequence.
+    pages: how many of each sequence at most; None: a random number. code_bits: 0: lossless pages; otherwise pages of
+    that width, which are opened into `opened`. Closed pages' plain copies hold NaN, and so does what is closed and
+    belongs to no sequence.
     """
     rng = random.Random(seed)
     device, plain = case.query.device, case.pages
@@ -68,7 +73,9 @@ def close_case(case: Case, pages: int | None = None, seed: int = 0) -> tuple[Cas
     shape = (1, *plain.keys.shape[2:], plain.values.shape[3], page_size)
     layout = KVLayout(*shape, str(plain.keys.dtype).removeprefix("torch."))
     count = sum(taken) + 3
-    closed = ClosedPages(layout, count, 16 * count, device)
+    closed = (
+        FixedPages(layout, count, code_bits, device) if code_bits else ClosedPages(layout, count, 16 * count, device)
+    )
     closed.pages.fill_(0xFF)
     targets = list(range(count))
     rng.shuffle(targets)
@@ -76,10 +83,12 @@ def close_case(case: Case, pages: int | None = None, seed: int = 0) -> tuple[Cas
     for row, number in enumerate(taken):
         sources += case.page_tables[row, :number].tolist()
         tables[row, :number] = torch.tensor(targets[len(sources) - number : len(sources)])
-    moved = (torch.tensor(ids, dtype=torch.int64, device=device) for ids in (sources, targets[: len(sources)]))
+    moved = [torch.tensor(ids, dtype=torch.int64, device=device) for ids in (sources, targets[: len(sources)])]
     before = copy.deepcopy(plain)
     failed = closed.close(plain.keys[None], plain.values[None], *moved)
-    assert failed.sum() == 0
+    assert not failed.any()
+    if opened is not None:
+        closed.open(opened.keys[None], opened.values[None], *moved[::-1])
     poison(plain)
     used = {page for row in case.page_tables.tolist() for page in row} - set(sources)
     for page in used:

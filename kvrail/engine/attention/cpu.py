@@ -18,8 +18,9 @@ from kvrail.engine.attention.cpu_kernel import attend_units
 from kvrail.engine.attention.cpu_kernel_vectors import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32
 from kvrail.engine.attention.meta import StepMeta
 from kvrail.engine.attention.options import ScoreOptions
+from kvrail.engine.kv.fixed.pages import FixedLayer
 from kvrail.engine.kv.formats import LayerPages
-from kvrail.engine.kv.lossless.pages import ClosedLayer, orders
+from kvrail.engine.kv.lossless.pages import ClosedLayer
 
 Units = npt.NDArray[np.int64]
 
@@ -41,7 +42,7 @@ _PRODUCTS_PER_THREAD = 1 << 22
 
 
 _NO_BYTES, _NO_ORDER = np.zeros(0, np.uint8), np.zeros(0, np.int32)
-_NONE_CLOSED = (_NO_BYTES, _NO_BYTES, 0, 0, 0, _NO_ORDER, _NO_ORDER, _NO_ORDER, _NO_ORDER)
+_NONE_CLOSED = (_NO_BYTES, _NO_BYTES, 0, 0, 0, _NO_ORDER, _NO_ORDER, _NO_ORDER, _NO_ORDER, 0)
 
 
 class _Tile(NamedTuple):
@@ -141,16 +142,13 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="attention")
 
 
-def _closed(layer: ClosedLayer) -> tuple[object, ...]:
+def _closed(layer: ClosedLayer | FixedLayer) -> tuple[object, ...]:
     """Closed pages as kernels take them."""
     pages, spare, unit_bytes = layer.arguments
     key_bytes, both = layer.tiles
     sizes = (unit_bytes, key_bytes, both - key_bytes)
-    return (
-        *(_bytes(pages), _bytes(spare), *sizes),
-        *orders(layer.key_dim, keys=True),
-        *orders(layer.value_dim, keys=False),
-    )
+    units = _NO_BYTES if spare is None else _bytes(spare)
+    return (_bytes(pages), units, *sizes, *layer.orders, layer.code_bits)
 
 
 def _bytes(pool: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -39,6 +39,8 @@ from kvrail.engine.attention.cpu_kernel_vectors import (
     widen_float16,
     widen_float32,
 )
+from kvrail.engine.kv.fixed import cpu_kernels as fixed_kernels
+from kvrail.engine.kv.fixed import form as fixed_form
 from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
 from kvrail.engine.kv.lossless import form
 from kvrail.engine.kv.lossless.cpu_kernels import open_high, pair_at
@@ -130,8 +132,13 @@ def _open_block(closed, page, head, block, page_size, kv_heads, key_dim, value_d
     key_bytes, value_bytes = closed[3], closed[4]
     number, blocks = block % page_size // KEYS, page_size // KEYS
     begin = pair_at(page, head, number, kv_heads, blocks, key_bytes + value_bytes)
-    _open_tile(closed, begin, key_dim, closed[5], closed[6], block_keys)
-    _open_tile(closed, begin + key_bytes, value_dim, closed[7], closed[8], block_values)
+    if closed[9]:
+        fixed_kernels.open_tile(closed[0], begin, key_dim, True, closed[9], closed[5], closed[6], block_keys)
+        begin += key_bytes
+        fixed_kernels.open_tile(closed[0], begin, value_dim, False, closed[9], closed[7], closed[8], block_values)
+    else:
+        _open_tile(closed, begin, key_dim, closed[5], closed[6], block_keys)
+        _open_tile(closed, begin + key_bytes, value_dim, closed[7], closed[8], block_values)
 
 
 @njit(nogil=True)
@@ -304,7 +311,7 @@ def _attending(version):
             types.Array(int64, 2, "C"), types.Array(float32, 3, "C"), types.Array(float32, 3, "C"),
             types.Array(int32, 2, "C"), _bytes, _bytes, _scales, _scales, int64, int64, int64, int64,
             float32, int64, float32, _scales, types.Array(int64, 1, "C"),
-            types.Tuple([_bytes, _bytes, int64, int64, int64, _orders, _orders, _orders, _orders]),
+            types.Tuple([_bytes, _bytes, int64, int64, int64, _orders, _orders, _orders, _orders, int64]),
         )
     )  # fmt: skip
     def attend_units(
@@ -318,8 +325,8 @@ def _attending(version):
         page_tables: [sequences, width]; keys, values: one layer's pool, its bytes; key_scales, value_scales: flat,
         empty where elements have none; kind, item_bytes: of elements; window, softcap: 0 is off; sinks: [heads] or
         empty. closed_tokens: [sequences], how many tokens lie in closed pages, from the sequence's beginning. closed:
-        of one layer's closed pages their bytes, the spare units, bytes of a unit and of both tiles, then form's places
-        and base_places of both.
+        of one layer's closed pages their bytes, the spare units, bytes of a unit and of both tiles, then the places of
+        values and bases, or rows, of both, then the bits of a value of fixed width, or 0 in lossless pages.
         """
         for unit in range(len(units) + (0 & version)):
             sequence, head, begin, end, before = units[unit]
@@ -331,4 +338,4 @@ def _attending(version):
     return attend_units
 
 
-attend_units = _attending(version_of(lossless_kernels, form, cpu_kernel_vectors))
+attend_units = _attending(version_of(fixed_kernels, fixed_form, lossless_kernels, form, cpu_kernel_vectors))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrail.engine.kv.fixed.pages import FixedLayer
 from kvrail.engine.kv.format import KVFormat, PageTensor, PageTensors
 from kvrail.engine.kv.lossless.pages import ClosedLayer, page_bytes
 from kvrail.values.layout import KVLayout
@@ -16,14 +17,14 @@ class LayerPages:
 
     keys: [pages, page_size, kv_heads, key_dim]; values: [pages, page_size, kv_heads, value_dim]; scales, where the
     element type has eight bits: float32 [pages, page_size, kv_heads], else None; element = stored * scale. closed:
-    pages in lossless form, where there are some beside these.
+    pages in a closed form, where there are some beside these.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
-    closed: ClosedLayer | None = None
+    closed: ClosedLayer | FixedLayer | None = None
 
     @property
     def page_size(self) -> int:
@@ -57,9 +58,12 @@ class LayerPages:
 
     @property
     def closed_tiles(self) -> dict[str, int]:
-        """Kernels' constants: bytes of a closed page's tile of keys, and of both tiles; 0 where no page is closed."""
-        sizes = (0, 0) if self.closed is None else self.closed.tiles
-        return dict(zip(("KEY_TILE", "BOTH_TILES"), sizes, strict=True))
+        """Kernels' constants: bytes of a closed page's tile of keys, and of both tiles; 0 where no page is closed.
+
+        CODE_BITS: bits of a value of fixed width, 0 in lossless pages.
+        """
+        sizes = (0, 0, 0) if self.closed is None else (*self.closed.tiles, self.closed.code_bits)
+        return dict(zip(("KEY_TILE", "BOTH_TILES", "CODE_BITS"), sizes, strict=True))
 
     @property
     def pairs(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], ...]:

@@ -1,1 +1,1 @@
-"""Measures what codecs of KV cost a model on a user's own text."""
+"""Measures what codecs of KV and lossy pages cost a model on a user's own text."""

@@ -1,4 +1,4 @@
-"""Runs `kvrail quality`: contexts through the model and the codecs, table and JSON out."""
+"""Runs `kvrail quality`: contexts through the model and what is measured, table and JSON out."""
 
 import json
 import sys
@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvrail.codec import registry
-from kvrail.codec.base import Codec
+from kvrail.engine.kv.fixed.pages import unsupported
 from kvrail.engine.model.loader import load_model
 from kvrail.errors import ConfigError
 from kvrail.text.samples import read_samples
+from kvrail.tools.quality.lossy import AtRest, Lossy, OnTheWire
 from kvrail.tools.quality.measure import measure
-from kvrail.tools.quality.options import PAGE_SIZE, Options
+from kvrail.tools.quality.options import PAGE_FORMS, PAGE_SIZE, Options
 from kvrail.tools.quality.report import record, report
+from kvrail.values.layout import KVLayout
 from kvrail.worker.packed.weights import PackedWeights
 
 
@@ -35,7 +37,7 @@ def run(options: Options) -> int:
             f"--context-tokens: {options.length} tokens are beyond the model's context of {loaded.max_model_len};"
             " ask for fewer"
         )
-    measured = measure(loaded, windows, options.context_tokens, codecs)
+    measured = measure(loaded, windows, options.context_tokens, [*codecs, *_forms(options, loaded.layout)])
     model = Path(options.model).name
     asked = {"context_tokens": options.context_tokens, "next_tokens": options.next_tokens}
     sys.stdout.write(report(measured, model, options.dtype, **asked))
@@ -60,13 +62,21 @@ def windows_of(texts: Sequence[Sequence[int]], options: Options) -> list[list[in
     return found[: options.contexts]
 
 
-def _codecs(options: Options) -> list[Codec]:
+def _codecs(options: Options) -> list[Lossy]:
     codecs = [registry.get(name) for name in options.codecs]
     for codec in codecs:
         if options.dtype not in codec.dtypes:
             taken = ", ".join(sorted(codec.dtypes))
             raise ConfigError(f"--codecs: {codec.name} does not take {options.dtype} pages; it takes {taken}")
-    return codecs
+    return [OnTheWire(codec) for codec in codecs]
+
+
+def _forms(options: Options, layout: KVLayout) -> list[Lossy]:
+    """Raises ConfigError where the model's pages have no such form."""
+    forms = [AtRest(name, PAGE_FORMS[name], layout) for name in options.forms]
+    if any(form.width for form in forms) and (why := unsupported(layout)):
+        raise ConfigError(f"--kv-cache: {why}")
+    return [*forms]
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Contexts whose KV went through a codec, and what the model then predicts, by the engine itself."""
+"""Contexts whose KV went through a codec or lay in lossy pages, and what the model then predicts, by the engine."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -7,10 +7,11 @@ from time import monotonic
 
 import torch
 
-from kvrail.codec.base import Block, Codec, PagedBlock
+from kvrail.codec.base import Block
 from kvrail.engine.batch.batch import SequenceSlice
 from kvrail.engine.model.loader import LoadedModel
 from kvrail.engine.step.runner import ModelRunner
+from kvrail.tools.quality.lossy import Lossy
 from kvrail.worker.pages import paged_block
 
 logger = logging.getLogger("kvrail.quality")
@@ -23,14 +24,14 @@ STEP_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a codec costs; means over all judged tokens.
+    """What a codec or a form of pages costs; means over all judged tokens.
 
-    bits: a value, of all stages' payloads. loss: in nats a token; error: standard error of its difference to the exact
+    bits: a value. loss: in nats a token; error: standard error of its difference to the exact
     KV's, over contexts; 0 with one context. top1: share of tokens where the likeliest token is the exact KV's. kl: of
     the exact KV's distribution from this one's, in nats.
     """
 
-    codec: str
+    name: str
     bits: float
     loss: float
     error: float
@@ -49,7 +50,7 @@ class Measurement:
 
 
 class _Tally:
-    """Sums of one codec, a number a context."""
+    """Sums of one row, a number a context."""
 
     def __init__(self) -> None:
         self.bits: list[float] = []
@@ -57,11 +58,11 @@ class _Tally:
         self.agreements: list[float] = []
         self.divergences: list[float] = []
 
-    def figures(self, codec: str, exact: Sequence[float]) -> Figures:
+    def figures(self, name: str, exact: Sequence[float]) -> Figures:
         differences = torch.tensor(self.losses, dtype=torch.float64) - torch.tensor(exact, dtype=torch.float64)
         error = (differences.std() / len(exact) ** 0.5).item() if len(exact) > 1 else 0.0
         return Figures(
-            codec, _mean(self.bits), _mean(self.losses), error, _mean(self.agreements), _mean(self.divergences)
+            name, _mean(self.bits), _mean(self.losses), error, _mean(self.agreements), _mean(self.divergences)
         )
 
 
@@ -103,22 +104,22 @@ class Evaluator:
 
 
 def measure(
-    loaded: LoadedModel, windows: Sequence[Sequence[int]], context_tokens: int, codecs: Sequence[Codec]
+    loaded: LoadedModel, windows: Sequence[Sequence[int]], context_tokens: int, given: Sequence[Lossy]
 ) -> Measurement:
-    """What codecs cost; windows: token ids, each of a context, the tokens after it, and one more."""
+    """What codecs and forms of pages cost; windows: token ids, each of a context, the tokens after it, and one more."""
     evaluator = Evaluator(loaded, context_tokens, len(windows[0]) - context_tokens - 1)
-    tallies, exact_losses = [_Tally() for _ in codecs], []
+    tallies, exact_losses = [_Tally() for _ in given], []
     largest = torch.zeros(())
     reported = monotonic()
-    logger.info("measuring %d contexts with %d codecs", len(windows), len(codecs))
+    logger.info("measuring %d contexts with %d codecs or forms of pages", len(windows), len(given))
     for number, window in enumerate(windows):
         exact = evaluator.prefill(window)
         truth = torch.tensor(window[context_tokens + 1 :], device=exact.keys.device)
         expected = evaluator.predictions(window)
         exact_losses.append(_loss(expected, truth))
         largest = torch.maximum(largest.to(exact.keys.device), exact.keys.abs().float().amax((1, 2)))
-        for codec, tally in zip(codecs, tallies, strict=True):
-            tally.bits.append(_pass_through(codec, evaluator.context))
+        for each, tally in zip(given, tallies, strict=True):
+            tally.bits.append(each.pass_through(evaluator.context))
             found = evaluator.predictions(window)
             tally.losses.append(_loss(found, truth))
             tally.agreements.append((found.argmax(-1) == expected.argmax(-1)).double().mean().item())
@@ -127,17 +128,8 @@ def measure(
         if monotonic() - reported > TELL_S:
             reported = monotonic()
             logger.info("measured %d of %d contexts", number + 1, len(windows))
-    figures = tuple(tally.figures(codec.name, exact_losses) for codec, tally in zip(codecs, tallies, strict=True))
+    figures = tuple(tally.figures(each.name, exact_losses) for each, tally in zip(given, tallies, strict=True))
     return Measurement(_mean(exact_losses), len(windows), _spreads(largest), figures)
-
-
-def _pass_through(codec: Codec, pages: PagedBlock) -> float:
-    """Leave in the pages what the codec's last stage leaves; the bits a value that crossed for it."""
-    payloads = codec.encode(pages).stages()
-    for stage in range(codec.num_stages):
-        codec.decode(stage, payloads[: stage + 1], pages)
-    values = pages.spec.raw_bytes // pages.pools.keys.element_size()
-    return 8 * sum(payload.nbytes for payload in payloads) / values
 
 
 def _loss(predictions: torch.Tensor, truth: torch.Tensor) -> float:

@@ -7,20 +7,23 @@ from kvrail.errors import ConfigError
 
 PAGE_SIZE = 64
 """Tokens of a page, the workers' default."""
+PAGE_FORMS = {"plain": 0, "int8": 8, "int4": 4}
+"""Forms of pages at rest, and bits of a value of fixed width."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What the command line asks for.
 
-    texts: UTF-8 files. codecs: names, all known. contexts: at most this many, of all texts together. context_tokens:
-    tokens whose KV goes through a codec; next_tokens: tokens after them that are judged. dtype: element type of the KV
-    pages. json: a file that may be written, or None.
+    texts: UTF-8 files. codecs, forms: names, all known; forms are of pages at rest. contexts: at most this many, of all
+    texts together. context_tokens: tokens whose KV goes through a codec or a form; next_tokens: tokens after them that
+    are judged. dtype: element type of the KV pages. json: a file that may be written, or None.
     """
 
     model: str
     texts: tuple[Path, ...]
     codecs: tuple[str, ...]
+    forms: tuple[str, ...]
     contexts: int
     context_tokens: int
     next_tokens: int

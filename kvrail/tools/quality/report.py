@@ -1,4 +1,4 @@
-"""What `kvrail quality` prints: a line a codec, and a warning where keys ask for care."""
+"""What `kvrail quality` prints: a line a codec or form of pages, and a warning where keys ask for care."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -43,20 +43,20 @@ def warnings(spreads: Sequence[float]) -> Iterator[str]:
         yield (
             f"warning: channels of the keys differ by more than {WIDE_SPREAD:.0f}x in layers"
             f" {', '.join(map(str, wide))}; worst is layer {worst} with {spreads[worst]:.1f}x: prefer codecs with a"
-            " scale a channel for keys, such as int4 or kvcomp"
+            " scale a channel for keys, such as int4 or kvcomp, or pages of int8 or int4"
         )
 
 
 def _table(measured: Measurement) -> Iterator[str]:
-    width = max(5, *(len(each.codec) for each in measured.figures))
-    yield f"{'codec':<{width}}  {'bits':>6}  {'loss':>7}  {'change':>16}  {'top-1':>6}  {'KL':>8}"
+    width = max(5, *(len(each.name) for each in measured.figures))
+    yield f"{'form':<{width}}  {'bits':>6}  {'loss':>7}  {'change':>16}  {'top-1':>6}  {'KL':>8}"
     for each in measured.figures:
         change, error = (100 * number / measured.loss for number in (each.loss - measured.loss, each.error))
         yield (
-            f"{each.codec:<{width}}  {each.bits:>6.2f}  {each.loss:>7.4f}  {change:>+7.2f}% ±{error:>5.2f}%"
+            f"{each.name:<{width}}  {each.bits:>6.2f}  {each.loss:>7.4f}  {change:>+7.2f}% ±{error:>5.2f}%"
             f"  {each.top1:>6.4f}  {each.kl:>8.5f}"
         )
     yield (
-        "bits: a value of the KV, all stages; change: of the loss, with its standard error; top-1: tokens with the same"
-        " likeliest successor; KL: in nats a token"
+        "bits: a value of the KV, of all stages or of a closed page; change: of the loss, with its standard error;"
+        " top-1: tokens with the same likeliest successor; KL: in nats a token"
     )

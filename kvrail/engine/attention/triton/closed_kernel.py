@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from kvrail.engine.attention.triton.order_kernel import apart, end_block, seen_scores, weights_of
+from kvrail.engine.kv.fixed.open_kernel import open_tile
 from kvrail.engine.kv.lossless.open_kernel import open_keys, open_values
 
 
@@ -40,10 +41,17 @@ def closed_scores_of(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
+    CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
-    """What scores_of computes, of a block of a closed page. pair: see pair_of; spare: spare units, of unit_bytes."""
-    k = open_keys(pair, spare, unit_bytes, KEY_DIM, ASSEMBLED)
+    """What scores_of computes, of a block of a closed page. pair: see pair_of; spare: spare units, of unit_bytes.
+
+    CODE_BITS: bits of a value of fixed width, or 0 in lossless pages.
+    """
+    if CODE_BITS:
+        k = open_tile(pair, CODE_BITS, KEY_DIM, BLOCK, ASSEMBLED)
+    else:
+        k = open_keys(pair, spare, unit_bytes, KEY_DIM, ASSEMBLED)
     scores = tl.dot(q, apart(k.to(q.dtype), ASSEMBLED), input_precision="ieee")
     return seen_scores(scores, block + tl.arange(0, BLOCK), position, end, scale, softcap, WINDOW, SOFTCAP, MASKED)
 
@@ -63,12 +71,16 @@ def add_closed_block(
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     KEY_TILE: tl.constexpr,
+    CODE_BITS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
     """What add_block does, of a block of a closed page. KEY_TILE: bytes of the keys before its values."""
     weights, shrink, higher, total = weights_of(scores, top, total, softcap if SOFTCAP else scale, dtype, BLOCK)
-    v = open_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
+    if CODE_BITS:
+        v = open_tile(pair + KEY_TILE, CODE_BITS, BLOCK, VALUE_DIM, ASSEMBLED)
+    else:
+        v = open_values(pair + KEY_TILE, spare, unit_bytes, VALUE_DIM, ASSEMBLED)
     weighted = acc * shrink[:, None]
     acc = tl.dot(weights.to(dtype), apart(v.to(dtype), ASSEMBLED), weighted, input_precision="ieee")
     return acc, higher, total
@@ -111,6 +123,7 @@ def add_closed_blocks(
     SOFTCAP: tl.constexpr,
     KEY_TILE: tl.constexpr,
     BOTH_TILES: tl.constexpr,
+    CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
     """The decode kernel's loop over a share's closed blocks, `begin` to `opened`."""
@@ -118,11 +131,11 @@ def add_closed_blocks(
         pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
         scores = closed_scores_of(
             q, pair, spare, unit_bytes, block, position, kv_len, scale, softcap,
-            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+            KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
         )  # fmt: skip
         acc, top, total = add_closed_block(
             scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
-            VALUE_DIM, BLOCK, KEY_TILE, SOFTCAP, ASSEMBLED,
+            VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
         )  # fmt: skip
         all_acc, all_top, all_total, acc, top, total = end_block(
             part_out, part_top, part_total, place, block, end, alone, live,

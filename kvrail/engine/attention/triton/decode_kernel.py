@@ -197,12 +197,13 @@ def _decode_kernel(
     SEVERED: tl.constexpr,
     KEY_TILE: tl.constexpr,
     BOTH_TILES: tl.constexpr,
+    CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
     """Grid: (KV_HEADS, splits, sequences). KEY_TILE, BOTH_TILES: bytes of closed pages' tiles, or 0.
 
     Programs that share a sequence leave float32: part_out [sequences, heads, part_stride, VALUE_DIM], and
-    part_top, part_total [sequences, heads, part_stride].
+    part_top, part_total [sequences, heads, part_stride]. CODE_BITS: see closed_scores_of.
     """
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens + row)
@@ -219,10 +220,8 @@ def _decode_kernel(
             KV_HEADS, KEY_DIM, KEY_DIM_PADDED, VALUE_DIM, VALUE_DIM_PADDED, PAGE_SIZE, LIMIT,
         )  # fmt: skip
 
-    group = tl.arange(0, GROUP_PADDED)
-    live = group < GROUP
-    head = kv_head * GROUP + group
-    key_dim = tl.arange(0, KEY_DIM_PADDED)
+    group, key_dim = tl.arange(0, GROUP_PADDED), tl.arange(0, KEY_DIM_PADDED)
+    live, head = group < GROUP, kv_head * GROUP + group
     q = tl.load(
         query + row * query_stride_row + head[:, None] * query_stride_head + key_dim[None, :],
         mask=live[:, None] & (key_dim < KEY_DIM)[None, :],
@@ -239,8 +238,9 @@ def _decode_kernel(
         opened = tl.maximum(begin, tl.minimum(tl.load(closed_tokens + row), end))
         all_acc, all_top, all_total, acc, top, total = add_closed_blocks(
             q, closed_pages, spare, unit_bytes, table, kv_head, begin, opened, end, position, kv_len, scale, softcap,
-            part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total, KV_HEADS,
-            GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES, ASSEMBLED,
+            part_out, part_top, part_total, place, alone, live, all_acc, all_top, all_total, acc, top, total,
+            KV_HEADS, GROUP_PADDED, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK, WINDOW, SOFTCAP, KEY_TILE, BOTH_TILES,
+            CODE_BITS, ASSEMBLED,
         )  # fmt: skip
     for block in range(opened, end, BLOCK):
         base, rows = slots_of(table, block, kv_head, kv_len, KV_HEADS, PAGE_SIZE, BLOCK)

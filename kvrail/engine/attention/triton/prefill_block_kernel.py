@@ -149,13 +149,14 @@ def one_closed_block(
     SHARED: tl.constexpr,
     KEY_TILE: tl.constexpr,
     BOTH_TILES: tl.constexpr,
+    CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
     """What one_block does, of a block of a closed page."""
     pair = pair_of(closed_pages, table, block, kv_head, KV_HEADS, PAGE_SIZE, BLOCK, BOTH_TILES)
     scores = closed_scores_of(
         q, pair, spare, unit_bytes, block, position, end, scale, softcap,
-        KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, ASSEMBLED,
+        KEY_DIM, BLOCK, WINDOW, SOFTCAP, WINDOW > 0, CODE_BITS, ASSEMBLED,
     )  # fmt: skip
     all_acc, all_top, all_total, acc, top, total = _begin_part(
         part_out, part_top, part_total, place, block, begin, live, all_acc, all_top, all_total, acc, top, total,
@@ -163,6 +164,6 @@ def one_closed_block(
     )  # fmt: skip
     acc, top, total = add_closed_block(
         scores, pair, spare, unit_bytes, acc, top, total, scale, softcap, q.dtype,
-        VALUE_DIM, BLOCK, KEY_TILE, SOFTCAP, ASSEMBLED,
+        VALUE_DIM, BLOCK, KEY_TILE, CODE_BITS, SOFTCAP, ASSEMBLED,
     )  # fmt: skip
     return all_acc, all_top, all_total, acc, top, total

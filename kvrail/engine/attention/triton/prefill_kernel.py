@@ -145,13 +145,14 @@ def _prefill_kernel(
     SEVERED: tl.constexpr,
     KEY_TILE: tl.constexpr,
     BOTH_TILES: tl.constexpr,
+    CODE_BITS: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):
     """Grid: (blocks, HEADS / TOGETHER, SPLITS). A block's fields: see StepMeta.blocks.
 
     A program has QUERIES queries of each of TOGETHER heads. Programs that share a block leave float32: part_out
     [tokens, HEADS, part_stride, VALUE_DIM], and part_top, part_total [tokens, HEADS, part_stride]. KEY_TILE,
-    BOTH_TILES: bytes of closed pages' tiles, or 0.
+    BOTH_TILES: bytes of closed pages' tiles, or 0; CODE_BITS: see closed_scores_of.
     """
     ROWS: tl.constexpr = QUERIES * TOGETHER
     SHARED: tl.constexpr = SPLITS > 1
@@ -193,7 +194,7 @@ def _prefill_kernel(
                 begin, part_out, part_top, part_total, place, live,
                 all_acc, all_top, all_total, acc, top, total,
                 KV_HEADS, KEY_DIM, VALUE_DIM, PAGE_SIZE, ROWS, BLOCK,
-                WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, ASSEMBLED,
+                WINDOW, SOFTCAP, SHARED, KEY_TILE, BOTH_TILES, CODE_BITS, ASSEMBLED,
             )  # fmt: skip
     if WINDOW > 0:  # a window begins inside a block: all blocks are masked
         masked_from = opened

@@ -100,11 +100,12 @@ def supports(dim: int, dtype: str) -> bool:
     return dtype == "bfloat16" and dim % 64 == 0 and 0 < dim <= 512
 
 
-def places(dim: int, keys: bool) -> npt.NDArray[np.int64]:
-    """Index into a tile [64, dim] of each low byte, in the order of storage."""
-    chunk, warp, lane, value = np.ix_(np.arange(dim // 32), np.arange(WARPS), np.arange(LANES), np.arange(CHUNK))
+def places(dim: int, keys: bool, of_chunk: int = CHUNK) -> npt.NDArray[np.int64]:
+    """Index into a tile [64, dim] of each value, in the order of storage. of_chunk: values of a lane in a chunk."""
+    chunks = dim // 2 // of_chunk
+    chunk, warp, lane, value = np.ix_(np.arange(chunks), np.arange(WARPS), np.arange(LANES), np.arange(of_chunk))
     steps = (dim if keys else TOKENS) // 16
-    number = chunk * CHUNK + value  # of a lane's values
+    number = chunk * of_chunk + value  # of a lane's values
     repeat, step, inner = number // (4 * steps), number // 4 % steps, number % 4
     row = 16 * step + 2 * (lane % 4) + inner % 2 + inner // 2 * 8
     column = 8 * (4 * repeat + warp) + lane // 4

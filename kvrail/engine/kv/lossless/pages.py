@@ -37,6 +37,16 @@ class ClosedLayer:
         """Bytes of a tile of keys, and of both tiles."""
         return Tile(self.key_dim).bytes, self.pages.shape[3]
 
+    @property
+    def code_bits(self) -> int:
+        """0: of values that are not codes of a fixed width."""
+        return 0
+
+    @property
+    def orders(self) -> tuple[npt.NDArray[np.int32], ...]:
+        """What kernels for CPUs take: places of values and of bases, of keys, then of values."""
+        return (*orders(self.key_dim, keys=True), *orders(self.value_dim, keys=False))
+
 
 class ClosedPages:
     """Closed pages of all layers, and the spare units that their raw tiles take.

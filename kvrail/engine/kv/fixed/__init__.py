@@ -1,0 +1,1 @@
+"""Pages of four or eight bits a value: lossy, within half a step, at fixed places."""

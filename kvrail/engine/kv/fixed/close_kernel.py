@@ -1,0 +1,98 @@
+"""Closing of pages in Triton: bit for bit what `reference` does. Each value is found by the arithmetic of its place."""
+
+import triton
+import triton.language as tl
+
+from kvrail.engine.kv.fixed import form
+
+_REFUSED = tl.constexpr(form.REFUSED)
+_NO_SCALE = tl.constexpr(form.NO_SCALE)
+_LEAST_SCALE = tl.constexpr(form.LEAST_SCALE)
+_LEAST_MIDDLE = tl.constexpr(form.LEAST_MIDDLE)
+_SLACK = tl.constexpr(form.SLACK)
+_TO_INTEGER = tl.constexpr(1.5 * 2**23)
+"""Added to a float32 it leaves the nearest integer, ties to even, in the lowest bits."""
+
+
+@triton.jit
+def _widened(bits):
+    """Bits of bfloat16, int32, as float32."""
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scales_of(low, high, BITS: tl.constexpr):
+    """Bits of scales and of middles, int32, of rows by their smallest and largest values."""
+    half = tl.full(low.shape, 1 << BITS - 1, tl.float32)
+    span = high - low
+    bits = (low + span * tl.div_rn(half, half + half - 1.0)).to(tl.uint32, bitcast=True)
+    middles = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(tl.int32)
+    middles = tl.where(tl.abs(_widened(middles)) <= span * _LEAST_MIDDLE, 0, middles)
+    middle = _widened(middles)
+    below = (middle - low) * tl.div_rn(tl.full(low.shape, 1.0, tl.float32), half)
+    above = (high - middle) * tl.div_rn(tl.full(low.shape, 1.0, tl.float32), half - 1.0)
+    scale = tl.maximum(tl.maximum(below, above) * _SLACK, _LEAST_SCALE)
+    return ((scale.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16).to(tl.int32), middles
+
+
+@triton.jit
+def close_pages(
+    pool,
+    closed,
+    sources,
+    targets,
+    pool_layer,
+    layer_bytes,
+    KV_HEADS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DIM: tl.constexpr,
+    BEGIN: tl.constexpr,
+    BOTH_TILES: tl.constexpr,
+    KEYS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Grid: (pages, KV_HEADS * BLOCKS, layers). Plain pages of `pool`: int16 [BLOCKS * 64, KV_HEADS, DIM].
+
+    pool_layer: elements of a layer in `pool`; layer_bytes: of closed pages of a layer; BEGIN: where a tile begins in a
+    pair.
+    """
+    number, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    source = tl.load(sources + tl.program_id(0)).to(tl.int64)
+    target = tl.load(targets + tl.program_id(0)).to(tl.int64)
+    plain = pool + layer * pool_layer + ((source * BLOCKS + number % BLOCKS) * 64 * KV_HEADS + number // BLOCKS) * DIM
+    tile = closed + layer * layer_bytes + (target * KV_HEADS * BLOCKS + number) * BOTH_TILES + BEGIN
+    tile = tl.multiple_of(tile, 64)
+    ROWS: tl.constexpr = DIM if KEYS else 64
+    count: tl.constexpr = 64 * DIM * BITS // 32
+    scales = (tile + 4 * count).to(tl.pointer_type(tl.int16))
+    token, channel = tl.arange(0, 64)[:, None], tl.arange(0, DIM)[None, :]
+    bits = tl.load(plain + token * KV_HEADS * DIM + channel).to(tl.int32)
+    refused = tl.max(tl.max(bits & 0x7FFF, axis=1), axis=0) >= _REFUSED
+    every = _widened(tl.where(refused, 0, bits))
+    low, high = tl.min(every, axis=0 if KEYS else 1), tl.max(every, axis=0 if KEYS else 1)
+    found, middles = _scales_of(low, high, BITS)
+    row = tl.arange(0, ROWS)
+    place = row // 2 % 4 * (ROWS // 4) + row // 16 * 4 + row // 8 % 2 * 2 + row % 2
+    tl.store(scales + place, found.to(tl.int16))
+    tl.store(scales + ROWS + place, middles.to(tl.int16))
+    tl.debug_barrier()  # what follows reads them
+
+    word = tl.arange(0, count)
+    words = word * 0
+    for value in tl.static_range(32 // BITS):
+        inner = (word // 512 * 4 + word % 4) * (32 // BITS) + value  # of a lane's values
+        step, repeat = inner // 4 % (ROWS // 16), inner // 4 // (ROWS // 16)
+        row = step * 16 + word // 4 % 4 * 2 + inner % 2 + inner // 2 % 2 * 8
+        column = (repeat * 4 + word // 128 % 4) * 8 + word // 16 % 8
+        place = word // 4 % 4 * (ROWS // 4) + step * 4 + inner % 4
+        at = column * KV_HEADS * DIM + row if KEYS else row * KV_HEADS * DIM + column
+        x = _widened(tl.where(refused, 0, tl.load(plain + at).to(tl.int32)))
+        scale = _widened(tl.load(scales + place).to(tl.int32))
+        code = tl.div_rn(x - _widened(tl.load(scales + ROWS + place).to(tl.int32)), scale)
+        code = tl.minimum(tl.maximum(code, -(1 << BITS - 1)), (1 << BITS - 1) - 1)
+        code = (code + _TO_INTEGER).to(tl.int32, bitcast=True) + (1 << BITS - 1)
+        words |= (code & (1 << BITS) - 1) << BITS * (value // 2) + 16 * (value % 2)
+    tl.store(tile.to(tl.pointer_type(tl.int32)) + word, words)
+    if refused:
+        tl.debug_barrier()  # no thread reads the scales any more
+        tl.store(scales + tl.arange(0, ROWS), tl.full([ROWS], _NO_SCALE, tl.int16))

@@ -1,0 +1,156 @@
+"""Closing and opening of pages on a CPU, for numba's compiled code: bit for bit what `reference` does.
+
+Arrays are flat. `order` and `rows` are `form.code_places` and `form.row_places` of the tile's kind.
+"""
+
+# What numba compiles has no types that mypy can follow.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, call-arg, misc"
+
+import numpy as np
+from numba import int32, int64, njit, types, uint8, uint16, void
+
+from kvrail.codec.core.cpu_compile import compiled, version_of
+from kvrail.engine.kv.fixed import form
+from kvrail.engine.kv.lossless import cpu_kernels as lossless_kernels
+from kvrail.engine.kv.lossless.cpu_kernels import pair_at, word_at
+from kvrail.engine.kv.lossless.form import TOKENS
+
+_REFUSED, _NO_SCALE = form.REFUSED, form.NO_SCALE
+_LEAST_SCALE, _LEAST_MIDDLE, _SLACK = (np.float32(each) for each in (form.LEAST_SCALE, form.LEAST_MIDDLE, form.SLACK))
+_ONE = np.float32(1)
+_DROPPED = 45
+"""Bits of a float64's mantissa that bfloat16 has not."""
+
+
+@njit(nogil=True)
+def _put(out, at, bits):
+    out[at] = bits & 0xFF
+    out[at + 1] = bits >> 8
+
+
+@njit(nogil=True)
+def _row(low, high, half, words, floats):
+    """Scale and middle, float32, of a row by its smallest and largest value. words, floats: views of one buffer."""
+    span = high - low
+    floats[0] = low + span * (half / (half + half - _ONE))
+    words[0] = (int64(words[0]) + 0x7FFF + ((int64(words[0]) >> 16) & 1)) & 0xFFFF0000
+    if abs(floats[0]) <= span * _LEAST_MIDDLE:
+        floats[0] = np.float32(0)
+    middle = floats[0]
+    scale = max((middle - low) * (_ONE / half), (high - middle) * (_ONE / (half - _ONE)))
+    floats[0] = max(scale * _SLACK, _LEAST_SCALE)
+    words[0] = (int64(words[0]) + 0xFFFF) & 0xFFFF0000
+    return floats[0], middle
+
+
+@njit(nogil=True)
+def _close_tile(source, at, row, dim, keys, bits, order, rows, out, to, tile, scales, middles):
+    """Close the tile of `source` that begins at `at` into `out` from byte `to` on.
+
+    row: values from token to token. tile: float32 [64 * dim]; scales, middles: float32 [rows]; all scratch.
+    """
+    count, half, step = len(rows), 1 << (bits - 1), 32 // bits
+    words, refused = tile.view(np.uint32), False
+    for token in range(TOKENS):
+        for channel in range(dim):
+            value = int64(source[at + token * row + channel])
+            refused |= (value & 0x7FFF) >= _REFUSED
+            words[token * dim + channel] = value << 16
+    if refused:
+        tile[:] = 0
+    both = np.empty(1, np.float32)
+    for i in range(count):
+        low = high = tile[i] if keys else tile[i * dim]
+        for j in range(TOKENS if keys else dim):
+            value = tile[j * dim + i] if keys else tile[i * dim + j]
+            low, high = min(low, value), max(high, value)
+        scales[i], middles[i] = _row(low, high, np.float32(half), both.view(np.uint32), both)
+    begin = to + TOKENS * dim * bits // 8
+    for i in range(count):
+        _put(out, begin + 2 * i, _NO_SCALE if refused else int64(scales.view(np.uint32)[rows[i]]) >> 16)
+        _put(out, begin + 2 * (count + i), int64(middles.view(np.uint32)[rows[i]]) >> 16)
+    for number in range(TOKENS * dim // step):
+        word = 0
+        for i in range(step):
+            place = order[number * step + i]
+            row_of = place % dim if keys else place // dim
+            code = (tile[place] - middles[row_of]) / scales[row_of]
+            code = np.rint(min(max(code, np.float32(-half)), np.float32(half - 1)))
+            word |= (int64(code) + half) << (bits * (i // 2) + 16 * (i % 2))
+        for byte in range(4):
+            out[to + 4 * number + byte] = (word >> (8 * byte)) & 0xFF
+
+
+@njit(nogil=True)
+def open_tile(closed, at, dim, keys, bits, order, rows, out):
+    """out[64 * dim] = the tile at byte `at` of `closed`, in float32, a token a row."""
+    count, half, step = len(rows), 1 << (bits - 1), 32 // bits
+    scales, middles, begin = np.empty(count, np.float32), np.empty(count, np.float32), at + TOKENS * dim * bits // 8
+    for i in range(count):
+        scale, middle = begin + 2 * i, begin + 2 * (count + i)
+        scales.view(np.uint32)[rows[i]] = int64(closed[scale]) << 16 | int64(closed[scale + 1]) << 24
+        middles.view(np.uint32)[rows[i]] = int64(closed[middle]) << 16 | int64(closed[middle + 1]) << 24
+    both = np.empty(1, np.float64)
+    parts = both.view(np.uint64)
+    for number in range(TOKENS * dim // step):
+        word = int64(word_at(closed, at + 4 * number))
+        for i in range(step):
+            place = order[number * step + i]
+            row = place % dim if keys else place // dim
+            code = ((word >> (bits * (i // 2) + 16 * (i % 2))) & (2 * half - 1)) - half
+            both[0] = np.float64(code) * np.float64(scales[row]) + np.float64(middles[row])
+            odd = parts[0] >> np.uint64(_DROPPED) & np.uint64(1)
+            nearest = parts[0] + np.uint64((1 << (_DROPPED - 1)) - 1) + odd
+            parts[0] = nearest >> np.uint64(_DROPPED) << np.uint64(_DROPPED)
+            out[place] = np.float32(both[0])
+
+
+_data, _bits, _ids, _orders = (
+    types.Array(kind, 1, "C") for kind in (uint8, uint16, int64, int32)
+)  # as every argument below
+_arguments = (int64, int64, int64, int64, int64, int64, int64, _orders, _orders)
+
+
+def _closing(version):
+    """The kernels; `version`, of the files that they take functions from, they only close over: see `compiled`."""
+
+    @compiled(void(_bits, _ids, _data, _ids, *_arguments))
+    def close_tiles(
+        source, sources, closed, targets, page_size, kv_heads, dim, keys, bits, tile_begin, pair_bytes, order, rows,
+    ):  # fmt: skip
+        """Close the keys, or the values, of plain pages `sources` into closed pages `targets`.
+
+        source: bits of bfloat16 [pages, page_size, kv_heads, dim]; closed: a layer's closed pages. tile_begin: where
+        the first tile begins in a page; pair_bytes: of both tiles of a head and block.
+        """
+        blocks, tile = page_size // TOKENS, np.empty(TOKENS * dim, np.float32)
+        scales, middles = np.empty(len(rows), np.float32), np.empty(len(rows), np.float32)
+        for i in range(len(sources) + (0 & version)):
+            for head in range(kv_heads):
+                for block in range(blocks):
+                    at = ((sources[i] * page_size + block * TOKENS) * kv_heads + head) * dim
+                    to = pair_at(targets[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
+                    _close_tile(
+                        source, at, kv_heads * dim, dim, keys, bits, order, rows, closed, to, tile, scales, middles
+                    )
+
+    @compiled(void(_data, _ids, _bits, _ids, *_arguments))
+    def open_tiles(
+        closed, sources, target, targets, page_size, kv_heads, dim, keys, bits, tile_begin, pair_bytes, order, rows,
+    ):  # fmt: skip
+        """Open the keys, or the values, of closed pages `sources` into plain pages `targets`: see `close_tiles`."""
+        blocks, tile = page_size // TOKENS, np.empty(TOKENS * dim, np.float32)
+        words = tile.view(np.uint32)
+        for i in range(len(sources) + (0 & version)):
+            for head in range(kv_heads):
+                for block in range(blocks):
+                    at = pair_at(sources[i], head, block, kv_heads, blocks, pair_bytes) + tile_begin
+                    to = ((targets[i] * page_size + block * TOKENS) * kv_heads + head) * dim
+                    open_tile(closed, at, dim, keys, bits, order, rows, tile)
+                    for place in range(TOKENS * dim):
+                        target[to + place // dim * kv_heads * dim + place % dim] = words[place] >> np.uint32(16)
+
+    return close_tiles, open_tiles
+
+
+close_tiles, open_tiles = _closing(version_of(lossless_kernels, form))

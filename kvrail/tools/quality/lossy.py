@@ -1,0 +1,72 @@
+"""What may change KV: a codec on its way, or a form of pages at rest."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvrail.codec.base import Codec, PagedBlock
+from kvrail.engine.kv.fixed.pages import FixedPages, page_bytes
+from kvrail.values.layout import KVLayout
+
+
+class Lossy(Protocol):
+    """What may change KV."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        ...
+
+    def pass_through(self, pages: PagedBlock) -> float:
+        """Leave in a sequence's pages what it leaves of them; bits a value."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnTheWire:
+    """A codec, with all of its stages."""
+
+    codec: Codec
+
+    @property
+    def name(self) -> str:
+        """The codec's."""
+        return self.codec.name
+
+    def pass_through(self, pages: PagedBlock) -> float:
+        """Leave in the pages what the last stage leaves; bits of all payloads."""
+        payloads = self.codec.encode(pages).stages()
+        for stage in range(self.codec.num_stages):
+            self.codec.decode(stage, payloads[: stage + 1], pages)
+        values = pages.spec.raw_bytes // pages.pools.keys.element_size()
+        return 8 * sum(payload.nbytes for payload in payloads) / values
+
+
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """A form of pages, of `width` bits a value; 0: plain pages, which change nothing."""
+
+    form: str
+    width: int
+    layout: KVLayout
+
+    @property
+    def name(self) -> str:
+        """The form's, which is not the name of a codec."""
+        return f"{self.form} pages"
+
+    def pass_through(self, pages: PagedBlock) -> float:
+        """Close all pages but the first and open them again; bits of a closed one.
+
+        A page that cannot be closed keeps its values.
+        """
+        keys, values = pages.pools.keys, pages.pools.values
+        if not self.width:
+            return 8.0 * keys.element_size()
+        chosen = pages.page_index()[1:]
+        closed = FixedPages(self.layout, len(chosen), self.width, keys.device)
+        places = torch.arange(len(chosen), device=keys.device)
+        taken = closed.close(keys, values, chosen, places) == 0
+        closed.open(keys, values, places[taken], chosen[taken])
+        return 16 * page_bytes(self.layout, self.width) / self.layout.page_bytes
