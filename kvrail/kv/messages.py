@@ -69,11 +69,13 @@ class Offer:
             transports = tuple(OfferedTransport(str(n), _address(a), bool(d)) for n, a, d in fields.pop("transports"))
             offer = cls(layout=layout, transports=transports, **fields)
             numbers = (offer.key, offer.num_pages, offer.max_frame_bytes, offer.frame_layers, *offer.codecs.values())
-            sizes = [value for name, value in asdict(layout).items() if name != "dtype"]
+            sizes = [value for name, value in asdict(layout).items() if name not in ("dtype", "page_format")]
             if not all(type(each) is int and 0 <= each < 1 << 64 for each in (*numbers, *sizes)):
                 raise ValueError("a number is not one of 64 bits")
-            if layout.dtype not in DTYPE_BYTES or not isinstance(offer.request, str):
-                raise ValueError("dtype or request is none")
+            if layout.dtype not in DTYPE_BYTES or not all(
+                isinstance(s, str) for s in (offer.request, layout.page_format)
+            ):
+                raise ValueError("dtype, page format or request is none")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise FrameError(f"the offer is malformed: {error}") from error
         return offer
