@@ -64,4 +64,5 @@ CASES = (
     Case("pages of 16", "llama", ("--page-size", "16")),
     Case("one whole worker", "qwen3", ("--prefill-workers", "0")),
     Case("two decode workers", "llama", ("--decode-workers", "2")),
+    Case("two workers of both roles", "llama", ("--prefill-workers", "0", "--decode-workers", "0", "--workers", "2")),
 )
