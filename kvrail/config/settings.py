@@ -383,23 +383,14 @@ class UpSettings(Settings):
     _one_role = model_validator(mode="before")(one_role_default(0))
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where a GPU is found, else the CPU")
-    prefill_workers: int = Field(
-        1, ge=0, le=64, description="prefill workers; 0: decode workers prefill; default with --workers: 0"
-    )
+    prefill_workers: int = Field(1, ge=0, le=64, description="0: decode workers prefill; default with --workers: 0")
     workers: int = Field(0, ge=0, le=64, description="workers that prefill and decode")
     decode_workers: Annotated[int, Decode] = Field(
         1, ge=0, le=64, description="decode workers; default with --workers: 0"
     )
-    metrics_port: Port = Field(
-        9101,
-        description="metrics port of the first worker, then counting up; 0, or with --port 0: any free ones",
-    )
+    metrics_port: Port = Field(9101, description="of the first worker, then counting up; 0, or with --port 0: any free")
     startup_timeout_s: PositiveFloat = Field(600.0, description="longest wait until every process is healthy")
-    restarts: int = Field(
-        5,
-        ge=0,
-        description="restarts of a process that keeps exiting within a minute, before everything stops",
-    )
+    restarts: int = Field(5, ge=0, description="of a process that keeps exiting within a minute, before all stop")
 
 
 PROCESSES: tuple[type[Settings], ...] = (RouterSettings, PrefillSettings, DecodeSettings, BothSettings, UpSettings)

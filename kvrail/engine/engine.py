@@ -202,9 +202,8 @@ class Engine:
     def pending(self) -> bool:
         """Whether a step would compute or emit anything."""
         with self._changed:
-            if self._in_flight is not None or self._scheduler.has_work() or self._tracker.has_drawn:
-                return True
-            return self._closer is not None and self._closer.pending
+            closing = self._closer is not None and self._closer.pending
+            return closing or self._in_flight is not None or self._scheduler.has_work() or self._tracker.has_drawn
 
     def owes_a_step(self) -> bool:
         """Whether requests wait for a step alone."""
@@ -307,9 +306,7 @@ class Engine:
                 self._in_flight.find_masks(self._masks)  # while the device computes it
         self._deliver()
         now = perf_counter()
-        self._record(
-            computed.step, now - max(computed.begin, self._landed)
-        )  # if enqueued ahead, it waited for its turn
+        self._record(computed.step, now - max(computed.begin, self._landed))  # enqueued ahead, it waited for its turn
         self._landed = now
 
     def _loop(self) -> None:

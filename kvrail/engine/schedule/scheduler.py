@@ -3,8 +3,7 @@
 Each step has a budget of tokens. Decoding sequences come first, one token each, so that prefills never stall them. Then
 drafts are verified, then made, one a sequence. Chunks of prompts share the rest: half of it goes to the oldest prompt,
 the other half to the prompts that lack the fewest tokens. So short prompts do not wait for a long one, and the long one
-still advances. Beside other work chunks may get less than that: the step lasts as long as its chunks take, and decoding
-sequences wait for its end.
+still advances. Beside other work chunks may get less than that: decoding sequences wait for the step's end.
 
 Waiting is first come, first served: no sequence overtakes the head of the queue, so none starves. The exception is a
 request's sequences beyond its first. They leave an eighth of the places free and can be overtaken for these, so that
