@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,8 +42,10 @@ async def run_all(cases: list[Case], args: argparse.Namespace) -> list[Outcome]:
         return await asyncio.gather(*map(one, cases))
 
 
-def report(outcomes: list[Outcome], seconds: float, commit: str) -> dict[str, object]:
-    """What is written."""
+def report(outcomes: list[Outcome], seconds: float, commit: str, kept: Sequence[Outcome] = ()) -> dict[str, object]:
+    """What is written. kept: of an earlier run of the same code."""
+    again = f", {len(outcomes)} of them run again" if kept else ""
+    outcomes = [*kept, *outcomes]
     faulty = [outcome for outcome in outcomes if outcome.faults]
     green, requests = len(outcomes) - len(faulty), sum(outcome.requests for outcome in outcomes)
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
@@ -53,9 +56,17 @@ def report(outcomes: list[Outcome], seconds: float, commit: str) -> dict[str, ob
         "commit": commit,
         "trees": trees(),
         "green": not faulty,
-        "summary": f"{green} of {len(outcomes)} cases green, {requests} requests, {seconds:.0f} s",
+        "summary": f"{green} of {len(outcomes)} cases green, {requests} requests, {seconds:.0f} s{again}",
         "cases": [asdict(outcome) for outcome in outcomes],
     }
+
+
+def green_before(path: Path) -> list[Outcome]:
+    """The green cases of the result at `path`. Raises ValueError where it is of other code."""
+    found = json.loads(path.read_text())
+    if found["trees"] != trees():
+        raise ValueError(f"{path} is of other code than that at hand; run all cases")
+    return [Outcome(**case) for case in found["cases"] if not case["faults"]]
 
 
 def commit_at_hand() -> str:
@@ -74,6 +85,7 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=3000, help="tokens of a prompt at most")
     parser.add_argument("--at-once", type=int, default=5, help="clusters at a time")
     parser.add_argument("--commit", default=commit_at_hand(), help="to write down; default: what git says")
+    parser.add_argument("--again", type=Path, help="a result of this code: run only the cases that it lacks as green")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     if args.state:
@@ -81,10 +93,12 @@ def main() -> int:
         sys.stdout.write(f"{line}\n")
         return not green
     wanted = args.cases.split(",")
-    cases = [case for case in CASES if any(part in case.name for part in wanted)]
+    kept = green_before(args.again) if args.again else []
+    done = {outcome.case for outcome in kept}
+    cases = [case for case in CASES if case.name not in done and any(part in case.name for part in wanted)]
     begin = time.monotonic()
     outcomes = asyncio.run(run_all(cases, args))
-    found = report(outcomes, time.monotonic() - begin, args.commit)
+    found = report(outcomes, time.monotonic() - begin, args.commit, kept)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.write(f"{found['summary']}\n")
     return not found["green"]
