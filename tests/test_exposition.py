@@ -79,7 +79,9 @@ def everything() -> Registry:
     router.worker_up("decode", "d:1", True)
     router.show_cache(64, 100)
     router.answered("/v1/models", "GET", 200, 0.25)
-    EngineMetrics(registry, "m").show_cache(page_size=64, pages=100, kv_dtype="bfloat16", prefix_cache=True)
+    EngineMetrics(registry, "m").show_cache(
+        page_size=64, pages=100, cache_bytes=1 << 20, kv_dtype="bfloat16", prefix_cache=True
+    )
     transfers = TransferMetrics(registry, "m", ["raw"])
     transfers.codec_chosen("raw", "no_gain")
     transfers.link_measured("p:1", 1e9)

@@ -103,7 +103,7 @@ class Processes:
         self.engine = EngineMetrics(decode, "m")
         self.engine.set_load(running=4, waiting=5, receiving=1)
         self.engine.set_pages(free=50, used=25, cached=25)
-        self.engine.show_cache(page_size=64, pages=100, kv_dtype="bfloat16", prefix_cache=True)
+        self.engine.show_cache(page_size=64, pages=100, cache_bytes=1 << 20, kv_dtype="bfloat16", prefix_cache=True)
         TransferMetrics(decode, "m", (), ("received",)), CodecMetrics(decode, "m", encodes=False)
         other = EngineMetrics(prefill, "m", receives=False, drafts=False)
         other.set_load(running=3, waiting=3)

@@ -283,10 +283,10 @@ async def test_a_transfer_of_one_frame_tells_the_link(monkeypatch, transport):
     async with cluster(tiny_model("llama"), transport, page_size=PAGE) as c:
         (address,) = c.prefills
         rate = {"model_name": c.decode.settings.model_name, "prefill_worker": address}
-        assert c.decode.registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate) is None
+        assert c.decode.monitor.registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate) is None
         summary = (await c.ask(prompt_of(300), codec="raw")).summary
         assert metric(c.decode, "kvrail_kv_frames_total", "raw", direction="received") == 1
-        known = c.decode.registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate)
+        known = c.decode.monitor.registry.get_sample_value("kvrail_kv_link_bytes_per_second", rate)
         assert known >= summary.kv_bytes / transfer_seconds(c.decode)
         await c.settled()
 

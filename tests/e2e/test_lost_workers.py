@@ -8,7 +8,7 @@ from tests.e2e.processes import Processes
 from tests.models import kv_gib, tiny_model
 
 PROMPT = "the quick brown fox jumps over the lazy dog " * 12
-BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 250, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1000, "temperature": 0.7, "seed": 3, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,7 @@ async def test_nothing_leaks_nobody_starves_and_answers_are_those_of_one_alone(m
         await c.settled()
         for worker in (c.decode, *c.prefills.values()):
             assert worker.engine._tracker.idle
-        assert not held_bytes(c) and not any(link.held_bytes for link in traffic.gates.links)
+        assert not held_bytes(c) and not any(queue.held_bytes for queue in traffic.gates.queues)
     left = 0
     for each, answer, expected in zip(asked, together, alone, strict=True):
         if isinstance(answer, asyncio.CancelledError):

@@ -94,7 +94,7 @@ def filled_registry() -> Registry:
     router.answered("/v1/models", "GET", 200, 0.25)
     router.time_to_token(1, "provisional")
     engine = EngineMetrics(registry, MODEL)
-    engine.show_cache(page_size=64, pages=100, kv_dtype="bfloat16", prefix_cache=True)
+    engine.show_cache(page_size=64, pages=100, cache_bytes=1 << 20, kv_dtype="bfloat16", prefix_cache=True)
     engine.set_pages(free=50, used=25, cached=25)
     engine.running.set(3)
     engine.preemptions.inc(2)
