@@ -33,8 +33,7 @@ IN_ONE_MACHINE = ("kills", "prefill kills", "stops", "upgrades", BOTH)
     ("name", "transport"),
     [
         ("everything", "tcp"),
-        (BOTH, "tcp"),
-        *(pytest.param(name, "tcp", marks=chaos) for name in SCENARIOS if name not in ("everything", BOTH)),
+        *(pytest.param(name, "tcp", marks=chaos) for name in SCENARIOS if name != "everything"),
         *(pytest.param(name, "ucx", marks=chaos) for name in IN_ONE_MACHINE),
     ],
 )

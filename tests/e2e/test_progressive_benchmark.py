@@ -16,6 +16,7 @@ SMALL = {f"KVRAIL_{role}_KV_MEMORY_GIB": "0.5" for role in ("PREFILL", "DECODE")
 FLAGS = ("--rates", "20mbit", "--tokens", "1000", "--rounds", "1", "--codecs", "raw,splitzip-progressive-ans")
 
 
+@pytest.mark.heavy
 def test_a_run_imposes_what_it_says(tmp_path):
     command = [sys.executable, "-m", "benchmarks.progressive", *FLAGS, "--acceptance", str(IMPOSED), "--out", tmp_path]
     try:

@@ -11,7 +11,7 @@ from kvrail.errors import ConfigError
 from tests.lossless.serving import answers, requests
 from tests.models import tiny_model
 
-COUNT = 60 if os.environ.get("CI") == "true" else 20
+COUNT = 30 if os.environ.get("CI") == "true" else 20
 OPTIONS = {"device": "cpu", "max_running": 6, "max_batch_tokens": 256, "max_model_len": 448, "kv_memory_gib": 0.0075}
 """Memory of 15 plain pages."""
 
