@@ -5,7 +5,8 @@ import os
 import re
 import signal
 import struct
-import time
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -175,53 +176,49 @@ def watched(function, calls):
     return run
 
 
-def run_in_child(*arguments, kill_after_s=None):
-    """Run a command in a child, which may be killed so long after it has begun: whether it ended well, and its seconds.
-
-    To fork a process as large as this one takes longer than the command: that does not count.
-    """
-    begun, begins = os.pipe()
+def run_in_child(*arguments, kill_at=None):
+    """Run a command in a child, killed at so many calls after its work began: whether it was killed, and its calls."""
+    read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(begins, b"!")
-        os._exit(main([str(argument) for argument in arguments]))
-    os.read(begun, 1)
-    since = time.monotonic()
-    ended, status = 0, 0
-    while kill_after_s is not None and not ended and time.monotonic() - since < kill_after_s:
-        time.sleep(0.001)
-        ended, status = os.waitpid(child, os.WNOHANG)
-    if not ended:
-        if kill_after_s is not None:
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    os.close(begun)
-    os.close(begins)
-    return status == 0, time.monotonic() - since
+        calls = 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += bool(calls) or frame.f_code is journal.work_on.__wrapped__.__code__
+            if calls == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.setprofile(count)
+        sys.setprofile(count)
+        status = main([str(argument) for argument in arguments])
+        sys.setprofile(None)
+        os.write(write, str(calls).encode())
+        os._exit(status)
+    os.close(write)
+    _, status = os.waitpid(child, 0)
+    with open(read) as told:
+        calls = told.read()
+    assert status == 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+    return status != 0, int(calls or 0)
 
 
 @pytest.mark.parametrize("command", ["pack", "unpack"])
 def test_killed_at_random_moments_it_goes_on(model, packed, tmp_path, kvrail, command):
     source, expected = (model, packed) if command == "pack" else (packed, model)
     rng = np.random.default_rng(5)
-    ended, duration = run_in_child(command, source, tmp_path / "whole")
-    assert ended
+    killed, calls = run_in_child(command, source, tmp_path / "whole")
+    assert not killed
     out, kills, midway = tmp_path / "out", 0, 0
-    latest = 0.8 * duration  # of a kill; it follows a machine that becomes slower or faster
-    while kills < 10 or not midway:
-        assert kills < 100  # it must be at work when it is killed
-        ended, _ = run_in_child(command, source, out, kill_after_s=rng.uniform(0, latest))
-        if ended:
-            latest *= 0.9
-            assert sums(out) == sums(expected)
-            out.rename(tmp_path / f"done{rng.integers(1 << 30)}")
-            continue
-        kills += 1
-        at_work = out.with_name("out.partial").exists()
-        midway += at_work
-        latest *= 1 if at_work else 1.1
+    while kills < 10:
+        killed, _ = run_in_child(command, source, out, kill_at=rng.integers(1, calls))
+        kills += killed
+        midway += out.with_name("out.partial").exists()
         assert not out.exists() or sums(out) == sums(expected)
-    if not out.exists():
+        if out.exists() and not out.with_name("out.journal").exists():  # nothing is left to do: from the beginning
+            out.rename(tmp_path / f"done{rng.integers(1 << 30)}")
+    assert midway
+    if not out.exists() or out.with_name("out.journal").exists():
         assert kvrail(command, source, out)[0] == 0
     assert sums(out) == sums(expected)
     assert not out.with_name("out.partial").exists()
