@@ -155,6 +155,9 @@ bench-attention-chunks: $(VENV)/.dev  ## attention of a few new tokens behind ma
 bench-kv-formats: $(VENV)/.dev  ## decode attention over closed pages beside bfloat16 pages, on a GPU
 	$(BIN)/python -m benchmarks.kv_formats $(ARGS)
 
+bench-kv-pages: $(VENV)/.dev  ## what each form of KV pages gives an engine: tokens that fit, prefills, steps
+	$(BIN)/python -m benchmarks.kv_pages $(ARGS)
+
 bench-transport: $(VENV)/.dev  ## throughput of the transports of KV beside bare transports
 	$(BIN)/python -m benchmarks.transport $(ARGS)
 
