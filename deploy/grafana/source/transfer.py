@@ -167,13 +167,13 @@ def _codecs() -> list[Panel]:
             "Transfers whose codec was left to the decode worker, in the range, by what it took and why.",
             "count:transfers",
             split(increase, "kvrail_kv_codec_choices_total", by="codec, reason"),
+            width=12,
         ),
         number(
             "Lossy requests",
             "Requests in the range whose KV came through a codec that does not restore every bit.",
             "count:requests",
             increase("kvrail_lossy_requests_total"),
-            width=8,
         ),
     ]
 

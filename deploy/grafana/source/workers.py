@@ -138,28 +138,38 @@ def _memory() -> list[Panel]:
 
 
 def _start() -> list[Panel]:
+    phases = total("kvrail_worker_start_seconds", by="instance, phase")
+    compiled = total("kvrail_codec_compile_seconds", by="instance, codec")
+    memory = named(total("kvrail_worker_memory_bytes", by="instance, use"), chosen=True)
     return [
         bars(
-            "Start-up by phase",
-            "What took the time of each worker's last start, or has so far.",
+            "Start-up by worker",
+            "Time of the last start, or of this one so far, at the five slowest.",
             "s",
-            _chosen(f"{total('kvrail_worker_start_seconds', by='instance, phase')} > 0.01", ", {{phase}}"),
+            Query(f"topk(5, {named(total('kvrail_worker_start_seconds', by=INSTANCE), chosen=True)})", WORKER_NAME),
+            width=12,
+        ),
+        bars(
+            "Start-up by phase",
+            "What each phase took at the worker where it took longest.",
+            "s",
+            Query(f"max by (phase) ({named(phases, chosen=True)}) > 0.01", "{{phase}}"),
+            width=12,
         ),
         bars(
             "Codecs compiled",
-            "Time until the kernels were compiled or loaded, by worker.",
+            "Time until the kernels were compiled or loaded, at the worker where it took longest.",
             "s",
-            _chosen(total("kvrail_codec_compile_seconds", by="instance, codec"), ", {{codec}}"),
+            Query(f"max by (codec) ({named(compiled, chosen=True)})", "{{codec}}"),
+            width=12,
         ),
         lines(
             "GPU memory",
             "By use, over the chosen workers.",
             "bytes",
-            Query(
-                f"sum by (use) ({named(total('kvrail_worker_memory_bytes', by='instance, use'), chosen=True)})",
-                "{{use}}",
-            ),
+            Query(f"sum by (use) ({memory})", "{{use}}"),
             stacked=True,
+            width=12,
         ),
     ]
 
@@ -270,24 +280,28 @@ def _placing() -> list[Panel]:
             "What decided between workers.",
             "ops",
             split(rate, "kvrail_placements_total", by="role, reason"),
+            width=12,
         ),
         lines(
             "Ways of prompts by reason",
             "Computed where they decode (here) or on another worker (apart), where workers do both, and why.",
             "ops",
             split(rate, "kvrail_prompt_ways_total", by="way, reason"),
+            width=12,
         ),
         lines(
             "Prefix tokens",
             "That decode workers were expected to hold, and that they found.",
             TOKEN_RATE,
             split(rate, "kvrail_prefix_tokens_total", by="kind"),
+            width=12,
         ),
         bars(
             "Requests at workers",
             "Of this router, by worker, now.",
             "count:requests",
             Query(total("kvrail_worker_requests_in_flight", by="role, worker"), WORKER_NAME),
+            width=12,
         ),
     ]
 
