@@ -105,7 +105,7 @@ window.draw = async (board, series, range, mode) => {
     const { x, y, w, h } = panel.gridPos;
     const [width, height] = [w * CELL.width - CELL.gap, h * CELL.height - CELL.gap];
     const Kind = !(panel.type in KINDS) ? Absent : panel.type !== "stat" && !drawn[number].length ? Empty : KINDS[panel.type];
-    return <div key={panel.id} id={`panel-${panel.id}`} style={{ position: "absolute", left: x * CELL.width, top: y * CELL.height, width, height }}>
+    return <div key={panel.id} id={`panel-${panel.id}`} style={{ position: "absolute", left: x * CELL.width, top: y * CELL.height, width, height, overflow: "hidden" }}>
       <PanelChrome title={panel.title} width={width} height={height}>
         {(inner, innerHeight) => <Kind panel={panel} shown={drawn[number]} size={{ width: inner, height: innerHeight }} range={range} theme={theme} />}
       </PanelChrome>

@@ -134,6 +134,7 @@ def overview() -> Dashboard:
 def _whole() -> list[Panel]:
     parts = "kvrail_request_stage_seconds"
     answered = rate("kvrail_request_seconds_count")
+    means = share(increase(f"{parts}_sum", by="stage"), increase(f"{parts}_count", by="stage"))
     return [
         lines(
             "A request's time by part",
@@ -147,7 +148,7 @@ def _whole() -> list[Panel]:
             "Parts over the range",
             "Mean time of each part of the requests in the board's time range.",
             "s",
-            Query(share(increase(f"{parts}_sum", by="stage"), increase(f"{parts}_count", by="stage")), "{{stage}}"),
+            Query(f"sort_desc({means})", "{{stage}}"),
         ),
         lines(
             "The parts add up",
